@@ -102,11 +102,11 @@ def torchs(settings, adjust="original", lr=2e-2, steps=4):
 )
 def test_plain_linear_weights_move_as_with_torchs_muon(changes, adjust):
     settings = replace(TORCHS, **changes)
-    weights, moments, size = trained(0, {}, settings)
-    expected = torchs(settings, adjust)
+    # Two steps: the iteration in bf16 magnifies a last bit of a gradient, on some CPUs to 3e-4 of a weight in the third.
+    weights, moments, size = trained(0, {}, settings, steps=2)
+    expected = torchs(settings, adjust, steps=2)
     for name, weight in weights.items():
-        # Products in bf16 round in another order where a CPU multiplies tiles (AMX): 1.1e-5 there, of steps of 2e-2.
-        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=5e-5, msg=name)
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
     matrices = {f"blocks.{n}.weight" for n in range(3)}
     assert moments == {f"optimizer.momentum_buffer.{name}" for name in matrices} | {
         f"optimizer.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in weights.keys() - matrices
