@@ -17,7 +17,7 @@ from megatron.settings import messages, schema
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, preset
-from megatron.settings.spelling import BadValue, Setting, dashed, spellings_of
+from megatron.settings.spelling import BadValue, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split
 
@@ -52,10 +52,9 @@ class Word(NamedTuple):
 class SettingsReader:
     """Collects statements, and every problem on the way."""
 
-    def __init__(self, settings: list[Setting]):
-        self.spellings = spellings_of(settings)
-        groups = {setting.group for setting in settings}
-        self.trains = set(schema.GROUPS) <= groups
+    def __init__(self, groups: Mapping[str, type]):
+        self.spellings = spellings_of(groups)
+        self.trains = set(schema.GROUPS) <= set(groups)
         self.purpose = "train" if self.trains else next((one for one in ("generate", "evaluate") if one in groups), "")
         self.statements: list[Statement] = []
         self.turn = 0
@@ -105,7 +104,7 @@ class SettingsReader:
         return True
 
     def _of_another_command(self, word: Word) -> bool:
-        if self.trains or word.flag not in spellings_of_training():
+        if self.trains or word.flag not in spellings_of(schema.GROUPS):
             return False
         if word.source == SaidBy.COMMAND:
             self.problems.append(f"{word.flag} is a setting of pretraining; this command has no use for it")
@@ -288,10 +287,3 @@ class SettingsReader:
                 flags = list(dict.fromkeys(flags))
                 verb = "has" if len(flags) == 1 else "have"
                 print(f"note: {', '.join(flags)} {verb} no effect: {sentence}", file=sys.stderr, flush=True)
-
-
-def spellings_of_training() -> Mapping[str, object]:
-    """The flags of pretraining."""
-    from megatron.settings.spelling import settings_of
-
-    return spellings_of(settings_of(schema.GROUPS))

@@ -22,7 +22,7 @@ from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nemo import NEMO
 from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting, sentence
-from megatron.settings.spelling import BadValue, Spelling, dashed, settings_of, spellings_of
+from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 
 FLEETX = Dialect("fleetx", "PaddleFleetX", "Global.seed  --seed", programs=("train.py",))  # its table is fleetx.py
 DIALECTS = {
@@ -47,7 +47,7 @@ class Translation:
 
 @cache
 def spellings() -> dict[str, Spelling]:
-    return spellings_of(settings_of(schema.GROUPS))
+    return spellings_of(schema.GROUPS)
 
 
 def translate(dialect: Dialect, sources: Iterable[TheirSetting]) -> Translation:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from megatron.errors import UsageError
 from megatron.settings.parse import parse
-from megatron.settings.spelling import NO, YES, settings_of, spellings_of
+from megatron.settings.spelling import NO, YES, spellings_of
 
 SWITCHES = ("-h", "--help", "--help-all", "--print-config", "--then")
 VALUED = ("--config", "-c")
@@ -40,7 +40,7 @@ def divide(
     true or false takes the next word only where that is true or false; one of several values takes all words up to
     the next flag; any other takes one. `--` ends the flags.
     """
-    known = spellings_of(settings_of(dict(one=kind)))
+    known = spellings_of(dict(one=kind))
     files, flags, at = [], [], 0
     while at < len(argv):
         word, at = argv[at], at + 1

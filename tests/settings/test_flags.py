@@ -245,14 +245,14 @@ def test_a_long_megatron_command_line_is_understood(capsys):
 
 
 def test_every_megatron_flag_is_answered():
-    spellings = spellings_of(settings_of(GROUPS))
+    spellings = spellings_of(GROUPS)
     silent = [n for n in NAMES if n.replace("_", "-") not in spellings and not megatron_lm.answer(n)]
     assert len(NAMES) > 1000 and not silent
 
 
 def test_the_tables_say_one_thing_about_each_flag():
     ignored, refused_ = megatron_lm._IGNORED, megatron_lm._REFUSED
-    settings = set(spellings_of(settings_of(GROUPS)))
+    settings = set(spellings_of(GROUPS))
     assert not (ignored.keys() & refused_) and not settings & (ignored.keys() | refused_)
     for table in (megatron_lm.IGNORED, megatron_lm.REFUSED):
         names = [name for names in megatron_lm.sentences(table).values() for name in names]

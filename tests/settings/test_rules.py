@@ -11,7 +11,7 @@ from megatron.errors import SettingsError
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import RULES, record
 from megatron.settings.schema import GROUPS
-from megatron.settings.spelling import settings_of, spellings_of
+from megatron.settings.spelling import spellings_of
 from megatron.training.rules import check, remarks, resolve, rules_of
 
 BASE = (
@@ -24,7 +24,7 @@ def config(line: str = "", base: str = BASE):
     return parse_pretrain(f"{base} {line}".split())
 
 
-FLAGS = set(spellings_of(settings_of(GROUPS)))
+FLAGS = set(spellings_of(GROUPS))
 
 
 def flags_of(text: str) -> set[str]:
