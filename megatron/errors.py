@@ -30,6 +30,7 @@ class Failure(Exception):
     """Base of all failures that end a command with a clear message. Exit code 1 unless a subclass says otherwise."""
 
     code = 1
+    about: str | None = None  # what ranks have in common that say the same with other numbers; default: the text
 
     def __init__(self, what: str, why: str | None = None, do: str | None = None):
         super().__init__(what)
@@ -208,7 +209,7 @@ def run_main(main, argv: list[str] | None = None) -> None:
             _say_last(traceback.format_exc(), code, brief, about=f"{type(error).__name__}: {error}")
         else:
             text = f"{failure}\n" if isinstance(failure, Preempted) else f"error: {failure}\n"
-            _say_last(text, code, partial(shortened, text), quiet_after_others=isinstance(failure, PeerLost))
+            _say_last(text, code, partial(shortened, text), failure.about, isinstance(failure, PeerLost))
         _leave(code)
     finally:
         # Python ends with a look at every object there is, for cycles: half a second, once torch has been loaded.
