@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import SettingsError
-from megatron.model.recipe import facts_of, recipe_of
+from megatron.model.recipe import Recipe
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import certain
 from megatron.planner.problems import remedies
@@ -29,15 +29,15 @@ PATIENCE = 5  # seconds that the memory of a job which has just ended may take t
 OVERCOMMIT = "--allow-memory-overcommit"
 
 
-def check_room(config: Config, log: Callable[[str], None] = print) -> None:
+def check_room(config: Config, recipe: Recipe, log: Callable[[str], None] = print) -> None:
     """Raise SettingsError where a memory of this rank is too small, with what would fit; a note where that is allowed."""
-    if config.batch.skip_train or recipe_of(config).predicts(config) == "nothing":
+    if config.batch.skip_train or recipe.predicts(config) == "nothing":
         return
     here = rank_env.ranks()
     device = "cuda" if _has_gpu(config.kernels.device) else "cpu"
-    if not _lacking(Demand.of(config, device, here, MANY_TOKENS)):
+    if not _lacking(Demand.of(config, recipe, device, here, MANY_TOKENS)):
         return
-    demand, waited = Demand.of(config, device, here), 0
+    demand, waited = Demand.of(config, recipe, device, here), 0
     while lacking := _lacking(demand):
         if config.planner.allow_memory_overcommit:
             return log(f"note: {lacking}; {OVERCOMMIT}") if here.local_rank == 0 else None
@@ -59,14 +59,16 @@ class Demand:
     state_alone: bool = False
 
     @classmethod
-    def of(cls, config: Config, device: str, here: rank_env.Ranks, tokens: Optional[int] = None) -> Optional["Demand"]:
+    def of(
+        cls, config: Config, recipe: Recipe, device: str, here: rank_env.Ranks, tokens: Optional[int] = None
+    ) -> Optional["Demand"]:
         """tokens: of the vocabulary (default: those of its files). None where the model's facts cannot say."""
         try:
             layout = Layout.of(config, here.world_size)
-            job = Job.of(config, facts_of(config, tokens or vocabulary_of(config)[0]), dp=layout.dp, device=device)
+            job = Job.of(config, recipe.facts(config, tokens or vocabulary_of(config)[0]), dp=layout.dp, device=device)
             open_ = config.precision.precision == "auto"  # measured later: bf16 may be what is faster
             jobs = (job, replace(job, precision="bf16")) if open_ else (job,)
-            found = cls(jobs, layout, here, recipe_of(config).predicts(config) == "state")
+            found = cls(jobs, layout, here, recipe.predicts(config) == "state")
             found.on_host(layout)
         except Exception:  # of facts of a user's own: what is wrong in them is told where they are needed
             return None

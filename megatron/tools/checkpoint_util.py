@@ -48,41 +48,21 @@ def main(argv: list[str]) -> None:
 
     source = Path(asked.load_dir)
     theirs = ("mp_rank_*", "*/mp_rank_*", "*.distcp", "*/*.distcp")  # Megatron-LM's own formats
-    if any(next(source.glob(pattern), None) for pattern in theirs):
-        if asked.model_type not in (None, "GPT"):
-            raise SettingsError(
-                f"--model-type {asked.model_type}: {source} is a checkpoint of Megatron-LM, of which GPTs are read",
-                do="a T5 or BERT of Hugging Face transformers: python -m megatron.tools.checkpoint from-hf",
-            )
-        checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
-        return
-    if asked.model_type:
-        refuse_other_type(asked)
-    checkpoint.main(
-        [
-            "reshard",
-            asked.load_dir,
-            asked.save_dir,
-            "--tensor-model-parallel-size",
-            str(asked.target_tensor_parallel_size),
-            "--pipeline-model-parallel-size",
-            str(asked.target_pipeline_parallel_size),
-        ]
-    )
-
-
-def refuse_other_type(asked: UtilOptions) -> None:
-    """Raise CheckpointError where the checkpoint says that its model is of another type."""
-    from megatron.checkpoint.folder import choose
-    from megatron.checkpoint.reader import Reader
-
-    with Reader(choose(location(asked.load_dir)).paths[0]) as reader:
-        found = reader.state.get("config", {}).get("model", {}).get("model_type", "GPT")
-    if found != asked.model_type:
-        raise CheckpointError(
-            f"--model-type {asked.model_type}: {asked.load_dir} holds a model of type {found}",
-            do="leave --model-type out: the checkpoint says it",
+    foreign = any(next(source.glob(pattern), None) for pattern in theirs)
+    if foreign and asked.model_type in (None, "GPT"):
+        return checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
+    if foreign:
+        raise SettingsError(
+            f"--model-type {asked.model_type}: {source} is a checkpoint of Megatron-LM, of which GPTs are read",
+            do="a T5 or BERT of Hugging Face transformers: python -m megatron.tools.checkpoint from-hf",
         )
+    if asked.model_type:
+        with checkpoint.open_reader(location(asked.load_dir), checkpoint.WhichCheckpoint()) as reader:
+            found = reader.state.get("config", {}).get("model", {}).get("model_type", "GPT")
+        if found != asked.model_type:
+            raise CheckpointError(f"--model-type {asked.model_type}: {source} holds a model of type {found}")
+    sizes = f"--tp {asked.target_tensor_parallel_size} --pp {asked.target_pipeline_parallel_size}"
+    checkpoint.main(["reshard", asked.load_dir, asked.save_dir, *sizes.split()])
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def train(config: Config, recipe: Recipe) -> None:
         return print_topology(config)
     from megatron.planner.room import check_room
 
-    check_room(config)
+    check_room(config, recipe)
     from megatron.training.loop import pretrain
 
     pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else ())

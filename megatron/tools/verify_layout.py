@@ -78,15 +78,14 @@ def verify(argv: list[str]) -> None:
         )
     verdicts = []
     for layout, resolved in settings:
-        other = trained(resolved, layout.world_size, steps)
-        if isinstance(other, str):
-            verdicts.append(False)
-            print(row(layout.text, layout.world_size, f"FAIL ({other})"), flush=True)
-            continue
-        found = compare(reference, other)
-        verdicts.append(found.passes(precision))
-        sizes = (f"{size:.1e}" for size in (found.loss, found.norm, found.weight))
-        result = f"{'PASS' if verdicts[-1] else 'FAIL'} ({found.worst})"
+        other, sizes = trained(resolved, layout.world_size, steps), ()
+        if raised := isinstance(other, str):
+            worst = other
+        else:
+            found = compare(reference, other)
+            worst, sizes = found.worst, (f"{size:.1e}" for size in (found.loss, found.norm, found.weight))
+        verdicts.append(not raised and found.passes(precision))
+        result = f"{'PASS' if verdicts[-1] else 'FAIL'} ({worst})"
         print(row(layout.text, layout.world_size, result, *sizes), flush=True)
     limits = TOLERANCE[precision]
     print(
