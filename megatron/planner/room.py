@@ -16,7 +16,6 @@ from megatron.errors import SettingsError
 from megatron.model.recipe import Recipe
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import certain
-from megatron.planner.problems import remedies
 from megatron.planner.target import vocabulary_of
 from megatron.settings import rank_env
 from megatron.settings.schema import Config
@@ -116,7 +115,8 @@ def _lacking(demand: Optional[Demand]) -> Optional[Lack]:
         import torch
 
         at = demand.here.local_rank
-        found.append((f"GPU {at}", demand.on_device, *torch.cuda.mem_get_info(at)))
+        if at < torch.cuda.device_count():  # otherwise joining says what is wrong
+            found.append((f"GPU {at}", demand.on_device, *torch.cuda.mem_get_info(at)))
     found.append(("this machine's memory", demand.on_host, available_memory(None), total_memory()))
     for of, by, free, total in found:
         if free is not None and (needed := by(demand.layout)) > free:
@@ -135,6 +135,8 @@ def _refusal(demand: Demand, lack: Lack) -> SettingsError:
 
 def _what_fits(demand: Demand, lack: Lack, job: Job, layout: Layout) -> str:
     """Changes of a setting after which it fits."""
+    from megatron.planner.problems import remedies  # it imports what reads checkpoints
+
     length = job.facts.settings.seq_length
     while (length := length // 2) >= 64:
         facts = replace(job.facts, settings=replace(job.facts.settings, seq_length=length))

@@ -156,6 +156,7 @@ def test_where_nobody_can_say_there_is_no_check(free, monkeypatch):
 def test_a_gpu_is_asked_itself(monkeypatch, free):
     monkeypatch.setattr(room, "DRIVERS", ("/",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(2e9), int(2e9)))
     config = settings(LONG.replace("--device cpu", "--device auto"))
     with pytest.raises(SettingsError, match="GB of GPU 0, and 2.0 GB are free"):
