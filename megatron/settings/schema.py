@@ -792,6 +792,7 @@ class Planner:
     preflight: bool = setting(
         "check settings, every rank's shapes, a shrunk job of the job and the machines; train nothing", False
     )
+    allow_memory_overcommit: bool = setting("train also where there is less memory free than is predicted", False)
     world_size: Optional[int] = setting("ranks to plan for (default: those of this job)", None, "--num-gpus")
     local_world_size: Optional[int] = setting("ranks of a node (default: this job's, else 8)", None, "--gpus-per-node")
     device_name: Optional[str] = setting("device to plan for, such as A100-80GB (default: what is here)", None)

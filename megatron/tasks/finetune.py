@@ -70,6 +70,9 @@ def recipe() -> Recipe:
         starts_from=tuple(BACKBONES),
         part=part_of_trunk,
         settled=settled_trunk,
+        predicts=lambda config: (
+            "all" if task_settings(config).backbone == DEFAULT else "state"
+        ),  # encoders leave padding out
     )
 
 

@@ -7,6 +7,7 @@ What is shrunk stands behind `--then`, which lets words behind it win: the docum
 import importlib.util
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -268,6 +269,26 @@ def test_e_config_trains(desk, capsys):
     pretrain_gpt.main([*given, *SMALL, *MOCK, "--save", "out"])
     assert losses(capsys.readouterr().out) >= 2
     assert "iter_0000002" in os.listdir("out")
+
+
+@pytest.mark.parametrize(
+    "model, gigabytes", [("use_recompute=False", 30.9), ("hidden_size=2048", 26.0)], ids=["345M", "1.3B recomputed"]
+)
+def test_e_config_takes_the_documented_memory(model, gigabytes, capsys):
+    """Of a V100, by the dry run's own table. FleetX's softmax stores scores, it keeps gradients in fp16 (as weights are),
+    and it says what was allocated: no driver, no fragmentation.
+    """
+    given = [f"Model.{model}", "Model.fused_softmax_with_triangular=False"]
+    given += ["Global.local_batch_size=8", "Global.micro_batch_size=8"]
+    words = [word for one in given for word in ("-o", one)]
+    pretrain_gpt.main(
+        ["-c", str(HERE / "E_config.yaml"), *words, "--mock-data", "--dry-run", "--device-memory-gb", "40"]
+    )
+    said = capsys.readouterr().out
+    table = dict(re.findall(r"^([a-z][a-z ]+?)  +([\d.]+ [GMk]B)$", said, re.M))
+    sizes = {name: float(size.split()[0]) * dict(GB=1, MB=1e-3, kB=1e-6)[size[-2:]] for name, size in table.items()}
+    other = sizes["device context"] + sizes["fragmentation"] + sizes["gradients"] - sizes["weights"]
+    assert sizes["all together"] - other == pytest.approx(gigabytes, rel=0.1), said
 
 
 @pytest.mark.parametrize("name", (HERE / "E_scripts.txt").read_text().split())

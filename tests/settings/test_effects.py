@@ -39,7 +39,7 @@ ALWAYS = """
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay
     weight_decay_incr_style clip_grad decoupled_lr decoupled_min_lr optimizer_cpu_offload nvme_offload_fraction
     param_cpu_offload gradient_accumulation_fusion loss_averaging
-    auto_parallel parallel_plan dry_run preflight
+    auto_parallel parallel_plan dry_run preflight allow_memory_overcommit
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
     metrics_file tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed

@@ -299,6 +299,7 @@ CHECKS = dict(
         dry_run=f"{LAYOUT}::test_dry_run_trains_nothing",
         wide="test_eighty_columns::test_wide_cuts_nothing",
         preflight=f"{LAYOUT}::test_preflight_checks_and_trains_nothing",
+        allow_memory_overcommit="test_room::test_overcommitted_it_trains",
         world_size=CLUSTER,
         local_world_size=CLUSTER,
         device_name=CLUSTER,

@@ -231,7 +231,8 @@ def test_a_tool_names_what_it_has_no_use_for(name, tmp_path, capsys):
     assert f"{path}:2: {name}" in capsys.readouterr().err
 
 
-FILES_AND_SHAPES = """task task_data train_data valid_data test_data soft_labels pet_pattern pet_verbalizer pretrained_checkpoint backbone encoder_num_layers decoder_num_layers
+FILES_AND_SHAPES = """task task_data train_data valid_data test_data soft_labels pet_pattern pet_verbalizer
+    pretrained_checkpoint backbone pooling encoder_num_layers decoder_num_layers
     pipeline_model_parallel_split_rank encoder_pipeline_model_parallel_size""".split()
 
 

@@ -18,6 +18,7 @@ import torch
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files
@@ -48,6 +49,7 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
         config, vocab_size = config_of(needed(reader, "config")), needed(reader, "vocab_size")
         refuse_head(config, vocab_size, path)
         family, plan = exported(config, vocab_size), []
+        refuse_unknown(reader, family)
         for match in family.matches:
             stored = reader.tensors.get(match.ours)
             if stored is None:
@@ -66,6 +68,19 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
                 parameter.data = parameter.data.to(dtype).float()
             notices.append(_compared(family, loaded, folder))
         return [f"{out}: {family.kind} in {', '.join(files)}", *family.told, *notices]
+
+
+def refuse_unknown(reader: Reader, family: Family) -> None:
+    """Raise SettingsError for weights that a family does not have: the export would lose them, whether or not they show
+    in what is compared.
+    """
+    known = {match.ours for match in family.matches}
+    unknown = sorted(name for name in reader.tensors if name not in known and not name.startswith(OPTIMIZER))
+    if unknown:
+        named = ", ".join(unknown[:6]) + f" and {len(unknown) - 6} more" * (len(unknown) > 6)
+        raise SettingsError(
+            f"{family.kind} of Hugging Face has no {named}", "the model would lose them", "nothing was written"
+        )
 
 
 def _export_vocabulary(
