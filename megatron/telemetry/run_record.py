@@ -36,6 +36,7 @@ def run_record(config, mesh: dict[str, int], iteration: int = 0, **more) -> dict
         time=now(),
         host=socket.gethostname(),
         pid=os.getpid(),
+        folder=os.getcwd(),
         machine=f"{platform.system()} {platform.machine()}",
         command=sys.argv,
         commit=source_commit(),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
 
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -141,6 +142,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
             code=code,
             libraries=library_versions(),
             vocabulary=tokenizer and tokenizer.fingerprint,
+            folder=os.getcwd(),
         ),
         measures=measures,
         best_manager=best_manager(config, measures, context, log),
