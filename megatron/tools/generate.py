@@ -48,6 +48,7 @@ class GenerateOptions:
         "encoder-decoders: the last so many pipeline ranks have layers of the decoder (default: all)", None
     )
     distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
+    save_inference_model_then_exist: bool = setting("PaddleNLP's export of a program: not supported", False)
 
     @property
     def halves(self) -> tuple[Optional[int], Optional[int]]:
@@ -93,8 +94,11 @@ def main(argv: list[str]) -> None:
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     check(settings)
     sampling.check()
+    sampling, notes = sampling.settled()
     search.check(sampling)
     here = rank_env.ranks()
+    for note in notes if here.rank == 0 else ():
+        print(f"note: {note}", file=sys.stderr)
     piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
     prompts = None if piped else read_prompts(settings)
 
@@ -115,6 +119,11 @@ def main(argv: list[str]) -> None:
 
 def check(settings: GenerateOptions) -> None:
     """Raise SettingsError for ranks that cannot be, before torch is loaded."""
+    if settings.save_inference_model_then_exist:
+        raise SettingsError(
+            "--save-inference-model-then-exist: models are saved as weights, not as programs",
+            do="leave it out to generate from the checkpoint; python -m megatron.tools.checkpoint to-hf exports weights",
+        )
     tp, pp, world = settings.tensor_model_parallel_size, settings.pp, rank_env.ranks().world_size
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)
     for name, size in sizes.items():
