@@ -22,7 +22,7 @@ from megatron.errors import UsageError, did_you_mean, numbered
 from megatron.settings import schema
 from megatron.settings.dialects.megatron_lm import answer, known_flags
 from megatron.settings.plan_file import GivenPlan, read_plan, refuse_another_model
-from megatron.settings.presets import SHAPES, preset
+from megatron.settings.presets import SHAPES, cached, preset
 from megatron.settings.spelling import BadValue, Setting, Spelling, dashed, settings_of, spellings_of
 
 COMMON = (
@@ -67,6 +67,10 @@ INSTEAD_OF_FILES = dict(
     train_data_path=("data_path", "mock_data"),
     data_path=("train_data_path", "valid_data_path", "test_data_path", "mock_data"),
 )
+
+
+# settings that say which vocabulary it is, so that the name of a model does not
+VOCABULARY = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size", "mock_data", "use_checkpoint_args")
 
 
 @dataclass(frozen=True)
@@ -342,6 +346,8 @@ class FlagReader:
         name, values = str(chosen.value), preset(str(chosen.value))
         if values is None and Path(name).is_dir():
             values = {"load": name}
+        elif values and cached(name) and not any(g.value for g in self.given if g.spelling.setting.name in VOCABULARY):
+            values = {**values, "tokenizer_model": name}
         if values is None:
             known = f"{', '.join(SHAPES)}){did_you_mean(name, SHAPES)}"
             self.problems.append(f"{_shown(chosen)}: neither a folder nor a known shape ({known}")
