@@ -10,15 +10,14 @@ docs/finetuning.md has more.
 
 from megatron.errors import run_main
 from megatron.tasks import finetune
-from megatron.tasks.finetune import recipe_for
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 recipe = finetune.recipe
 
 
 def main(argv: list[str]) -> None:
-    """Settings that the task and the checkpoint give, then those of the command line; then train."""
-    start(*recipe_for(argv))
+    """Check the settings, those that the task and the checkpoint give among them; then train."""
+    start(argv, recipe())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from megatron.model.bert.settings import GROUP, BertSettings, own_settings
 from megatron.model.bert.task_facts import TAKEN, TASKS, TaskFacts, TaskHead
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 def main(argv: list[str]) -> None:

@@ -15,7 +15,7 @@ from megatron.errors import run_main
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.rules import IDLE, NO_RELATIVE, RULES
 from megatron.model.recipe import Recipe
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 def main(argv: list[str]) -> None:

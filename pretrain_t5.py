@@ -19,7 +19,7 @@ from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
 from megatron.planner.stage_cut import settled
 from megatron.settings.effects import Needs
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 def main(argv: list[str]) -> None:

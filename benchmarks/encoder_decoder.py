@@ -30,7 +30,8 @@ import torch
 
 from megatron.data.loader import named_batch
 from megatron.fused_kernels.cpu import keep_memory
-from megatron.model.recipe import parse_any, recipe_of
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Optimizer

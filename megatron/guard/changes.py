@@ -7,7 +7,7 @@ wanted at times, and told.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, UsageError, did_you_mean
@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     """All changes that may matter, dangerous ones first. Settings that either side does not know are no changes."""
-    found, now = [], asdict(config)
+    found, now = [], config.to_record()
     before = {**saved, **saved.get("extra", {})}
     here = {**now, **now["extra"]}
     for group, name, what in meanings(config):
@@ -133,7 +133,7 @@ def told(config: Config, saved: dict[str, dict], same_vocabulary: bool = False) 
     """A sentence for each change that does not stop the run. Values that nobody gave are told by what they change:
     `resumed_schedule.drift`.
     """
-    found = [change for change in changes(config, saved) if change.name in config.given or change.name not in FOLLOWING]
+    found = [change for change in changes(config, saved) if config.given(change.name) or change.name not in FOLLOWING]
     return [f"{change}{_because(config, change, same_vocabulary)}" for change in found]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import Failure, SettingsError
-from megatron.model.recipe import parse_any
+from megatron.model.arguments import parse_any
 from megatron.settings.schema import GROUPS, Checkpoint, Config
 from megatron.settings.spelling import settings_of, spellings_of
 from megatron.storage.urls import location

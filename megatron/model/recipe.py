@@ -8,8 +8,7 @@ MODEL_TYPES, or a module with a function `recipe()`.
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from megatron.errors import SettingsError, did_you_mean
@@ -17,7 +16,7 @@ from megatron.model.facts import Facts
 from megatron.model.sample_arrays import SampleArray
 from megatron.settings.effects import Needs
 from megatron.settings.own_choices import optimizer_group
-from megatron.settings.parse import given, parse_pretrain
+from megatron.settings.parse import Defaults
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
 
@@ -38,7 +37,8 @@ class Recipe:
     build_datasets: (config, tokenizer, vocab_size, sizes, log) -> (train, valid, test), each a dataset or None
     own_data:       build_datasets makes samples without --data-path and --mock-data; with --mock-data it is not asked
     groups:         settings of its own: name -> frozen dataclass of `setting`s; a run has them in `config.extra`
-    defaults:       of settings that all models have: name -> value
+    defaults:       of settings that all models have: name -> value; or a function of what is said (name -> `Statement`),
+                    which looks into the checkpoint, too
     rules:          what cannot work among its settings (`settings.rules.Rule`)
     idle:           name of a setting -> what it needs for an effect in this model (`settings.effects.Needs`)
     shares_sequences: its modules know the ranks of `mesh.cp`, each of which has some rows of every sequence
@@ -74,7 +74,7 @@ class Recipe:
     build_datasets: Callable
     own_data: bool = False
     groups: Mapping[str, type] = field(default_factory=dict)
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Defaults = field(default_factory=dict)
     rules: tuple[Rule, ...] = ()
     idle: Mapping[str, Needs] = field(default_factory=dict)
     shares_sequences: bool = False
@@ -133,21 +133,6 @@ def config_of(record: Mapping) -> Config:
 def command_of(model_type: str) -> str:
     """What stands behind `python` or `torchrun ...` to train a model type: `pretrain_gpt.py`, or `-m a.module`."""
     return f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
-
-
-def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:
-    """(the settings of a training of whatever --model-type says, a tool's own `options` beside them)."""
-    config = parse_any(argv, {"options": options}, description)
-    own = {name: group for name, group in config.extra.items() if name != "options"}
-    return replace(config, extra=own), config.extra["options"]
-
-
-def parse_any(argv: list[str], groups: Mapping[str, type] = MappingProxyType({}), description: str = "") -> Config:
-    """The settings of a training of whatever --model-type says, and further groups of settings in `Config.extra`."""
-    model_type = given(argv, "model_type")
-    recipe = named_recipe("GPT" if model_type is None else model_type)
-    defaults = {"model_type": recipe.model_type, **recipe.defaults}
-    return recipe.settled(parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults))
 
 
 def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:

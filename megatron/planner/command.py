@@ -11,17 +11,18 @@ from megatron.settings import schema
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting, dashed, negated, settings_of
+from megatron.settings.statements import SaidBy
 from megatron.telemetry.figures import WIDTH, seconds, size
 
 
 def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset()) -> list[str]:
-    """The flags of every setting that is not at its default, apart from those of the planner."""
-    words, recipe, own = [], recipe_of(config), config.groups
-    groups = schema.GROUPS | recipe.setting_groups
+    """The flags of every setting that somebody gave, or that is not at its default, apart from those of the planner."""
+    words, own = [], config.groups
+    groups = schema.GROUPS | recipe_of(config).setting_groups
     for setting in settings_of({name: group for name, group in groups.items() if name != "planner"}):
-        value = getattr(own[setting.group], setting.name)
-        default = recipe.defaults.get(setting.name, setting.default)
-        if setting.name not in {*leave_out, "model_type"} and value != default:
+        value, said = getattr(own[setting.group], setting.name), config.said(setting.name)
+        default = said.value if said and said.source == SaidBy.RECIPE else setting.default
+        if setting.name not in {*leave_out, "model_type"} and (value != default or config.given(setting.name)):
             words += _words(setting, value)
     return words
 
@@ -42,7 +43,13 @@ def _words(setting: Setting, value) -> list[str]:
 def planned_flags(config: schema.Config, plan: Plan) -> list[str]:
     """The command line of a training in a plan's layout."""
     words = training_flags(config, LAYOUT)
-    return words + plan.layout.flags() + ["--global-batch-size", str(plan.job.global_batch)]
+    words += plan.layout.flags() + ["--global-batch-size", str(plan.job.global_batch)]
+    for setting in settings_of({name: group for name, group in schema.GROUPS.items() if name != "planner"}):
+        said = config.given(setting.name)  # also where it is a default: what was asked for is in the command
+        if setting.name in LAYOUT and said and (setting.kind is bool or dashed(setting.name) not in words):
+            words = [word for word in words if word != dashed(setting.name)]
+            words += _words(setting, getattr(config.groups[setting.group], setting.name))
+    return words
 
 
 def launcher(cluster: Cluster) -> list[str]:

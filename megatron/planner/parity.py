@@ -144,7 +144,7 @@ def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
         guard=without_traces(config.guard),
         profiling=Profiling(),
         logging=schema.Logging(log_interval=10**9, seed=config.logging.seed, debug=config.logging.debug),
-        given={},
+        statements={},
     )
     return resolve(replace(config, parallel=parallel, **quiet), layout.world_size)
 

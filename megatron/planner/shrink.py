@@ -177,7 +177,7 @@ def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = Non
         logging=Logging(log_interval=1, seed=config.logging.seed, debug=config.logging.debug),
         planner=Planner(),
         profiling=Profiling(),
-        given={},  # nobody gave what is left: nothing of it is to be said
+        statements={},  # nobody gave what is left: nothing of it is to be said
     )
 
 

@@ -21,7 +21,8 @@ class Needs(NamedTuple):
 
 def layout_was_open(s: SimpleNamespace) -> bool:
     """Whether the planner chooses something, or has chosen it: then the micro-batch is a number again."""
-    chosen = s.settings.given.get("micro_batch_size", "").split()[-1:] == ["auto"]
+    given = s.settings.given("micro_batch_size")
+    chosen = given is not None and given.value == AUTO
     return s.auto_parallel or s.micro_batch_size == AUTO or chosen
 
 
@@ -201,7 +202,7 @@ EFFECTS: dict[str, Needs] = {
 def without_effect(s: SimpleNamespace, table: dict[str, Needs]) -> dict[str, str]:
     """name -> sentence, for each setting that somebody gave and that does nothing as things are."""
     return {
-        name: f"{shown} has no effect without {table[name].words}"
-        for name, shown in s.settings.given.items()
-        if name in table and not table[name].met(s)
+        name: f"{said.words} has no effect without {needs.words}"
+        for name in s.settings.statements
+        if (needs := table.get(name)) and (said := s.settings.given(name)) and said.is_request and not needs.met(s)
     }

@@ -44,6 +44,9 @@ SHAPES = {  # layers, hidden size, heads, sequence length
 SHARED = {"gpt2-": "gpt2", "gpt3-": "gpt2", "gpt-cpm-": "gpt-cpm"}
 FILES = {"gpt2": "vocab.json and merges.txt", "gpt-cpm": "sentencepiece.model"}
 
+# settings that say which vocabulary it is, or that there is none: then the name of a model does not
+VOCABULARY = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size", "mock_data", "use_checkpoint_args")
+
 
 def cache_folder() -> Path:
     """Where vocabularies lie by name."""

@@ -17,9 +17,11 @@ Nothing here imports torch, reads the command line or the environment: `parse.py
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Optional
+
+from megatron.settings.statements import SaidBy, Statement
 
 # What happens when a run goes on from a checkpoint that had another value: it is another model, whose weights do not fit
 # (refused with --finetune, too); refused unless --override names it, because the run would go on as a different one
@@ -30,7 +32,9 @@ ON_RESUME = ("another model", "refused", "refused in training", "told", "irrelev
 
 def setting(help: str, default=MISSING, *alias: str, **metadata):
     """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
-    `--other~=value` one that gives way to any other spelling. `also={"gpu": "cuda"}`: other words for a value.
+    `--other~=value` one that gives way to any other spelling. `--other false` says that the value is not this one;
+    `--other=value/off` that it is `off`, or with nothing behind the slash the default. `also={"gpu": "cuda"}`: other words
+    for a value.
     `on_resume`: one of ON_RESUME (default: as `guard/changes.py` says of the group)."""
     return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
 
@@ -265,8 +269,8 @@ class Parallel:
     sharding_stage: Literal[0, 1, 2, 3] = setting(
         "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)",
         0,
-        "--use-distributed-optimizer~=1",
-        "--use-sharding~=1",
+        "--use-distributed-optimizer~=1/0",
+        "--use-sharding~=1/0",
         "--zero-stage",
         "--data-parallel-sharding-strategy",
         also=dict(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3),
@@ -382,7 +386,7 @@ class Data:
     dataloader_type: Literal["single", "cyclic"] = setting(
         "single: in index order; cyclic: shuffled each epoch",
         "single",
-        "--dataloader-shuffle~=cyclic",
+        "--dataloader-shuffle~=cyclic/single",
         on_resume="refused",
     )
     num_workers: int = setting(
@@ -532,9 +536,9 @@ class Recompute:
     recompute_granularity: Optional[Literal["full", "full_attn", "core_attn"]] = setting(
         "what of a layer is computed again in the backward pass instead of kept: all, its attention half, softmax(q k) v",
         None,
-        "--recompute-activations~=core_attn",
-        "--use-recompute~=full",
-        "--checkpoint-activations~=full",
+        "--recompute-activations~=core_attn/",
+        "--use-recompute~=full/",
+        "--checkpoint-activations~=full/",
         also=dict(selective="core_attn"),
     )
     recompute_method: Optional[Literal["uniform", "block"]] = setting(
@@ -650,8 +654,8 @@ class Guard:
     on_nan: Literal["stop", "skip"] = setting(
         "at a loss or gradient that is not finite: stop before the update, or skip the step and count it",
         "stop",
-        "--check-for-nan-in-loss-and-grad=stop",
-        "--no-check-for-nan-in-loss-and-grad=skip",
+        "--check-for-nan-in-loss-and-grad=stop/skip",
+        "--no-check-for-nan-in-loss-and-grad=skip/stop",
     )
     on_spike: Literal["continue", "skip", "rollback"] = setting(
         "at a spike of loss or gradient norm: tell, skip the update, or go back to an earlier checkpoint and leave out "
@@ -754,7 +758,7 @@ class Optimizer:
     loss_averaging: Literal["token", "micro-batch"] = setting(
         "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
         "token",
-        "--calculate-per-token-loss=token",
+        "--calculate-per-token-loss=token/micro-batch",
     )
 
     @property
@@ -911,13 +915,49 @@ class Config:
     planner: Planner = Planner()
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
-    # What somebody asked for, by command line or file: name of a setting -> "--lr 0.1", "--lr 0.1 (run.yaml:3)".
-    given: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+    # Who said what of each setting that is not at its default for want of a word: the record that `said` asks.
+    statements: Mapping[str, Statement] = field(default_factory=dict, hash=False, compare=False)
 
     @property
     def groups(self) -> dict[str, object]:
-        """All groups by name, a recipe's own behind the others."""
+        """All groups by name, a recipe's own after the others."""
         return {name: getattr(self, name) for name in GROUPS} | self.extra
+
+    def said(self, name: str) -> Optional[Statement]:
+        """What gave a setting its value; None where that is the default and nobody said anything.
+
+        >>> shape = Model(num_layers=2, hidden_size=8, num_attention_heads=2)
+        >>> config = from_record(dict(model=vars(shape))).derive("--auto-parallel", micro_batch_size=4)
+        >>> config.said("micro_batch_size").words, config.said("seed")
+        ('--auto-parallel', None)
+        """
+        return self.statements.get(name)
+
+    def given(self, name: str) -> Optional[Statement]:
+        """What somebody said of a setting on the command line or in a file, whatever was derived from it; None: nothing."""
+        statement = self.said(name)
+        while statement is not None and statement.source == SaidBy.DERIVED:
+            statement = statement.earlier
+        return statement if statement is not None and statement.is_given else None
+
+    def derive(self, by: str, **values) -> "Config":
+        """The settings with these values in place of what they had, and the record of it. by: what derives them."""
+        statements, groups = dict(self.statements), {}
+        for name, group in self.groups.items():
+            own = {one.name: values[one.name] for one in fields(group) if one.name in values}
+            changed = {key: value for key, value in own.items() if value != getattr(group, key)}
+            if changed:
+                groups[name] = replace(group, **changed)
+            for key, value in changed.items():
+                statements[key] = Statement(key, value, SaidBy.DERIVED, words=by, earlier=statements.get(key))
+        extra = {name: groups.pop(name, group) for name, group in self.extra.items()}
+        return replace(self, **groups, extra=extra, statements=statements)
+
+    def to_record(self) -> dict[str, Any]:
+        """All settings as JSON has them, for checkpoints and logs; `given`: in the words of whoever gave them."""
+        groups = {name: asdict(group) for name, group in self.groups.items() if name not in self.extra}
+        given = {name: one.words for name in self.statements if (one := self.given(name))}
+        return groups | dict(extra={name: asdict(group) for name, group in self.extra.items()}, given=given)
 
 
 def from_record(record: dict, own_groups: Mapping[str, type] = MappingProxyType({})) -> Config:

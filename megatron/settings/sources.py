@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.errors import UsageError
 from megatron.settings.dialects.programs import INSTEAD, OURS, TOOLS
 from megatron.settings.dialects.table import TheirSetting
-from megatron.settings.parse import JOINED_LINES
+from megatron.settings.words import JOINED_LINES
 
 FLAG = re.compile(r"--?[A-Za-z]")
 

@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from megatron.errors import did_you_mean
 from megatron.settings.dialects.megatron_lm import INSTEAD
+from megatron.settings.statements import SaidBy, Statement
 
 YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -53,6 +54,12 @@ class Setting:
         words = [word for word, other in self.also.items() if other == value and isinstance(other, int) and other < 0]
         return words[0] if words else value
 
+    def checked(self, value):
+        """A value out of Python or JSON as the setting has it: `3.0 -> 3`. Raises BadValue."""
+        if value is None and self.optional:
+            return None
+        return self.value([str(one) for one in (value if isinstance(value, (list, tuple)) else [value])])
+
     def value(self, words: list[str]):
         """Words of a command line or a file as a value: `["3"] -> 3`. Raises BadValue."""
         if self.many:
@@ -72,23 +79,57 @@ class Setting:
 
 @dataclass(frozen=True)
 class Spelling:
-    """A flag that sets a setting. `implies`: its value, when it stands alone. A `yielding` one gives way to others."""
+    """A flag that sets a setting.
+
+    implies   the value that the flag stands for: --bf16
+    off       the value that `false` behind it stands for, if it is known: --use-sharding false
+    negates   --no-x
+    yielding  it gives way to other spellings: --use-distributed-optimizer, where --sharding-stage 2 is said, too
+    """
 
     flag: str
     setting: Setting
     implies: object = None
+    off: object = ...
     negates: bool = False
     yielding: bool = False
 
-    def value(self, words: list[str]):
-        """The setting's value, or None when the spelling was switched off (`--bf16 false`). Raises BadValue."""
-        if self.negates:
-            return not self.setting.value(words)
+    def statement(self, words: list[str], source: SaidBy, where: str = "", turn: int = 0) -> Statement:
+        """What the flag says with these words. Raises BadValue.
+
+        >>> from megatron.settings.schema import Parallel
+        >>> [setting] = [s for s in settings_of({"parallel": Parallel}) if s.name == "sharding_stage"]
+        >>> spellings_of([setting])["--use-sharding"].statement(["true"], SaidBy.COMMAND).value
+        1
+        """
+        on, withdraws = True, False
         if self.implies is None:
-            return self.setting.value(words)
-        if len(words) > 1:
-            raise BadValue(f"takes no value, or true or false, got {len(words)}: {' '.join(words)}")
-        return self.implies if not words or one_value(bool, words[0]) else None
+            value = self.setting.value(words)
+            if self.setting.kind is bool and not self.setting.many:
+                value = value != self.negates
+                on = value
+        else:
+            if len(words) > 1:
+                raise BadValue(f"takes no value, or true or false, got {len(words)}: {' '.join(words)}")
+            on = not words or one_value(bool, words[0])
+            value = self.implies if on else self.off
+            withdraws = value is ...
+            value = self.implies if withdraws else value
+        common = dict(turn=turn, yields=self.yielding and (on or withdraws), switch_off=not on, withdraws=withdraws)
+        text = self._shown(value, words) + (f" ({where})" if where else "")
+        default = None if self.setting.required else self.setting.default
+        return Statement(self.setting.name, value, source, self.flag, text, where, default=default, **common)
+
+    def value(self, words: list[str]):
+        """The value that the flag gives with these words; None where it says only what the value is not."""
+        statement = self.statement(words, SaidBy.COMMAND)
+        return None if statement.withdraws else statement.value
+
+    def _shown(self, value, words: list[str]) -> str:
+        if self.implies is not None or isinstance(value, bool):
+            return " ".join([self.flag, *words])
+        shown = " ".join(map(str, value)) if isinstance(value, list) else self.setting.word(value)
+        return f"{self.flag} {shown}"
 
 
 def settings_of(groups: dict[str, type]) -> list[Setting]:
@@ -187,9 +228,17 @@ def _spellings(setting: Setting):
     if setting.kind is bool and not setting.name.startswith("no_"):
         yield Spelling(negated(setting.name), setting, negates=True)
     for alias in setting.alias:
-        flag, equals, value = alias.partition("=")
+        flag, equals, meaning = alias.partition("=")
+        value, slash, off = meaning.partition("/")
         implies = setting.value([value]) if equals else None
-        yield Spelling(flag.rstrip("~"), setting, implies, yielding=flag.endswith("~"))
+        if setting.kind is bool and equals:
+            off = not implies
+        elif slash:
+            off = setting.value([off]) if off else setting.default
+        else:
+            off = ...
+            assert implies is None or implies != setting.default, f"{alias}: what does false stand for?"
+        yield Spelling(flag.rstrip("~"), setting, implies, off, yielding=flag.endswith("~"))
 
 
 _A = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}

@@ -2,8 +2,7 @@
 """Fine-tuning as a recipe: a trunk, a head or a pattern, the examples of a task, and what its evaluations find out."""
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -11,10 +10,10 @@ from megatron.errors import CheckpointError, DataError, SettingsError, StorageEr
 from megatron.model.recipe import Recipe
 from megatron.settings.effects import Needs
 from megatron.settings.from_checkpoint import saved_record, shape_of
-from megatron.settings.parse import THEN, all_given
 from megatron.settings.rules import Rule
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
+from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged
 from megatron.storage.urls import location
 from megatron.tasks.backbones import (
@@ -46,11 +45,12 @@ from megatron.tasks.settings import (
 )
 
 MODEL_TYPE = "finetune"
+DEFAULTS = dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1)
 LENGTHS = ("train_epochs", "train_iters", "train_samples")  # settings of how long training is, of which there is one
 
 
 def recipe() -> Recipe:
-    """What is trained; settings that depend on the task are added by `recipe_for`."""
+    """What is trained."""
     return Recipe(
         MODEL_TYPE,
         facts,
@@ -58,7 +58,7 @@ def recipe() -> Recipe:
         build_datasets,
         own_data=True,
         groups=groups(),
-        defaults=dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1),
+        defaults=defaults,
         rules=(*trunk_rules(backbone_of), *TASK_RULES),
         idle={**trunk_idle(backbone_of, pooling_of), **TASK_IDLE},
         sums=sums,
@@ -163,12 +163,15 @@ def pooling_of(s) -> Optional[str]:
 
 
 def settled_trunk(config):
-    """`Recipe.settled`; of a trunk that nobody knows the rules tell. A --data-path out of a file is the task's, too."""
+    """`Recipe.settled`; of a trunk that nobody knows the rules tell. --data-path is the task's."""
     settings, data = task_settings(config), config.data
     if data.data_path:
-        settings = replace(settings, task_data=settings.task_data or " ".join(data.data_path))
-        config = replace(config, data=replace(data, data_path=None), extra={**config.extra, GROUP: settings})
-    name = settings.backbone
+        task_data = settings.task_data or " ".join(data.data_path)
+        config = config.derive("--data-path", data_path=None, task_data=task_data)
+    start, load = settings.pretrained_checkpoint, config.checkpoint.load
+    if start is not None and load is not None and _record(load, config.checkpoint.ckpt_step) is None:
+        config = config.derive("--pretrained-checkpoint", load=start)  # a folder with nothing yet to go on with
+    settings, name = task_settings(config), settings.backbone
     if name not in BACKBONES:
         return config
     config = said_in_full(config, BACKBONES[name].pooled)
@@ -339,41 +342,30 @@ def measures(config):
 # ---- settings that follow from the task and from the checkpoint ------------------------------------------------------
 
 
-def recipe_for(argv: Sequence[str]) -> tuple[list[str], Recipe]:
-    """(the command line for `tools.pretrain.start`, the recipe with the defaults that follow from its task and checkpoint).
-
-    A run goes on from the checkpoint in --load if that is one of fine-tuning, and begins with the weights of
-    --pretrained-checkpoint, or of --load, if that is another model's.
-    """
-    argv = [_own_name(word) for word in argv]
-    base = recipe()
-    if {"-h", "--help", "--help-all"} & set(argv):
-        return argv, base
-    told = all_given(argv, {**GROUPS, **groups()})
+def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
+    """`Recipe.defaults`: what follows from the task, and from the checkpoint that a run goes on from or begins with."""
+    told = {name: one.value for name, one in statements.items()}
     task = told.get("task")
     of_task = _settings_of(str(task)) if task is not None else {}
     said = {**of_task, **told}.get
-    defaults = {**base.defaults, **FLEETX, **of_task} if task is not None else dict(base.defaults)
+    found = {**DEFAULTS, **FLEETX, **of_task} if task is not None else dict(DEFAULTS)
     if said("predictions") and Path(str(said("predictions"))).is_file():
         raise StorageError(f"--predictions {said('predictions')} is a file, not a folder", do="give another path")
     record, more = _beginning(said)
-    defaults |= more
-    if "load" in more and said("load") is not None:  # a folder with nothing yet to go on with
-        argv = [*argv, THEN, "--load", more["load"]]
+    found |= more
     if record is not None:
-        argv = [*argv, THEN, "--use-checkpoint-args", "false"]  # they are taken anyway
-        defaults |= _from_checkpoint(record, said, defaults.get("seq_length"))
-        if not (said("finetune") or defaults.get("finetune")):
-            defaults |= learned_labels(record, said("task"))
-    kind = defaults.get("backbone") or said("backbone")
+        found |= _from_checkpoint(record, said, found.get("seq_length"))
+        if not (said("finetune") or found.get("finetune")):
+            found |= learned_labels(record, said("task"))
+    kind = found.get("backbone") or said("backbone")
     if kind in BACKBONES:
-        defaults = {**BACKBONES[str(kind)].recipe.defaults, **defaults}
+        found = {**BACKBONES[str(kind)].recipe.defaults, **found}
     asked = [name for name in LENGTHS if name in told] or [name for name in LENGTHS if name in of_task]
     asked = asked or ["train_epochs"]
-    defaults = {name: value for name, value in defaults.items() if name not in LENGTHS or name in asked}
+    found = {name: value for name, value in found.items() if name not in LENGTHS or name in asked}
     if "train_epochs" in asked:
-        defaults.setdefault("eval_epoch", 1)
-    return argv, replace(base, defaults=defaults)
+        found.setdefault("eval_epoch", 1)
+    return found
 
 
 def _settings_of(name: str) -> dict[str, Any]:
@@ -385,7 +377,7 @@ def _settings_of(name: str) -> dict[str, Any]:
         if setting == "task":
             raise DataError(f"--task {name}: settings: a task cannot give another one", do="leave task out of them")
         try:
-            found[setting] = known[setting].value([str(one) for one in (value if isinstance(value, list) else [value])])
+            found[setting] = known[setting].checked(value)
         except BadValue as bad:
             raise DataError(f"--task {name}: settings: {setting} {bad}") from None
     return found
@@ -431,11 +423,6 @@ def _refuse_same(start: Optional[str], save: Optional[str]) -> None:
             "its checkpoints would stand among those of this task, and --load would find the newest",
             "give the run a folder of its own",
         )
-
-
-def _own_name(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return f"--task-data{equals}{value}" if name.replace("_", "-") == "--data-path" else word
 
 
 def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, Any]]:

@@ -10,7 +10,6 @@ records behind that iteration which a killed run had written, and `read_history`
 kill is skipped.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -42,7 +41,7 @@ def run_record(config, mesh: dict[str, int], iteration: int = 0, **more) -> dict
         commit=source_commit(),
         versions=library_versions(),
         mesh=dict(mesh),
-        config=dataclasses.asdict(config) if dataclasses.is_dataclass(config) else config,
+        config=config.to_record() if hasattr(config, "to_record") else config,
         **more,
     )
 

@@ -8,7 +8,7 @@
 """
 
 from megatron.errors import run_main
-from megatron.settings.parse import given
+from megatron.settings.parse import said
 from megatron.settings.schema import GROUPS
 from megatron.tasks.settings import GROUP, TaskSettings
 
@@ -17,14 +17,15 @@ WITHOUT_TRAINING = ("LAMBADA", "WIKITEXT103")
 
 def main(argv: list[str]) -> None:
     """Fine-tune, or evaluate, as --task says."""
-    if str(given(argv, "task", {**GROUPS, GROUP: TaskSettings})).upper() in WITHOUT_TRAINING:
+    task = said(argv, {**GROUPS, GROUP: TaskSettings}).get("task")
+    if task is not None and str(task.value).upper() in WITHOUT_TRAINING:
         from megatron.tools import evaluate
 
         return evaluate.main(argv)
-    from megatron.tasks.finetune import recipe_for
-    from megatron.tools.pretrain import start
+    from megatron.tasks.finetune import recipe
+    from megatron.training.entry import start
 
-    start(*recipe_for(_without_keep_last(argv)))
+    start(_without_keep_last(argv), recipe())
 
 
 def _without_keep_last(argv: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
 from megatron.settings.from_checkpoint import refuse_lost
-from megatron.settings.parse import given, parse_with_origins
+from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Config, Data, TokenizerSettings, setting
 
 SPLITS = ("train", "valid", "test")
@@ -83,7 +83,7 @@ def settle(argv: list[str]):
     prog, about = "python -m megatron.tools.trace", __doc__.splitlines()[0]
     of_training = any(word.split("=")[0].replace("_", "-") in ("--num-layers", "--config", "-c") for word in argv)
     if not of_training or set(argv) & {"-h", "--help", "--help-all"}:
-        groups, asked = parse_with_origins(argv, light, prog=prog, description=about, common=COMMON)
+        groups, asked = parse_with_record(argv, light, prog=prog, description=about, common=COMMON)
         options = check(groups["trace"])
         if not groups["run"].load:
             raise UsageError("which run?", do="--load FOLDER, or the flags of pretrain_gpt.py")
@@ -94,7 +94,7 @@ def settle(argv: list[str]):
         launches = [with_data(launch, changed) for launch in history.launches]
         tokenizer = replace(history.launches[-1].config.tokenizer, **words)
         return replace(history, launches=launches), options, tokenizer
-    from megatron.model.recipe import parse_with_options
+    from megatron.model.arguments import parse_with_options
     from megatron.settings.rules import record
     from megatron.training.rules import resolve
 
@@ -107,7 +107,7 @@ def settle(argv: list[str]):
 
         config = in_samples(config, recipe_of(config).own_data)
     config = resolve(config, world)
-    if config.checkpoint.load and given(argv, "load"):
+    if config.given("load"):
         try:
             return read_run(config.checkpoint.load), options, config.tokenizer
         except DataError:

@@ -4,7 +4,6 @@
 import os
 import shlex
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Optional
@@ -68,7 +67,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     watch = build_watch(config, context, heartbeat, log)
     heartbeat.beat("model")
     precision = initialize.pick_precision(config.precision.precision, context)
-    config = replace(config, precision=replace(config.precision, precision=precision))
+    config = config.derive("--precision auto", precision=precision)
     if context.device.type == "cpu":
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, log)

@@ -6,8 +6,6 @@
 Pure: it needs no torch.
 """
 
-from dataclasses import fields, replace
-
 import megatron.data.rules
 import megatron.optimizer.rules
 import megatron.pipeline.rules
@@ -75,15 +73,6 @@ def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
     return without_effect(rules.record(settings, world_size), table)
 
 
-def not_default(settings: schema.Config, name: str) -> bool:
-    """Whether a setting has another value than its default."""
-    return any(
-        field.name == name and getattr(group, name) != field.default
-        for group in settings.groups.values()
-        for field in fields(group)
-    )
-
-
 def layout_is_open(settings: schema.Config) -> bool:
     """Whether the planner has yet to choose the layout, or the micro-batch in it."""
     return settings.planner.auto_parallel or settings.batch.micro_batch_size == schema.AUTO
@@ -95,28 +84,19 @@ def filled(c: schema.Config, world: int) -> schema.Config:
     dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
     by_iters = b.train_iters is not None and o.lr_decay_iters is None
     by_samples = b.train_samples is not None and o.lr_decay_samples is None
-    return replace(
-        c,
-        model=replace(
-            m,
-            ffn_hidden_size=m.ffn_size,
-            kv_channels=m.head_dim,
-            num_query_groups=m.query_groups,
-            max_position_embeddings=m.position_table,
-        ),
-        parallel=replace(
-            p,
-            data_parallel_size=dp,
-            sharding_degree=p.sharding_degree or dp,
-            sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
-        ),
-        batch=replace(b, global_batch_size=batch.full_size(b, dp)),
-        optimizer=replace(
-            o,
-            optimizer=o.rule,
-            optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
-            lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
-            lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
-        ),
-        tokenizer=replace(t, tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data)),
+    return c.derive(
+        "other settings",
+        ffn_hidden_size=m.ffn_size,
+        kv_channels=m.head_dim,
+        num_query_groups=m.query_groups,
+        max_position_embeddings=m.position_table,
+        data_parallel_size=dp,
+        sharding_degree=p.sharding_degree or dp,
+        sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
+        global_batch_size=batch.full_size(b, dp),
+        optimizer=o.rule,
+        optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
+        lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
+        lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
+        tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data),
     )

@@ -216,7 +216,7 @@ class Run:
         return dict(
             state=self.state.record(),
             optimizer_steps=self.optimizer.step_count if moments else None,
-            config=asdict(self.config),
+            config=self.config.to_record(),
             lengths=asdict(self.lengths),
             vocab_size=self.vocab_size,
             mesh=self.context.mesh.sizes,

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fused_kernels import TABLE
 from megatron.guard.stopping import StopRequests
-from megatron.model.recipe import parse_any, recipe_of
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import recipe_of
 from megatron.mpu import collectives, random
 from megatron.training import build, step
 from megatron.training.rules import resolve

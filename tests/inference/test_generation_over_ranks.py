@@ -26,7 +26,7 @@ from megatron.model.t5.settings import T5Settings
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Guard, Model
 from megatron.tools import generate as tool
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 COMMON = """--hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 64 --lr 1e-2
     --init-method-std 0.6 --global-batch-size 4 --micro-batch-size 2 --train-iters 1 --eval-iters 0 --precision fp32

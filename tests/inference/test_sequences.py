@@ -16,7 +16,7 @@ from megatron.inference.sequences import generate_targets, padded
 from megatron.model.recipe import named_recipe
 from megatron.model.t5.hf_names import matches
 from megatron.tools import generate as tool
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from tests.models.test_t5_oracle import CASES, SOURCE, TARGET, V, ours_of, theirs_of
 
 LONGEST, START, END = (SOURCE, TARGET), 0, 1

@@ -13,7 +13,7 @@ from megatron.model.language_model import sum_over_tokens
 from megatron.model.weights import add_prefix, column, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear
 from megatron.settings.schema import setting
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 
 from functools import cache
 
-from megatron.model.recipe import parse_any, recipe_of
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import recipe_of
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 
 STEPS = 2

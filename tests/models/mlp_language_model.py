@@ -30,7 +30,7 @@ from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_
 from megatron.mpu.placement import Constant, Placement
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Config, setting
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 import pretrain_gpt
 from megatron.errors import run_main
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron.errors import run_main
 from megatron.optimizer.kinds import Kind
 from megatron.optimizer.update import UpdateRule
 from megatron.settings.schema import setting
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

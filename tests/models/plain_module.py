@@ -12,7 +12,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.errors import run_main
 from megatron.model.plain import plain_recipe
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 class Block(nn.Module):

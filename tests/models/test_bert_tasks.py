@@ -12,12 +12,13 @@ import torch.nn.functional as F
 import pretrain_bert
 from megatron.checkpoint.reader import Reader
 from megatron.data.loader import MicroBatch
-from megatron.model.recipe import parse_any, recipe_of, shown, sums_of
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import recipe_of, shown, sums_of
 from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
-from megatron.tasks.finetune import recipe_for
+from megatron.tasks.finetune import recipe
 from megatron.telemetry.step_metrics import Interval, StepMetrics
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from megatron.training.rules import idle, resolve
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(40))]
@@ -153,7 +154,7 @@ def test_heads_that_a_checkpoint_has_not_begin_anew(flags, tmp_path, capsys):
     folder = Path(mood.split(":")[1]).parent
     (folder / "mood.yaml").write_text("train: mood.jsonl\ntext: text\nlabel: label\n")
     line = f"--task {folder}/mood.yaml --data-path {folder} --load {tmp_path}/3 --save {tmp_path}/own --lr 1e-12"
-    start(*recipe_for(f"{line} --device cpu --precision fp32 --train-epochs 1 --global-batch-size 30".split()))
+    start(f"{line} --device cpu --precision fp32 --train-epochs 1 --global-batch-size 30".split(), recipe())
     assert re.findall("new, and not out of the checkpoint: (.*)", capsys.readouterr().out) == ["head.weight"]
     with Reader(tmp_path / "own" / "iter_0000001") as reader:
         own = {name: reader.read(name) for name in reader.tensors if not name.startswith("optimizer.")}

@@ -11,7 +11,7 @@ from megatron.errors import SettingsError
 from megatron.inference.load import load_model
 from megatron.model.plain import plain_recipe
 from megatron.mpu.forked import run_ranks
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from tests.models import mlp_language_model as mlp
 from tests.models import plain_module
 from tests.models.test_mlp_language_model import FLAGS, HIDDEN, PP, ZERO3, tensors_of

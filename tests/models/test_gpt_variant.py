@@ -20,7 +20,7 @@ from megatron.model.language_model import sum_over_tokens
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
 from megatron.settings.parse import parse_pretrain
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import gpt_variant
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights

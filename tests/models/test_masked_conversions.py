@@ -14,7 +14,7 @@ from megatron.inference.load import load_model
 from megatron.model.recipe import named_recipe
 from megatron.settings.schema import TokenizerSettings
 from megatron.tools.checkpoint_convert import fresh_state
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 transformers = pytest.importorskip("transformers")
 

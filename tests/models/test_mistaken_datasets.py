@@ -16,7 +16,7 @@ from megatron.mpu.placement import placements
 from megatron.mpu.random import init_parameter
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Data
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import own_dataset
 

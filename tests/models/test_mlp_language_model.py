@@ -21,7 +21,8 @@ from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import changes, command
-from megatron.model.recipe import facts_of, named_recipe, parse_any
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import facts_of, named_recipe
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
@@ -35,7 +36,7 @@ from megatron.settings.schema import setting
 from megatron.tools import checkpoint as checkpoint_tool
 from megatron.tools import evaluate, generate, plan, verify_layout
 from megatron.tools import shrink as shrink_tool
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.models import mlp_language_model as mlp
 from tests.planner.test_activations import bytes_kept

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron.errors import DataError, SettingsError
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from tests.models import own_collate
 
 TINY = (

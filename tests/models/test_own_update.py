@@ -11,7 +11,8 @@ import torch
 
 import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
-from megatron.model.recipe import config_of, parse_any
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import config_of
 from megatron.optimizer.kinds import Kind
 from megatron.planner.command import training_flags
 from megatron.planner.layout import Job as PlannedJob

@@ -11,9 +11,10 @@ import torch
 from megatron.data.loader import MicroBatch
 from megatron.fused_kernels import TABLE, Case, choose_kernel, reference, unordered
 from megatron.model import packed_rows
+from megatron.model.arguments import parse_any
 from megatron.model.attention import attention_core
 from megatron.model.packed_rows import PackedRows
-from megatron.model.recipe import parse_any, recipe_of
+from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.training.rules import resolve

@@ -21,7 +21,7 @@ from megatron.mpu.placement import placements
 from megatron.mpu.random import seed_of
 from megatron.optimizer.sharded import sharded_init
 from megatron.settings.schema import Parallel
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from tests.models import plain_module
 
 FLAGS = (

@@ -8,7 +8,8 @@ import re
 import pytest
 
 import preprocess_data
-from megatron.model.recipe import parse_any, recipe_of
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import recipe_of
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 
 TEXT = """The old man walks home slowly. A young dog follows him there! The night is cold and nobody talks. It rains.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import pretrain_gpt
 from megatron.model.plain import plain_recipe
 from megatron.mpu.forked import run_ranks
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from tests.models import mlp_language_model as mlp
 from tests.models import plain_module
 from tests.models.test_mlp_language_model import AGAIN, FLAGS, PP, TP, ZERO3, tensors_of

@@ -6,7 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from megatron.model.recipe import facts_of, parse_any
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import facts_of
 from megatron.model.t5.facts import T5Facts
 from megatron.pipeline import encoder_decoder
 from megatron.pipeline.sharding import Sharding

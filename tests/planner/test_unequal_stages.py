@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.model.recipe import parse_any
+from megatron.model.arguments import parse_any
 from megatron.pipeline.schedule import stage_map
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate

@@ -51,6 +51,22 @@ def test_every_promised_script_is_there():
     assert sorted(SCRIPTS) == sorted(PROMISED)
 
 
+def test_all_tasks_of_clue_that_are_there(tmp_path):
+    """In their order, whatever the case of their folders; CLUEWSC's is published as CLUEWSC2020."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\nwhile [ "$1" != --task ]; do shift; done; echo "$2"\n')
+    stub.chmod(0o755)
+    data = tmp_path / "clue"
+    data.mkdir()
+    nothing = bash("finetune_clue", PYTHON=str(stub), DATA=str(data))
+    assert nothing.returncode == 4 and "no folder of a task" in nothing.stderr
+    for folder in ("csl", "Tnews", "CLUEWSC2020", "afqmc2019", "chid.json"):
+        (data / folder).mkdir()
+    assert bash("finetune_clue", PYTHON=str(stub), DATA=str(data)).stdout.split() == ["TNEWS", "CLUEWSC", "CSL"]
+    (data / "CLUEWSC2020").rename(data / "cluewsc")
+    assert bash("finetune_clue", PYTHON=str(stub), DATA=str(data)).stdout.split() == ["TNEWS", "CLUEWSC", "CSL"]
+
+
 # ---- each script -----------------------------------------------------------------------------------------------------
 
 

@@ -366,7 +366,7 @@ def test_a_folder_as_model_name_is_loaded(tmp_path):
         ("lr: 1\nlr: 2", ":2: lr is given twice (also in line 1)"),
         ("- 1", "a list of `key: value` lines is wanted"),
         ("a: [1\nb: 2", ":2: not YAML"),
-        ("moe_router_topk: 2", ":1: --moe-router-topk is not supported"),
+        ("moe_router_topk: 2", ":1: moe_router_topk is not supported"),
         ("bf16: true\nfp16: true", "contradict each other"),
     ],
 )

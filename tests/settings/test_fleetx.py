@@ -108,7 +108,8 @@ def test_overrides(read):
     assert config.precision.amp_custom_black_list == ["reduce_sum", "elementwise_div"]
     assert (config.profiling.profile_step_start, config.profiling.profile_step_end) == (1, 5)
     assert config.batch.eval_iters == 0 and config.kernels.device == "cpu"
-    assert read("--num-layers 8 -o Model.num_layers=4")[0].model.num_layers == 8  # the command line's own flags win
+    assert read("--num-layers 8 -o Model.num_layers=4")[0].model.num_layers == 4  # the last word wins
+    assert read("-o Model.num_layers=4 --num-layers 8")[0].model.num_layers == 8
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import command
-from megatron.model.recipe import parse_any
+from megatron.model.arguments import parse_any
 from megatron.settings.from_checkpoint import shape_of
 from tests.models import mlp_language_model
 
@@ -61,7 +61,8 @@ def test_what_somebody_gives_wins(saved, tmp_path):
     assert (found.seq_length, found.hidden_dropout, found.rotary_base) == (20, 0.0, 9000)
     assert (found.num_layers, found.swiglu, found.num_query_groups) == (2, True, 2)
     assert config.tokenizer.vocab_size == 77
-    assert "num_layers" not in config.given and "seq_length" in config.given
+    assert not config.given("num_layers") and config.given("seq_length")
+    assert config.said("num_layers").origin.startswith("--use-checkpoint-args")
     other = parse_any(f"{REST} --load {saved} --finetune --tokenizer-type NullTokenizer".split())
     assert other.tokenizer.vocab_size is None  # nothing of the checkpoint's tokenizer
     with pytest.raises(SettingsError, match="--num-layers: 2 in the checkpoint, 3 now"):

@@ -50,7 +50,7 @@ def test_defaults_that_scripts_rely_on():
 
 
 def test_groups_are_frozen_and_complete():
-    assert list(GROUPS) == [f.name for f in fields(Config) if f.name not in ("extra", "given")]
+    assert list(GROUPS) == [f.name for f in fields(Config) if f.name not in ("extra", "statements")]
     with pytest.raises(FrozenInstanceError):
         schema.Data().split = "1,1,1"
 

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from megatron.errors import Failure
 from megatron.inference.convert.huggingface import from_hf
 from megatron.inference.load import load_model
+from megatron.model.arguments import parse_any
 from megatron.model.recipe import facts_of
 from megatron.mpu.random import seed_of
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import state
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.traffic import totals, transfers
-from megatron.settings.parse import parse_pretrain
-from megatron.tasks.finetune import recipe_for
+from megatron.tasks.finetune import recipe
 from megatron.tools.checkpoint_convert import fresh_state
 from tests.planner.test_truth import counted_step
 from tests.tasks.classification import LABELS, Toy, with_hidden_words
@@ -301,10 +301,9 @@ def settings_of(kind: str, layout: str):
     shared += " --pet-pattern {text}{label} --pet-verbalizer none.json" if "pattern" in more else ""
     shared += " --pooling mean --position-embedding-type relative" if "mean" in more else ""
     line = SMALL.replace("SST2", "C3") if "options" in more else SMALL
-    argv, recipe = recipe_for(f"{line} --backbone {kind} {shared}".split())
-    argv = argv if kind != "T5" else [*argv, "--encoder-num-layers", "2", "--decoder-num-layers", "2"]
-    defaults = {"model_type": recipe.model_type, **recipe.defaults}
-    return laid_out(recipe.settled(parse_pretrain(argv, recipe.setting_groups, "", defaults)), parse_layout(layout))
+    shared += " --encoder-num-layers 2 --decoder-num-layers 2" * (kind == "T5")
+    config = parse_any(f"{line} --backbone {kind} {shared}".split(), recipe=recipe())
+    return laid_out(config, parse_layout(layout))
 
 
 @pytest.mark.parametrize("kind, layout", PLANNED)
@@ -324,10 +323,9 @@ def test_an_encoder_alone_has_its_own_layers_and_weights():
     line = f"{SMALL} --backbone T5 --encoder-num-layers 5 --decoder-num-layers 3 --pipeline-model-parallel-size 3"
     of = {}
     for pooling in ("first", "mean"):
-        argv, recipe = recipe_for([*line.replace("--num-layers 4", "").split(), "--pooling", pooling])
-        defaults = {"model_type": recipe.model_type, **recipe.defaults}
-        config = of[pooling] = recipe.settled(parse_pretrain(argv, recipe.setting_groups, "", defaults))
-        assert recipe.settled(config) == config
+        argv = [*line.replace("--num-layers 4", "").split(), "--pooling", pooling]
+        config = of[pooling] = parse_any(argv, recipe=recipe())
+        assert recipe().settled(config) == config
     whole, alone = (facts_of(of[pooling], VOCABULARY) for pooling in ("first", "mean"))
     assert (of["mean"].model.num_layers, of["mean"].parallel.pipeline_stage_layers) == (5, "1,2,2")
     assert all(whole.weights[name].shape == placed.shape for name, placed in alone.weights.items())

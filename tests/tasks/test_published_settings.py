@@ -6,9 +6,9 @@ hand, against what `finetune.py --task NAME` trains with where nobody says anyth
 import pytest
 
 from megatron.data.epochs import in_samples
+from megatron.model.arguments import parse_any
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
-from megatron.settings.parse import parse_pretrain
-from megatron.tasks.finetune import recipe_for
+from megatron.tasks import finetune
 from megatron.tasks.settings import open_task, task_settings
 
 PAIR, ONE, TWO = "sentence1\tsentence2\tlabel", "a text\tanother\t{}", "a text\t{}"
@@ -33,9 +33,8 @@ def test_a_task_is_trained_as_published(name, tmp_path):
     rows = [row.format(label) for label in labels.split()] * (EXAMPLES // 2)
     (tmp_path / "train.tsv").write_text("\n".join([*([header] if header else []), *rows]))
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --tokenizer-type GPT2BPETokenizer"
-    argv, recipe = recipe_for(f"--task {name} --train-data {tmp_path}/train.tsv {shape}".split())
-    defaults = {"model_type": recipe.model_type, **recipe.defaults}
-    config = recipe.settled(parse_pretrain(argv, recipe.setting_groups, "", defaults))
+    recipe = finetune.recipe()
+    config = parse_any(f"--task {name} --train-data {tmp_path}/train.tsv {shape}".split(), recipe=recipe)
     task = open_task(task_settings(config)).task
     assert (task.outputs, set(task.metrics), len(task.valid)) == (outputs, metrics, sets)
     assert (config.model.seq_length, config.batch.global_batch_size, config.batch.train_epochs) == (128, BATCH, epochs)

@@ -15,7 +15,7 @@ from megatron.data import manifest
 from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from pretrain_gpt import recipe
 from tests.models import own_dataset
 from tests.training.plain_loop import EOD, LENGTH, Job, initial_weights, token_losses

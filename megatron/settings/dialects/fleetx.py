@@ -112,6 +112,7 @@ Offline_Eval.overlapping_eval --overlapping-eval
 Offline_Eval.batch_size --micro-batch-size
 Offline_Eval.max_seq_len --seq-length
 """
+TOOLS_OF = dict(Generation=["generate"], Inference=["generate", "evaluate"], Offline_Eval=["evaluate"])
 TOOL_FLAGS = {line.split()[0]: line.split()[1:] for line in TOOLS.strip().splitlines()}
 
 # path -> {value: (flag, word)}; None: what is done anyway
@@ -234,21 +235,27 @@ def entry(text: str, origin: str) -> Entry:
     return Entry(None if words in ([""], ["null"], ["~"], ["None"]) else words, origin)
 
 
-def translate(entries: dict[str, Entry]) -> Translated:
-    """What the entries mean here."""
+def translate(entries: dict[str, Entry], purpose: str = "train") -> Translated:
+    """What the entries mean here. purpose: of the command that reads them: train, generate, evaluate, or none of these."""
     out = Translated()
     given = {key: value for key, value in entries.items() if value.words is not None}
     for key, (words, origin) in given.items():
         value, sentence = " ".join(words).lower(), _sentence(REFUSED, key)
-        if key in FLAGS:
+        if purpose != "train" and key == "Data.Train.dataset.input_dir":
+            out.notes.append(("these are the data of training", _at(key, origin)))
+        elif key in FLAGS:
             if not (key in UNLIMITED and value.startswith("-")):
                 out.flags.append((FLAGS[key], [word.lower() for word in words] if key in LOWER else words, origin))
         elif key in NAMED:
             _named(out, key, value, origin)
         elif key in TOOL_FLAGS or f"{key}={value}" in TOOL_FLAGS:
             flag, *meant = TOOL_FLAGS.get(key) or TOOL_FLAGS[f"{key}={value}"]
-            out.tool_flags.append((flag, words if key in TOOL_FLAGS else meant, origin))
-            _idle(out, key, value, origin)
+            found = (flag, words if key in TOOL_FLAGS else meant, origin)
+            out.tool_flags.append(found)
+            if purpose in TOOLS_OF[key.partition(".")[0]]:
+                out.flags.append(found)
+            else:
+                _idle(out, key, value, origin)
         elif any(fnmatchcase(key, pattern) for pattern in JOINT):
             continue
         elif sentence is not None:

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers to what is wrong with a command line."""
+
+import difflib
+from collections.abc import Collection
+
+from megatron.errors import UsageError, numbered
+from megatron.settings.dialects.megatron_lm import known_flags
+from megatron.settings.presets import preset
+from megatron.settings.spelling import Setting
+from megatron.settings.statements import SaidBy
+
+
+def unknown(word, flags: Collection[str]) -> str:
+    """A word that is no setting (`reader.Word`), and what may have been meant."""
+    on_command = word.source == SaidBy.COMMAND
+    spell = str if on_command else lambda flag: flag[2:].replace("-", "_")
+    near = _near(word.flag, flags)
+    hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
+    where = f"{word.where}: " if word.where else ""
+    return f"{where}unknown {'flag' if on_command else 'key'} {spell(word.flag)}{hint}"
+
+
+def _near(flag: str, flags: Collection[str]) -> list[str]:
+    flag = "--" + flag.strip("-;,.")  # -tp, --bf16;
+    if flag in flags:
+        return [flag]
+    near = difflib.get_close_matches(flag, flags, n=2, cutoff=0.75)
+    near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
+    # Part of a name: --vocab, --keys.
+    return near or [known for known in flags if known.startswith(f"{flag}-") or known.endswith(flag[1:])][:2]
+
+
+def missing(settings: list[Setting], loading: bool) -> str:
+    """Required settings that nobody gave. loading: a checkpoint to take them from is given."""
+    shape = ""
+    if settings[0].name in (preset("gpt2") or ()):
+        there = ", or the checkpoint's: --use-checkpoint-args" if loading else ""
+        shape = f" (or a whole shape: --model-name-or-path gpt2-medium{there})"
+    return "missing: " + ", ".join(s.flag for s in settings) + shape
+
+
+def usage_error(problems: list[str], prog: str) -> UsageError:
+    """One error for all problems of a command line."""
+    if len(problems) == 1:
+        return UsageError(problems[0], do=f"{prog} --help (or --help-all) lists what there is")
+    return UsageError(
+        f"{len(problems)} problems with the command line:{numbered(problems)}", do=f"{prog} --help (or --help-all)"
+    )

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command line and everything that it names says of the settings: words to statements.
+
+A word of any source goes one way: `SettingsReader.read` asks its readers in turn, and what none takes is an error. The
+sources are the command line, files of settings (also PaddleFleetX's), a known shape, a layout as a file, a checkpoint.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from megatron.errors import did_you_mean
+from megatron.settings import messages, schema
+from megatron.settings.dialects.megatron_lm import answer
+from megatron.settings.plan_file import GivenPlan, read_plan
+from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
+from megatron.settings.spelling import BadValue, Setting, dashed, spellings_of
+from megatron.settings.statements import SaidBy, Statement, resolve
+from megatron.settings.words import OWN, THEN, CommandLine, split
+
+# A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15, and
+# its --check_accuracy is training without dropout.
+MEANS_TOO = {
+    "--use-amp": dict(amp_level="O1", initial_loss_scale=2.0**15),
+    "--check-accuracy": dict(attention_dropout=0.0),
+}
+
+# what names data -> what else would name them
+INSTEAD_OF_FILES = dict(
+    mock_data=("data_path", "train_data_path", "valid_data_path", "test_data_path"),
+    train_data_path=("data_path", "mock_data"),
+    data_path=("train_data_path", "valid_data_path", "test_data_path", "mock_data"),
+)
+
+
+class Word(NamedTuple):
+    """A flag and its words, and who says them: `--tp 8`, or `tp: 8` in run.yaml:3."""
+
+    flag: str
+    words: list[str]
+    source: SaidBy
+    where: str = ""
+
+    def __str__(self) -> str:
+        """As its user wrote it."""
+        return f"{self.where}: {self.flag[2:].replace('-', '_')}" if self.where else self.flag
+
+
+class SettingsReader:
+    """Collects statements, and every problem on the way."""
+
+    def __init__(self, settings: list[Setting]):
+        self.spellings = spellings_of(settings)
+        groups = {setting.group for setting in settings}
+        self.trains = set(schema.GROUPS) <= groups
+        self.purpose = "train" if self.trains else next((one for one in ("generate", "evaluate") if one in groups), "")
+        self.statements: list[Statement] = []
+        self.turn = 0
+        self.line = CommandLine()
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.notices: dict[str, list[str]] = {}  # sentence -> words without effect
+
+    def read_command(self, argv: list[str]) -> None:
+        """Take a command line and the files that it names."""
+        self.line = split(argv, self.spellings)
+        self.problems += self.line.problems
+        self.notes += self.line.notes
+        overrides = self._read_files(self.line.values("--config", "-c"), self.line.values("-o"))
+        for flag, words in self.line.words:
+            if flag == THEN:
+                self.turn += 1
+                self.problems += [f"'{word}' belongs to no flag" for word in words]
+            elif flag == "-o":
+                for word in words or [""]:
+                    for one in overrides.pop(word, ()):
+                        self.read(one)
+            elif flag not in OWN:
+                self.read(Word(flag, words, SaidBy.COMMAND))
+        self._read_preset()
+
+    def read(self, word: Word) -> None:
+        """Take one word. What no reader takes is unknown."""
+        readers = (self._of_setting, self._of_another_command, self._of_megatron_lm)
+        if not any(reader(word) for reader in readers):
+            self.problems.append(messages.unknown(word, self.spellings))
+
+    def _of_setting(self, word: Word) -> bool:
+        spelling = self.spellings.get(word.flag)
+        if spelling is None:
+            return False
+        try:
+            statement = spelling.statement(word.words, word.source, word.where, self.turn)
+        except BadValue as bad:
+            self.problems.append(f"{word} {bad}")
+            return True
+        self.statements.append(statement)
+        for name, value in MEANS_TOO.get(word.flag, {}).items():
+            if dashed(name) in self.spellings:
+                besides = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
+                self.statements.append(replace(besides, withdraws=statement.switch_off or statement.withdraws))
+        return True
+
+    def _of_another_command(self, word: Word) -> bool:
+        if self.trains or word.flag not in spellings_of_training():
+            return False
+        if word.source == SaidBy.COMMAND:
+            self.problems.append(f"{word.flag} is a setting of pretraining; this command has no use for it")
+        else:  # a file may serve several commands
+            self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))
+        return True
+
+    def _of_megatron_lm(self, word: Word) -> bool:
+        known = answer(word.flag, word.words)
+        if known is None or known.refused and not self.trains:
+            return False
+        if known.refused:
+            self.problems.append(f"{word} is not supported: {known.sentence}")
+        elif known.sentence:
+            self.notices.setdefault(known.sentence, []).append(str(word))
+        return True
+
+    def _read_files(self, paths: list[str], overrides: list[str]) -> dict[str, list[Word]]:
+        """Take what files say. Returns each `Section.key=value` of -o with what it says, which the command line places."""
+        from megatron.settings import files
+        from megatron.settings.dialects import fleetx
+
+        entries: dict[str, fleetx.Entry] = {}
+        placed: dict[str, list[Word]] = {word: [] for word in overrides}
+        for path in paths:
+            root = files.compose(path)
+            if root is not None and fleetx.is_fleetx(root):
+                entries |= fleetx.read(path, files.compose)
+            elif root is not None:
+                for key, words, line in files.read_settings(root, path):
+                    self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
+        for word in overrides:
+            key, equals, value = word.partition("=")
+            if not equals:
+                self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
+                continue
+            one = fleetx.entry(value, f"-o {key}")
+            if key.partition(".")[0] in fleetx.SECTIONS:
+                entries[key] = one
+            elif one.words is not None:
+                placed[word].append(self._of_key(key.rpartition(".")[2], one.words, SaidBy.COMMAND, f"-o {key}"))
+        found = fleetx.translate(entries, self.purpose)
+        for flag, words, origin in found.flags:
+            by = [word for word in overrides if origin == f"-o {word.partition('=')[0]}"]
+            read = self._of_key(flag[2:], words, SaidBy.COMMAND if by else SaidBy.FILE, origin)
+            placed[by[-1]].append(read) if by else self.read(read)
+        for sentence, where in found.notes:
+            self.notices.setdefault(sentence, []).append(where)
+        self.problems += found.problems
+        return placed
+
+    def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
+        """A key of a file as a word; several words are one where a setting of text wants one: split: [969, 30, 1]"""
+        spelling = self.spellings.get(dashed(key))
+        one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
+        return Word(dashed(key), [",".join(words)] if one else words, source, where)
+
+    def _read_preset(self) -> None:
+        """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""
+        said = self.chosen()
+        chosen = said.get("model_name_or_path")
+        if chosen is None or chosen.source < SaidBy.FILE:
+            return
+        name = str(chosen.value)
+        values = preset(name) or ({"load": name} if Path(name).is_dir() else None)
+        if values is None:
+            known = f"{', '.join(SHAPES)}){did_you_mean(name, SHAPES)}"
+            self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
+        else:
+            if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):
+                values = {**values, "tokenizer_model": name}
+            self.say(values, SaidBy.PRESET, f"preset {name}")
+
+    def say(self, values: Mapping[str, Any], source: SaidBy, where: str) -> None:
+        """Take values that are no words: of a preset, a recipe, a checkpoint or a plan. Unknown names are left out."""
+        for name, value in values.items():
+            spelling = self.spellings.get(dashed(name))
+            if spelling is None:
+                continue
+            try:
+                value = spelling.setting.checked(value)
+            except BadValue as bad:
+                self.problems.append(f"{where}: {name} {bad}")
+            else:
+                words, default = f"{spelling.flag} {spelling.setting.word(value)} ({where})", spelling.setting.default
+                common = dict(turn=self.turn, default=None if spelling.setting.required else default)
+                self.statements.append(Statement(name, value, source, spelling.flag, words, where, **common))
+
+    def say_defaults(self, defaults: Mapping[str, Any], recipe: str) -> None:
+        """Take a recipe's own defaults. One that is no setting, or no value of it, is a problem."""
+        known = {spelling.setting.name for spelling in self.spellings.values()}
+        for name in defaults:
+            if name not in known:
+                self.problems.append(f"defaults of {recipe}: there is no setting {name}{did_you_mean(name, known)}")
+        self.say(defaults, SaidBy.RECIPE, recipe)
+
+    def chosen(self) -> dict[str, Statement]:
+        """Setting -> the statement that counts, of what has been read so far."""
+        return resolve(self.statements)[0]
+
+    def resolve(self) -> dict[str, Statement]:
+        """The same at the end, with contradictions among the problems."""
+        self._drop_other_data()
+        self._note_whose_curve()
+        chosen, contradictions = resolve(self.statements)
+        self.problems += contradictions
+        return chosen
+
+    def _drop_other_data(self) -> None:
+        """Data that the command line names take the place of those that a file names, by whichever setting."""
+        mine = {one.name for one in self.statements if one.source == SaidBy.COMMAND and one.value}
+        others = {other for name in mine & set(INSTEAD_OF_FILES) for other in INSTEAD_OF_FILES[name]} - mine
+        dropped = [one for one in self.statements if one.source == SaidBy.FILE and one.name in others and one.value]
+        self.statements = [one for one in self.statements if one not in dropped]
+        self.notes += [f"{one.words} gives way to the data of the command line" for one in dropped]
+
+    def _note_whose_curve(self) -> None:
+        """PaddleNLP's words for learning rates without the curve, which is a cosine there and a line here."""
+        named = any(one.name == "lr_decay_style" for one in self.statements)
+        theirs = [one.flag for one in self.statements if one.flag in ("--decay-steps", "--warmup-rate")]
+        if theirs and not named and self.trains:
+            self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
+
+    def read_plan(self) -> Optional[GivenPlan]:
+        """`--parallel-plan`: its layout wins over files and earlier turns; a word that says otherwise is a problem."""
+        chosen = self.chosen()
+        asked = chosen.get("parallel_plan")
+        if asked is None or not self.trains:
+            return None
+        plan = read_plan(str(asked.value))
+        origin = f"--parallel-plan {plan.path}"
+        if "auto_parallel" in chosen and chosen["auto_parallel"].value:
+            self.problems.append(f"--auto-parallel searches a layout, and {origin} gives one; drop one of them")
+        values = {
+            name: self.spellings[dashed(name)].setting.default if value is None else value
+            for name, value in plan.settings.items()
+        }
+        in_turn = lambda one: one.source < SaidBy.COMMAND or one.turn >= asked.turn
+        self.statements = [one for one in self.statements if one.name not in values or in_turn(one)]
+        before = len(self.statements)
+        self.say(values, SaidBy.PLAN, origin)
+        for one in self.statements[before:]:
+            own = chosen.get(one.name)
+            if own and own.source == SaidBy.COMMAND and own.turn >= asked.turn and own.value != one.value:
+                there = plan.settings[one.name]
+                self.problems.append(
+                    f"{own.words} contradicts {origin}, where {one.name} is {'not given' if there is None else there}"
+                )
+        return plan
+
+    def read_checkpoint(self, groups: Mapping[str, type]) -> None:
+        """`--use-checkpoint-args`, or `--finetune` without a shape: what nobody gave of it is that of the checkpoint."""
+        chosen = self.chosen()
+        values = {name: one.value for name, one in chosen.items()}
+        lacks_shape = not {"num_layers", "hidden_size", "num_attention_heads"} <= set(chosen)
+        asked = values.get("use_checkpoint_args")
+        if not self.trains or "load" not in values or not (asked or lacks_shape and values.get("finetune")):
+            return
+        # Here, because it needs packages, and a python without them is told of that by `run_main`.
+        from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
+
+        origin = "--use-checkpoint-args" if asked else "--finetune"
+        try:
+            where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
+        except (Damaged, OSError) as error:
+            if lacks_shape:  # otherwise it is a run that has not saved yet, and loading says what is wrong
+                self.problems.append(f"{origin}: no shape of a model can be taken from --load: {error}")
+            return
+        mine, theirs = (record.get("model_type", "GPT") for record in (values, record["config"]["model"]))
+        if mine != theirs:
+            self.problems.append(f"{origin}: {where} holds a model of type {theirs}, and this command trains {mine}")
+            return
+        said = {name for name, one in chosen.items() if one.source > SaidBy.RECIPE}
+        self.say(shape_of(record, settings_of_shape(groups), said), SaidBy.PRESET, f"{origin} {where}")
+        self.notes.append(f"the shape of the model, and its tokenizer, are those of {where} ({origin})")
+
+    def print_notes(self) -> None:
+        """What the user should know, once for a job."""
+        if os.environ.get("RANK", "0") == "0":
+            for note in self.notes:
+                print(f"note: {note}", file=sys.stderr, flush=True)
+            for sentence, flags in self.notices.items():
+                flags = list(dict.fromkeys(flags))
+                verb = "has" if len(flags) == 1 else "have"
+                print(f"note: {', '.join(flags)} {verb} no effect: {sentence}", file=sys.stderr, flush=True)
+
+
+def spellings_of_training() -> Mapping[str, object]:
+    """The flags of pretraining."""
+    from megatron.settings.spelling import settings_of
+
+    return spellings_of(settings_of(schema.GROUPS))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who says what of a setting, and which of them counts: statements, and their resolution.
+
+Every word of a command line, a file, a preset, a checkpoint or a plan becomes a `Statement`. `resolve` picks one for each
+setting, by one rule for all: the source of the highest precedence counts, in it the last turn, in that the last word.
+
+    --bf16                        precision is bf16
+    --bf16 --bf16 false           nothing is said of precision: it has its default
+    --bf16 --fp16                 refused: two words for different values, and neither switches the other off
+
+`Config.said` keeps the result: whoever decides something later asks it, and compares no value with a default.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Optional
+
+
+class SaidBy(IntEnum):
+    """Where a statement comes from, in ascending precedence."""
+
+    RECIPE = 0  # a default of the recipe
+    PRESET = 1  # a known shape, a checkpoint's shape, or what a flag of another suite means besides
+    FILE = 2
+    PLAN = 3  # --parallel-plan
+    COMMAND = 4
+    DERIVED = 5  # by the suite, from other settings: --auto-parallel, --train-epochs
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What somebody says of one setting.
+
+    name, value  the setting, and its value
+    flag         the spelling that was used, with dashes: --tp
+    words        as messages show it: "--tp 8", "--lr 0.1 (run.yaml:3)"
+    where        where it stands, if not on the command line: "run.yaml:3", "preset gpt2-medium"
+    turn         how many --then stand before it on the command line
+    yields       it gives way to other spellings of the same source and turn: --use-distributed-optimizer
+    switch_off   it switches something off, which is no contradiction of a word that has switched it on before
+    withdraws    it says what the value is not, and leaves open what it is: --bf16 false
+    default      the value that the setting has without any statement; None where it must be given
+    earlier      of a derived value: what was said before
+    """
+
+    name: str
+    value: object
+    source: SaidBy
+    flag: str = ""
+    words: str = ""
+    where: str = ""
+    turn: int = 0
+    yields: bool = False
+    switch_off: bool = False
+    withdraws: bool = False
+    default: object = None
+    earlier: Optional["Statement"] = None
+
+    @property
+    def origin(self) -> str:
+        """Who said it, in a word."""
+        return self.where or self.flag or self.words
+
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody gave it, on the command line or in a file."""
+        return self.source in (SaidBy.FILE, SaidBy.COMMAND)
+
+    @property
+    def is_request(self) -> bool:
+        """Whether it asks for something. A file may spell out defaults, and `--bf16 false` asks for nothing."""
+        on_command = self.source == SaidBy.COMMAND and not isinstance(self.value, bool)
+        return self.is_given and (self.value != self.default or on_command)
+
+
+def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list[str]]:
+    """(setting -> the statement that counts, contradictions in words). Of one source and turn the last word counts.
+
+    >>> one = Statement("tensor_model_parallel_size", 2, SaidBy.FILE)
+    >>> other = Statement("tensor_model_parallel_size", 4, SaidBy.COMMAND)
+    >>> resolve([other, one])[0]["tensor_model_parallel_size"].value
+    4
+    """
+    by_name: dict[str, list[Statement]] = {}
+    for statement in sorted(statements, key=lambda one: (one.source, one.turn)):  # stable: words keep their order
+        rivals = by_name.setdefault(statement.name, [])
+        if statement.withdraws:
+            rivals[:] = [other for other in rivals if not _withdrawn(other, statement)]
+        else:
+            rivals.append(statement)
+    chosen, problems = {}, []
+    for name, rivals in by_name.items():
+        if rivals:
+            top = [one for one in rivals if (one.source, one.turn) == (rivals[-1].source, rivals[-1].turn)]
+            top = [one for one in top if not one.yields] or top
+            chosen[name] = top[-1]
+            if other := _contradicting(top):
+                problems.append(
+                    f"{other.words} and {top[-1].words} contradict each other (both set --{name.replace('_', '-')})"
+                )
+    return chosen, problems
+
+
+def _withdrawn(other: Statement, by: Statement) -> bool:
+    """Whether `--bf16 false` takes back another statement: that of the same flag, and `--precision bf16`."""
+    return other.flag == by.flag or not by.yields and other.value == by.value
+
+
+def _contradicting(rivals: list[Statement]) -> Optional[Statement]:
+    """One that says another value than the last, in another spelling, where neither of the two switches off."""
+    last = rivals[-1]
+    for other in rivals[:-1]:
+        if other.value != last.value and other.flag != last.flag and not (last.switch_off or other.switch_off):
+            return other
+    return None

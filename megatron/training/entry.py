@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a command line to training: `start` is what pretrain_gpt.py and its like do."""
+
+from megatron.errors import UsageError, debugging
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import Recipe, module_of
+from megatron.mpu.cpu_threads import choose_waiting
+from megatron.settings import rank_env
+from megatron.settings.schema import Config
+from megatron.telemetry.own_code import refuse_another_module
+from megatron.telemetry.trackers import missing_tracker
+from megatron.training.rules import layout_is_open, resolve
+
+
+def start(argv: list[str], recipe: Recipe) -> None:
+    """Check the settings of a recipe, which needs no torch; then look ahead, search what they leave open, or train."""
+    rank_env.adopt_slurm()
+    rank_env.ranks()  # numbers of ranks that are none are told first
+    refuse_another_module(recipe.model_type, module_of(recipe.model_type))
+    config = parse_any(argv, description=f"Pretrain a model of type {recipe.model_type}.", recipe=recipe)
+    if config.model.model_type != recipe.model_type:
+        raise UsageError(
+            f"--model-type {config.model.model_type}: this command trains {recipe.model_type}",
+            do="leave it out, or run the script of that model",
+        )
+    with debugging(config.logging.debug):
+        if config.batch.train_epochs is not None:
+            from megatron.data.epochs import in_samples
+
+            config = in_samples(config, recipe.own_data, recipe.epoch_samples)
+        _start(config, recipe)
+
+
+def _start(config: Config, recipe: Recipe) -> None:
+    if config.planner.dry_run:
+        from megatron.planner.dry_run import dry_run
+
+        return dry_run(config)
+    if missing := missing_tracker(config.logging):
+        raise missing
+    choose_waiting(rank_env.ranks().local_world_size or 1)  # before torch is loaded
+    if config.planner.preflight:
+        from megatron.planner.preflight.run import preflight
+
+        return preflight(config, recipe)
+    if not layout_is_open(config):
+        return train(config, recipe)
+    from megatron.planner.tuning import tuned
+
+    with tuned(config, recipe) as config:
+        train(config, recipe)
+
+
+def train(config: Config, recipe: Recipe) -> None:
+    """Train with these settings on the ranks that there are."""
+    config = resolve(config, world_size=world_size(config))
+    if config.parallel.print_topology:
+        return print_topology(config)
+
+    from megatron.training.loop import pretrain
+
+    pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else ())
+
+
+def planned_memory(config: Config) -> list[int]:
+    """Bytes on the device of each pipeline rank, as the planner expects them; none where it cannot."""
+    from megatron.planner import target
+    from megatron.planner.layout import Layout
+    from megatron.planner.memory import memory_report
+
+    cluster, _ = target.cluster_of(config)
+    layout = Layout.of(config, cluster.world_size)
+    job, _ = target.job_of(config, cluster, layout.dp)
+    return [memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
+
+
+def print_topology(config: Config) -> None:
+    """Every group of ranks, said once."""
+    from megatron.mpu.mesh import mesh_of
+
+    if rank_env.ranks().rank == 0:
+        print(mesh_of(config.parallel, 0, world_size(config), create_groups=False).topology())
+
+
+def world_size(config: Config) -> int:
+    """Ranks that this job was started with; for a look at a topology, ranks that it would have."""
+    asked = config.planner.world_size if config.parallel.print_topology else None
+    return asked or rank_env.ranks().world_size
