@@ -15,6 +15,7 @@ from megatron.data.indexed import LENGTH_TYPE
 from megatron.data.json_input import STDIN, Source
 from megatron.data.preprocess_screen import Screen
 from megatron.data.preprocess_worker import KINDS, Shared
+from megatron.data.vocabulary import tokenizer_identity
 from megatron.data.workspace import Workspace, append_file, publish, write_at
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file
@@ -228,12 +229,6 @@ def first_reason(rejected_path: str | None) -> str:
     with open(rejected_path, encoding="utf-8", errors="replace") as file:
         first = json.loads(file.readline())
     return f"; the first: {first['file']}, line {first['line']}: {first['reason']}"
-
-
-def tokenizer_identity(tokenizer: Tokenizer) -> dict:
-    return dict(
-        type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint
-    )
 
 
 def write_stats(prefix: str, tokenizer: dict | None, numbers: dict) -> None:

@@ -16,7 +16,7 @@ from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
-from megatron.settings.presets import SHAPES, preset
+from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
 from megatron.settings.spelling import BadValue, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split
@@ -164,7 +164,8 @@ class SettingsReader:
 
     def _read_preset(self) -> None:
         """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""
-        chosen = self.chosen().get("model_name_or_path")
+        said = self.chosen()
+        chosen = said.get("model_name_or_path")
         if chosen is None or chosen.source < SaidBy.FILE:
             return
         name = str(chosen.value)
@@ -173,6 +174,8 @@ class SettingsReader:
             known = f"{', '.join(SHAPES)}){did_you_mean(name, SHAPES)}"
             self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
         else:
+            if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):
+                values = {**values, "tokenizer_model": name}
             self.say(values, SaidBy.PRESET, f"preset {name}")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str) -> None:

@@ -15,6 +15,7 @@ from os.path import realpath
 from types import SimpleNamespace
 
 from megatron.settings import batch, schema
+from megatron.settings.presets import where_to_put
 from megatron.storage.urls import UrlPath, local_folder, location
 
 
@@ -270,6 +271,7 @@ RULES = (
                 else "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"
             )
+            + where_to_put(s.model_name_or_path)
         ),
     ),
     Rule(

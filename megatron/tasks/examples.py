@@ -41,7 +41,7 @@ class Examples:
 
 def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Optional[str] = None) -> Optional[Path]:
     """The file of a set: the one that was given (a path, or a name in the folder); or the first of these names there
-    or in the task's own folder below it.
+    or in the task's own folder below it. Without a folder a YAML file's are looked for here, then beside it.
     """
     if given is not None:
         if Path(given).exists():
@@ -50,11 +50,10 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
         if found is None:
             raise DataError(f"{given}: no such file{f', nor one in {folder}' if folder else ''}")
         return found
-    if folder is None:
-        return None
-    if not Path(folder).is_dir():
+    if folder is not None and not Path(folder).is_dir():
         raise DataError(f"--data-path {folder}: no such folder", do=f"give the folder with {names[0]}")
-    places = [Path(folder), *_own_folders(task, Path(folder))]
+    folders = [Path(folder)] if folder is not None else [Path(), task.home] if task.home is not None else []
+    places = [place for folder in folders for place in (folder, *_own_folders(task, folder))]
     return next((place / name for place in places for name in names if (place / name).exists()), None)
 
 

@@ -10,7 +10,6 @@ Everything about the model and its vocabulary is read from the checkpoint, whate
 """
 
 import json
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from megatron.inference.sampling import Sampling, Search
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.tokenizer.base import SENTINEL
 from megatron.tools.job import on_ranks
 
 
@@ -48,6 +46,7 @@ class GenerateOptions:
         "encoder-decoders: the last so many pipeline ranks have layers of the decoder (default: all)", None
     )
     distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
+    save_inference_model_then_exist: bool = setting("PaddleNLP's export of a program: not supported", False)
 
     @property
     def halves(self) -> tuple[Optional[int], Optional[int]]:
@@ -93,8 +92,11 @@ def main(argv: list[str]) -> None:
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     check(settings)
     sampling.check()
+    sampling, notes = sampling.settled()
     search.check(sampling)
     here = rank_env.ranks()
+    for note in notes if here.rank == 0 else ():
+        print(f"note: {note}", file=sys.stderr)
     piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
     prompts = None if piped else read_prompts(settings)
 
@@ -115,6 +117,11 @@ def main(argv: list[str]) -> None:
 
 def check(settings: GenerateOptions) -> None:
     """Raise SettingsError for ranks that cannot be, before torch is loaded."""
+    if settings.save_inference_model_then_exist:
+        raise SettingsError(
+            "--save-inference-model-then-exist: models are saved as weights, not as programs",
+            do="leave it out to generate from the checkpoint; python -m megatron.tools.checkpoint to-hf exports weights",
+        )
     tp, pp, world = settings.tensor_model_parallel_size, settings.pp, rank_env.ranks().world_size
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)
     for name, size in sizes.items():
@@ -138,6 +145,7 @@ def write(
     """Continue texts on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints."""
     from megatron.inference.generation import generate
     from megatron.inference.load import load_model, open_tokenizer
+    from megatron.inference.prompts import no_sentinels, source_of, targets_of
 
     prompts = [text for text in texts for _ in range(settings.num_samples)]
     loaded = load_model(
@@ -201,60 +209,6 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
     if not prompts:
         raise UsageError("there is no text to continue", do='--prompt "Once upon a time", or --prompt-file FILE')
     return prompts
-
-
-def source_of(tokenizer, prompt: str, number: int) -> list[int]:
-    """Ids of a text that an encoder reads; <extra_id_0> ... in it are sentinels, which stand for what is to be found.
-
-    Raises DataError for one that the vocabulary does not have.
-    """
-    first, *rest = re.split(f"{SENTINEL.format('([0-9]+)')}", prompt)
-    if not rest:
-        return tokenizer.encode(first)
-    ids, sentinels = tokenizer.encode(first.rstrip()) if first.strip() else [], tokenizer.sentinels
-    for place, (sentinel, text) in enumerate(zip(map(int, rest[::2]), rest[1::2], strict=True), 1):
-        if sentinel >= len(sentinels):
-            there = f"<extra_id_0> to <extra_id_{len(sentinels) - 1}>" if sentinels else "none"
-            raise DataError(
-                f"prompt {number} has <extra_id_{sentinel}>; of sentinels the vocabulary has {there}",
-                do="name those that it has; --vocab-extra-ids in pretraining adds them",
-            )
-        text = text.rstrip() if 2 * place < len(rest) else text
-        ids += [sentinels[sentinel], *(tokenizer.encode(text) if text.strip() else [])]
-    return ids
-
-
-def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
-    """What to tell of sources without a sentinel, for a vocabulary that has some: the model may wait for one."""
-    marks = set(tokenizer.sentinels)
-    lacking = [number for number, source in enumerate(sources, 1) if marks and not marks & set(source)]
-    if not lacking:
-        return []
-    told = f"prompt {lacking[0]} has" if len(lacking) == 1 else f"{len(lacking)} prompts have"
-    return [
-        f"{told} no <extra_id_0>: a model that was pretrained on masked spans, and nothing else, fills in those alone"
-    ]
-
-
-def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp) -> list[list[int]]:
-    """What an encoder-decoder answers to each source."""
-    from megatron.inference.sequences import generate_targets
-
-    facts, start, end = loaded.model.facts, search.decoder_start_id, search.decoder_end_id
-    start = _special(tokenizer, "bos", "cls") if start is None else start
-    end = _special(tokenizer, "eos", "sep") if end is None else end
-    end = tokenizer.eod if end is None else end
-    for flag, token in (("--decoder-start-id", start), ("--decoder-end-id", end)):
-        if token is not None and not 0 <= token < facts.vocab_size:
-            raise SettingsError(f"{flag} {token}: the model knows ids from 0 to {facts.vocab_size - 1}")
-    lengths = (facts.source, facts.target)
-    return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end, pp=pp)
-
-
-def _special(tokenizer, *names: str) -> Optional[int]:
-    """The first of these special tokens that a tokenizer has, if it knows any by name."""
-    known = getattr(tokenizer, "special", lambda name: None)
-    return next((token for name in names if (token := known(name)) is not None), None)
 
 
 def show(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool, apart: str = "") -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
 
+import os
 import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -127,7 +128,16 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         test_loader=test,
         request_loader=build_requests(config, recipe, context, tokenizer, vocab_size, log),
         checkpoint_manager=checkpoint_manager,
-        metrics=build_metrics(config, context, facts, state, console, code, recipe.perplexities),
+        metrics=build_metrics(
+            config,
+            context,
+            facts,
+            state,
+            console,
+            recipe.perplexities,
+            code=code,
+            criterion=measures and measures.criterion,
+        ),
         watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline, state, log),
@@ -140,6 +150,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
             code=code,
             libraries=library_versions(),
             vocabulary=tokenizer and tokenizer.fingerprint,
+            folder=os.getcwd(),
         ),
         measures=measures,
         best_manager=best_manager(config, measures, context, log),
@@ -247,10 +258,10 @@ def build_metrics(
     facts: Facts,
     state: State,
     console: Console,
-    code: dict[str, Any],
     perplexities: tuple[str, ...] = ("lm loss",),
+    **said,
 ) -> Metrics:
-    """The log of a run, opened on the first rank. code: `telemetry.own_code.code_record`; perplexities: as in `Recipe`."""
+    """The log of a run, opened on the first rank. perplexities: as in `Recipe`; said: what its record says besides."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
         state.train_iters(config.batch, context.mesh.dp.size),
@@ -264,7 +275,7 @@ def build_metrics(
     )
     peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(
-        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, code=code
+        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **said
     )
     return Metrics(
         config.logging,

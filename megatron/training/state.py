@@ -126,7 +126,7 @@ class Run:
     state: State
     recorder: Optional[Recorder]
     profiler: Profiler
-    origin: dict[str, Any]  # what checkpoints say of the code, libraries and vocabulary of their run
+    origin: dict[str, Any]  # what checkpoints say of the code, libraries, vocabulary and folder of their run
     request_loader: Optional[MicroBatchLoader] = None  # --eval-requests
     requests_at: int = -1  # the step behind which they were evaluated last
     measures: Any = None  # training.measures.Measures, of a recipe that has some

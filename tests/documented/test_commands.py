@@ -20,8 +20,10 @@ import merge_datasets
 import preprocess_data
 import pretrain_gpt
 from megatron.errors import DataError
+from megatron.settings.from_checkpoint import saved_record
+from megatron.settings.parse import parse_pretrain
+from megatron.tools import evaluate, translate
 from megatron.tools import pretrain as searched_pretrain
-from megatron.tools import translate
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -108,6 +110,47 @@ def test_a_is_planned_for_its_eight_ranks(calls, desk, capsys):
     pretrain_gpt.main([*own, *SMALL, *numbers_as_data(), "--dry-run", "--world-size", "8"])
     said = capsys.readouterr().out
     assert "tensor" in said and "8 ranks" in said
+
+
+def test_a_trains_on_what_it_has_made(calls, desk, monkeypatch, capsys):
+    """Data, then training, by one name for the vocabulary, which lies in the cache. Shrunk, and without its ranks."""
+    (desk / "cache" / "gpt2").mkdir(parents=True)
+    for name in ("vocab.json", "merges.txt"):
+        (desk / "cache" / "gpt2" / name).write_bytes(Path(f"gpt2-{name}").read_bytes())
+    monkeypatch.setenv("MEGATRON_CACHE", str(desk / "cache"))
+    from megatron.tools import create_pretraining_data
+
+    Path("my-corpus.json").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS * 40))
+    Path("data").mkdir()
+    [made], [words] = calls("A_create_data.sh"), calls("A_train.sh", task_name="gpt3")
+    here = "--then --input_path my-corpus.json --workers 1 --output_prefix data/gpt_openwebtext".split()
+    create_pretraining_data.main([*behind(made, "create_pretraining_data.py"), *here])
+    ranks = "--sharding-degree 1 --mp-degree 1 --precision fp32 --micro-batch-size 2 --save out --lr-decay-iters 2"
+    pretrain_gpt.main([*behind(words, "run_pretrain_static.py"), *SMALL, *ranks.split()])
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    tokenizer = lines[0]["config"]["tokenizer"]
+    assert tokenizer["tokenizer_model"] == "gpt2-en" and not tokenizer["vocab_file"]
+    assert [line["iteration"] for line in lines if line["kind"] == "step"] == [1, 2]
+    assert saved_record("out")[1]["vocab_size"] == 258
+    evaluate.main("--load out --data-path data/gpt_openwebtext --device cpu".split())
+    assert "validation results on data/gpt_openwebtext" in capsys.readouterr().out
+    given = "--model_name_or_path gpt2-en --vocab-file v.json --merge-file m.txt --micro-batch-size 1 --lr 1".split()
+    assert parse_pretrain([*given, "--train-iters", "1"]).tokenizer.tokenizer_model is None  # what is given goes first
+
+
+def test_a_name_is_a_vocabulary_in_preprocessing(desk, monkeypatch, capsys):
+    """--tokenizer-model without a type: that of the model's name. Without the files it says where to put them."""
+    monkeypatch.setenv("MEGATRON_CACHE", str(desk / "cache"))
+    common = "--input my-corpus.json --append-eod --workers 1 --output-prefix".split()
+    named = [*common, "named", "--tokenizer-model", "gpt2-en"]
+    with pytest.raises(DataError) as error:
+        preprocess_data.main(named)
+    assert f"put vocab.json and merges.txt into {desk}/cache/gpt2-en" in str(error.value)
+    (desk / "cache" / "gpt2-en").mkdir(parents=True)
+    for name in ("vocab.json", "merges.txt"):
+        (desk / "cache" / "gpt2-en" / name).write_bytes(Path(f"gpt2-{name}").read_bytes())
+    preprocess_data.main(named)
+    assert np.fromfile("named_text_document.bin", np.uint16).tolist() == ids_of(TEXTS)
 
 
 @pytest.mark.full

@@ -5,12 +5,14 @@ from megatron.settings.parse import parse_pretrain
 from megatron.training.rules import check, resolve
 
 
-def test_the_whole_training_command_is_read(calls, capsys):
+def test_the_whole_training_command_is_read(calls, capsys, monkeypatch):
+    monkeypatch.setenv("MEGATRON_CACHE", "/nowhere")
     [words] = calls("A_train.sh", task_name="gpt3")
     own = words[words.index("run_pretrain_static.py") + 1 :]
     assert {"4--mp_degree", "0.01--warmup_rate", "1--eval_freq"} <= set(own)  # lines end in a backslash without a blank
     [said] = check(parse_pretrain(own), 8)  # they know the vocabulary by the name gpt2-en
     assert said.startswith("no vocabulary is given; --vocab-file vocab.json --merge-file merges.txt")
+    assert said.endswith("or put vocab.json and merges.txt into /nowhere/gpt2-en")
     capsys.readouterr()
     config = parse_pretrain([*own, "--vocab-file", "vocab.json", "--merge-file", "merges.txt"])
     p, b, o, k = config.parallel, config.batch, config.optimizer, config.checkpoint

@@ -243,6 +243,33 @@ def test_the_tool(checkpoint, capsys, tmp_path):
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 5
 
 
+def test_the_flags_of_paddlenlp(checkpoint, capsys):
+    """A strategy names the one of top-k and top-p that counts, as in its GPTForGeneration."""
+    line = f"--load {checkpoint} --device cpu --prompt cat dog --num-samples 4 --json"
+
+    def texts(more: str) -> tuple[list, str]:
+        tool.main([*line.split(), *more.split()])
+        out, err = capsys.readouterr()
+        return [json.loads(answer)["tokens"] for answer in out.splitlines()], err
+
+    theirs = "--max_dec_len 6 --topk 3 --topp 0.5 --temperature 1.5 --decoding_strategy"
+    ours, found = "--tokens-to-generate 6 --temperature 1.5", {}
+    for strategy, flags, unused in (
+        ("topk_sampling", "--top-k 3", ["--top-p 0.5"]),
+        ("topp_sampling", "--top-p 0.5", ["--top-k 3"]),
+        ("sampling", "", ["--top-k 3", "--top-p 0.5"]),
+    ):
+        found[strategy], said = texts(f"{theirs} {strategy} --save_inference_model_then_exist false")
+        assert found[strategy] == texts(f"{ours} {flags}")[0]
+        told = [f"note: {flag} has no effect: --decoding-strategy {strategy}" for flag in unused]
+        assert [one for one in said.splitlines() if "no effect" in one] == told
+    assert len({str(one) for one in found.values()}) == 3 and max(map(len, found["sampling"])) == 6
+    with pytest.raises(SettingsError, match="--decoding-strategy topk_sampling needs --top-k"):
+        texts("--decoding_strategy topk_sampling --topp 0.9")
+    with pytest.raises(SettingsError, match="saved as weights, not as programs"):
+        texts("--save_inference_model_then_exist true")
+
+
 def test_mistakes_with_the_tool(checkpoint, tmp_path, vocabulary):
     load = ["--load", str(checkpoint)]
     with pytest.raises(UsageError, match="no text to continue"):
@@ -257,7 +284,7 @@ def test_mistakes_with_the_tool(checkpoint, tmp_path, vocabulary):
         tool.main(["--load", str(tmp_path), "--prompt", "a"])
     with pytest.raises(CheckpointError, match="iteration 8"):
         tool.main([*load, "--prompt", "a", "--ckpt-step", "8"])
-    with pytest.raises(DataError, match="(?s)moved.json: no such file.*--vocab-file"):
+    with pytest.raises(DataError, match="--vocab-file .*moved.json: no such file"):
         tool.main([*load, "--prompt", "a", "--vocab-file", str(tmp_path / "moved.json")])
     with pytest.raises(DataError, match="33 tokens; the model can look at 32"):
         tool.main([*load, "--prompt", "!" * 33])

@@ -10,7 +10,7 @@ from megatron.errors import run_main
 from megatron.model.attention import Attention, attention_core
 from megatron.model.block import Block
 from megatron.model.gpt.module import GPT
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 class AlibiAttention(Attention):

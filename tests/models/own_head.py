@@ -15,7 +15,7 @@ from megatron.mpu.cross_entropy import linear_cross_entropy
 from megatron.mpu.layers import create_parameters
 from megatron.mpu.placement import Normal, Placement
 from megatron.settings.schema import setting
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
 from megatron.mpu.random import seed_of
 from megatron.tools import checkpoint as tool
-from megatron.tools.pretrain import start
+from megatron.training.entry import start
 from tests.models import alibi, own_head
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records

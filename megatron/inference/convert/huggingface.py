@@ -9,7 +9,6 @@ tensor at a time; the comparison holds one whole model at a time (and can be lef
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,9 +24,10 @@ from megatron.inference.convert import hf_files
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
-from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head
+from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.model.recipe import config_of
 from megatron.settings import schema
+from megatron.settings.from_checkpoint import located
 
 BOUND = 2e-5  # two fp32 programs are within 1e-6; tanh GeLU instead of erf makes more than 5e-5
 PROBES = (
@@ -46,7 +46,8 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
     Raises SettingsError for a model of another shape, CheckpointError when the written model computes something else.
     """
     with Reader(path) as reader, arriving(out) as folder:
-        config, vocab_size = config_of(needed(reader, "config")), needed(reader, "vocab_size")
+        needed(reader, "config")
+        config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
         refuse_head(config, vocab_size, path)
         family, plan = exported(config, vocab_size), []
         refuse_unknown(reader, family)
@@ -59,7 +60,9 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
                 hf_files.Planned(match.theirs, shapes, lambda match=match: match.to_theirs(reader.read(match.ours)))
             )
         files = hf_files.write_tensors(folder, plan, dtype)
-        end, notices = _export_vocabulary(path, config, vocab_size, folder, given, check)
+        end, notices = _export_vocabulary(
+            Loaded(None, config, reader.state, vocab_size, 0, path, ()), folder, given, check
+        )
         settings = family.theirs(end, str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if check:
@@ -84,14 +87,13 @@ def refuse_unknown(reader: Reader, family: Family) -> None:
 
 
 def _export_vocabulary(
-    path: Path, config: schema.Config, vocab_size: int, folder: Path, given: schema.TokenizerSettings, check: bool
+    loaded: Loaded, folder: Path, given: schema.TokenizerSettings, check: bool
 ) -> tuple[Optional[int], list[str]]:
     """Copy the tokenizer; (id that ends a document, notices)."""
-    if (given.tokenizer_type or config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
+    if (given.tokenizer_type or loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
         return None, ["the run had no tokenizer, so the export has none"]
-    tokenizer = open_tokenizer(Loaded(None, config, vocab_size, 0, path, ()), given)
-    changed = {name: value for name, value in asdict(given).items() if value is not None}
-    settings, longest = replace(config.tokenizer, **changed), config.model.position_table
+    tokenizer = open_tokenizer(loaded, given)
+    settings, longest = tokenizer_settings(loaded, given), loaded.config.model.position_table
     end = None if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
     if not hf_files.export_tokenizer(settings, folder, end, longest):
         return tokenizer.eod, [f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"]
