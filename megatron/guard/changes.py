@@ -44,8 +44,9 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     found, now = [], asdict(config)
     before = {**saved, **saved.get("extra", {})}
     here = {**now, **now["extra"]}
+    idle = ("optimizer",) if config.batch.skip_train else ()  # groups that decide about nothing here
     for group, name, what in meanings(config):
-        if what != "irrelevant" and name in before.get(group, {}):
+        if what != "irrelevant" and group not in idle and name in before.get(group, {}):
             was, value = before[group][name], here[group][name]
             if what == REFUSED_IN_TRAINING:
                 what = TOLD if config.batch.skip_train else REFUSED

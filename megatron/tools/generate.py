@@ -56,9 +56,12 @@ class GenerateOptions:
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
-        given = self.pipeline_model_parallel_size
-        return max(1, *(half or 1 for half in self.halves)) if given is None else given
+        """Pipeline ranks; where nobody says how many, all of this job that may have layers: halves may overlap."""
+        if self.pipeline_model_parallel_size is not None:
+            return self.pipeline_model_parallel_size
+        least, most = max(1, *(half or 1 for half in self.halves)), max(1, sum(half or 0 for half in self.halves))
+        here = rank_env.ranks().world_size // max(1, self.tensor_model_parallel_size)
+        return here if least <= here <= most else most
 
 
 COMMON = (
@@ -127,8 +130,8 @@ def check(settings: GenerateOptions) -> None:
     if tp * pp != world:
         raise SettingsError(
             f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
-            do=f"python -m megatron.tools.launch --nproc-per-node {tp * pp} -m megatron.tools.generate ..., or give "
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size whose product is the number of ranks",
+            do=f"{rank_env.launch_command(tp * pp)}, or give --tensor-model-parallel-size and "
+            "--pipeline-model-parallel-size whose product is the number of ranks",
         )
 
 

@@ -105,6 +105,8 @@ def _layout(sizes: dict[str, int]) -> str:
 
 def drift_told(config: schema.Config, record: dict[str, Any], dp: int) -> tuple[list[str], list[str]]:
     """(notes, warnings) about a schedule that has changed by itself: a note where --resume-schedule decides about it."""
+    if config.batch.skip_train:  # which follows none
+        return [], []
     found, chosen = drift(config, record, dp), config.checkpoint.resume_schedule
     if chosen == "checkpoint":
         found = [one for one in found if not one.of_schedule]
