@@ -84,7 +84,12 @@ def waiting(env: Mapping[str, str] = os.environ) -> str:
 
 def cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(affinity())
+
+
+def affinity() -> set[int]:
+    """The numbers of these."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def quota(member: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Optional[float]:
@@ -132,7 +137,7 @@ def used(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) 
 
 def _ticks(stat: Path) -> dict[str, tuple[int, int]]:
     """Core -> (ticks that it was in use, all ticks) since the machine was started."""
-    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
+    mine = {f"cpu{core}" for core in affinity()}
     found = {}
     for line in _read(stat).splitlines():
         name, *words = line.split()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
@@ -170,16 +170,16 @@ def write(
         notes += no_sentinels(tokenizer, sources)
         start = time.perf_counter()
         answers = targets_of(loaded, tokenizer, sources, sampling, search, pp)
+        rooms = [loaded.model.facts.target for _ in sources]
     else:
         more = dict(longest=loaded.longest, end=tokenizer.eod, use_cache=settings.use_cache, pp=pp)
         encoded, start = [tokenizer.encode(prompt) for prompt in prompts], time.perf_counter()
-        if any(len(tokens) + sampling.tokens_to_generate > loaded.longest for tokens in encoded):
-            notes.append(f"the model ends at {loaded.longest} tokens, prompt included")
         answers = generate(loaded.model, encoded, sampling, search, **more)
+        rooms = [loaded.longest - len(tokens) for tokens in encoded]
     if not context.is_rank_zero:
         return
     seconds = time.perf_counter() - start
-    for note in notes:
+    for note in [*notes, *cut_off(rooms, answers, sampling)]:
         print(f"note: {note}", file=sys.stderr)
     show(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
     count = sum(map(len, answers))
