@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What steps show and no figure of the log says in words: each is told once a start, in the log and in metrics.jsonl."""
 
+import contextlib
 import math
+import time
 from collections import deque
+from typing import Optional
 
 from megatron.optimizer.lr_schedule import zero_to_the_end
 from megatron.telemetry.step_metrics import StepMetrics
+from megatron.training.pace import Pace
 
 IN_A_ROW = 10  # steps behind the warm-up whose losses are all above that of a guess
 
@@ -15,18 +19,27 @@ class StepNotes:
 
     def __init__(self):
         self._told: set[str] = set()
+        self._pace: Optional[Pace] = None
         self._losses: deque[float] = deque(maxlen=IN_A_ROW)
 
     def after(self, run, step: StepMetrics) -> None:
         """Take in a step that was recorded. run: `training.state.Run`."""
-        self._tell(run, step, "no learning rate", no_rate(run, step))
-        self._tell(run, step, "loss above a guess", self._worse_than_a_guess(run, step))
+        self._tell(run, step.iteration, "no learning rate", no_rate(run, step))
+        self._tell(run, step.iteration, "loss above a guess", self._worse_than_a_guess(run, step))
 
-    def _tell(self, run, step: StepMetrics, what: str, words: str) -> None:
+    @contextlib.contextmanager
+    def timed(self, run):
+        """Inside is a step."""
+        self._pace, begun = self._pace or Pace.of(run.context), time.monotonic()
+        yield
+        now = time.monotonic()
+        self._tell(run, run.state.iteration, "busy machine", self._pace.after(now - begun, now))
+
+    def _tell(self, run, iteration: int, what: str, words: str) -> None:
         if words and what not in self._told:
             self._told.add(what)
             run.metrics.log(f"note: {words}")
-            run.metrics.note("note", step.iteration, what=what, words=words)
+            run.metrics.note("note", iteration, what=what, words=words)
 
     def _worse_than_a_guess(self, run, step: StepMetrics) -> str:
         name, loss = next(iter(step.losses.items()), ("", math.nan))
