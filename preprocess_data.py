@@ -110,7 +110,8 @@ def main(argv: list[str]) -> None:
 
 def check(settings: PreprocessOptions) -> PreprocessOptions:
     """Settings with the default key filled in. Raises SettingsError for numbers that cannot work."""
-    for name in ("workers", "partitions", "log_interval"):
+    numbers = "workers partitions log_interval make_vocab_size_divisible_by tensor_model_parallel_size chunk_size"
+    for name in numbers.split():
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise SettingsError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")

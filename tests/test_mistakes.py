@@ -141,7 +141,7 @@ SETTINGS = [  # exit code 3: understood, and cannot work
         f"{MOCK} --global-batch-size 5",
         "--global-batch-size 5 is not a multiple of --micro-batch-size 2",
     ),
-    ("pretrain_gpt", f"{MOCK} --tp 2", "1 ranks cannot be divided by tensor x pipeline x context parallel size 2"),
+    ("pretrain_gpt", f"{MOCK} --tp 2", "--tp 2: 2 ranks are needed, and this process is alone"),
     ("pretrain_gpt", f"{MOCK} --lr 0", "--lr 0.0 must be above 0"),
     (
         "pretrain_gpt",
@@ -149,7 +149,7 @@ SETTINGS = [  # exit code 3: understood, and cannot work
         "--no-recompute-layers first must be numbers",
     ),
     ("pretrain_gpt", f"{MOCK} --min-lr 1", "--min-lr 1 must lie between 0 and --lr 0.01"),
-    ("pretrain_gpt", f"{MOCK} --lr-warmup-fraction 2", "--lr-warmup-fraction 2 must lie in [0, 1)"),
+    ("pretrain_gpt", f"{MOCK} --lr-warmup-fraction 2", "--lr-warmup-fraction 2.0 must be at least 0 and below 1"),
     ("pretrain_gpt", f"{MOCK} --lr-warmup-iters 10", "warm-up of 10 iters is not shorter than the decay length of 4"),
     ("pretrain_gpt", f"{MOCK} --train-samples 100", "--train-iters 4 and --train-samples 100: give one of them"),
     ("pretrain_gpt", f"{MOCK} --rampup-batch-size 2 2", "expected START INCREMENT SAMPLES, three numbers above zero"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of text generation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
@@ -78,6 +79,17 @@ class Sampling:
                 f"{self.tokens_to_generate}",
                 do="lower one, or raise the other",
             )
+
+
+def cut_off(rooms: Sequence[int], answers: Sequence[Sequence[int]], sampling: Sampling) -> list[str]:
+    """What to say of texts that a limit has ended, not the model. rooms: tokens that each prompt leaves to its answer."""
+    limit, found = sampling.tokens_to_generate, []
+    ended = [min(room, limit) for room, answer in zip(rooms, answers, strict=True) if len(answer) == min(room, limit)]
+    asked = sum(length == limit for length in ended)
+    for number, where in ((asked, f"--tokens-to-generate {limit}"), (len(ended) - asked, "the model's last position")):
+        if number:
+            found.append(f"{number} of {len(answers)} texts {'was' if number == 1 else 'were'} cut at {where}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,12 @@ def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
     return lowest + share * (highest - lowest)
 
 
+def zero_to_the_end(settings: Optimizer, lengths: Lengths, samples: int) -> bool:
+    """Whether the rate of all steps behind so many samples is 0, looked at in 32 places up to the end of the run."""
+    rest = range(samples, max(samples, lengths.total) + 1, max(1, (lengths.total - samples) // 32))
+    return not any(learning_rate(settings, lengths, place) for place in rest)
+
+
 def decoupled_learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> Optional[float]:
     """That of input and output embeddings: the same curve between ends of their own; None without --decoupled-lr."""
     if settings.decoupled_lr is None:
@@ -130,9 +136,7 @@ def problems(settings: Optimizer, batch: Batch, dp: int = 1) -> list[str]:
     if found or (batch.train_iters is None and batch.train_samples is None):
         return found
     lengths = Lengths.of(settings, batch, dp)
-    if lengths.decay <= 0 and lengths.total > 0:
-        found.append("the decay length (--lr-decay-iters or --lr-decay-samples) must be above zero")
-    elif lengths.warmup >= lengths.decay > 0:
+    if lengths.warmup >= lengths.decay > 0:
         size, unit = (full_size(batch, dp), "iters") if batch.train_iters is not None else (1, "samples")
         found.append(
             f"warm-up of {lengths.warmup / size:g} {unit} is not shorter than the decay length of "
@@ -178,12 +182,13 @@ def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:
     """Steps and samples do not mix: the unit of the run's length is the unit of all lengths."""
     names = ("lr_decay", "lr_warmup", "lr_wsd_decay")
     if batch.train_iters is not None:
-        wrong, length = "samples", "--train-iters"
+        wrong, right, length = "samples", "iters", "--train-iters"
+    elif batch.train_epochs is not None:
+        wrong, right, length = "iters", "samples", f"--train-epochs {batch.train_epochs}, which counts samples"
     elif batch.train_samples is not None:
-        wrong, length = "iters", "--train-samples"
+        wrong, right, length = "iters", "samples", "--train-samples"
     else:
         return []
-    right = length.removeprefix("--train-")
     found = [
         f"--{name.replace('_', '-')}-{wrong} does not go with {length}: use --{name.replace('_', '-')}-{right}"
         for name in names
@@ -209,8 +214,6 @@ def _rate_problems(settings: Optimizer) -> list[str]:
         for name, value in ((low_flag, lowest), ("--lr-warmup-init", settings.lr_warmup_init)):
             if not 0 <= value <= highest:
                 found.append(f"{name} {value:g} must lie between 0 and {flag} {highest:g}")
-    if settings.lr_warmup_fraction is not None and not 0 <= settings.lr_warmup_fraction < 1:
-        found.append(f"--lr-warmup-fraction {settings.lr_warmup_fraction:g} must lie in [0, 1)")
     return found
 
 

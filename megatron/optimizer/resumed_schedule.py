@@ -86,7 +86,7 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
     found, size = [], full_size(config.batch, dp)
     size_then = _saved(record, "batch").get("global_batch_size")
     size_then = size_then if type(size_then) is int and size_then > 0 else size
-    if size != size_then and not (config.given("global_batch_size") or config.given("local_batch_size")):
+    if size != size_then and not config.given("global_batch_size"):
         words = f"a step has {size} samples, {size_then} in the checkpoint"
         found.append(Drift(words, f"--global-batch-size {size_then}", of_schedule=False))
     else:

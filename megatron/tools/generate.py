@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
@@ -55,9 +55,12 @@ class GenerateOptions:
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
-        given = self.pipeline_model_parallel_size
-        return max(1, *(half or 1 for half in self.halves)) if given is None else given
+        """Pipeline ranks; where nobody says how many, all of this job that may have layers: halves may overlap."""
+        if self.pipeline_model_parallel_size is not None:
+            return self.pipeline_model_parallel_size
+        least, most = max(1, *(half or 1 for half in self.halves)), max(1, sum(half or 0 for half in self.halves))
+        here = rank_env.ranks().world_size // max(1, self.tensor_model_parallel_size)
+        return here if least <= here <= most else most
 
 
 COMMON = (
@@ -134,8 +137,8 @@ def check(settings: GenerateOptions) -> None:
     if tp * pp != world:
         raise SettingsError(
             f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
-            do=f"python -m megatron.tools.launch --nproc-per-node {tp * pp} -m megatron.tools.generate ..., or give "
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size whose product is the number of ranks",
+            do=f"{rank_env.launch_command(tp * pp)}, or give --tensor-model-parallel-size and "
+            "--pipeline-model-parallel-size whose product is the number of ranks",
         )
 
 
@@ -175,16 +178,16 @@ def write(
         notes += no_sentinels(tokenizer, sources)
         start = time.perf_counter()
         answers = targets_of(loaded, tokenizer, sources, sampling, search, pp)
+        rooms = [loaded.model.facts.target for _ in sources]
     else:
         more = dict(longest=loaded.longest, end=tokenizer.eod, use_cache=settings.use_cache, pp=pp)
         encoded, start = [tokenizer.encode(prompt) for prompt in prompts], time.perf_counter()
-        if any(len(tokens) + sampling.tokens_to_generate > loaded.longest for tokens in encoded):
-            notes.append(f"the model ends at {loaded.longest} tokens, prompt included")
         answers = generate(loaded.model, encoded, sampling, search, **more)
+        rooms = [loaded.longest - len(tokens) for tokens in encoded]
     if not context.is_rank_zero:
         return
     seconds = time.perf_counter() - start
-    for note in notes:
+    for note in [*notes, *cut_off(rooms, answers, sampling)]:
         print(f"note: {note}", file=sys.stderr)
     show(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
     count = sum(map(len, answers))

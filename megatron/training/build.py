@@ -52,7 +52,16 @@ from megatron.training.datasets import (
 )
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import drift_told, end_of_document, left_out, nothing_left, resumed, summary, tell
+from megatron.training.start_log import (
+    crowded,
+    drift_told,
+    end_of_document,
+    left_out,
+    nothing_left,
+    resumed,
+    summary,
+    tell,
+)
 from megatron.training.state import Run, State
 
 
@@ -108,7 +117,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         + fused_kernels.told(context.device.type, dtype)
         + told_of_kernel(config, facts, context.device.type)
     )
-    notices += end_of_document(config, recipe, tokenizer, vocab_size)
+    notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
     tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *warnings])
     measures = measures_of(recipe, config)

@@ -56,10 +56,11 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     Of settings that leave the micro-batch open, what is wrong with every size of it.
     """
     found, s = rules.violations(settings, world_size, rules_of(settings))
-    found += stages.problems(s.settings.parallel, s.num_layers)
+    others = stages.problems(s.settings.parallel, s.num_layers)
     if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
-        found += batch.problems(s.settings.batch, s.dp)
-    return found + lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
+        others += batch.problems(s.settings.batch, s.dp)
+    others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
+    return found + rules.of_given_values(others, s)
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
@@ -68,8 +69,13 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
 
 
 def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
-    """name -> sentence, for each setting that somebody gave and that has no effect: a sign that another was forgotten."""
+    """name -> sentence, for each setting that somebody gave and that has no effect: a sign that another was forgotten.
+
+    Not of the optimizer in a run that trains nothing: no setting of it has an effect there, and none is missing.
+    """
     table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **recipe_of(settings).idle}
+    if settings.batch.skip_train:
+        table = {name: needs for name, needs in table.items() if not hasattr(settings.optimizer, name)}
     return without_effect(rules.record(settings, world_size), table)
 
 

@@ -32,6 +32,7 @@ from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
 from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
+from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
 
@@ -133,6 +134,8 @@ class Run:
     best_manager: Optional[CheckpointManager] = None
     reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
     unread: Optional[Outcome] = None  # the last step's numbers, which the host has not read
+    notes: StepNotes = field(default_factory=StepNotes)
+    validated: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation of this start
     hooks: Hooks = field(default_factory=Hooks)
     counts: Mapping[str, str] = field(
         default_factory=dict

@@ -97,7 +97,7 @@ def test_layouts_that_cannot_be_read(layout, words, capsys):
         ("--layouts dp3", "--micro-batch-size 4 x data parallel size 3"),
         ("--layouts dp3,pp2vp5", "(?s)2 of 2 layouts cannot be.*pp2vp5: .*into 10 even stages"),
         ("--layouts dp2 --steps 0", "--steps 0 must be at least 1"),
-        ("--layouts dp2 --train-iters 0", "shorter than a step"),
+        ("--layouts dp2 --train-iters 0", "--train-iters 0 trains nothing"),
         ("--data-parallel-size 4 --gradient-accumulation-steps 3", "accumulation-steps 3 is not 512"),
     ],
 )

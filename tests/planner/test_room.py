@@ -15,9 +15,9 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.errors import SettingsError
+from megatron.model.arguments import parse_any
 from megatron.planner import room
 from megatron.planner.room import Demand, check_room
-from megatron.settings.parse import parse_pretrain
 from megatron.settings.rank_env import Ranks
 from megatron.telemetry import host_memory
 from megatron.training.rules import resolve
@@ -33,8 +33,7 @@ LONG = f"{RUN} --num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-le
 
 def settings(flags: str, world: int = 1, recipe=None):
     recipe = recipe or GPT
-    defaults = {"model_type": recipe.model_type, **recipe.defaults}
-    return resolve(recipe.settled(parse_pretrain(flags.split(), recipe.setting_groups, "", defaults)), world)
+    return resolve(parse_any(flags.split(), recipe=recipe), world)
 
 
 def certain(flags: str, world: int = 1, recipe=None, ranks=None) -> int:
@@ -175,7 +174,7 @@ def test_fine_tuned_encoders_count_their_state_alone():
         f"{RUN} --num-layers 2 --hidden-size 32 --num-attention-heads 4 --micro-batch-size 32 --task SST2 --backbone"
     )
     for backbone in ("BERT", "GPT"):
-        flags, recipe = finetune.recipe_for([*words.split(), backbone])
+        flags, recipe = [*words.split(), backbone], finetune.recipe()
         short, long = (certain(" ".join(flags) + f" --seq-length {n}", recipe=recipe) for n in (64, 128))
         assert (long < 1.5 * short) == (backbone == "BERT"), (short, long)
     assert pretrain_t5.recipe().predicts(None) == pretrain_bert.recipe().predicts(None) == "all"

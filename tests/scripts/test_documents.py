@@ -105,7 +105,7 @@ def test_floors_of_the_design_are_those_of_the_tests():
     from tests.test_floors import FLOORS
 
     rows = table_after(DESIGN, "## 15. Floors")
-    told = {int(number): " ".join(re.findall(r"`(\w+)`", names)) for number, names, _ in rows}
+    told = {int(number): " ".join(re.findall(r"`([\w.]+)`", names)) for number, names, _ in rows}
     assert told == dict(enumerate(FLOORS))
 
 

@@ -161,6 +161,14 @@ def test_a_batch_that_follows_the_ranks_is_said_and_the_lengths_in_steps_are_not
     assert drift(config(f"{flags} --global-batch-size 2"), record(flags, 4), 1)[0].of_schedule  # asked for
 
 
+def test_a_batch_of_each_rank_makes_another_one_on_more_ranks():
+    """Given in both runs, and the same: nothing else would say that a step is twice as large."""
+    flags = "--lr 1e-2 --train-iters 10 --local-batch-size 2 --lr-decay-style constant"
+    [found] = drift(config(flags, 4), record(flags, 2), 4)
+    assert str(found) == "a step has 8 samples, 4 in the checkpoint (--global-batch-size 4)"
+    assert drift(config(flags, 4), record(flags, 4), 4) == []
+
+
 def test_what_is_said_as_a_warning_is_not_told_twice():
     then, now = record(f"{BASE} --train-iters 10"), config(f"{BASE} --train-iters 20 --min-lr 1e-5")
     assert [words.split(" was")[0] for words in told(now, then["config"])] == ["--train-iters", "--min-lr"]
