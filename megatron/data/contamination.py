@@ -13,7 +13,7 @@ Megatron-LM's filter_ngrams has it. `ngrams.py` says what a word is.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -336,7 +336,7 @@ def read_items(path: str, keys: Optional[Sequence[str]] = None) -> Iterable[list
     is_json: Optional[bool] = None
     number = 0
     for source in find_sources([path]):
-        for block, _ in read_blocks(source, 1 << 20):
+        for block, _ in read_blocks(replace(source, text=False), 1 << 20):
             for line in block.split(b"\n"):
                 number += 1
                 if not line.strip():

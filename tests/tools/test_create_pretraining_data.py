@@ -329,6 +329,8 @@ MISTAKES = [
 @pytest.mark.parametrize("words, code, message", MISTAKES)
 def test_a_mistake_is_one_message_and_leaves_nothing(bpe, word_pieces, tmp_path, monkeypatch, words, code, message):
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))
+    for name in ("jieba", "LAC"):  # as where they are not installed
+        monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.jsonl").write_text("\n \n")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
