@@ -10,6 +10,7 @@ import bz2
 import contextlib
 import glob
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -440,6 +441,20 @@ def parse_line(line: bytes, keys: list[str]) -> list[str | list[str]] | None:
     if not line or line.isspace():
         return None
     return values_of(parse_record(line), keys)
+
+
+def read_texts(sources: list[Source], keys: list[str] | None = None) -> Iterator[str]:
+    """All texts under the keys (default: text), sentences one by one. Raises DataError at a line that is no document."""
+    for source in sources:
+        blocks = (block.removesuffix(b"\n").split(b"\n") for block, _ in read_blocks(source, 1 << 20))
+        for number, line in enumerate(itertools.chain.from_iterable(blocks), 1):
+            try:
+                values = parse_line(line, keys or ["text"]) or []
+            except BadLine as reason:
+                do = "every line has to be a JSON object; --json-keys names its texts"
+                raise DataError(f"{source.path}, line {number}: {reason}", do=do) from None
+            for value in values:
+                yield from [value] if isinstance(value, str) else value
 
 
 def parse_record(line: bytes):

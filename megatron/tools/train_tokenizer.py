@@ -13,7 +13,6 @@ characters. The same input gives the same files.
 """
 
 import io
-import itertools
 import json
 import time
 import unicodedata
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.data.json_input import BadLine, find_sources, parse_line, read_blocks
+from megatron.data.json_input import find_sources, read_texts
 from megatron.data.plain_text import SEPARATOR_HELP
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> None:
     check(settings)
     start = time.perf_counter()
     train = {"byte-level": train_byte_level, "unigram": train_unigrams}.get(settings.kind, train_word_pieces)
-    path, size = train(settings, read_texts(settings))
+    path, size = train(settings, texts_of(settings))
     print(f"{path}: {size} tokens, {time.perf_counter() - start:.1f} s")
     if size < settings.vocab_size:
         print(f"note: the text holds no more pairs; --vocab-size {settings.vocab_size} was not reached")
@@ -209,22 +208,14 @@ def _stands_in_words(character: str) -> bool:
     return unicodedata.category(character)[0] != "P" and not name.startswith("CJK ")
 
 
-def read_texts(settings: TrainTokenizerOptions) -> Iterator[str]:
+def texts_of(settings: TrainTokenizerOptions) -> Iterator[str]:
     """The texts of the input, as many as shall be read. Raises DataError naming file and line."""
-    room, keys = int(settings.max_megabytes * 1e6), settings.json_keys or ["text"]
-    for source in find_sources(settings.input, settings.document_separator):
-        blocks = (block.removesuffix(b"\n").split(b"\n") for block, _ in read_blocks(source, 1 << 20))
-        for number, line in enumerate(itertools.chain.from_iterable(blocks), 1):
-            try:
-                values = parse_line(line, keys) or []
-            except BadLine as reason:
-                do = "every line has to be a JSON object; --json-keys names its texts"
-                raise DataError(f"{source.path}, line {number}: {reason}", do=do) from None
-            for value in values:
-                yield from (texts := [value] if isinstance(value, str) else value)
-                room -= sum(len(text.encode()) for text in texts)
-            if room <= 0:
-                return
+    room = int(settings.max_megabytes * 1e6)
+    for text in read_texts(find_sources(settings.input, settings.document_separator), settings.json_keys):
+        yield text
+        room -= len(text.encode())
+        if room <= 0:
+            return
 
 
 def learn_merges(texts: Iterator[str], vocab_size: int, min_frequency: int) -> list[tuple[str, str]]:

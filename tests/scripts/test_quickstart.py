@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts, run as a newcomer runs them, shrunk to a few steps."""
 
+import json
 import os
 import re
 import shlex
@@ -66,8 +67,33 @@ def test_a_wait_is_not_silent(copy, bash, tmp_path):
     assert said[-1] == "code 7"
 
 
+def test_from_a_text_to_samples(copy, bash):
+    """A part of the one document is held out, from the vocabulary too; samples go on from what was held out."""
+    book = "".join(f"The {number}th line of the book. " + "And on. " * (number % 7) + "\n" for number in range(3000))
+    text = copy / "docs" / "my book.txt"
+    text.write_text(book + "zzzz\n" * 300)  # what the vocabulary would learn
+    flags = ["--train-iters", "2", "--log-interval", "2"]
+    said = bash("-c", 'cd docs && exec bash ../scripts/quickstart.sh "$@"', "-", "--text", "my book.txt", *flags).stdout
+    run = copy / "runs" / "quickstart_my_book"
+    [train], [held_out] = ((run / f"{part}.jsonl").read_text().splitlines() for part in ("train", "held_out"))
+    train, held_out = json.loads(train)["text"], json.loads(held_out)["text"]
+    assert train + held_out == text.read_text() and "zzzz" in held_out and 0.05 <= len(held_out) / len(train) <= 0.06
+    assert "zz" not in (run / "vocab.json").read_text()
+    assert "ppl:" in said and "| The 2" in said and (run / "report.html").stat().st_size > 0
+    assert f"bash scripts/quickstart.sh --text {shlex.quote(str(text))[1:-1]}".replace(" ", "") in re.sub(
+        r"[\\ ]", "", said
+    )
+    text.write_text(book)
+    done = bash("scripts/quickstart.sh", "--text", str(text), *flags, check=False)
+    assert done.returncode == 1 and "has changed" in done.stderr
+
+
 def test_help_and_mistakes(copy, bash):
     assert "--fresh" in bash("scripts/quickstart.sh", "--help").stdout
+    done = bash("scripts/quickstart.sh", "--text", "nowhere.txt", check=False)
+    assert done.returncode == 1 and "--text 'nowhere.txt' is not a file" in done.stderr
+    done = bash("scripts/quickstart_t5.sh", "--text", str(copy / "requirements.txt"), check=False)
+    assert done.returncode == 1 and "bash scripts/quickstart.sh --text FILE" in done.stderr
     shutil.copytree(copy / "scripts", copy / "elsewhere" / "scripts")
     (copy / "elsewhere" / "requirements.txt").write_text("nothing\n")
     done = bash("elsewhere/scripts/test.sh", check=False, PYTHON="/bin/false")
