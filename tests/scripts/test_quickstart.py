@@ -80,9 +80,7 @@ def test_from_a_text_to_samples(copy, bash):
     assert train + held_out == text.read_text() and "zzzz" in held_out and 0.05 <= len(held_out) / len(train) <= 0.06
     assert "zz" not in (run / "vocab.json").read_text()
     assert "ppl:" in said and "| The 2" in said and (run / "report.html").stat().st_size > 0
-    assert f"bash scripts/quickstart.sh --text {shlex.quote(str(text))[1:-1]}".replace(" ", "") in re.sub(
-        r"[\\ ]", "", said
-    )
+    assert "bash scripts/quickstart.sh --text " in said.splitlines()[-2]
     text.write_text(book)
     done = bash("scripts/quickstart.sh", "--text", str(text), *flags, check=False)
     assert done.returncode == 1 and "has changed" in done.stderr
