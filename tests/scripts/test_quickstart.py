@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 
 def test_from_corpus_to_report(copy, quickstart):
@@ -84,6 +85,31 @@ def test_from_a_text_to_samples(copy, bash):
     text.write_text(book)
     done = bash("scripts/quickstart.sh", "--text", str(text), *flags, check=False)
     assert done.returncode == 1 and "has changed" in done.stderr
+
+
+def test_what_pip_says_goes_to_the_log(copy, tmp_path):
+    """And how long the tests take is said before they begin."""
+    shutil.copytree(copy / "scripts", tmp_path / "scripts")
+    for name in ("requirements.txt", "requirements-test.txt"):
+        shutil.copy(copy / name, tmp_path / name)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    pip = '*"pip --version"*) ;; *"-m pip"*) echo "WARNING: odd" >&2; [ -z "$NO_PIP" ] ;;'
+    cases = f'{pip} *pytest*) echo "tests: $*" ;; *) exec {sys.executable} "$@" ;;'
+    python.write_text(f'#!/bin/bash\ncase "$*" in {cases} esac')
+    python.chmod(0o755)
+    (python.parent / "activate").write_text(f'export PATH="{python.parent}:$PATH"\n')
+    run = lambda *words, **more: subprocess.run(
+        ["bash", "scripts/test.sh", *words], cwd=tmp_path, capture_output=True, text=True, env=os.environ | more
+    )
+    first, log = run(), (tmp_path / ".venv/install.log").read_text()
+    assert first.returncode == 0 and "WARNING" not in first.stdout + first.stderr
+    assert log.count("WARNING: odd") == 2
+    assert first.stdout.splitlines()[-2].startswith("All tests: about 10 minutes on two cores")
+    assert "minutes" not in run("tests/data").stdout and "slow ones" in run("--full").stdout
+    (tmp_path / ".venv/requirements-test.installed").unlink()
+    without = run(NO_PIP="1")
+    assert without.returncode == 0 and ".venv/install.log" in without.stderr and "WARNING" not in without.stderr
 
 
 def test_help_and_mistakes(copy, bash):
