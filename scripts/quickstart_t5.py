@@ -35,7 +35,7 @@ def unigram(run: Path) -> None:
 
 
 def loss(run: Path) -> None:
-    found = [record["lm loss"] for record in rows(run / "checkpoints" / "metrics.jsonl") if record["kind"] == "eval"]
+    found = [record["lm loss"] for record in rows(run / "metrics.jsonl") if record["kind"] == "eval"]
     guess = float((run / "unigram.txt").read_text())
     print(f"  on held-out text: loss {found[-1]:.2f}, as unsure as among {exp(found[-1]):.0f} tokens")
     print(f"  who only knows how often each token comes: {guess:.2f}, {exp(guess):.0f} tokens")
@@ -60,14 +60,14 @@ def filled(run: Path) -> None:
     own = [one["text"].partition(GAP)[2].partition("<extra_id_")[0].strip() for one in told]
     right, wrong = [], []
     for one, wrote, word in zip(told, own, words):
-        line = f"  | {one['prompt'].replace(GAP, ' ____')} -> {wrote}"
+        line = f"| {one['prompt'].replace(GAP, ' ____')} -> {wrote}"
         right.append(line) if wrote == word else wrong.append(f"{line} (there stood: {word})")
     print(*right[:4], *wrong[:4], sep="\n")
     [(common, count)] = Counter(words).most_common(1)
     shares = f"{len(right) / len(words):.0%} of {len(words)} gaps; {common!r} everywhere: {count / len(words):.0%}"
-    print(f"  the very word in {shares}")
+    print(f"the very word in {shares}")
     if len(right) <= count:
-        print("  so it has not learned yet to look at what stands around a gap: that takes more steps than these")
+        print("so it has not learned yet to look at what stands around a gap: that takes more steps than these")
 
 
 def label(run: Path) -> None:

@@ -20,4 +20,7 @@ def test_from_corpus_to_a_task(copy, bash):
     assert re.search(r"the very word in \d+% of 200 gaps; 'the' everywhere: \d+%", said)
     right, one = re.search(r"right: ([\d.]+)% of \d+ passages; ([\d.]+)% are of one package", said).groups()
     counted = re.search(r"naive Bayes\): ([\d.]+)%", said)[1]
+    pages = [(run / name).read_text(encoding="utf-8") for name in ("report.html", "task_report.html")]
+    assert all("<svg" in page or "base64" in page for page in pages)
+    assert "of 200 gaps" in pages[0]
     assert 0 <= float(right) <= 100 and float(counted) > 2 * float(one)
