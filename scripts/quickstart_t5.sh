@@ -15,6 +15,10 @@ source scripts/_steps.sh
 RUN=runs/quickstart_t5
 ITERATIONS=800
 read_flags "$@"
+if [ -n "$TEXT" ]; then
+    rmdir "$RUN" 2>/dev/null
+    stop "--text: the last steps of this one are about Python's packages" "-> bash scripts/quickstart.sh --text FILE"
+fi
 VOCABULARY=(--tokenizer-type GPT2BPETokenizer --vocab-file "$RUN/vocab.json" --merge-file "$RUN/merges.txt" --vocab-extra-ids 100)
 SAMPLES=(--seq-length 64 --decoder-seq-length 32 --mask-spans geometric --mask-max-ngram 8 --mask-prob 0.25)
 export OMP_NUM_THREADS

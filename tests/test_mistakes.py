@@ -204,7 +204,11 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     ("preprocess_data", f"{PRE} --input empty.jsonl", "no text in empty.jsonl|0 lines, 0 rejected"),
     ("preprocess_data", f"{PRE} --input folder", "--input folder: the folder holds no JSON lines"),
     ("preprocess_data", f"{PRE} --json-keys content", "the first: corpus.jsonl, line 1: no key 'content' (keys: text)"),
-    ("preprocess_data", f"{PRE} --input merges.txt", "44 rejected; the first: merges.txt, line 1: not JSON|plain text"),
+    (
+        "preprocess_data",
+        f"{PRE} --input twice.yaml",
+        "2 rejected; the first: twice.yaml, line 1: not JSON|ends in .txt",
+    ),
     ("preprocess_data", f"{PRE} --input cut.jsonl.gz", "cut.jsonl.gz: the compressed data is damaged or cut short"),
     (
         "preprocess_data",

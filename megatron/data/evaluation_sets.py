@@ -13,6 +13,7 @@ be found in a corpus that holds all of it.
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 
@@ -31,7 +32,7 @@ def read_items(path: str, keys: Optional[Sequence[str]] = None) -> Iterator[list
     """
     for source in find_sources([path]):
         with telling_damage(source.path):
-            for part, _ in read_streams(source):
+            for part, _ in read_streams(replace(source, text=False)):
                 data = b"".join(iter(partial(part.read, 1 << 20), b"")).removeprefix(BYTE_ORDER_MARK)
                 yield from _items(_text_of(data, source.path), source.path, keys)
 
