@@ -25,7 +25,7 @@ from megatron.corpus.recipe import parse_recipe
 from megatron.corpus.runners.local import run_local
 from megatron.corpus.shards import InputPiece, lines_of
 from megatron.data import plain_text
-from megatron.data.contamination import read_items
+from megatron.data.evaluation_sets import read_items
 from megatron.data.indexed import IndexedDataset
 from megatron.data.json_input import find_sources
 from megatron.data.origin import lines_at, open_origins, text_hash
