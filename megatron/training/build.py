@@ -24,7 +24,6 @@ from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
 from megatron.optimizer.kinds import knows_matrices
 from megatron.optimizer.lr_schedule import Lengths
-from megatron.optimizer.resumed_schedule import follow
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.build import build_stages, check_model_complete
@@ -51,17 +50,9 @@ from megatron.training.datasets import (
     verify_data,
 )
 from megatron.training.measures import best_manager, measures_of
+from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import (
-    crowded,
-    drift_told,
-    end_of_document,
-    left_out,
-    nothing_left,
-    resumed,
-    summary,
-    tell,
-)
+from megatron.training.start_log import crowded, end_of_document, left_out, nothing_left, resumed, summary, tell
 from megatron.training.state import Run, State
 
 
@@ -101,12 +92,11 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         verify_data(config.data, context, log)
     datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log)
     train, valid, test = build_batches(config, recipe, context, datasets, tokenizer, vocab_size)
-    lengths, warnings = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), []
+    lengths, changed = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), ResumeChanges()
     resumes = bool(record) and not config.checkpoint.finetune
     if resumes:
-        said, warnings = drift_told(config, record, context.mesh.dp.size)
-        notices += said
-        config, lengths = follow(config, record, context.mesh.dp.size)
+        config, lengths, changed = resume(config, record, context.mesh.dp.size, tokenizer and tokenizer.fingerprint)
+        notices += changed.notes
     log(summary(config, context, facts, state, stages, pipeline, loaded=bool(record)))
     if resumes:
         notices += [*check_samples(config, record, train, context), *code_notes(record.get("code"), code)]
@@ -119,7 +109,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     )
     notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
-    tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *warnings])
+    tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *changed.warnings])
     measures = measures_of(recipe, config)
     return Run(
         config=config,
@@ -145,6 +135,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
             console,
             recipe.perplexities,
             code=code,
+            **(dict(resumed=changed.to_record()) if resumes else {}),
             criterion=measures and measures.criterion,
         ),
         watch=watch,

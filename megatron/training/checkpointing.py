@@ -110,11 +110,7 @@ def load(
         return fresh, record, notices + new
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
-    return (
-        fresh.restored(record["state"]),
-        record,
-        notices + changes.told(config, record["config"], same_vocabulary(record)),
-    )
+    return fresh.restored(record["state"]), record, notices
 
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from megatron.model.recipe import Recipe
 from megatron.mpu.cpu_threads import affinity, quota
 from megatron.mpu.initialize import RankContext
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
-from megatron.optimizer.resumed_schedule import drift, sentence
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, samples_left_out
@@ -104,17 +103,6 @@ def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths
 def _layout(sizes: dict[str, int]) -> str:
     dp = sizes.get("replicate", 1) * sizes.get("shard", 1)
     return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}"
-
-
-def drift_told(config: schema.Config, record: dict[str, Any], dp: int) -> tuple[list[str], list[str]]:
-    """(notes, warnings) about a schedule that has changed by itself: a note where --resume-schedule decides about it."""
-    if config.batch.skip_train:  # which follows none
-        return [], []
-    found, chosen = drift(config, record, dp), config.checkpoint.resume_schedule
-    if chosen == "checkpoint":
-        found = [one for one in found if not one.of_schedule]
-    words = [sentence(found, chosen)] if found else []
-    return (words, []) if chosen == "command" else ([], words)
 
 
 def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int) -> list[str]:

@@ -56,6 +56,11 @@ def test_a_longer_run_follows_the_schedule_that_it_is_told_to(choice, tmp_path, 
     compare(tmp_path, train(Job(**PLAIN | dict(batches=[8] * LONG, rate=rate, decay=decay))))
     assert again == []
     assert len(said) == (choice is None)
+    runs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second, _ = (record.get("resumed") for record in runs if record["kind"] == "run")
+    assert first is None and "--train-iters was 10 in the checkpoint, is 20 now" in second["settings"]
+    assert bool(second["schedule"]) == (choice != "checkpoint") and bool(second["followed"]) == (choice == "checkpoint")
+    assert second["followed"].get("lr_decay_iters", SHORT) == SHORT
     if said:
         assert "the learning rate falls over 20 steps, 10 in the checkpoint" in said[0]
         assert "To go on as before: --lr-decay-iters 10, or --resume-schedule checkpoint" in said[0]
