@@ -56,7 +56,7 @@ class SettingsReader:
         self.spellings = spellings_of(settings)
         groups = {setting.group for setting in settings}
         self.trains = set(schema.GROUPS) <= groups
-        self.purpose = "train" if self.trains else next((one for one in ("generate", "evaluate") if one in groups), "")
+        self.purpose = next((one for one in ("task", "generate", "evaluate") if one in groups), "train" * self.trains)
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
@@ -133,7 +133,7 @@ class SettingsReader:
         for path in paths:
             root = files.compose(path)
             if root is not None and fleetx.is_fleetx(root):
-                entries |= fleetx.read(path, files.compose)
+                entries = fleetx.over(entries, fleetx.read(path))
             elif root is not None:
                 for key, words, line in files.read_settings(root, path):
                     self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
@@ -141,27 +141,30 @@ class SettingsReader:
             key, equals, value = word.partition("=")
             if not equals:
                 self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
-                continue
-            one = fleetx.entry(value, f"-o {key}")
-            if key.partition(".")[0] in fleetx.SECTIONS:
-                entries[key] = one
-            elif one.words is not None:
-                placed[word].append(self._of_key(key.rpartition(".")[2], one.words, SaidBy.COMMAND, f"-o {key}"))
+            elif key.partition(".")[0] in fleetx.SECTIONS:
+                entries = fleetx.override(entries, key, value)
+            else:
+                for one in fleetx.override({}, key, value).values():
+                    read = self._of_key(one.key.rpartition(".")[2], one.words or [], SaidBy.COMMAND, one.place)
+                    placed[word] += [read] * (one.words is not None)
         found = fleetx.translate(entries, self.purpose)
-        for flag, words, origin in found.flags:
-            by = [word for word in overrides if origin == f"-o {word.partition('=')[0]}"]
-            read = self._of_key(flag[2:], words, SaidBy.COMMAND if by else SaidBy.FILE, origin)
-            placed[by[-1]].append(read) if by else self.read(read)
-        for sentence, where in found.notes:
-            self.notices.setdefault(sentence, []).append(where)
-        self.problems += found.problems
+        for flag, words, one in found.flags:
+            by = [word for word in overrides if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
+            on_command = one.origin == fleetx.COMMAND
+            read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.place)
+            placed[by[-1]].append(read) if on_command else self.read(read)
+        for sentence, one in found.notes:
+            self.notices.setdefault(sentence, []).append(one.place)
+        self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
 
     def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
         """A key of a file as a word; several words are one where a setting of text wants one: split: [969, 30, 1]"""
         spelling = self.spellings.get(dashed(key))
         one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
-        return Word(dashed(key), [",".join(words)] if one else words, source, where)
+        plain = spelling and spelling.implies is None and not spelling.negates
+        flag = dashed(spelling.setting.name if plain else key)
+        return Word(flag, [",".join(words)] if one else words, source, where)
 
     def _read_preset(self) -> None:
         """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""

@@ -389,6 +389,12 @@ class Data:
         "--dataloader-shuffle~=cyclic/single",
         on_resume="refused",
     )
+    collate_fn: Optional[str] = setting(
+        "function of your own that makes samples of what a dataset gives, a micro-batch at a time: MODULE:FUNCTION "
+        "(docs/extending.md)",
+        None,
+        on_resume="told",
+    )
     num_workers: int = setting(
         "threads that prepare batches ahead; 0 prepares them in the loop", 2, on_resume="irrelevant"
     )

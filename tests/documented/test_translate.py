@@ -12,9 +12,10 @@ import yaml
 
 from megatron.errors import run_main
 from megatron.settings.dialects import fleetx
-from megatron.settings.dialects.table import TheirSetting, sentence
+from megatron.settings.dialects.table import TheirSetting, flags_of, sentence
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.sources import read_python, read_tree
+from megatron.settings.spelling import settings_of, spellings_of
 from megatron.settings.translate import DIALECTS, back, spellings, translate
 from megatron.tools import translate as tool
 
@@ -501,7 +502,9 @@ def test_python_is_read_and_not_run(tmp_path):
 
 def test_fleetx_has_one_table():
     """The flags of its table are flags."""
-    assert set(fleetx.FLAGS.values()) <= set(spellings())
+    for purpose, table in fleetx.TABLES.items():
+        flags = {flag for meaning in table.table.values() for flag, _ in flags_of(meaning, [""]) if flag}
+        assert flags <= set(spellings_of(settings_of(tool.command_for(purpose)[1]))), purpose
 
 
 # Wrong uses -----------------------------------------------------------------------------------------------------------
