@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
+from megatron.settings.dialects.commands import PROFILER, TABLES, profiler_options
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, preset
 from megatron.settings.spelling import BadValue, Setting, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
-from megatron.settings.words import OWN, THEN, CommandLine, split
+from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
 # A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15, and
 # its --check_accuracy is training without dropout.
@@ -84,7 +85,7 @@ class SettingsReader:
 
     def read(self, word: Word) -> None:
         """Take one word. What no reader takes is unknown."""
-        readers = (self._of_setting, self._of_another_command, self._of_megatron_lm)
+        readers = (self._of_setting, self._of_profiler, self._of_another_command, self._of_megatron_lm)
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
@@ -102,6 +103,19 @@ class SettingsReader:
             if dashed(name) in self.spellings:
                 besides = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
                 self.statements.append(replace(besides, withdraws=statement.switch_off or statement.withdraws))
+        return True
+
+    def _of_profiler(self, word: Word) -> bool:
+        """PaddleNLP's `--profiler_options "batch_range=[10,20];..."`."""
+        if word.flag not in map(with_dashes, PROFILER) or not self.trains:
+            return False
+        try:
+            for flag, words in profiler_options(word.words):
+                self.read(word._replace(flag=flag, words=words))
+        except ValueError as error:
+            self.problems.append(f"{word} {error}")
+        idle = [part.strip() for part in " ".join(word.words).split(";") if part.strip().startswith(TABLES)]
+        self.notices.setdefault("the tables have all times, of the host and the device", []).extend(idle)
         return True
 
     def _of_another_command(self, word: Word) -> bool:
@@ -172,7 +186,7 @@ class SettingsReader:
         if chosen is None or chosen.source < SaidBy.FILE:
             return
         name = str(chosen.value)
-        values = preset(name) or ({"load": name} if Path(name).is_dir() else None)
+        values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
             known = f"{', '.join(SHAPES)}){did_you_mean(name, SHAPES)}"
             self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
@@ -267,7 +281,8 @@ class SettingsReader:
         # Here, because it needs packages, and a python without them is told of that by `run_main`.
         from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
 
-        origin = "--use-checkpoint-args" if asked else "--finetune"
+        by_folder = asked and chosen["use_checkpoint_args"].source == SaidBy.PRESET
+        origin = chosen["model_name_or_path"].words if by_folder else "--use-checkpoint-args" if asked else "--finetune"
         try:
             where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
         except (Damaged, OSError) as error:
@@ -287,8 +302,9 @@ class SettingsReader:
         if os.environ.get("RANK", "0") == "0":
             for note in self.notes:
                 print(f"note: {note}", file=sys.stderr, flush=True)
-            for sentence, flags in self.notices.items():
-                flags = list(dict.fromkeys(flags))
+            for sentence, flags in (
+                (text, list(dict.fromkeys(flags))) for text, flags in self.notices.items() if flags
+            ):
                 verb = "has" if len(flags) == 1 else "have"
                 print(f"note: {', '.join(flags)} {verb} no effect: {sentence}", file=sys.stderr, flush=True)
 

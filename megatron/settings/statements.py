@@ -87,8 +87,9 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
         rivals = by_name.setdefault(statement.name, [])
         if statement.withdraws:
             rivals[:] = [other for other in rivals if not _withdrawn(other, statement)]
-        else:
-            rivals.append(statement)
+        else:  # it takes the place of what the same flag has said before
+            same = lambda one, by=statement: (one.flag, one.source, one.turn) == (by.flag, by.source, by.turn)
+            rivals[:] = [other for other in rivals if not same(other)] + [statement]
     chosen, problems = {}, []
     for name, rivals in by_name.items():
         if rivals:
