@@ -363,7 +363,7 @@ def owners_of(key: str) -> list[str]:
     known = key in KNOWN or sentence(IDLE | REFUSED | {"-": COMPRESSION}, key)
     if not known:
         return []
-    return ["task"] if key in OTHERS["task"].split() else _for(key)
+    return ["task"] if key in OTHERS["task"].split() and not sentence(REFUSED, key) else _for(key)
 
 
 # Keys that mean something together ------------------------------------------------------------------------------------
