@@ -429,7 +429,7 @@ class Batch:
     train_iters: Optional[int] = setting("steps to train", None, "--max-steps")
     train_samples: Optional[int] = setting("samples to train, instead of steps", None)
     train_epochs: Optional[int] = setting(
-        "times to go through the training samples, instead of steps: lengths of the schedule are in samples then",
+        "times to go through the training samples, instead of steps: lengths of the schedule are in either then",
         None,
         "--num-train-epochs",
         "--num-epochs",
