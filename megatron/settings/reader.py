@@ -142,7 +142,7 @@ class SettingsReader:
         from megatron.settings import files
         from megatron.settings.dialects import fleetx
 
-        entries: dict[str, fleetx.Entry] = {}
+        entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word in overrides}
         for path in paths:
             root = files.compose(path)
@@ -159,16 +159,16 @@ class SettingsReader:
                 entries = fleetx.override(entries, key, value)
             else:
                 for one in fleetx.override({}, key, value).values():
-                    read = self._of_key(one.key.rpartition(".")[2], one.words or [], SaidBy.COMMAND, one.place)
+                    read = self._of_key(one.key.rpartition(".")[2], one.words or [], SaidBy.COMMAND, one.where)
                     placed[word] += [read] * (one.words is not None)
         found = fleetx.translate(entries, self.purpose)
         for flag, words, one in found.flags:
             by = [word for word in overrides if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
-            on_command = one.origin == fleetx.COMMAND
-            read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.place)
+            on_command = one.where.startswith(fleetx.COMMAND)
+            read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
             placed[by[-1]].append(read) if on_command else self.read(read)
         for sentence, one in found.notes:
-            self.notices.setdefault(sentence, []).append(one.place)
+            self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
 

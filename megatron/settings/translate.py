@@ -28,9 +28,6 @@ FLEETX = fleetx.TABLES["train"]
 DIALECTS = {
     one.name: one for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER)
 }
-INSTEAD = {
-    "--train-epochs": "training is as long as --train-iters or --train-samples say"
-}  # where there is no such flag
 ANYWAY = "it is done anyway, or asks for nothing"
 NO = ("false", "no", "0")
 EMPTY = ("", "null", "none", "~", "???")
@@ -62,11 +59,7 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting]) -> Translation:
     for default in dialect.defaults:
         if default.where and not _said((default.where,), given):
             continue
-        if default.flag not in known:
-            text = INSTEAD.get(default.flag, "there is no such flag")
-            place = TheirSetting(default.flag, [], "where nothing is said", f"{default.flag} {default.word}")
-            out.lost += [(place, text)] * (not _said(default.unless, given))
-        elif _setting(default.flag, known) not in said and not _said(default.unless, given):
+        if _setting(default.flag, known) not in said and not _said(default.unless, given):
             out.lines.append(FlagLine(default.flag, [default.word], None))
     return out
 
@@ -145,7 +138,7 @@ def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spel
     for flag, words in flags:
         spelling = known.get(flag)
         if spelling is None:
-            out.lost.append((source, INSTEAD.get(flag, f"there is no {flag}")))
+            out.lost.append((source, f"there is no {flag}"))
             continue
         try:
             value = spelling.value(words)
@@ -197,19 +190,17 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
     out.lines = [line for number, line in enumerate(out.lines) if last[_setting(line.flag, known)] == number]
 
 
-def translate_fleetx(entries: dict[str, fleetx.Entry], known: Mapping[str, Spelling]) -> Translation:
+def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> Translation:
     """The same of PaddleFleetX's YAML, which has a reader of its own. known: the flags of the command that it is for."""
     found, out = fleetx.translate(entries, fleetx.purpose_of(entries)), Translation()
-    source = lambda one: TheirSetting(one.key, one.words, one.origin, f"{one.key}: {one.value}")
 
     for flag, words, one in found.flags:
         spelling = known.get(flag)
         text = spelling is not None and spelling.setting.kind is str and not spelling.setting.many
-        _add(source(one), [(flag, [",".join(words)] if text else words)], FLEETX, known, out)
-    out.idle += [(source(one), why) for why, one in found.notes]
-    out.lost += [(source(one), why) for one, why in found.problems]
+        _add(one, [(flag, [",".join(words)] if text else words)], FLEETX, known, out)
+    out.idle, out.lost = out.idle + [(one, why) for why, one in found.notes], out.lost + found.problems
     told = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
-    out.idle += [(source(one), ANYWAY) for key, one in found.given.items() if key not in told]
+    out.idle += [(one, ANYWAY) for key, one in found.given.items() if key not in told]
     _keep_last(out, known)
     return out
 

@@ -148,7 +148,7 @@ def of_file(dialect: Dialect, path: str) -> TranslatedRun:
 
 
 def of_fleetx(paths: list[str], overrides: list[str], launcher: list[str], notes: list[str]) -> TranslatedRun:
-    entries: dict[str, fleetx.Entry] = {}
+    entries: fleetx.Entries = {}
     for path in paths:
         entries = fleetx.over(entries, fleetx.read(path))
     for word in overrides:

@@ -291,6 +291,35 @@ def test_fleetx_is_what_its_file_is_read_as(capsys):
     assert (pairs(words)["--hidden-size"], pairs(words)["--train-iters"]) == ("512", "7")
 
 
+@pytest.mark.parametrize(
+    "text, program, flags",
+    [
+        (
+            "Data: {Train: {dataset: {name: CoLA, root: glue}}}",
+            "finetune.py",
+            {"--task": "CoLA", "--data-path": "glue"},
+        ),
+        ("Model: {module: GPTFinetuneModule, pretrained: x}", "finetune.py", {"--pretrained-checkpoint": "x"}),
+        (
+            "Model: {module: GPTGenerationModule}\nGeneration: {decode_strategy: beam_search, num_beams: 4, top_k: 5}",
+            "megatron.tools.generate",
+            {"--num-beams": "4", "--length-penalty": "0"},
+        ),
+        (
+            "Model: {module: GPTEvalModule}\nOffline_Eval: {eval_path: x}",
+            "megatron.tools.evaluate",
+            {"--valid-data": "x"},
+        ),
+        ("Model: {num_layers: 2}", "pretrain_gpt.py", {"--num-layers": "2"}),
+    ],
+)
+def test_fleetx_names_the_command_that_a_file_is_for(text, program, flags, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    out = printed(capsys, "--from", "fleetx", str(tmp_path / "run.yaml"))
+    [words] = run_by_bash(out)
+    assert program in words and flags.items() <= pairs(words).items() and "no equivalent" not in out
+
+
 def test_launchers(capsys):
     """Each starts as many ranks as before."""
     for words, started in (

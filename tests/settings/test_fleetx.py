@@ -236,7 +236,7 @@ def test_what_yaml_can_write(tmp_path):
         ("Global: {seed: 1}\n_base_: ./base.yaml\n", "run.yaml:2: _base_: {folder}/base.yaml: no such file"),
         (
             "Model: {num_layers: 1}\nModel: {hidden_size: 1}\n",
-            "run.yaml:2: Model is given twice (also in {folder}/run.yaml:1)",
+            "run.yaml:2: Model is given twice (also in {folder}/run.yaml:1: Model.num_layers)",
         ),
         ("Model: {num_layers: 1, num_layers: 2}\n", "Model.num_layers is given twice"),
         ("Model: {num_layers: [1, 2]}\n", "run.yaml:1: Model.num_layers: num_layers takes one value"),

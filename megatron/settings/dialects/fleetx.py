@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings from a YAML file of PaddleFleetX: sections, `_base_`, and `-o Section.key=value`, as flags of this suite.
 
-    read("pretrain_gpt_345M.yaml") -> {"Model.hidden_size": Entry("Model.hidden_size", ["1024"], "....yaml:12"), ...}
-    translate(entries, "train") -> Translated(flags=[("--hidden-size", ["1024"], Entry(...)), ...], ...)
+    read("pretrain_gpt_345M.yaml") -> {"Model.hidden_size": TheirSetting("Model.hidden_size", ["1024"], ...), ...}
+    translate(entries, "train") -> Translated(flags=[("--hidden-size", ["1024"], TheirSetting(...)), ...], ...)
 
 A key means one flag, or some together with others, or it is noted or refused by its name and place: which of these depends
 on the command that reads it. A key that is none of them is unknown, and an error.
@@ -11,7 +11,7 @@ on the command that reads it. A key that is none of them is unknown, and an erro
 import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from megatron.errors import UsageError
 from megatron.settings.dialects.table import Dialect, TheirSetting, sentence
@@ -22,7 +22,8 @@ SECTIONS = """Global Engine Model Data Distributed Optimizer Profiler Fused Fuse
     Compress Quantization Prune Distillation Tuning""".split()
 BASE, INHERITED, NAME = "_base_", "_inherited_", "Data.Train.dataset.name"
 EMPTY = ("", "~", "null", "Null", "NULL", "None")
-COMMAND = "-o"  # the origin of an override
+COMMAND = "-o "  # where an override stands, and its key
+Entries = dict[str, TheirSetting]  # a key without a value has None for its words; `where` ends in the key
 GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()  # tasks of Data.Train.dataset.name
 # Model.module begins with -> the command that the file is for
 MODULES = dict(gptfinetune="task", gptgeneration="generate", gpteval="evaluate")
@@ -171,25 +172,8 @@ TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate")}
 KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(JOINT.split())
 
 
-class Entry(NamedTuple):
-    """A key with its value as words, None for an empty one, and where it stands: `run.yaml:12`, or `-o`."""
-
-    key: str
-    words: Optional[list[str]]
-    origin: str
-
-    @property
-    def value(self) -> str:
-        return " ".join(self.words or [])
-
-    @property
-    def place(self) -> str:
-        """`run.yaml:12: Model.hidden_size`, or `-o Model.hidden_size`."""
-        return f"-o {self.key}" if self.origin == COMMAND else f"{self.origin}: {self.key}"
-
-
-def told(one: Entry, why: str) -> str:
-    return f"{one.place}{'' if why.startswith('is ') else ':'} {why}"
+def told(one: TheirSetting, why: str) -> str:
+    return f"{one.where}{'' if why.startswith('is ') else ':'} {why}"
 
 
 def is_fleetx(root) -> bool:
@@ -197,7 +181,7 @@ def is_fleetx(root) -> bool:
     return any(key.value == BASE or key.value in SECTIONS and isinstance(node.value, list) for key, node in root.value)
 
 
-def read(path: str, above: tuple[Path, ...] = ()) -> dict[str, Entry]:
+def read(path: str, above: tuple[Path, ...] = ()) -> Entries:
     """The entries of a file and of those that it builds on."""
     file, root, base = Path(path), compose(path), {}
     if file.resolve() in above:
@@ -208,10 +192,10 @@ def read(path: str, above: tuple[Path, ...] = ()) -> dict[str, Entry]:
             if not below.is_file():
                 raise UsageError(f"{path}:{key.start_mark.line + 1}: {BASE}: {below}: no such file")
             base = read(str(below), (*above, file.resolve()))
-    return over(base, _flat(root, lambda key: f"{path}:{key.start_mark.line + 1}")) if root is not None else base
+    return over(base, _flat(root, lambda key: f"{path}:{key.start_mark.line + 1}: ")) if root is not None else base
 
 
-def override(entries: dict[str, Entry], key: str, text: str) -> dict[str, Entry]:
+def override(entries: Entries, key: str, text: str) -> Entries:
     """The entries with `-o key=text` over them; what is overridden stands last."""
     import yaml
 
@@ -225,28 +209,29 @@ def override(entries: dict[str, Entry], key: str, text: str) -> dict[str, Entry]
     return over(entries, _flat(pair, lambda _: COMMAND))
 
 
-def over(below: dict[str, Entry], own: dict[str, Entry]) -> dict[str, Entry]:
+def over(below: Entries, own: Entries) -> Entries:
     """Entries over others. An empty key empties its section, and a section takes the place of a value."""
     gone = [f"{key}." for key, one in own.items() if one.words is None]
     kept = {key: one for key, one in below.items() if key not in own and not key.startswith(tuple(gone))}
     return kept | own
 
 
-def _flat(mapping, origin, prefix: str = "") -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+def _flat(mapping, origin, prefix: str = "") -> Entries:
+    found: Entries = {}
     for key_node, node in merged(mapping):
         key = f"{prefix}{key_node.value}"
         if key in found or any(name.startswith(f"{key}.") for name in found):
             first = next(one for name, one in found.items() if name == key or name.startswith(f"{key}."))
-            raise UsageError(f"{origin(key_node)}: {key} is given twice (also in {first.origin})")
+            raise UsageError(f"{origin(key_node)}{key} is given twice (also in {first.where})")
         if key_node.value == INHERITED:
             if str(node.value).lower() in NO:
                 section = prefix.rstrip(".")
-                found[section] = Entry(section, None, origin(key_node))
+                found[section] = TheirSetting(section, None, "", "")
         elif isinstance(node.value, list) and node.id == "mapping":
             found |= _flat(node, origin, f"{key}.")
         elif key != BASE:
-            found[key] = Entry(key, _words(node), origin(key_node))
+            words = _words(node)
+            found[key] = TheirSetting(key, words, f"{origin(key_node)}{key}", " ".join(words or []))
     return found
 
 
@@ -267,11 +252,11 @@ class Translated:
     Whoever reads an entry takes it. What nobody has taken in the end is unknown.
     """
 
-    given: dict[str, Entry]
+    given: Entries
     purpose: str
-    flags: list[tuple[str, list[str], Entry]] = field(default_factory=list)
-    notes: list[tuple[str, Entry]] = field(default_factory=list)
-    problems: list[tuple[Entry, str]] = field(default_factory=list)
+    flags: list[tuple[str, list[str], TheirSetting]] = field(default_factory=list)
+    notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
+    problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
 
     def word(self, key: str, default: str = "") -> str:
@@ -297,7 +282,7 @@ class Translated:
         flag stands where the last of all stands that -o gives, or else where the first one does.
         """
         said = [self.given[key] for key in keys if key in self.given]
-        overrides = [one for one in self.given.values() if one in said and one.origin == COMMAND]
+        overrides = [one for one in self.given.values() if one in said and one.where.startswith(COMMAND)]
         self.flags.append((flag, said[0].words if words is None else words, (overrides or said[:1])[-1]))
         self.take(keys[0])
 
@@ -310,7 +295,7 @@ class Translated:
         self.take(key)
 
 
-def translate(entries: dict[str, Entry], purpose: str = "train") -> Translated:
+def translate(entries: Entries, purpose: str = "train") -> Translated:
     """What entries mean to the command that reads them: train, task (fine-tuning), generate, evaluate, or another one."""
     out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose)
     if purpose in TABLES:
@@ -325,9 +310,9 @@ def translate(entries: dict[str, Entry], purpose: str = "train") -> Translated:
     return out
 
 
-def purpose_of(entries: dict[str, Entry]) -> str:
+def purpose_of(entries: Entries) -> str:
     """Which command a file is for, by its module or its data."""
-    module, name = (entries[key].value.lower() if key in entries else "" for key in ("Model.module", NAME))
+    module, name = (entries[key].text.lower() if key in entries else "" for key in ("Model.module", NAME))
     return "task" if name in GLUE else next((of for begin, of in MODULES.items() if module.startswith(begin)), "train")
 
 
@@ -344,7 +329,7 @@ def _single(out: Translated, key: str) -> None:
         if (switch := out.is_on(key)) is None:
             return
         words = [str(switch).lower()]
-    flags = table.flags(TheirSetting(key, words, one.origin, ""))
+    flags = table.flags(one._replace(words=words))
     if flags is not None:
         for flag, said in flags:
             out.say(flag, said, key)
