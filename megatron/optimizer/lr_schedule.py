@@ -34,18 +34,22 @@ class Lengths:
 
     @classmethod
     def of(cls, settings: Optimizer, batch: Batch, dp: int = 1) -> "Lengths":
-        """Lengths of a run: flags in steps with `--train-iters`, flags in samples with `--train-samples`."""
+        """Lengths of a run: flags in steps with `--train-iters`, in samples with `--train-samples`, and in either with
+        `--train-epochs`.
+        """
+        size = full_size(batch, dp)
         if batch.train_iters is not None:
-            size = full_size(batch, dp)
             total = batch.train_iters * size
             decay = total if settings.lr_decay_iters is None else settings.lr_decay_iters * size
             warmup = settings.lr_warmup_iters * size
             anneal = None if settings.lr_wsd_decay_iters is None else settings.lr_wsd_decay_iters * size
         else:
             total = batch.train_samples
-            decay = total if settings.lr_decay_samples is None else settings.lr_decay_samples
-            warmup = settings.lr_warmup_samples
-            anneal = settings.lr_wsd_decay_samples
+            in_samples = lambda steps, samples: steps * size if samples is None and steps is not None else samples
+            decay = in_samples(settings.lr_decay_iters, settings.lr_decay_samples)
+            decay = total if decay is None else decay
+            warmup = settings.lr_warmup_samples or settings.lr_warmup_iters * size
+            anneal = in_samples(settings.lr_wsd_decay_iters, settings.lr_wsd_decay_samples)
         if settings.lr_warmup_fraction is not None:
             warmup = settings.lr_warmup_fraction * decay
         by_epoch = settings.lr_step_unit == "epoch" and batch.train_epochs
@@ -179,21 +183,19 @@ def _own_problems(name: str, curve: Curve) -> list[str]:
 
 
 def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:
-    """Steps and samples do not mix: the unit of the run's length is the unit of all lengths."""
-    names = ("lr_decay", "lr_warmup", "lr_wsd_decay")
-    if batch.train_iters is not None:
-        wrong, right, length = "samples", "iters", "--train-iters"
-    elif batch.train_epochs is not None:
-        wrong, right, length = "iters", "samples", f"--train-epochs {batch.train_epochs}, which counts samples"
-    elif batch.train_samples is not None:
-        wrong, right, length = "iters", "samples", "--train-samples"
-    else:
-        return []
-    found = [
-        f"--{name.replace('_', '-')}-{wrong} does not go with {length}: use --{name.replace('_', '-')}-{right}"
-        for name in names
-        if getattr(settings, f"{name}_{wrong}")
-    ]
+    """Steps and samples do not mix: the unit of the run's length is the unit of all lengths; of epochs it may be either."""
+    names, found = ("lr-decay", "lr-warmup", "lr-wsd-decay"), []
+    given = lambda name, unit: getattr(settings, f"{name.replace('-', '_')}_{unit}")
+    if batch.train_epochs is not None:
+        both = [name for name in names if given(name, "iters") and given(name, "samples")]
+        found = [f"--{name}-iters and --{name}-samples: give one" for name in both]
+    elif batch.train_iters is not None or batch.train_samples is not None:
+        right, wrong = ("samples", "iters") if batch.train_iters is None else ("iters", "samples")
+        found = [
+            f"--{name}-{wrong} does not go with --train-{right}: use --{name}-{right}"
+            for name in names
+            if given(name, wrong)
+        ]
     for name in ("lr_warmup_iters", "lr_warmup_samples"):
         if settings.lr_warmup_fraction is not None and getattr(settings, name):
             found.append(f"--lr-warmup-fraction and --{name.replace('_', '-')} both set the warm-up: give one")

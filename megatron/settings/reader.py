@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
+from megatron.settings.dialects.commands import PROFILER, TABLES, profiler_options
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
 from megatron.settings.spelling import BadValue, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
-from megatron.settings.words import OWN, THEN, CommandLine, split
+from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
 # A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15, and
 # its --check_accuracy is training without dropout.
@@ -55,7 +56,7 @@ class SettingsReader:
     def __init__(self, groups: Mapping[str, type]):
         self.spellings = spellings_of(groups)
         self.trains = set(schema.GROUPS) <= set(groups)
-        self.purpose = "train" if self.trains else next((one for one in ("generate", "evaluate") if one in groups), "")
+        self.purpose = next((one for one in ("task", "generate", "evaluate") if one in groups), "train" * self.trains)
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
@@ -83,7 +84,7 @@ class SettingsReader:
 
     def read(self, word: Word) -> None:
         """Take one word. What no reader takes is unknown."""
-        readers = (self._of_setting, self._of_another_command, self._of_megatron_lm)
+        readers = (self._of_setting, self._of_profiler, self._of_another_command, self._of_megatron_lm)
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
@@ -101,6 +102,19 @@ class SettingsReader:
             if dashed(name) in self.spellings:
                 besides = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
                 self.statements.append(replace(besides, withdraws=statement.switch_off or statement.withdraws))
+        return True
+
+    def _of_profiler(self, word: Word) -> bool:
+        """PaddleNLP's `--profiler_options "batch_range=[10,20];..."`."""
+        if word.flag not in map(with_dashes, PROFILER) or not self.trains:
+            return False
+        try:
+            for flag, words in profiler_options(word.words):
+                self.read(word._replace(flag=flag, words=words))
+        except ValueError as error:
+            self.problems.append(f"{word} {error}")
+        if idle := [part.strip() for part in " ".join(word.words).split(";") if part.strip().startswith(TABLES)]:
+            self.notices.setdefault("the tables have all times, of the host and the device", []).extend(idle)
         return True
 
     def _of_another_command(self, word: Word) -> bool:
@@ -127,12 +141,12 @@ class SettingsReader:
         from megatron.settings import files
         from megatron.settings.dialects import fleetx
 
-        entries: dict[str, fleetx.Entry] = {}
+        entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word in overrides}
         for path in paths:
             root = files.compose(path)
             if root is not None and fleetx.is_fleetx(root):
-                entries |= fleetx.read(path, files.compose)
+                entries = fleetx.over(entries, fleetx.read(path))
             elif root is not None:
                 for key, words, line in files.read_settings(root, path):
                     self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
@@ -140,20 +154,21 @@ class SettingsReader:
             key, equals, value = word.partition("=")
             if not equals:
                 self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
-                continue
-            one = fleetx.entry(value, f"-o {key}")
-            if key.partition(".")[0] in fleetx.SECTIONS:
-                entries[key] = one
-            elif one.words is not None:
-                placed[word].append(self._of_key(key.rpartition(".")[2], one.words, SaidBy.COMMAND, f"-o {key}"))
+            elif key.partition(".")[0] in fleetx.SECTIONS:
+                entries = fleetx.override(entries, key, value)
+            else:
+                for one in fleetx.override({}, key, value).values():
+                    read = self._of_key(one.key.rpartition(".")[2], one.words or [], SaidBy.COMMAND, one.where)
+                    placed[word] += [read] * (one.words is not None)
         found = fleetx.translate(entries, self.purpose)
-        for flag, words, origin in found.flags:
-            by = [word for word in overrides if origin == f"-o {word.partition('=')[0]}"]
-            read = self._of_key(flag[2:], words, SaidBy.COMMAND if by else SaidBy.FILE, origin)
-            placed[by[-1]].append(read) if by else self.read(read)
-        for sentence, where in found.notes:
-            self.notices.setdefault(sentence, []).append(where)
-        self.problems += found.problems
+        for flag, words, one in found.flags:
+            by = [word for word in overrides if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
+            on_command = one.where.startswith(fleetx.COMMAND)
+            read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
+            placed[by[-1]].append(read) if on_command else self.read(read)
+        for sentence, one in found.notes:
+            self.notices.setdefault(sentence, []).append(one.where)
+        self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
 
     def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
@@ -169,7 +184,7 @@ class SettingsReader:
         if chosen is None or chosen.source < SaidBy.FILE:
             return
         name = str(chosen.value)
-        values = preset(name) or ({"load": name} if Path(name).is_dir() else None)
+        values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
             known = f"{', '.join(SHAPES)}){did_you_mean(name, SHAPES)}"
             self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
@@ -266,7 +281,8 @@ class SettingsReader:
         # Here, because it needs packages, and a python without them is told of that by `run_main`.
         from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
 
-        origin = "--use-checkpoint-args" if asked else "--finetune"
+        by_folder = asked and chosen["use_checkpoint_args"].source == SaidBy.PRESET
+        origin = chosen["model_name_or_path"].words if by_folder else "--use-checkpoint-args" if asked else "--finetune"
         try:
             where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
         except (Damaged, OSError) as error:

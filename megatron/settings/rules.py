@@ -429,6 +429,10 @@ RULES = (
         lambda s: any(not re.fullmatch(r"[\w.]+:[\w.]+", name) for name in s.hooks or ()),
         lambda s: f"--hooks {' '.join(s.hooks or ())}: each is a module and a name in it, as in my_hooks:MyHook",
     ),
+    Rule(
+        lambda s: s.collate_fn and not re.fullmatch(r"[\w.]+:[\w.]+", s.collate_fn),
+        lambda s: f"--collate-fn {s.collate_fn}: it is a module and a function in it, as in my_data:collate",
+    ),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project, lambda s: "--wandb-exp-name needs --wandb-project"),
 )
 

@@ -391,6 +391,12 @@ class Data:
         "--dataloader-shuffle~=cyclic/single",
         on_resume="refused",
     )
+    collate_fn: Optional[str] = setting(
+        "function of your own that makes samples of what a dataset gives, a micro-batch at a time: MODULE:FUNCTION "
+        "(docs/extending.md)",
+        None,
+        on_resume="told",
+    )
     num_workers: int = setting(
         "threads that prepare batches ahead; 0 prepares them in the loop", 2, on_resume="irrelevant"
     )
@@ -425,7 +431,7 @@ class Batch:
     train_iters: Optional[int] = setting("steps to train; 0 with --skip-train alone", None, "--max-steps")
     train_samples: Optional[int] = setting("samples to train, instead of steps", None)
     train_epochs: Optional[int] = setting(
-        "times to go through the training samples, instead of steps: lengths of the schedule are in samples then",
+        "times to go through the training samples, instead of steps: lengths of the schedule are in either then",
         None,
         "--num-train-epochs",
         "--num-epochs",

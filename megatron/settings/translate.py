@@ -24,13 +24,10 @@ from megatron.settings.dialects.nemo import NEMO
 from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting, sentence
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 
-FLEETX = Dialect("fleetx", "PaddleFleetX", "Global.seed  --seed", programs=("train.py",))  # its table is fleetx.py
+FLEETX = fleetx.TABLES["train"]
 DIALECTS = {
     one.name: one for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER)
 }
-INSTEAD = {
-    "--train-epochs": "training is as long as --train-iters or --train-samples say"
-}  # where there is no such flag
 ANYWAY = "it is done anyway, or asks for nothing"
 NO = ("false", "no", "0")
 EMPTY = ("", "null", "none", "~", "???")
@@ -62,11 +59,7 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting]) -> Translation:
     for default in dialect.defaults:
         if default.where and not _said((default.where,), given):
             continue
-        if default.flag not in known:
-            text = INSTEAD.get(default.flag, "there is no such flag")
-            place = TheirSetting(default.flag, [], "where nothing is said", f"{default.flag} {default.word}")
-            out.lost += [(place, text)] * (not _said(default.unless, given))
-        elif _setting(default.flag, known) not in said and not _said(default.unless, given):
+        if _setting(default.flag, known) not in said and not _said(default.unless, given):
             out.lines.append(FlagLine(default.flag, [default.word], None))
     return out
 
@@ -145,7 +138,7 @@ def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spel
     for flag, words in flags:
         spelling = known.get(flag)
         if spelling is None:
-            out.lost.append((source, INSTEAD.get(flag, f"there is no {flag}")))
+            out.lost.append((source, f"there is no {flag}"))
             continue
         try:
             value = spelling.value(words)
@@ -197,26 +190,17 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
     out.lines = [line for number, line in enumerate(out.lines) if last[_setting(line.flag, known)] == number]
 
 
-def translate_fleetx(entries: Mapping[str, fleetx.Entry], texts: Mapping[str, str]) -> Translation:
-    """The same of PaddleFleetX's YAML, which has a reader and a table of its own. texts: where -> the line there."""
-    found, known, out = fleetx.translate(dict(entries)), spellings(), Translation()
-    plain = Dialect("fleetx", "PaddleFleetX", "Global.seed  --seed")
-    for flag, words, origin in found.flags:
-        setting = known[flag].setting if flag in known else None
-        text = setting is not None and setting.kind is str and not setting.many
-        one = [",".join(words)] if text and len(words) > 1 else words
-        _add(TheirSetting(origin, one, origin, texts.get(origin, origin)), [(flag, one)], plain, known, out)
-    for text, where in found.notes:
-        origin, _, key = where.rpartition(": ")
-        out.idle.append((TheirSetting(key, [], origin or where, texts.get(origin, where)), text))
-    for problem in found.problems:
-        origin, _, rest = problem.partition(": ")
-        out.lost.append((TheirSetting(origin, [], origin, texts.get(origin, origin)), rest or problem))
-    told = {source.where for source, _ in out.idle + out.lost} | {line.source.where for line in out.lines}
-    for key, entry in entries.items():
-        if entry.words is not None and entry.origin not in told:
-            source = TheirSetting(key, entry.words, entry.origin, texts.get(entry.origin, entry.origin))
-            out.idle.append((source, ANYWAY))
+def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> Translation:
+    """The same of PaddleFleetX's YAML, which has a reader of its own. known: the flags of the command that it is for."""
+    found, out = fleetx.translate(entries, fleetx.purpose_of(entries)), Translation()
+
+    for flag, words, one in found.flags:
+        spelling = known.get(flag)
+        text = spelling is not None and spelling.setting.kind is str and not spelling.setting.many
+        _add(one, [(flag, [",".join(words)] if text else words)], FLEETX, known, out)
+    out.idle, out.lost = out.idle + [(one, why) for why, one in found.notes], out.lost + found.problems
+    told = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
+    out.idle += [(one, ANYWAY) for key, one in found.given.items() if key not in told]
     _keep_last(out, known)
     return out
 

@@ -12,19 +12,19 @@ What changed in meaning stands behind a line, what has no effect here and what h
 
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
-from megatron.settings import files
 from megatron.settings.dialects import fleetx, programs
 from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting
 from megatron.settings.parse import parse
-from megatron.settings.schema import setting
+from megatron.settings.schema import GROUPS, setting
 from megatron.settings.sources import Command, read_commands, read_python, read_tree, read_words
-from megatron.settings.spelling import BadValue
+from megatron.settings.spelling import BadValue, Spelling, spellings_of
 from megatron.settings.translate import DIALECTS, Translation, back, spellings, translate, translate_fleetx
 
 
@@ -95,6 +95,7 @@ class TranslatedRun:
     launcher: list[str]
     program: str
     notes: list[str]
+    known: Mapping[str, Spelling] = field(default_factory=spellings)
 
 
 def translations(dialect: Dialect, words: list[str]) -> list[TranslatedRun | str]:
@@ -138,7 +139,7 @@ def of_any(dialect: Dialect, command: Command, folder: Path) -> TranslatedRun | 
 
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     if dialect.name == "fleetx":
-        return TranslatedRun(of_fleetx([path], []), ["python"], "pretrain_gpt.py", [])
+        return of_fleetx([path], [], ["python"], [])
     if path.endswith(".py"):
         sources = read_python(path)
     else:
@@ -146,18 +147,31 @@ def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     return TranslatedRun(translate(dialect, sources), ["python"], "pretrain_gpt.py", [])
 
 
-def of_fleetx(paths: list[str], overrides: list[str]) -> Translation:
-    entries, texts = {}, {}
+def of_fleetx(paths: list[str], overrides: list[str], launcher: list[str], notes: list[str]) -> TranslatedRun:
+    entries: fleetx.Entries = {}
     for path in paths:
-        entries |= fleetx.read(path, files.compose)
+        entries = fleetx.over(entries, fleetx.read(path))
     for word in overrides:
         key, _, value = word.partition("=")
-        entries[key] = fleetx.entry(value, f"-o {key}")
-    for entry in entries.values():
-        path, _, line = entry.origin.rpartition(":")
-        if path and line.isdigit():
-            texts[entry.origin] = Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1].strip()
-    return translate_fleetx(entries, texts)
+        entries = fleetx.override(entries, key, value)
+    program, groups = command_for(fleetx.purpose_of(entries))
+    known = spellings_of(groups)
+    found = translate_fleetx(entries, known)
+    return TranslatedRun(found, launcher, program, notes, known)
+
+
+def command_for(purpose: str) -> tuple[str, dict[str, type]]:
+    """(program, groups of settings) of the command that a file of PaddleFleetX is for."""
+    from megatron.inference.sampling import Sampling, Search
+    from megatron.tasks import finetune
+    from megatron.tools import evaluate, generate
+
+    return dict(
+        train=("pretrain_gpt.py", GROUPS),
+        task=("finetune.py", {**GROUPS, **finetune.groups()}),
+        generate=("-m megatron.tools.generate", dict(one=generate.GenerateOptions, two=Sampling, three=Search)),
+        evaluate=("-m megatron.tools.evaluate", dict(one=evaluate.EvaluateOptions)),
+    )[purpose]
 
 
 def of_command(dialect: Dialect, command: Command, folder: Path) -> TranslatedRun:
@@ -167,8 +181,7 @@ def of_command(dialect: Dialect, command: Command, folder: Path) -> TranslatedRu
     if dialect.name == "fleetx":
         paths = [word for one in sources if one.key in ("-c", "--config") for word in one.words]
         overrides = [word for one in sources if one.key in ("-o", "--override") for word in one.words]
-        found = of_fleetx([str(folder / path) for path in paths], overrides)
-        return TranslatedRun(found, launcher, program, command.notes + notes)
+        return of_fleetx([str(folder / path) for path in paths], overrides, launcher, command.notes + notes)
     if not dialect.base:
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
     if dialect.name == "nemo":
@@ -265,13 +278,14 @@ def started(launcher: list[str]) -> tuple[list[str], list[str]]:
 def shown(one: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     told: set[str] = set()  # what changed is said once for each source
     rows = [
-        (as_yaml(line) if form == "yaml" else as_flag(line), beside(line, dialect, told)) for line in one.found.lines
+        (as_yaml(line, one.known) if form == "yaml" else as_flag(line), beside(line, dialect, told))
+        for line in one.found.lines
     ]
     width = max([len(row) for row, _ in rows if len(row) <= 60], default=0)
     body = [f"{row:{width}}  # {comment}" for row, comment in rows]
     head = [f"# from {dialect.title}, by megatron.tools.translate"] + [f"# {note}" for note in one.notes]
     if form == "command":
-        start = " ".join(map(quoted, [*one.launcher, one.program]))
+        start = " ".join([*map(quoted, one.launcher), one.program])
         body = ["FLAGS=(", *(f"    {row}" for row in body), ")", f'{start} "${{FLAGS[@]}}"']
     for title, pairs in (("no effect here", one.found.idle), ("no equivalent", one.found.lost)):
         if pairs:
@@ -287,8 +301,8 @@ def as_flag(line: FlagLine) -> str:
     return " ".join([line.flag, *map(quoted, line.words)])
 
 
-def as_yaml(line: FlagLine) -> str:
-    spelling = spellings()[line.flag]
+def as_yaml(line: FlagLine, known: Mapping[str, Spelling]) -> str:
+    spelling = known[line.flag]
     value = spelling.value(line.words)
     if isinstance(value, list):
         return f"{spelling.setting.name}: [{', '.join(map(plain, line.words))}]"
@@ -318,17 +332,13 @@ def beside(line: FlagLine, dialect: Dialect, told: set[str]) -> str:
 
 def print_back(dialect: Dialect, words: list[str]) -> None:
     """This suite's command in another's words, as `key: value` lines or flags."""
-    if dialect.name == "fleetx":
-        table = Dialect("fleetx", "PaddleFleetX", "\n".join(f"{key}  {flag}" for key, flag in fleetx.FLAGS.items()))
-    else:
-        table = dialect
     known = spellings()
     command = read_words(words, ("pretrain_gpt.py",))
     unknown = [one.key for one in command.sources if one.key.replace("_", "-") not in known]
     if unknown:
         raise UsageError(f"no flags of this suite: {', '.join(unknown)}", do="docs/flags.md lists what there is")
     try:
-        found, lost = back(table, [(one.key.replace("_", "-"), one.words) for one in command.sources])
+        found, lost = back(dialect, [(one.key.replace("_", "-"), one.words) for one in command.sources])
     except BadValue as bad:
         raise UsageError(str(bad)) from None
     for key, values in found.items():

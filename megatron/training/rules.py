@@ -89,7 +89,7 @@ def filled(c: schema.Config, world: int) -> schema.Config:
     m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
     dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
     by_iters = b.train_iters is not None and o.lr_decay_iters is None
-    by_samples = b.train_samples is not None and o.lr_decay_samples is None
+    by_samples = b.train_samples is not None and o.lr_decay_samples is None and o.lr_decay_iters is None
     return c.derive(
         "other settings",
         ffn_hidden_size=m.ffn_size,

@@ -26,7 +26,8 @@ ALWAYS = """
     pipeline_schedule
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_timeline print_topology
     tokenizer_type vocab_size vocab_extra_ids
-    data_path train_data_path mock_data full_validation dataloader_type num_workers reset_attention_mask eod_mask_loss
+    data_path train_data_path mock_data full_validation dataloader_type collate_fn num_workers reset_attention_mask
+    eod_mask_loss
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
     train_samples train_epochs lr_step_unit save_epoch eval_epoch log_epoch
     log_memory_interval eval_iters test_iters eval_requests exit_interval exit_duration_in_mins

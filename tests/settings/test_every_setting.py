@@ -127,6 +127,7 @@ CHECKS = dict(
         full_validation="test_validation::test_a_whole_set_is_each_sample_once_in_any_layout",
         dataset_type="test_document_dataset::test_an_epoch_is_each_document_once",
         dataloader_type=f"{DATA}::test_cyclic_shuffles_each_epoch_anew",
+        collate_fn="test_own_collate::test_a_flag_names_the_function",
         num_workers=f"{DATA}::test_workers_prepare_batches_in_threads",
         reset_position_ids=f"{DATA}::test_positions_alone_start_again",
         reset_attention_mask=f"{DATA}::test_documents_are_alone",

@@ -255,6 +255,9 @@ def test_a_second_ctrl_c_ends_ranks_that_hear_nothing(start, monkeypatch):
         (["--no-python", "no-such-program"], "no-such-program: no such program"),
         (["--max-restarts", "x", "rank.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'"),
         ([], "the following arguments are required: training_script"),
+        (["--gpus", "2,x", "rank.py"], "--gpus 2,x: numbers of different GPUs are wanted"),
+        (["--gpus", "2,2", "rank.py"], "--gpus 2,2: numbers of different GPUs are wanted"),
+        (["--gpus", "2,3", "--nproc-per-node", "4", "rank.py"], "--gpus 2,3 is 2 ranks, one for each, and --nproc"),
     ],
 )
 def test_mistakes_of_the_launchers_own_flags(words, text, tmp_path, monkeypatch):
@@ -264,6 +267,18 @@ def test_mistakes_of_the_launchers_own_flags(words, text, tmp_path, monkeypatch)
 
     with pytest.raises(errors.UsageError, match=re.escape(text)):
         launch.parse(get_args_parser(), words)
+
+
+@pytest.mark.parametrize("words", (["--gpus", "2,3"], ["--devices=2,3"], ["--gpus", "2, 3", "--nproc-per-node", "2"]))
+def test_paddles_words_for_gpus(words, tmp_path, monkeypatch):
+    """A rank for each, and ranks that see these alone."""
+    (tmp_path / "rank.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    args = launch.parse(get_args_parser(), [*words, "rank.py"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and config_from_args(args)[0].nproc_per_node == 2
 
 
 def test_ranks_that_cannot_be_started(start, tmp_path):
