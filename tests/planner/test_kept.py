@@ -10,9 +10,11 @@ from megatron.errors import SettingsError, UsageError
 from megatron.model.arguments import parse_any
 from megatron.planner.choose import automatic, find
 from megatron.planner.command import command_line
+from megatron.planner.layout import Layout
 from megatron.settings.plan_file import LAYOUT
 from megatron.tools import plan as plan_tool
 from megatron.tools import pretrain as searched_pretrain
+from megatron.training.rules import filled
 
 MODEL = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 512 --mock-data --bf16
     --train-iters 2 --lr 1e-4 --hidden-dropout 0 --attention-dropout 0""".split()
@@ -68,6 +70,9 @@ def test_a_search_keeps_what_is_given(words):
         for name, value in said.items():
             group = next(group for group in chosen.groups.values() if hasattr(group, name))
             assert getattr(group, name) == value, (name, plan.layout.short())
+        read = Layout.of(filled(chosen, 8), 8)  # what was searched is what these settings mean
+        for name in "tp pp dp cp micro_batch_size chunks schedule zero shard sp recompute stage_layers offload disk".split():
+            assert getattr(read, name) == getattr(plan.layout, name), (name, plan.layout.short(), read.short())
     printed = command_line(config, outcome.found.plans[0], outcome.cluster)
     command = shlex.split(printed.replace("\\\n", " "))
     again = parse_any(command[command.index("pretrain_gpt.py") + 1 :])
