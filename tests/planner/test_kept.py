@@ -96,9 +96,11 @@ def test_nothing_given_is_free():
 def test_the_command_of_llmacc_keeps_it(words, capsys):
     """`-m megatron.pretrain --task-type` outside of a job prints the layouts, as the planner's command does."""
     cluster = [word if word != "--global-batch-size" else "--max-global-batch-size" for word in EIGHT]
-    searched_pretrain.main(["--task-type", "GPT", *MODEL, *cluster, *words.split()], env={})
+    default = ["--seed", "1234"]
+    searched_pretrain.main(["--task-type", "GPT", *MODEL, *cluster, *default, *words.split()], env={})
     printed = capsys.readouterr().out
     command = shlex.split(printed[printed.rindex("torchrun ") :].replace("\\\n", " "))
+    assert command[command.index("--seed") + 1] == "1234"
     config, again = parse_any([*MODEL, *words.split()]), parse_any(command[command.index("pretrain_gpt.py") + 1 :])
     said = {name: one.value for name in LAYOUT if (one := config.given(name)) is not None and one.value is not None}
     assert {name: again.given(name).value for name in said} == said
