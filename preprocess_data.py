@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loose JSON lines -> token files for training.
+"""Loose JSON lines or plain text -> token files for training.
 
     python preprocess_data.py --input corpus.jsonl --output-prefix my-gpt2 --append-eod \\
         --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 
 makes my-gpt2_text_document.bin and .idx, byte for byte as Megatron-LM does. Input may be compressed, a folder, a glob
-or `-` for stdin; lines that are no documents are set aside in my-gpt2.rejected.jsonl and counted.
+or `-` for stdin; lines that are no documents are set aside in my-gpt2.rejected.jsonl and counted. A .txt is a document.
 """
 
 import signal
@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
+from megatron.data.plain_text import SEPARATOR_HELP
 from megatron.errors import SettingsError, run_main
 from megatron.settings.schema import TokenizerSettings, setting
 
@@ -22,11 +23,12 @@ from megatron.settings.schema import TokenizerSettings, setting
 class PreprocessOptions:
     """What to read, how, and where the tokens go."""
 
-    input: list[str] = setting("JSON lines: files, globs in quotes, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
+    input: list[str] = setting("JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
     output_prefix: str = setting("files are named <prefix>_<key>_document.bin and .idx")
     json_keys: Optional[list[str]] = setting(
         "keys whose texts are taken, each into files of its own (default: text)", None
     )
+    document_separator: Optional[str] = setting(SEPARATOR_HELP, None)
     output_format: Literal["megatron", "paddle"] = setting(
         "megatron: .bin and .idx; paddle: <prefix>_ids.npy and _idx.npz, as PaddleNLP writes them", "megatron"
     )
@@ -61,6 +63,7 @@ COMMON = (
     "input",
     "output_prefix",
     "json_keys",
+    "document_separator",
     "append_eod",
     "workers",
     "tokenizer_type",
@@ -110,7 +113,8 @@ def main(argv: list[str]) -> None:
 
 def check(settings: PreprocessOptions) -> PreprocessOptions:
     """Settings with the default key filled in. Raises SettingsError for numbers that cannot work."""
-    for name in ("workers", "partitions", "log_interval"):
+    numbers = "workers partitions log_interval make_vocab_size_divisible_by tensor_model_parallel_size chunk_size"
+    for name in numbers.split():
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise SettingsError(f"--{name.replace('_', '-')} {value}: at least 1 is needed")

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ class Failure(Exception):
     """Base of all failures that end a command with a clear message. Exit code 1 unless a subclass says otherwise."""
 
     code = 1
+    about: str | None = None  # what ranks have in common that say the same with other numbers; default: the text
 
     def __init__(self, what: str, why: str | None = None, do: str | None = None):
         super().__init__(what)
@@ -195,19 +197,19 @@ def run_main(main, argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
-        if _asks_for_debug(argv):
+        if asks_for_debug(argv):
             raise
         _say_last("interrupted\n", Interrupted.code)
         sys.exit(Interrupted.code)
     except Exception as error:
-        failure, in_full = explain(error), getattr(error, "in_full", _asks_for_debug(argv))
+        failure, in_full = explain(error), getattr(error, "in_full", asks_for_debug(argv))
         code = failure.code if failure else 1
         if failure is None or in_full:
             brief = None if in_full else partial(last_calls, error)
             _say_last(traceback.format_exc(), code, brief, about=f"{type(error).__name__}: {error}")
         else:
             text = f"{failure}\n" if isinstance(failure, Preempted) else f"error: {failure}\n"
-            _say_last(text, code, partial(shortened, text), quiet_after_others=isinstance(failure, PeerLost))
+            _say_last(text, code, partial(shortened, text), failure.about, isinstance(failure, PeerLost))
         _leave(code)
     finally:
         # Python ends with a look at every object there is, for cycles: half a second, once torch has been loaded.
@@ -224,7 +226,7 @@ def debugging(wanted: bool):
         raise
 
 
-def _asks_for_debug(argv: list[str]) -> bool:
+def asks_for_debug(argv: list[str]) -> bool:
     """`--debug` on a command line that nobody has read yet, with or without a value; the last one counts."""
     for at in reversed(range(len(argv))):
         flag, _, value = argv[at].partition("=")
@@ -321,6 +323,24 @@ def last_calls(error: BaseException, whole: str, most: int = 4) -> str:
     lines += [f"  {_nearby(call.filename)}:{call.lineno}, in {call.name}: {call.line}"[:160] for call in shown]
     message = "".join(traceback.format_exception_only(type(error), error))
     return "\n".join(lines) + "\n" + shortened(message, whole, MOST_LINES - len(lines))
+
+
+def with_place(error: BaseException) -> str:
+    """An error in one line with file and line: of the innermost call outside of this suite and of libraries, if any.
+
+    >>> try:
+    ...     compile("x = (", "my_model.py", "exec")
+    ... except SyntaxError as error:
+    ...     with_place(error)
+    "SyntaxError: '(' was never closed (my_model.py:1)"
+    """
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} ({_nearby(error.filename or '?')}:{error.lineno})"
+    calls = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    own = [call for call in calls if not call.filename.startswith(libraries)] or calls
+    said = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
+    return f"{said[:300]} ({_nearby(own[-1].filename)}:{own[-1].lineno})"
 
 
 def _nearby(path: str) -> str:

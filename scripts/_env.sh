@@ -2,6 +2,7 @@
 # Sourced by quickstart.sh and test.sh: go to the project's folder, make .venv with what requirements.txt pins, and
 # activate it. A second call finds everything in place and takes no time. PYTHON=/path/to/python chooses an interpreter.
 
+CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 stop() {

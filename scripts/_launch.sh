@@ -76,15 +76,16 @@ finetune_on_task() { # task, perhaps a set of its validation files, flags of fin
 
 # ---- words of the command line ---------------------------------------------------------------------------------------
 
-given() { # is one of these flags among FLAGS? Only words up to an equals sign count, and _ is -
-    local word name
-    for word in "${FLAGS[@]}"; do
-        word=${word%%=*}
+given() { # is one of these flags among FLAGS? _ is -, and the last word counts: --dry-run false asks for nothing
+    local number word name value found=1
+    for number in "${!FLAGS[@]}"; do
+        word=${FLAGS[number]%%=*} value=${FLAGS[number + 1]:-}
+        [ "$word" = "${FLAGS[number]}" ] || value=${FLAGS[number]#*=}
         for name in "$@"; do
-            [ "${word//_/-}" != "$name" ] || return 0
+            [ "${word//_/-}" != "$name" ] || case ${value,,} in false | no | off) found=1 ;; *) found=0 ;; esac
         done
     done
-    return 1
+    return "$found"
 }
 
 add_environment() { # paths that belong to a site, not to a command line that is kept
@@ -95,10 +96,10 @@ add_environment() { # paths that belong to a site, not to a command line that is
     fi
     [ -z "${VOCAB_FILE:-}" ] || given --vocab-file || FLAGS+=(--vocab-file "$VOCAB_FILE")
     [ -z "${MERGE_FILE:-}" ] || given --merge-file || FLAGS+=(--merge-file "$MERGE_FILE")
-    [ -z "${TOKENIZER_MODEL:-}" ] || given --tokenizer-model || FLAGS+=(--tokenizer-model "$TOKENIZER_MODEL")
-    if [ -n "${CHECKPOINTS:-}" ] && ! given --save; then
+    [ -z "${TOKENIZER_MODEL:-}" ] || given --tokenizer-model --tokenizer-name-or-path || FLAGS+=(--tokenizer-model "$TOKENIZER_MODEL")
+    if [ -n "${CHECKPOINTS:-}" ] && ! given --save --output-dir; then
         FLAGS+=(--save "$CHECKPOINTS")
-        given --save-interval || FLAGS+=(--save-interval auto --async-save)
+        given --save-interval --save-steps --persistent-save-interval || FLAGS+=(--save-interval auto --async-save)
         given --load || FLAGS+=(--load "$CHECKPOINTS")
     fi
 }
@@ -111,8 +112,8 @@ add_mock_data() { # for what needs no data
 
 look() { # what to run: the flags on the ranks that they are made for
     add_mock_data
-    given --world-size || FLAGS+=(--world-size "$MADE_FOR")
-    given --local-world-size || FLAGS+=(--local-world-size "$((MADE_FOR < 8 ? MADE_FOR : 8))")
+    given --world-size --num-gpus || FLAGS+=(--world-size "$MADE_FOR")
+    given --local-world-size --gpus-per-node || FLAGS+=(--local-world-size "$((MADE_FOR < 8 ? MADE_FOR : 8))")
     given --device-name --calibration --device || FLAGS+=(--device-name "$DEVICE")
     unset RANK LOCAL_RANK WORLD_SIZE SLURM_STEP_ID # of a cluster that has set them: this is one process
     run_python "$@" "${FLAGS[@]}"

@@ -2,11 +2,21 @@
 # Sourced by the quickstarts, behind _env.sh: their flags, and numbered steps that say how long they take.
 
 if [ -t 1 ]; then BOLD=$'\033[1m' PLAIN=$'\033[0m'; else BOLD='' PLAIN=''; fi
-flags=()
+flags=() TEXT='' SEPARATOR=''
 read_flags() { # the words given to a script that has set RUN, its folder, and ITERATIONS; other flags stay in `flags`
+    local fresh=
     while [ $# -gt 0 ]; do
         case $1 in
-            --fresh) rm -rf "$RUN" ;;
+            --fresh) fresh=yes ;;
+            --text)
+                TEXT=${2:-}
+                [[ $TEXT == /* ]] || TEXT=$CALLED_FROM/$TEXT
+                [ -f "$TEXT" ] || stop "--text '${2:-}' is not a file" "-> give a .txt or .jsonl, packed or not"
+                RUN=${RUN}_$(basename "$TEXT" | sed 's/\..*//; s/[^A-Za-z0-9_-]/_/g')
+                shift
+                ;;
+            --document-separator) SEPARATOR=--document-separator=${2:-} && shift ;;
+            --document-separator=*) SEPARATOR=$1 ;;
             --train-iters)
                 [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--train-iters '${2:-}' is not a number of steps"
                 ITERATIONS=$2
@@ -17,6 +27,7 @@ read_flags() { # the words given to a script that has set RUN, its folder, and I
         esac
         shift
     done
+    [ -z "$fresh" ] || rm -rf "$RUN"
     mkdir -p "$RUN"
 }
 step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
@@ -36,14 +47,25 @@ told() { # seconds, a command; what it says comes at its end, and until then how
     sed 's/^/  /' "$RUN/said.txt"
     rm -f "$RUN/said.txt" "$RUN/said.errors"
 }
-make_corpus() { # what comes with Python, as text to train on and a part to try it on
+make_corpus() { # text to train on and a part to try it on: what comes with Python, or a text of one's own
+    local from=(--kinds topics docs) state
+    if [ -n "$TEXT" ]; then
+        from=(--input "$TEXT" ${SEPARATOR:+"$SEPARATOR"})
+        state="$(cksum <"$TEXT") $SEPARATOR"
+        [ ! -e "$RUN/train.jsonl" ] || [ "$state" = "$(cat "$RUN/text.cksum" 2>/dev/null)" ] ||
+            stop "$RUN was made of another text or separator, or $TEXT has changed" "-> --fresh starts over"
+        printf '%s\n' "$state" >"$RUN/text.cksum"
+    fi
     is_made "$RUN/train.jsonl" ||
-        told 1.6 python -m megatron.tools.get_sample_data --kinds topics docs --held-out "$RUN/held_out.jsonl" \
-            --output "$RUN/train.jsonl"
+        told "$(for_size "${TEXT:-/dev/null}" 1.6 0.05)" python -m megatron.tools.get_sample_data "${from[@]}" \
+            --held-out "$RUN/held_out.jsonl" --output "$RUN/train.jsonl"
+}
+for_size() { # seconds for a file: so many, and so many for each of its megabytes
+    awk "BEGIN { print $2 + $3 * $(wc -c <"$1") / 1e6 }"
 }
 make_vocabulary() { # of so many tokens
     is_made "$RUN/vocab.json" ||
-        told 0.8 python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size "${1:-8192}" --output "$RUN"
+        told "$(for_size "$RUN/train.jsonl" 0.5 0.12)" python -m megatron.tools.train_tokenizer --input "$RUN/train.jsonl" --vocab-size "${1:-8192}" --output "$RUN"
 }
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
 others() { # what other programs take from it, in words; nothing on a quiet machine

@@ -15,9 +15,8 @@ while [ $# -gt 0 ] && [[ $1 != -* ]]; do
     shift
 done
 if [ ${#tasks[@]} -eq 0 ]; then
-    for task in AFQMC TNEWS IFLYTEK CMNLI OCNLI CLUEWSC CSL C3 CHID; do
-        folder=$(tr '[:upper:]' '[:lower:]' <<<"$task")
-        [ ! -d "${DATA:-clue}/$folder" ] && [ ! -d "${DATA:-clue}/${folder}2020" ] || tasks+=("$task")
+    for task in AFQMC TNEWS IFLYTEK CMNLI OCNLI CLUEWSC CSL C3 CHID; do # TNEWS or tnews; CLUEWSC2020, as it is published
+        [ -z "$(find -L "${DATA:-clue}" -maxdepth 1 -type d \( -iname "$task" -o -iname "${task}2020" \) 2>&-)" ] || tasks+=("$task")
     done
     [ ${#tasks[@]} -gt 0 ] || fail 4 "${DATA:-clue} has no folder of a task of CLUE" "DATA=FOLDER bash $0 (with tnews, afqmc ... below it)"
 fi

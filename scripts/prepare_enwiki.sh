@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # A Wikipedia dump to token files: download -> plain texts -> ftfy -> tokens -> one dataset. A second call goes on where the
-# first one stopped. Needs pip install '.[corpus,openwebtext]'.
+# first one stopped. Needs pip install '.[corpus]'. Packages, vocabulary and network are checked before anything is made.
 #
 #   bash scripts/prepare_enwiki.sh --output data/enwiki --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 #   bash scripts/prepare_enwiki.sh --dump enwiki-sample.xml.bz2 --output data/sample --vocab-file ...   a file that is here
@@ -16,7 +16,7 @@ export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 
 fail() {
     printf 'error: %s\n  -> %s\n' "$1" "$2" >&2
-    exit 2
+    exit "${3:-2}"
 }
 value() { [ -n "${2:-}" ] || fail "$1 needs a value" "bash scripts/prepare_enwiki.sh --help"; }
 
@@ -34,20 +34,35 @@ while [ $# -gt 0 ]; do
     shift
 done
 [[ $LANGUAGE =~ ^[a-z_]+$ ]] || fail "--language $LANGUAGE is no name of a Wikipedia" "en, zh, simple ..."
-mkdir -p "$OUTPUT"
+[[ $WORKERS =~ ^[1-9][0-9]*$ ]] || fail "--workers $WORKERS is no number of processes" "--workers 4"
+[ -z "$DUMP" ] || [ -f "$DUMP" ] || fail "--dump $DUMP: no such file" "give a dump, or leave --dump out: it is downloaded"
 NAME=${LANGUAGE}wiki
+URL=https://dumps.wikimedia.org/$NAME/latest/$NAME-latest-pages-articles.xml.bz2
+DUMP=${DUMP:-$OUTPUT/$NAME-latest-pages-articles.xml.bz2}
 made() { [ -e "$1" ] && echo "  already there: $1"; }
 
+check() { # what a download of hours would otherwise end at
+    local packages=(mwparserfromhell) missing
+    [ "$CLEAN" = 0 ] || packages+=(ftfy)
+    missing=$("$PYTHON" -c 'import sys; from importlib.util import find_spec
+print(*(name for name in sys.argv[1:] if find_spec(name) is None))' "${packages[@]}")
+    [ -z "$missing" ] || fail "missing packages: $missing" "pip install '.[corpus]'" 1
+    trial=$(mktemp -d)
+    trap 'rm -rf "$trial"' EXIT
+    "$PYTHON" "$ROOT/preprocess_data.py" --input - --output-prefix "$trial/one" --append-eod --workers 1 \
+        ${flags[@]+"${flags[@]}"} <<<'{"id": "1", "revid": "1", "url": "1", "title": "1", "text": "1"}' >/dev/null
+    [ -f "$DUMP" ] || curl --fail --head --location --silent --show-error --retry 2 --max-time 60 "$URL" >/dev/null ||
+        fail "$URL cannot be had" "check the network and --language, or give a file: --dump FILE" 4
+}
+
+[ -e "$OUTPUT/${NAME}_text_document.idx" ] || check
+mkdir -p "$OUTPUT"
+
 echo "[1/5] The dump"
-if [ -z "$DUMP" ]; then
-    DUMP=$OUTPUT/$NAME-latest-pages-articles.xml.bz2
-    made "$DUMP" || {
-        curl --fail --location --continue-at - --retry 5 --output "$DUMP.part" \
-            "https://dumps.wikimedia.org/$NAME/latest/$NAME-latest-pages-articles.xml.bz2"
-        mv "$DUMP.part" "$DUMP"
-    }
-fi
-[ -f "$DUMP" ] || fail "--dump $DUMP: no such file" "give a dump, or leave --dump out: it is downloaded"
+[ -f "$DUMP" ] || {
+    curl --fail --location --continue-at - --retry 5 --output "$DUMP.part" "$URL"
+    mv "$DUMP.part" "$DUMP"
+}
 echo "  $DUMP"
 
 echo "[2/5] Plain texts"

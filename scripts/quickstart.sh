@@ -6,6 +6,8 @@
 #   bash scripts/quickstart.sh                     continue where the last call stopped
 #   bash scripts/quickstart.sh --fresh             start over
 #   bash scripts/quickstart.sh --train-iters 2000  go on to another number of steps; other flags go to pretrain_gpt.py
+#   bash scripts/quickstart.sh --text FILE         the same with your own text: .txt (one document, or those that
+#                                                  --document-separator blank-line, or a text, parts) or JSON lines
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 source scripts/_steps.sh
@@ -16,7 +18,13 @@ read_flags "$@"
 given=(${flags[@]+"${flags[@]}"})
 VOCABULARY=(--tokenizer-type GPT2BPETokenizer --vocab-file "$RUN/vocab.json" --merge-file "$RUN/merges.txt")
 
-step 1/7 "A corpus from the documentation that comes with Python"
+again="bash scripts/quickstart.sh${TEXT:+ --text $(printf %q "$TEXT")}${SEPARATOR:+ $(printf %q "$SEPARATOR")}"
+
+if [ -n "$TEXT" ]; then
+    step 1/7 "$(basename "$TEXT"): a part of it is held out, from the vocabulary too"
+else
+    step 1/7 "A corpus from the documentation that comes with Python"
+fi
 make_corpus
 
 step 2/7 "A vocabulary of 8192 tokens (byte-level BPE)"
@@ -28,7 +36,7 @@ preprocess() {
         grep -E 'documents num|tokens num| MB in '
 }
 for part in train held_out; do
-    is_made "$RUN/${part}_text_document.idx" || told 0.7 preprocess "$part"
+    is_made "$RUN/${part}_text_document.idx" || told "$(for_size "$RUN/$part.jsonl" 0.5 0.08)" preprocess "$part"
 done
 
 tracker=$RUN/checkpoints/latest_checkpointed_iteration.txt
@@ -47,7 +55,7 @@ else
         echo "  from step $reached on: the text in a new order, and the learning rate of a training of $ITERATIONS steps"
         flags+=(--override data-order --resume-schedule command)
     fi
-    RESUME_COMMAND=$(printf '%q ' bash scripts/quickstart.sh --train-iters "$ITERATIONS" ${given[@]+"${given[@]}"})
+    RESUME_COMMAND="$again $(printf '%q ' --train-iters "$ITERATIONS" ${given[@]+"${given[@]}"})"
     export RESUME_COMMAND
     OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2) python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py \
         --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 \
@@ -68,9 +76,21 @@ is_made "$RUN/evaluation.jsonl" ||
         --output "$RUN/evaluation.jsonl"
 
 step 6/7 "What it writes by now"
+beginnings() { # of three lines of the text that was held out
+    python - "$RUN/held_out.jsonl" <<'PYTHON'
+import json, sys
+texts = [json.loads(line)["text"] for line in open(sys.argv[1], encoding="utf-8")]
+lines = [line for text in texts for line in text.splitlines() if len(line) > 30] or texts
+for line in lines[:: -(-len(lines) // 3)]:
+    beginning = " ".join(line[:100].split())[:24]
+    print(beginning.rpartition(" ")[0] or beginning)
+PYTHON
+}
 write_samples() {
+    if [ -n "$TEXT" ]; then beginnings; else printf '%s\n' "Return a new" "The module defines" "class Error("; fi \
+        >"$RUN/prompts.txt"
     python -m megatron.tools.generate --load "$RUN/checkpoints" --tokens-to-generate 60 --top-p 0.9 --temperature 0.8 \
-        --prompt "Return a new" "The module defines" "class Error(" >"$RUN/samples.txt.partial"
+        --prompt-file "$RUN/prompts.txt" >"$RUN/samples.txt.partial"
     mv "$RUN/samples.txt.partial" "$RUN/samples.txt"
 }
 is_made "$RUN/samples.txt" || told 3.5 write_samples
@@ -78,11 +98,11 @@ cat -s "$RUN/samples.txt" | sed 's/^/  | /'
 
 step 7/7 "A report: loss, learning rate, throughput, gradient norm"
 is_made "$RUN/report.html" ||
-    told 2.5 python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title quickstart
+    told 2.5 python -m megatron.tools.report --run "$RUN/metrics.jsonl" --output "$RUN/report.html" --title "$(basename "$RUN")"
 
 cat <<END
 
 ${BOLD}Done.${PLAIN} Look at $RUN/report.html in a browser. Then try:
-  bash scripts/quickstart.sh --train-iters 2000
-  .venv/bin/python -m megatron.tools.generate --load $RUN/checkpoints --prompt "def parse(" --top-p 0.9
+  $again --train-iters 2000
+  .venv/bin/python -m megatron.tools.generate --load $RUN/checkpoints --prompt "$(head -n 1 "$RUN/prompts.txt" 2>/dev/null)" --top-p 0.9
 END

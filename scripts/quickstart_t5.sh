@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # An encoder-decoder from end to end on real text: corpus -> vocabulary -> sentences -> spans masked and written back, by a
 # pipeline of two processes -> loss on held-out text beside that of counting tokens -> gaps filled in, beside what stood
-# there -> its encoder tells of which package a passage is. Needs no GPU and no download beyond the packages; under 5
-# minutes on 2 cores.
+# there -> its encoder tells of which package a passage is -> reports. Needs no GPU and no download beyond the packages;
+# under 5 minutes on 2 cores.
 #
 #   bash scripts/quickstart_t5.sh                     continue where the last call stopped
 #   bash scripts/quickstart_t5.sh --fresh             start over
@@ -15,18 +15,22 @@ source scripts/_steps.sh
 RUN=runs/quickstart_t5
 ITERATIONS=800
 read_flags "$@"
+if [ -n "$TEXT" ]; then
+    rmdir "$RUN" 2>/dev/null
+    stop "--text: the last steps of this one are about Python's packages" "-> bash scripts/quickstart.sh --text FILE"
+fi
 VOCABULARY=(--tokenizer-type GPT2BPETokenizer --vocab-file "$RUN/vocab.json" --merge-file "$RUN/merges.txt" --vocab-extra-ids 100)
 SAMPLES=(--seq-length 64 --decoder-seq-length 32 --mask-spans geometric --mask-max-ngram 8 --mask-prob 0.25)
 export OMP_NUM_THREADS
 OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2)
 
-step 1/7 "A corpus from the documentation that comes with Python"
+step 1/8 "A corpus from the documentation that comes with Python"
 make_corpus
 
-step 2/7 "A vocabulary of 1024 tokens, and 100 sentinels that stand for gaps"
+step 2/8 "A vocabulary of 1024 tokens, and 100 sentinels that stand for gaps"
 make_vocabulary 1024
 
-step 3/7 "Text to sentences, sentences to tokens"
+step 3/8 "Text to sentences, sentences to tokens"
 preprocess() {
     python preprocess_data.py --input "$RUN/$1.jsonl" --output-prefix "$RUN/$1" "${VOCABULARY[@]}" --split-sentences --workers 2 |
         grep -E 'documents num|sentences num| MB in '
@@ -35,7 +39,7 @@ for part in train held_out; do
     is_made "$RUN/${part}_text_sentence.idx" || told 1.5 preprocess "$part"
 done
 
-step 4/7 "Training an encoder-decoder of 2 million parameters for $ITERATIONS steps, half of it in each of two processes"
+step 4/8 "Training an encoder-decoder of 2 million parameters for $ITERATIONS steps, half of it in each of two processes"
 takes "$(awk "BEGIN { print 6 + $ITERATIONS * 0.16 }")"
 others
 python -m megatron.tools.launch --nproc-per-node 2 pretrain_t5.py \
@@ -60,7 +64,7 @@ count_tokens() { # a guess that looks at no text: each token as often as in trai
 is_made "$RUN/unigram.txt" || told 4 count_tokens
 python scripts/quickstart_t5.py loss "$RUN"
 
-step 5/7 "Gaps in sentences of held-out text: what it writes, beside the word that stood there"
+step 5/8 "Gaps in sentences of held-out text: what it writes, beside the word that stood there"
 fill() {
     python -m megatron.tools.generate --load "$RUN/checkpoints" --greedy --tokens-to-generate 10 --json \
         --prompt-file "$RUN/gaps.txt" >"$RUN/filled.jsonl.partial"
@@ -68,12 +72,12 @@ fill() {
 }
 python scripts/quickstart_t5.py gaps "$RUN"
 told 3 fill
-python scripts/quickstart_t5.py filled "$RUN"
+python scripts/quickstart_t5.py filled "$RUN" | tee "$RUN/checkpoints/samples.txt"
 
-step 6/7 "Passages of eight packages, with the package as their label; no passage is in both files"
+step 6/8 "Passages of eight packages, with the package as their label; no passage is in both files"
 is_made "$RUN/task_valid.jsonl" || told 0.5 python scripts/quickstart_t5.py label "$RUN"
 
-step 7/7 "A head on the trained encoder tells the package of a passage"
+step 7/8 "A head on the trained encoder tells the package of a passage"
 cat >"$RUN/task.yaml" <<'YAML'
 name: packages
 train: task_train.jsonl
@@ -88,9 +92,13 @@ python -m megatron.tools.launch --nproc-per-node 2 finetune.py --task "$RUN/task
     --lr-decay-style linear --lr-warmup-fraction 0.1 --precision auto --log-interval 100
 python scripts/quickstart_t5.py right "$RUN"
 
+step 8/8 "Two reports: the training, and the task"
+told 2.5 python -m megatron.tools.report "$RUN/checkpoints" --output "$RUN/report.html" --title quickstart_t5
+told 2.5 python -m megatron.tools.report "$RUN/tuned" --output "$RUN/task.html" --title "quickstart_t5, the task"
+
 cat <<WORDS
 
-${BOLD}Done.${PLAIN} Then try:
+${BOLD}Done.${PLAIN} Look at $RUN/report.html and $RUN/task.html in a browser. Then try:
   bash scripts/quickstart_t5.sh --train-iters 2000
   .venv/bin/python -m megatron.tools.generate --load $RUN/checkpoints --num-beams 4 --prompt "Return<extra_id_0> if there is none."
 WORDS

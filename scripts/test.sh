@@ -10,8 +10,13 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 if ! cmp -s requirements-test.txt .venv/requirements-test.installed; then
     echo "Installing what requirements-test.txt pins (once) ..."
-    python -m pip install --quiet --disable-pip-version-check --no-input --no-deps -r requirements-test.txt ||
-        echo "  pip could not: the tests that need it are skipped" >&2
+    python -m pip install --quiet --disable-pip-version-check --no-input --no-deps -r requirements-test.txt \
+        >>.venv/install.log 2>&1 ||
+        echo "  pip could not: the tests that need it are skipped; what pip said is in .venv/install.log" >&2
     cp requirements-test.txt .venv/requirements-test.installed
 fi
+case $* in
+    "") echo "All tests: about 10 minutes on two cores ..." ;;
+    --full) echo "All tests, the slow ones too: much longer than the 10 minutes on two cores of the others ..." ;;
+esac
 exec python -m pytest -n 3 --dist loadfile --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks "$@"

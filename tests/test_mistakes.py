@@ -141,7 +141,7 @@ SETTINGS = [  # exit code 3: understood, and cannot work
         f"{MOCK} --global-batch-size 5",
         "--global-batch-size 5 is not a multiple of --micro-batch-size 2",
     ),
-    ("pretrain_gpt", f"{MOCK} --tp 2", "1 ranks cannot be divided by tensor x pipeline x context parallel size 2"),
+    ("pretrain_gpt", f"{MOCK} --tp 2", "--tp 2: 2 ranks are needed, and this process is alone"),
     ("pretrain_gpt", f"{MOCK} --lr 0", "--lr 0.0 must be above 0"),
     (
         "pretrain_gpt",
@@ -149,7 +149,7 @@ SETTINGS = [  # exit code 3: understood, and cannot work
         "--no-recompute-layers first must be numbers",
     ),
     ("pretrain_gpt", f"{MOCK} --min-lr 1", "--min-lr 1 must lie between 0 and --lr 0.01"),
-    ("pretrain_gpt", f"{MOCK} --lr-warmup-fraction 2", "--lr-warmup-fraction 2 must lie in [0, 1)"),
+    ("pretrain_gpt", f"{MOCK} --lr-warmup-fraction 2", "--lr-warmup-fraction 2.0 must be at least 0 and below 1"),
     ("pretrain_gpt", f"{MOCK} --lr-warmup-iters 10", "warm-up of 10 iters is not shorter than the decay length of 4"),
     ("pretrain_gpt", f"{MOCK} --train-samples 100", "--train-iters 4 and --train-samples 100: give one of them"),
     ("pretrain_gpt", f"{MOCK} --rampup-batch-size 2 2", "expected START INCREMENT SAMPLES, three numbers above zero"),
@@ -204,7 +204,11 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     ("preprocess_data", f"{PRE} --input empty.jsonl", "no text in empty.jsonl|0 lines, 0 rejected"),
     ("preprocess_data", f"{PRE} --input folder", "--input folder: the folder holds no JSON lines"),
     ("preprocess_data", f"{PRE} --json-keys content", "the first: corpus.jsonl, line 1: no key 'content' (keys: text)"),
-    ("preprocess_data", f"{PRE} --input merges.txt", "44 rejected; the first: merges.txt, line 1: not JSON|plain text"),
+    (
+        "preprocess_data",
+        f"{PRE} --input twice.yaml",
+        "2 rejected; the first: twice.yaml, line 1: not JSON|ends in .txt",
+    ),
     ("preprocess_data", f"{PRE} --input cut.jsonl.gz", "cut.jsonl.gz: the compressed data is damaged or cut short"),
     (
         "preprocess_data",

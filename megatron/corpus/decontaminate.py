@@ -22,7 +22,7 @@ from megatron.data.contamination import NgramIndex
 from megatron.data.preprocess_screen import Cutting, Screen, Screening
 from megatron.errors import DataError, SettingsError
 
-VERSION = "1"  # of what the tasks of this stage write
+VERSION = "2"  # of what the tasks of this stage write
 REASON = "contaminated"
 DROPPED, CUT = "dropped.jsonl", "cut.jsonl"  # notes of a task
 BLOCK = 1 << 20  # characters of text that are looked at together
@@ -72,14 +72,16 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 
 def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Clean a shard. Counts beside those of every stage: documents that hold any n-gram and that were cut, into how many
-    pieces, and items found of each set: those of this shard, so that sums over shards count some of them again.
+    """Clean a shard. Counts beside those of every stage: documents that hold any n-gram; passages and bytes that were cut,
+    out of how many documents, which became how many pieces; and items found of each set: those of this shard, so that
+    sums over shards count some of them again.
     """
     import numpy as np
 
     [shard] = inputs
     screen = screen_of(options)
     counts = dict(documents_in=0, bytes_in=0, documents=0, bytes=0, contaminated=0, cut=0, pieces=0)
+    counts |= dict(passages=0, bytes_cut=0)
     gone, ngrams, first = dict(documents=0, bytes=0), [], 0
     with (
         ShardWriter(output / SHARD) as write,
@@ -105,6 +107,8 @@ def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
                 elif number in screening.parts:
                     counts["cut"] += 1
                     counts["pieces"] += len(left)
+                    counts["passages"] += notes[number]["passages"]
+                    counts["bytes_cut"] += size - sum(text_bytes(one["text"]) for one in left)
                     cut.write(_note(first + number, document, notes[number]))
             counts["contaminated"] += len(screening.found)
             first += len(documents)

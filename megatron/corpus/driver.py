@@ -20,6 +20,7 @@ from megatron.corpus.agenda import Agenda, folders_done, read_quarantine
 from megatron.corpus.commit import RECEIPT, read_receipt, remove_dead_attempts, this_process
 from megatron.corpus.figures import summed
 from megatron.corpus.plan import LIST, LISTS, TASKS, CorpusPlan, save_lists
+from megatron.corpus.summary import became_of
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file, storage_errors, sync_folder
 
@@ -62,7 +63,7 @@ def run(
     """Do what is left of a plan, and put the final files in their place.
 
     whole: what is there is compared byte by byte with its receipt first. Raises DataError where tasks were set aside: all
-    that does not need them is done.
+    that does not need them is done; and where no document is left, with what became of them.
     """
     with storage_errors(output):
         (output / TASKS).mkdir(parents=True, exist_ok=True)
@@ -77,9 +78,11 @@ def run(
         with storage_errors(output):
             runner(agenda, output)
             _remove_dead(plan, output)
-            state = "failed" if agenda.left else "done"
+            state = "failed"
             if not agenda.left:
+                _refuse_empty(plan, output)
                 publish_final(plan, output)
+                state = "done"
     finally:
         reporter(agenda, at_once=True, state=state)
     if agenda.left:
@@ -90,6 +93,13 @@ def run(
 def _remove_dead(plan: CorpusPlan, output: Path) -> None:
     for phase in plan.phases:
         remove_dead_attempts(output / TASKS / phase)
+
+
+def _refuse_empty(plan: CorpusPlan, output: Path) -> None:
+    folders = list(plan.phases.values())[-1]
+    if not any(read_receipt(output / TASKS / folder)["counts"].get("documents", 1) for folder in folders):
+        told = "\n  ".join(became_of(counts_by_phase(plan, output)))
+        raise DataError(f"{output}: no document is left", told, "change the recipe or its input; final/ is as it was")
 
 
 def set_aside_error(plan: CorpusPlan, output: Path, quarantined: dict[str, str], blocked: int) -> DataError:

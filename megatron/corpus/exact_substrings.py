@@ -28,7 +28,7 @@ from megatron.corpus.duplicates.shingles import codes_of, span_hashes, window_ha
 from megatron.corpus.stage import Counts, Made, StagePhase, options_of
 from megatron.errors import SettingsError
 
-VERSION = "1"  # of what the tasks of this stage write
+VERSION = "2"  # of what the tasks of this stage write
 REASON = "exact_substring"
 RECORD = 80  # bytes of memory a window takes in `match`
 UNIT_BYTES = dict(tokens=112, bytes=80)  # bytes of memory a unit takes in `find`, its suffix array included
@@ -131,7 +131,7 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     asked = options_of(OPTIONS, options)
     shard, own, *matched = inputs
     covered = _Cover(own, matched, options["shard"], asked.length)
-    counts = dict(cut=0, bytes_cut=0)
+    counts = dict(cut=0, passages=0, bytes_cut=0)
     sizes, dropped, went_on = [], [], 0
     with (
         shard_writer(output / WRITTEN) as write,
@@ -151,6 +151,7 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
             if spans and asked.action == "cut":
                 notes_cut.write(_note(row, document, repeated, text, spans, asked.unit))
                 counts["cut"] += 1
+                counts["passages"] += len(spans)
                 counts["bytes_cut"] += size - len(encoded(left))
                 line = encode({**document, asked.text_key: left})
             write([line])

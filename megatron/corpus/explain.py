@@ -172,11 +172,12 @@ def _pieces(folder: Path, wanted: Sequence) -> list[dict]:
 def _of_row(plan, base: Path, task, piece: dict, row: int, documents: int, shards: list[int]) -> DocumentHistory:
     which, start, stop, parts = piece["piece"]
     path = task.inputs[which]
-    for line in lines_of(InputPiece(path, start, stop, parts), task.options["most"]):
+    options = task.options
+    for line in lines_of(InputPiece(path, start, stop, parts), options["most"], options.get("separator")):
         place = f"{path}, line {row + 1} of its piece"
         blank = not line.data or line.data.isspace()
         try:
-            document = None if blank else document_of(line, task.options["text_key"])
+            document = None if blank else document_of(line, options["text_key"])
         except BadLine as error:
             document = None
             if line.row == row:

@@ -31,7 +31,7 @@ from megatron.corpus.registry import (
     stage_address,
 )
 from megatron.corpus.stage import StagePhase, TaskInputs
-from megatron.data.json_input import Source
+from megatron.data.json_input import Source, with_separator
 from megatron.errors import DataError, Failure, SettingsError, UsageError
 from megatron.storage.durable import replace_file
 
@@ -138,6 +138,7 @@ def make_plan(recipe: CorpusRecipe, output: Path, log: Callable[[str], None] = l
     """
     _rows(recipe)
     sources, refused = shards.sources_of(recipe.input, recipe.on_damaged)
+    with_separator(sources, recipe.document_separator)
     with Digests(output, log) as digests:
         digests.ahead([source.path for source in sources])
         return plan_of(recipe, sources, digests, refused)
@@ -180,6 +181,8 @@ class _Builder:
     def add_shards(self, sources) -> None:
         most = int(self.recipe.max_document_mb * 1e6)
         common = dict(text_key=self.recipe.text_key, most=most, on_damaged=self.recipe.on_damaged)
+        if self.recipe.document_separator:
+            common["separator"] = self.recipe.document_separator
         folders, made = [], []
         for pieces in shards.pieces_of(sources, int(self.recipe.shard_mb * 1e6)):
             paths = list(dict.fromkeys(piece.path for piece in pieces))

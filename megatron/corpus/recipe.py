@@ -41,6 +41,7 @@ class CorpusRecipe:
     input: list[str]
     stages: list[StageWanted]
     text_key: str = "text"
+    document_separator: str = ""
     shard_mb: float = 64.0
     max_document_mb: float = 16.0
     task_memory_gb: float = 1.0
@@ -51,7 +52,8 @@ class CorpusRecipe:
 
 
 KEYS = [one.name.replace("_", "-") for one in fields(CorpusRecipe) if one.name not in ("path", "where")]
-TYPES = dict(shard_mb=float, max_document_mb=float, task_memory_gb=float, samples=int, text_key=str, on_damaged=str)
+TYPES = dict(shard_mb=float, max_document_mb=float, task_memory_gb=float, samples=int)
+TYPES |= dict(text_key=str, document_separator=str, on_damaged=str)
 
 
 def read_recipe(path: str | Path) -> CorpusRecipe:

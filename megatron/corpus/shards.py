@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first stage: input files become shards of about the same size, cut at line boundaries; lines that are no documents
-are set aside.
+are set aside. A document of plain text is a line.
 
 Plain files are cut anywhere, small ones share a shard. A compressed file or archive has to be read from its start: one
 task cuts it, by the share of it that was read. A file that is damaged, or a bomb, is set aside as a whole.
@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -73,7 +73,7 @@ def sources_of(inputs: list[str], on_damaged: str) -> tuple[list[Source], list[t
                 refused.append((path, error.what + (f" ({error.why})" if error.why else "")))
     if not found:
         why = "; ".join(reason for _, reason in refused[:3]) or None
-        raise DataError(f"no input: {', '.join(inputs)}", why, "give files of JSON lines")
+        raise DataError(f"no input: {', '.join(inputs)}", why, "give files of JSON lines, or .txt")
     return found, refused
 
 
@@ -121,7 +121,7 @@ def names_of(pieces: list[InputPiece]) -> list[str]:
 
 def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Write the shards of a task. options: pieces as [input, start, stop, parts], text_key, most (bytes a line),
-    on_damaged."""
+    on_damaged; separator, where plain text has one."""
     count: Counter = Counter()
     reasons: Counter = Counter()
     damaged: dict[str, str] = {}
@@ -132,7 +132,7 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[st
             writers.begin(number, whole=start is None)
             at, told, found = rejected.tell(), Counter(reasons), Counter()
             try:
-                for line in lines_of(piece, options["most"]):
+                for line in lines_of(piece, options["most"], options.get("separator")):
                     reason = _take(line, options["text_key"], writers, found)
                     if reason:
                         reasons[reason.partition(":")[0].partition(" (")[0]] += 1
@@ -244,7 +244,7 @@ def _take(line: InputLine, text_key: str, writers: _Writers, found: Counter) -> 
 def document_of(line: InputLine, text_key: str) -> dict[str, Any]:
     """The document of a line, its text under "text". Raises BadLine with the reason; its part before a colon counts."""
     if line.too_long:
-        raise BadLine(f"too long: {line.size:,} bytes")
+        raise BadLine(f"too long: {line.size:,} bytes (see max-document-mb; of plain text, document-separator)")
     try:
         document = decode(line.data)
     except UnicodeDecodeError as error:
@@ -263,10 +263,10 @@ def document_of(line: InputLine, text_key: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- lines
 
 
-def lines_of(piece: InputPiece, most: int) -> Iterator[InputLine]:
-    """All lines of a piece, those longer than `most` bytes cut off. Memory is bounded whatever the file holds.
+def lines_of(piece: InputPiece, most: int, separator: Optional[str] = None) -> Iterator[InputLine]:
+    """All lines of a piece, those longer than `most` bytes cut off; a document of plain text is a line.
 
-    Raises DataError for damage and bombs.
+    Memory is bounded whatever the file holds. Raises DataError for damage and bombs.
     """
     if piece.start is not None:
         yield from _lines_of_range(piece, most)
@@ -276,7 +276,7 @@ def lines_of(piece: InputPiece, most: int) -> Iterator[InputLine]:
         raise _changed(piece.path)
     row, text, bound = 0, 0, FREE + BOMB * source.size
     with telling_damage(piece.path):
-        for stream, position in read_streams(source):
+        for stream, position in read_streams(replace(source, separator=separator)):
             first = True
             for data, size, too_long in split_lines(stream.read, most):
                 text += size

@@ -96,7 +96,8 @@ class StagePhase:
 #   version of its code: VERSION in its module, or the digest of the module's source where there is none.
 # - Counts of the last phase by these names are the stage's line in the report: documents_in, bytes_in, documents, bytes (of
 #   text), dropped: {rule: {"documents": n, "bytes": n}}. A dict whose keys are numbers is drawn as a histogram.
-#   One that makes several documents of some counts those (cut) and what they became (pieces), too.
+#   One that cuts texts counts the documents (cut), the passages that were cut out of them (passages) and their bytes
+#   (bytes_cut), too; where several documents are made of one, what they became (pieces).
 # - Where the last phase has a task for each shard that the stage reads, it may leave `dropped.jsonl` beside the documents:
 #   an object a line with "row" (from 0, in the shard that was read), "reason", and figures. `explain` reads it.
 # The module of a stage may also have

@@ -10,9 +10,8 @@ Megatron-LM's filter_ngrams has it. `ngrams.py` says what a word is.
     index.sets_of(hits.ngrams)                      # {"LAMBADA": 3}: items that share an n-gram
 """
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -222,6 +221,11 @@ class NgramIndex:
             found.append((table, shift, mask))
         return found
 
+    def ngrams_of(self, one: EvaluationSet) -> int:
+        """How many n-grams the items of a set have."""
+        own = (self.owners >= one.first) & (self.owners < one.first + one.items)
+        return int(np.count_nonzero(np.logical_or.reduceat(own, self.starts[:-1]))) if len(own) else 0
+
     def items_of(self, ngrams: np.ndarray) -> np.ndarray:
         """The items that have any of these n-grams, sorted."""
         ngrams = np.unique(ngrams)
@@ -320,57 +324,6 @@ def cut(
     if at == 0 or at < len(text):
         pieces.append((at, len(text)))
     return pieces if len(pieces) <= most_pieces else []
-
-
-# -- evaluation sets as files ------------------------------------------------------------------------------------------
-
-
-def read_items(path: str, keys: Optional[Sequence[str]] = None) -> Iterable[list[str]]:
-    """The items of a file of an evaluation set: each line of plain text, or the texts of each JSON object.
-
-    keys: of the texts of an object (default: text; where it has none, all that are texts)
-    Raises DataError for a file that is missing, or a line of JSON that has none of the keys.
-    """
-    from megatron.data.json_input import find_sources, read_blocks
-
-    is_json: Optional[bool] = None
-    number = 0
-    for source in find_sources([path]):
-        for block, _ in read_blocks(source, 1 << 20):
-            for line in block.split(b"\n"):
-                number += 1
-                if not line.strip():
-                    continue
-                if is_json is None:
-                    is_json = _object_of(line) is not None
-                if not is_json:
-                    yield [line.decode("utf-8", "replace")]
-                    continue
-                record = _object_of(line)
-                texts = None if record is None else texts_of(record, keys)
-                if not texts:
-                    wanted = " or ".join(keys or ["text"])
-                    raise DataError(f"{source.path}, line {number}: no JSON object with a text under {wanted}")
-                yield texts
-
-
-def texts_of(record: Mapping, keys: Optional[Sequence[str]]) -> list[str]:
-    """The texts of a JSON object under some keys; by default its "text", or all texts that it has."""
-    if keys is None:
-        keys = ["text"] if isinstance(record.get("text"), str) else list(record)
-    found = []
-    for key in keys:
-        value = record.get(key)
-        found += [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-    return found
-
-
-def _object_of(line: bytes) -> Optional[dict]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def of_training_data(prefixes: Sequence[str]) -> tuple[Optional[Contained], list[str]]:

@@ -32,12 +32,12 @@ def in_samples(
     if batch.train_samples is not None:
         raise SettingsError(f"--train-samples {batch.train_samples} and --train-epochs {epochs}: give one of them")
     if epoch_samples is not None and not config.data.mock_data:
-        return replace(config, batch=replace(batch, train_samples=epochs * epoch_samples(config)))
+        return config.derive(f"--train-epochs {epochs}", train_samples=epochs * epoch_samples(config))
     if own_data or config.data.mock_data:
         what = "this model's samples are its own" if own_data else "--mock-data makes as many samples as are asked for"
         raise SettingsError(f"--train-epochs {epochs}: {what}", do="give --train-samples N or --train-iters N")
     samples = samples_of_epochs(config.data, config.model.seq_length, epochs, log)
-    return replace(config, batch=replace(batch, train_samples=samples))
+    return config.derive(f"--train-epochs {epochs}", train_samples=samples)
 
 
 def samples_of_epochs(data: schema.Data, seq_length: int, epochs: int, log=print) -> int:

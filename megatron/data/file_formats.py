@@ -2,6 +2,7 @@
 """What a file is: what its name says, what its first bytes say, and the members of a tar archive as a stream.
 
 claimed("corpus.jsonl.gz") -> ("gzip", LINES)    claimed("corpus.jsonl.zst.tar") -> (TAR,)    claimed("wiki_00") -> ()
+claimed("poems.txt.zst") -> ("zstd", TEXT)
 found(first_bytes) -> "gzip", TAR, LINES or the name of a format that holds no lines
 """
 
@@ -12,7 +13,7 @@ from typing import BinaryIO
 
 from megatron.errors import DataError
 
-TAR, LINES = "tar", "lines"
+TAR, LINES, TEXT = "tar", "lines", "text"
 HEAD = 512  # bytes that say what a file is: the header of a tar archive
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
 OTHERS = {  # what lies about beside JSON lines: no byte of theirs begins a line of JSON
@@ -32,7 +33,12 @@ OTHERS = {  # what lies about beside JSON lines: no byte of theirs begins a line
 SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 TAR_SUFFIXES = {".tgz": ".tar.gz", ".tzst": ".tar.zst", ".tbz2": ".tar.bz2", ".txz": ".tar.xz"}
 LINE_SUFFIXES = (".json", ".jsonl", ".ndjson")
-WORDS = {TAR: "a tar archive", LINES: "lines of text"}
+TEXT_SUFFIX = ".txt"
+INSIDE = (
+    {".tar": TAR} | dict.fromkeys(LINE_SUFFIXES, LINES) | {TEXT_SUFFIX: TEXT}
+)  # what a name says when it is unpacked
+NAMES = f"*{' *'.join(LINE_SUFFIXES)} or without suffix, else *{TEXT_SUFFIX}; each also with {' '.join(SUFFIXES)}"
+WORDS = {TAR: "a tar archive", LINES: "lines of text", TEXT: "plain text"}
 
 
 def claimed(name: str) -> tuple[str, ...]:
@@ -44,7 +50,7 @@ def claimed(name: str) -> tuple[str, ...]:
     if suffix in SUFFIXES:
         inner = claimed(name[: -len(suffix)])
         return (SUFFIXES[suffix], *inner)
-    return (TAR,) if suffix == ".tar" else (LINES,) if suffix in LINE_SUFFIXES else ()
+    return (INSIDE[suffix],) if suffix in INSIDE else ()
 
 
 def found(head: bytes) -> str:
@@ -73,9 +79,9 @@ def refuse_another_format(path: str, head: bytes, says: tuple[str, ...], inside:
     """
     kind = found(head)
     if kind in OTHERS.values() or inside and kind in COMPRESSIONS.values():
-        do = "unpack or convert it: JSON lines are read, plain, in a tar archive, or packed by gzip, zstd, bzip2 or xz"
+        do = "unpack or convert it: JSON lines and .txt are read, as they are, in tar, or packed by gzip, zstd, bzip2 or xz"
         raise DataError(f"{path} holds {_words(kind)}{' inside ' + inside if inside else ''}, not JSON lines", do=do)
-    if says and kind != says[0]:
+    if says and kind != says[0] and (kind, says[0]) != (LINES, TEXT):
         why = f"its name says {_words(says[0])}{' inside ' + inside if inside else ''}, its bytes are {_words(kind)}"
         raise DataError(f"{path} is not what its name says", why, "rename it, or copy or download it again")
     return kind

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loose JSON lines from files, globs, folders and stdin, plain, compressed or in tar archives, in blocks of whole lines.
 
+Plain text (.txt) comes as JSON lines too: what reads a file need not know which of them it is (`plain_text.py`).
 A file whose bytes are not what its name says is refused; of an archive, those members are read that would be of a folder.
 A line ends at a newline byte only: U+2028 and U+0085 inside a JSON string do not end it.
 """
@@ -9,6 +10,7 @@ import bz2
 import contextlib
 import glob
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -16,7 +18,7 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,12 +26,15 @@ from megatron.data.file_formats import (
     COMPRESSIONS,
     HEAD,
     LINE_SUFFIXES,
+    NAMES,
     SUFFIXES,
     TAR,
+    TEXT,
     claimed,
     members,
     refuse_another_format,
 )
+from megatron.data.plain_text import PlainText, note
 from megatron.errors import DataError
 
 OUR_SUFFIXES = (".rejected.jsonl", ".contaminated.jsonl", ".stats.json")
@@ -39,20 +44,25 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `size` in bytes on the disk (0 for stdin); `compression`: None for plain bytes."""
+    """One input file. `size` in bytes on the disk (0 for stdin); `compression`: None for plain bytes.
+
+    text: it is plain text; separator: what parts the documents of plain text, in an archive too
+    """
 
     path: str
     size: int
     compression: str | None
     archive: bool = False  # a tar archive that is not compressed
+    text: bool = False
+    separator: str | None = None
 
     @property
     def whole(self) -> bool:
         """Whether it has to be read from its start; other files are cut anywhere."""
-        return bool(self.compression or self.archive or self.path == STDIN)
+        return bool(self.compression or self.archive or self.text or self.path == STDIN)
 
 
-def find_sources(inputs: list[str]) -> list[Source]:
+def find_sources(inputs: list[str], separator: str | None = None) -> list[Source]:
     """The files that `--input` names: each is a file, a glob, a folder (searched below) or `-` for stdin.
 
     Files of a glob or folder come sorted by path, so that the order of documents does not depend on the disk.
@@ -61,7 +71,14 @@ def find_sources(inputs: list[str]) -> list[Source]:
     paths = [path for given in inputs for path in expand(given)]
     if paths.count(STDIN) > 1:
         raise DataError("--input - is given twice: stdin can be read once")
-    return [_source(path) for path in paths]
+    return with_separator([_source(path) for path in paths], separator)
+
+
+def with_separator(sources: list[Source], separator: str | None) -> list[Source]:
+    """The sources with what parts their documents. A note says where none is plain text."""
+    if separator and not any(source.text or _is_tar(source.path) for source in sources):
+        note("the document separator has no effect: no file of the input is plain text (.txt)")
+    return [replace(source, separator=separator or None) for source in sources]
 
 
 def expand(given: str) -> list[str]:
@@ -69,29 +86,44 @@ def expand(given: str) -> list[str]:
     if given == STDIN or os.path.isfile(given):
         return [given]
     if os.path.isdir(given):
-        found = sorted(str(path) for path in Path(given).rglob("*") if path.is_file() and _is_input(path.name))
-        if not found:
-            names = f"*{' *'.join(LINE_SUFFIXES)}, or without suffix; each also with {' '.join(SUFFIXES)}, or *.tar"
-            do = f"files of a folder are taken by their names: {names}"
-            raise DataError(f"--input {given}: the folder holds no JSON lines", do=do)
-        return found
+        return _in_folder(given)
     if os.path.exists(given):
         return [given]  # a named pipe, for example
     found = sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
     if not found:
         why = None if glob.has_magic(given) else f"the working directory is {os.getcwd()}"
         raise DataError(
-            f"--input {given}: no such file", why, "give JSON lines: a file, a glob in quotes, a folder, or -"
+            f"--input {given}: no such file", why, "give JSON lines or .txt: a file, a glob in quotes, a folder, or -"
         )
     return found
 
 
-def _is_input(name: str) -> bool:
-    """Whether a file of a folder is taken, by its name."""
-    return _is_text(name) or not _is_ours(name) and TAR in claimed(name)
+def _in_folder(folder: str) -> list[str]:
+    """The files of a folder that are input by their names. Plain text beside JSON lines is what says something of them."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    found = sorted(
+        str(path) for path in paths if _is_lines(path.name) or not _is_ours(path.name) and _is_tar(path.name)
+    )
+    texts = sorted(str(path) for path in paths if _is_text(path.name))
+    if found and texts:
+        words = f"{len(texts)} files of plain text beside the JSON lines are left out: {texts[0]} ..."
+        note(f"--input {folder}: {words} (a glob takes them: '{folder}/**/*.txt')")
+    if not found and not texts:
+        do = f"files of a folder are taken by their names: {NAMES}, or *.tar"
+        raise DataError(f"--input {folder}: the folder holds no JSON lines", do=do)
+    return found or texts
+
+
+def _is_tar(name: str) -> bool:
+    return TAR in claimed(name)
 
 
 def _is_text(name: str) -> bool:
+    """Whether a name says plain text, packed or not."""
+    return not _is_ours(name) and claimed(name)[-1:] == (TEXT,)
+
+
+def _is_lines(name: str) -> bool:
     if _is_ours(name):
         return False
     for suffix in SUFFIXES:
@@ -106,16 +138,19 @@ def _is_ours(name: str) -> bool:
 def _source(path: str) -> Source:
     if path == STDIN:
         return Source(path, 0, None)
+    text = claimed(path)[-1:] == (TEXT,)
     try:
         status = os.stat(path)
         if not os.path.isfile(path):
-            return Source(path, 0, "pipe")  # cannot be read by ranges
+            return Source(path, 0, "pipe", text=text)  # cannot be read by ranges
         with open(path, "rb") as file:
             head = file.read(HEAD)
     except PermissionError:
         raise DataError(f"--input {path}: not readable", do="check its permissions") from None
+    if text and not head:
+        raise DataError(f"{path}: the file is empty", do="leave it out, or copy it again")
     kind = refuse_another_format(path, head, claimed(path))
-    return Source(path, status.st_size, compression_of(head), archive=kind == TAR)
+    return Source(path, status.st_size, compression_of(head), archive=kind == TAR, text=text)
 
 
 def compression_of(head: bytes) -> str | None:
@@ -204,7 +239,7 @@ def read_blocks(source: Source, block_size: int, longest: int | None = None) -> 
 
 
 def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
-    """The plain bytes of a file, or of each text in an archive, each to be read before the next; with it, a function that
+    """The JSON lines of a file, or of each file in an archive, each to be read before the next; with it, a function that
     tells how many bytes were read from the disk so far. What reads them does so inside of `telling_damage`.
     """
     with _open(source) as raw, telling_damage(source.path):
@@ -212,9 +247,9 @@ def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
         stream = Ahead(decompressed(raw, source))
         inside = compression or ""
         if refuse_another_format(source.path, stream.peek(HEAD), says[1:] if inside else says, inside) == TAR:
-            parts = _texts_of_archive(stream, source.path)
+            parts = _lines_of_archive(stream, source)
         else:
-            parts = [stream]
+            parts = [_as_lines(stream, source.path, source)]
         for part in parts:
             yield part, lambda: _position(raw)
 
@@ -242,24 +277,39 @@ def _whole_lines(stream, block_size: int, longest: int | None = None) -> Iterato
         yield b"".join(pieces)
 
 
-def _texts_of_archive(stream: "Ahead", path: str) -> Iterator["Ahead"]:
-    """The members of a tar archive that hold lines by their names, decompressed; others are told on stderr."""
-    taken, left_out = 0, []
+def _as_lines(stream: "Ahead", name: str, source: Source) -> "Ahead":
+    """A stream of JSON lines: the stream itself, or the documents of plain text where its name says that it is that."""
+    is_text = source.text if name == source.path else _is_text(name.rpartition("/")[2])
+    if not is_text:
+        return stream
+    if stream.peek(1) == b"{":
+        note(f"{name} begins as JSON lines do, and is read as plain text: lines of JSON want a name with .jsonl")
+    return Ahead(PlainText(stream, name, source.separator))
+
+
+def _lines_of_archive(stream: "Ahead", source: Source) -> Iterator["Ahead"]:
+    """The members of a tar archive that hold documents by their names, decompressed; others are told on stderr.
+
+    As in a folder, plain text beside JSON lines is left out; which of them an archive is of, its first such file says.
+    """
+    path, taken, left_out, of_text = source.path, 0, [], False
     for name, packed in members(stream):
         base = name.rpartition("/")[2]
-        if packed is None or not _is_text(base):
+        if packed is None or not (_is_lines(base) or _is_text(base) and (of_text or not taken)):
             left_out += [name] * (not _is_ours(base))
             continue
-        taken, member = taken + 1, f"{path}:{name}"
+        if of_text and not _is_text(base):
+            do = "unpack it, and give the files that are meant"
+            raise DataError(f"{path}: {name} comes behind plain text: the archive is of both", do=do)
+        taken, member, of_text = taken + 1, f"{path}:{name}", _is_text(base)
         packed, says = Ahead(packed), claimed(name)
         kind = refuse_another_format(member, packed.peek(HEAD), says)
         text = Ahead(decompressed(packed, Source(member, 0, kind if kind in COMPRESSIONS.values() else None)))
         if kind in COMPRESSIONS.values():
             refuse_another_format(member, text.peek(HEAD), says[1:], kind)
-        yield text
+        yield _as_lines(text, member, source)
     if not taken:
-        names = f"*{' *'.join(LINE_SUFFIXES)}, or without suffix; each also with {' '.join(SUFFIXES)}"
-        raise DataError(f"{path}: the archive holds no JSON lines", do=f"its members are taken by their names: {names}")
+        raise DataError(f"{path}: the archive holds no JSON lines", do=f"its members are taken by their names: {NAMES}")
     if left_out:
         what = f"{len(left_out)} of its {len(left_out) + taken} files"
         print(f"note: {path}: {what} are no JSON lines by their names: {left_out[0]} ...", file=sys.stderr, flush=True)
@@ -391,6 +441,20 @@ def parse_line(line: bytes, keys: list[str]) -> list[str | list[str]] | None:
     if not line or line.isspace():
         return None
     return values_of(parse_record(line), keys)
+
+
+def read_texts(sources: list[Source], keys: list[str] | None = None) -> Iterator[str]:
+    """All texts under the keys (default: text), sentences one by one. Raises DataError at a line that is no document."""
+    for source in sources:
+        blocks = (block.removesuffix(b"\n").split(b"\n") for block, _ in read_blocks(source, 1 << 20))
+        for number, line in enumerate(itertools.chain.from_iterable(blocks), 1):
+            try:
+                values = parse_line(line, keys or ["text"]) or []
+            except BadLine as reason:
+                do = "every line has to be a JSON object; --json-keys names its texts"
+                raise DataError(f"{source.path}, line {number}: {reason}", do=do) from None
+            for value in values:
+                yield from [value] if isinstance(value, str) else value
 
 
 def parse_record(line: bytes):

@@ -22,6 +22,7 @@ from megatron.errors import DataError, SettingsError
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.chunks import row_numbers
 from megatron.settings.schema import Data
+from megatron.telemetry.own_code import named_in
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class MicroBatchLoader:
 
         whole: steps go over the dataset once, in its own order. The last one is filled up with copies of the last sample
         whose tokens do not count (`loss_mask`).
-        collate: what the dataset gives for some places -> a sample for each of them, as `sample` has it (`Recipe.collate`)
+        collate: what the dataset gives for some places -> a sample for each of them, as `sample` has it (`Recipe.collate`);
+        --collate-fn takes its place
         arrays: what samples consist of, if they are dicts (`Recipe.arrays`)
         """
         wanting = [
@@ -144,6 +146,10 @@ class MicroBatchLoader:
         self.cp_rank, self.cp_size = cp_rank, cp_size
         self.next_step, self.pin_memory = next_step, pin_memory
         self.seq_length, self.vocab_size, self.whole, self.collate = seq_length, vocab_size, whole, collate
+        if data.collate_fn:
+            self.collate = named_in(
+                "--collate-fn", data.collate_fn, "a function that makes samples of what it is given"
+            )
         self.arrays = arrays
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
         self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares

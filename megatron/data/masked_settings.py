@@ -21,7 +21,7 @@ class MaskedSettings:
     """What is masked in a sample of a masked model."""
 
     mask_prob: float = setting("share of the tokens of a sample that are masked", 0.15)
-    short_seq_prob: float = setting("share of the samples that are made shorter than they could be", 0.1)
+    short_seq_prob: float = setting("share of the samples that are made shorter than they could be; 0: none", 0.1)
     mask_spans: Optional[Literal["ngrams", "geometric", "words"]] = setting(
         "what is masked together. ngrams: up to --mask-max-ngram words, n of them with a probability proportional to 1/n; "
         "geometric: n by a geometric distribution of 0.2; words: single words, and --mask-prob is a share of the words "

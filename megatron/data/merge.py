@@ -12,6 +12,7 @@ import numpy as np
 from megatron.data import contamination, origin
 from megatron.data.formats import FORMATS, LAYOUTS, open_tokens
 from megatron.data.indexed import TokenFiles, bare_prefix
+from megatron.data.manifest import manifest_path, verify
 from megatron.data.preprocess_output import COMPANIONS, publish_companions, replaced, write_stats
 from megatron.data.vocabulary import identity_of, name_of
 from megatron.data.workspace import Workspace, append_file, publish, storage_error, write_at
@@ -42,12 +43,13 @@ def merge(
     One input in another format is a conversion: sequences, documents (empty ones too) and the type of ids stay.
     Prefixes are taken in the order of plain strings, as Megatron-LM does: `part_10` comes before `part_9`.
     multimodal: each sequence has a mode, in all datasets and in the result
-    Raises DataError when there is nothing to merge, or dtypes, vocabularies or their having modes differ; Locked;
-    StorageError.
+    Raises DataError when there is nothing to merge, a file is not as its checksums say, or dtypes, vocabularies or their
+    having modes differ; Locked; StorageError.
     """
     started = time.perf_counter()
     output_prefix = bare_prefix(output_prefix)
     prefixes = find_prefixes(inputs, output_prefix)
+    refuse_damage(prefixes)
     identity = common_identity(prefixes)
     dtype, sizes = common_dtype(prefixes)
     form = FORMATS[output_format]
@@ -177,6 +179,19 @@ def check_modes(prefixes: list[str], multimodal: bool) -> None:
         if dataset.sequence_modes is None and multimodal and len(dataset):
             do = "leave --multimodal out, or leave out this dataset"
             raise DataError(f"--multimodal: {dataset.index_path} holds no modes of its {len(dataset)} sequences", do=do)
+
+
+def refuse_damage(prefixes: list[str]) -> None:
+    """Raise DataError where a file is not as its checksums say: those of the result would be right, and hide it."""
+    damaged = {
+        prefix: found for prefix in prefixes if Path(manifest_path(prefix)).exists() and (found := verify(prefix))
+    }
+    if damaged:
+        first = next(iter(damaged))
+        what = "; ".join(problem for found in damaged.values() for problem in found[:3])
+        why = f"so {manifest_path(first)} says; nothing was written"
+        command = f"python -m megatron.tools.verify_data {first} --write"
+        raise DataError(what, why, f"copy or preprocess it again; if it was changed on purpose: {command}")
 
 
 def _modes(dataset: TokenFiles) -> np.ndarray:

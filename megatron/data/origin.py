@@ -2,8 +2,9 @@
 """Where each document of a token file comes from: `<prefix>.origin`, 20 bytes a document and a table of source files.
 
     file     uint32  number of the source in the table
-    place    uint64  byte where its line starts there, of what a compressed file unpacks to (without a byte order mark); in
-                     the highest 8 bits the number of the piece, from 1, where parts of the text were cut out, else 0
+    place    uint64  byte where its line starts there: of what a compressed file unpacks to (without a byte order mark),
+                     and of the JSON lines as which plain text is read; in the highest 8 bits the number of the piece,
+                     from 1, where parts of the text were cut out, else 0
     hash     uint64  xxh3 of the text as UTF-8, or of its sentences joined by newlines
 
 Documents are in the order of the token file. Preprocessing writes it, merge_datasets.py joins it, verify_data checks it.
@@ -54,12 +55,14 @@ def origins_of(starts: np.ndarray, lines: Sequence[int], hashes: Sequence[int]) 
 
 
 class DocumentOrigin(NamedTuple):
-    """Where a document comes from. piece: from 1 where it is a part of its text, else 0; hash: 16 hexadecimal digits."""
+    """Where a document comes from. piece: from 1 where it is a part of its text, else 0; hash: 16 hexadecimal digits;
+    separator: of the documents in plain text."""
 
     file: str
     offset: int
     piece: int
     hash: str
+    separator: Optional[str] = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Origins:
         if file >= len(self.files):
             raise DataError(f"{self.path}: document {document} comes from file {file} of {len(self.files)}")
         offset = place & ((1 << PIECE_SHIFT) - 1)
-        return DocumentOrigin(self.files[file]["path"], offset, place >> PIECE_SHIFT, f"{digest:016x}")
+        source = self.files[file]
+        return DocumentOrigin(source["path"], offset, place >> PIECE_SHIFT, f"{digest:016x}", source.get("separator"))
 
 
 def write_origins(path, files: Sequence[dict], count: int, pieces: Iterable[np.ndarray], tokens: int) -> None:
@@ -131,7 +135,7 @@ def joined_files(all_origins: Sequence[Origins]) -> tuple[list[dict], list[np.nd
     """(one table of files for several origins, the number in it of each file of each of them)."""
     table, numbers = {}, []
     for origins in all_origins:
-        keys = [(one["path"], one.get("bytes")) for one in origins.files]
+        keys = [(one["path"], one.get("bytes"), one.get("separator")) for one in origins.files]
         for key, one in zip(keys, origins.files, strict=True):
             table.setdefault(key, one)
         order = {key: number for number, key in enumerate(table)}
@@ -158,14 +162,14 @@ def find_file(path: str, folders: Sequence[str] = ()) -> Optional[str]:
     return path if os.path.isfile(path) else None
 
 
-def lines_at(path: str, offsets: Sequence[int]) -> dict[int, bytes]:
+def lines_at(path: str, offsets: Sequence[int], separator: Optional[str] = None) -> dict[int, bytes]:
     """The lines of a source that start at these offsets. Compressed files are read from their start.
 
-    Raises DataError for a file that has become shorter.
+    separator: of the documents in plain text. Raises DataError for a file that has become shorter.
     """
     from megatron.data.json_input import find_sources, read_blocks
 
-    source = find_sources([path])[0]
+    source = find_sources([path], separator)[0]
     wanted, found = sorted(set(offsets)), {}
     if not source.whole:
         with open(path, "rb") as file:

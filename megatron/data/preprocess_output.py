@@ -15,13 +15,13 @@ from megatron.data.indexed import LENGTH_TYPE
 from megatron.data.json_input import STDIN, Source
 from megatron.data.preprocess_screen import Screen
 from megatron.data.preprocess_worker import KINDS, Shared
+from megatron.data.vocabulary import tokenizer_identity
 from megatron.data.workspace import Workspace, append_file, publish, write_at
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file
 from megatron.tokenizer.base import Tokenizer
 
 COMPANIONS = (origin.ENDING, contamination.ENDING)  # what may go beside token files
-PLAIN_TEXT = """python -c 'import json, sys; print(json.dumps({"text": sys.stdin.read()}))' < x.txt > x.jsonl"""
 
 
 @dataclass
@@ -63,7 +63,7 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
             why += f", {int(shared.screened[:, 0].sum())} texts with n-grams of evaluation sets"
         do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
         if rejected == lines and "not JSON" in reason:
-            do = f"a document is a line of JSON; for a file of plain text: {PLAIN_TEXT}"
+            do = "a document is a line of JSON; a file of plain text wants a name that ends in .txt"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
     for index, (key, prefix) in enumerate(
@@ -110,6 +110,7 @@ def _write_companions(written: Written, index: int, parts: list[tuple[int, int]]
         paths = [workspace.path(f"{lane}-{target}{KINDS[3]}") for lane, target in parts]
         files = [
             dict(path=os.path.abspath(one.path) if one.path != STDIN else "stdin", bytes=one.size)
+            | (dict(separator=one.separator) if one.separator else {})
             for one in written.sources
         ]
         rows = (piece for path in paths for piece in read_numbers(path, origin.ROW))
@@ -228,12 +229,6 @@ def first_reason(rejected_path: str | None) -> str:
     with open(rejected_path, encoding="utf-8", errors="replace") as file:
         first = json.loads(file.readline())
     return f"; the first: {first['file']}, line {first['line']}: {first['reason']}"
-
-
-def tokenizer_identity(tokenizer: Tokenizer) -> dict:
-    return dict(
-        type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint
-    )
 
 
 def write_stats(prefix: str, tokenizer: dict | None, numbers: dict) -> None:

@@ -65,6 +65,8 @@ class Screen:
             numbers.setdefault(key, []).append(ngrams)
             row = dict(line=line, key=key, ngrams=len(ngrams), sets=self.index.sets_of(ngrams))
             row["first"] = texts[number][slice(*spans[0])]
+            far = np.maximum.accumulate(hits.ends[start:stop])[:-1]  # n-grams that overlap are one passage
+            row["passages"] = 1 + int((hits.starts[start + 1 : stop] > far).sum())
             if self.action != "count":
                 row["pieces"] = len(pieces)
                 changed[line, key] = pieces

@@ -53,7 +53,7 @@ def _split(text: str) -> list[float] | None:
         parts = [float(word) for word in text.replace("/", ",").split(",")]
     except ValueError:
         return None
-    return parts if len(parts) <= 3 and min(parts) >= 0 and 0 < sum(parts) < math.inf else None
+    return parts if len(parts) <= 3 and min(parts) >= 0 and sum(parts) < math.inf else None
 
 
 def _blend_problems(s: SimpleNamespace) -> list[str]:

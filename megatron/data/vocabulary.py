@@ -28,26 +28,36 @@ def identity_of(prefix: str) -> dict | None:
 
 
 def name_of(identity: dict) -> str:
-    return f"{identity.get('type')} with {identity.get('vocab_size')} ids ({str(identity.get('fingerprint'))[:8]})"
+    ids = f" with {identity['vocab_size']} ids" if identity.get("vocab_size") else ""
+    return f"{identity.get('type')}{ids} ({str(identity.get('fingerprint'))[:8]})"
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> dict:
+    return dict(
+        type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint
+    )
 
 
 def refuse_other_vocabulary(paths: Iterable[str], tokenizer: Tokenizer | None) -> None:
-    """Raise DataError where a dataset was made with a vocabulary that is certainly not the tokenizer's.
+    """Raise DataError where a dataset was made with a vocabulary that is certainly not the tokenizer's."""
+    if tokenizer is not None:
+        refuse_another_identity(paths, tokenizer_identity(tokenizer))
+
+
+def refuse_another_identity(paths: Iterable[str], own: dict) -> None:
+    """The same for what is known of a tokenizer, whose files may be gone.
 
     paths: prefixes. Two types of tokenizer may hold one vocabulary in different files, so only
     their sizes and ends of documents are compared. Numbers without text (NullTokenizer) go with any data.
     """
-    if tokenizer is None or tokenizer.name == "NullTokenizer":
+    if own["type"] == "NullTokenizer":
         return
-    own = dict(
-        type=tokenizer.name, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, fingerprint=tokenizer.fingerprint
-    )
     for prefix in map(bare_prefix, paths):
         made = identity_of(prefix)
         if not made or made.get("type") == "NullTokenizer":
             continue
         compared = ("fingerprint",) if made.get("type") == own["type"] else ("vocab_size", "eod")
-        if any(made.get(name) != own[name] for name in compared):
+        if any(name in own and made.get(name) != own[name] for name in compared):
             raise DataError(
                 f"{prefix} was made with another vocabulary",
                 f"the data: {name_of(made)}; now: {name_of(own)}",

@@ -44,8 +44,9 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
     found, now = [], config.to_record()
     before = {**saved, **saved.get("extra", {})}
     here = {**now, **now["extra"]}
+    idle = ("optimizer",) if config.batch.skip_train else ()  # groups that decide about nothing here
     for group, name, what in meanings(config):
-        if what != "irrelevant" and name in before.get(group, {}):
+        if what != "irrelevant" and group not in idle and name in before.get(group, {}):
             was, value = before[group][name], here[group][name]
             if what == REFUSED_IN_TRAINING:
                 what = TOLD if config.batch.skip_train else REFUSED
@@ -150,9 +151,9 @@ def probe_places(consumed: int, count: int = 8) -> list[int]:
     return sorted({consumed * number // count for number in range(count)}) if consumed else []
 
 
-def refuse_other_samples(config: Config, wrong: Collection[int]) -> Iterable[str]:
+def refuse_other_samples(config: Config, wrong: Collection[int], lengths: str = "") -> Iterable[str]:
     """Raise SettingsError when samples at these places are not those of the earlier run; or tell, if it is wanted so, or if
-    nothing is trained on them.
+    nothing is trained on them. lengths: of training that keep them, as `--train-iters 20 to 31`, where this one's does not.
     """
     if not wrong:
         return []
@@ -163,6 +164,11 @@ def refuse_other_samples(config: Config, wrong: Collection[int]) -> Iterable[str
         return [f"{what} (--override)"]
     if config.batch.skip_train:
         return [f"{what} (--skip-train: none is trained on)"]
+    if lengths:
+        why = "a training of another length goes through the data in other epochs, whose samples are shuffled together"
+        raise SettingsError(
+            what, why, f"give {lengths}: the order is the checkpoint's with these; or --override {ORDER}"
+        )
     raise SettingsError(
         what,
         "same settings, and other data files; or a length of training that changes the number of epochs",

@@ -22,15 +22,13 @@ from typing import Optional
 from megatron.errors import Failure, SettingsError
 from megatron.model.arguments import parse_any
 from megatron.settings.schema import GROUPS, Checkpoint, Config
-from megatron.settings.spelling import settings_of, spellings_of
+from megatron.settings.spelling import spellings_of
 from megatron.storage.urls import location
 
 RANKS, NODES = ("--nproc-per-node", "--nproc_per_node"), ("--nnodes",)  # of torchrun
 LAUNCHERS = ("torch.distributed.run", "megatron.tools.launch")
 SLURM_NODES, SLURM_TASKS = ("--nodes", "-N"), ("--ntasks", "-n")  # of srun
-_SETTING = {
-    flag.replace("_", "-"): spelling.setting.name for flag, spelling in spellings_of(settings_of(GROUPS)).items()
-}
+_SETTING = {flag.replace("_", "-"): spelling.setting.name for flag, spelling in spellings_of(GROUPS).items()}
 CHECKPOINT = re.compile(r"iter_(\d{7,})")
 
 

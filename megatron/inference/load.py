@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
-from megatron.errors import CheckpointError, DataError, SettingsError, numbered
+from megatron.errors import CheckpointError, SettingsError, numbered
 from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu import collectives
@@ -19,6 +19,7 @@ from megatron.mpu.layers import place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
+from megatron.settings.from_checkpoint import located, refuse_lost
 from megatron.settings.rules import violations
 from megatron.storage.urls import UrlPath, location
 
@@ -29,6 +30,7 @@ class Loaded:
 
     model: torch.nn.Module
     config: schema.Config  # of the training run
+    record: dict[str, Any]  # all that the checkpoint says of that run
     vocab_size: int  # without padding
     iteration: int
     path: Path
@@ -81,7 +83,7 @@ def load_model(
     """
     mesh = mesh or Mesh()
     record = _record(location(folder), step)
-    config = config_of(record["config"])
+    config = config_of(located(record))
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
@@ -111,7 +113,9 @@ def load_model(
         pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all take the same one
     restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
-    return Loaded(model.eval(), config, vocab_size, restored.state["iteration"], restored.path, restored.notices)
+    return Loaded(
+        model.eval(), config, record, vocab_size, restored.state["iteration"], restored.path, restored.notices
+    )
 
 
 def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
@@ -132,34 +136,42 @@ def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
     return record
 
 
-def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = None, log=lambda text: None):
-    """The tokenizer of the training run, with `given` flags on top where its files have moved.
-
-    Raises SettingsError when the run had none (mock data) or the vocabulary is too large for the model, DataError when
-    its files are gone.
+def tokenizer_settings(loaded: Loaded, given: Optional[schema.TokenizerSettings] = None) -> schema.TokenizerSettings:
+    """Those of the training run, with `given` flags on top where its files have moved. Raises DataError when its files are
+    gone, SettingsError when it had none (mock data).
     """
-    from megatron.tokenizer import build_tokenizer, tokenizer_type
+    from megatron.tokenizer import tokenizer_type
     from megatron.tokenizer.named import with_files
 
     given = given or schema.TokenizerSettings()
     changed = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) != f.default}
+    if "tokenizer_model" in changed:  # a folder, or a file, that stands for all of them
+        changed = dict(vocab_file=None, merge_file=None) | changed
     settings = replace(loaded.config.tokenizer, **changed)
-    if settings.tokenizer_model:
-        settings = with_files(settings, tokenizer_type(settings))
-    for name in ("vocab_file", "merge_file", "tokenizer_model"):
-        path = getattr(settings, name)
-        if path and not Path(path).exists():
-            raise DataError(
-                f"{path}: no such file",
-                "the training run had its vocabulary there",
-                f"say where it is now: --{name.replace('_', '-')}, or run in the same folder",
-            )
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         raise SettingsError(f"{loaded.path} was trained without a tokenizer", do="give one: --vocab-file, --merge-file")
-    tokenizer = build_tokenizer(settings, log)
+    refuse_lost(loaded.record, "tokenizer", set(changed))
+    kind = tokenizer_type(settings)
+    return with_files(replace(settings, tokenizer_type=kind), kind)
+
+
+def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = None, log=lambda text: None):
+    """The tokenizer of `tokenizer_settings`. Raises SettingsError for another vocabulary than the model has learned: its
+    numbers would stand for other words, and every score would be wrong.
+    """
+    from megatron.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer(tokenizer_settings(loaded, given), log)
     if tokenizer.vocab_size > loaded.vocab_size:
         raise SettingsError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",
             do="give the tokenizer that the model was trained with",
+        )
+    learned = loaded.record.get("vocabulary")  # not known of imported models, and of checkpoints of earlier versions
+    if learned not in (None, tokenizer.fingerprint):
+        raise SettingsError(
+            f"this is not the vocabulary that {loaded.path} has learned: the same numbers mean other words",
+            f"its files: {learned[:8]}; {tokenizer.name} now: {tokenizer.fingerprint[:8]} (fingerprints)",
+            "give the files of the training run: --vocab-file, --merge-file, or --tokenizer-model",
         )
     return tokenizer

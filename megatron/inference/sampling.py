@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of text generation."""
 
-from dataclasses import dataclass
-from typing import Optional
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Optional
 
 from megatron.errors import SettingsError
 from megatron.settings.schema import setting
@@ -13,15 +14,25 @@ class Sampling:
     """How the next token is chosen from the model's scores."""
 
     tokens_to_generate: int = setting(
-        "longest continuation, in tokens", 100, "--max-new-tokens", "--out-seq-length", "--decode-steps"
+        "longest continuation, in tokens",
+        100,
+        "--max-new-tokens",
+        "--out-seq-length",
+        "--decode-steps",
+        "--max-dec-len",
     )
     min_tokens_to_generate: int = setting(
         "no text ends before it has this many new tokens", 0, "--min-new-tokens", "--min-dec-len"
     )
     greedy: bool = setting("always the most likely token", False)
     temperature: float = setting("below 1: closer to greedy; above 1: more surprising; 0: greedy", 1.0)
-    top_k: int = setting("choose among this many most likely tokens; 0: all", 0)
-    top_p: float = setting("choose among the fewest tokens that together have this probability; 0 or 1: all", 0.0)
+    top_k: int = setting("choose among this many most likely tokens; 0: all", 0, "--topk")
+    top_p: float = setting(
+        "choose among the fewest tokens that together have this probability; 0 or 1: all", 0.0, "--topp"
+    )
+    decoding_strategy: Optional[Literal["sampling", "topk_sampling", "topp_sampling"]] = setting(
+        "PaddleNLP's: which of --top-k and --top-p counts; sampling: neither (default: both)", None
+    )
     repetition_penalty: float = setting("above 1: tokens that occurred are less likely", 1.0)
     sampling_seed: int = setting("seed of the choices; the same seed gives the same text", 1234, "--seed")
 
@@ -29,6 +40,22 @@ class Sampling:
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken: the limit of low temperatures, or asked for by its name."""
         return self.greedy or self.temperature == 0
+
+    def settled(self) -> tuple["Sampling", list[str]]:
+        """(the same without what --decoding-strategy leaves out, what the user should hear).
+
+        >>> Sampling(top_k=10, top_p=0.9, decoding_strategy="topk_sampling").settled()[1]
+        ['--top-p 0.9 has no effect: --decoding-strategy topk_sampling']
+        """
+        if self.decoding_strategy is None:
+            return self, []
+        counts = dict(topk_sampling="top_k", topp_sampling="top_p").get(self.decoding_strategy)
+        if counts and not getattr(self, counts):
+            raise SettingsError(f"--decoding-strategy {self.decoding_strategy} needs --{counts.replace('_', '-')}")
+        without = {name: getattr(self, name) for name in ("top_k", "top_p") if name != counts and getattr(self, name)}
+        strategy = f"has no effect: --decoding-strategy {self.decoding_strategy}"
+        notes = [f"--{name.replace('_', '-')} {value:g} {strategy}" for name, value in without.items()]
+        return replace(self, **dict.fromkeys(without, 0)), notes
 
     def check(self) -> None:
         """Raise SettingsError for values that mean nothing."""
@@ -52,6 +79,17 @@ class Sampling:
                 f"{self.tokens_to_generate}",
                 do="lower one, or raise the other",
             )
+
+
+def cut_off(rooms: Sequence[int], answers: Sequence[Sequence[int]], sampling: Sampling) -> list[str]:
+    """What to say of texts that a limit has ended, not the model. rooms: tokens that each prompt leaves to its answer."""
+    limit, found = sampling.tokens_to_generate, []
+    ended = [min(room, limit) for room, answer in zip(rooms, answers, strict=True) if len(answer) == min(room, limit)]
+    asked = sum(length == limit for length in ended)
+    for number, where in ((asked, f"--tokens-to-generate {limit}"), (len(ended) - asked, "the model's last position")):
+        if number:
+            found.append(f"{number} of {len(answers)} texts {'was' if number == 1 else 'were'} cut at {where}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -246,8 +246,15 @@ class LanguageModel(nn.Module):
         x, sums = self.trunk(x, batch)
         if not self.last:
             return x, sums
+        sums = {**sums, **self.head_sums(x, batch)}
         x = self.word_states(x)
         return (self.gather_input(x, self.tp) if gather else x), sums
+
+    def head_sums(self, x: torch.Tensor, batch) -> Sums:
+        """Sums over tokens of heads beside the output layer, from the last stage's states [s, b, h], or [s/tp, b, h]
+        under sequence parallelism.
+        """
+        return {}
 
     def word_states(self, x: torch.Tensor) -> torch.Tensor:
         """What the output layer multiplies, of the last stage's hidden states."""

@@ -58,7 +58,7 @@ def plain_recipe(model_type: str, build: Callable, build_datasets: Callable, *, 
         map_buffers(module, lambda buffer: buffer.to(dtype) if buffer.is_floating_point() else buffer)
         return module
 
-    made = Recipe(model_type, facts, build_model, build_datasets, **more)
+    made = Recipe(model_type, facts, build_model, build_datasets, predicts=lambda config: "nothing", **more)
     idle = (
         {} if init == SUITE else {"init_method_std": Needs('plain_recipe(..., init="suite")', lambda settings: False)}
     )

@@ -65,6 +65,8 @@ class Recipe:
                     or stages in another way says here how many there are. What it returns it gives back unchanged
     counts:         (config) -> name of a sum -> name of another one: what is logged of the former is their quotient, and
                     nothing where the latter is 0; other sums are divided by the tokens that count
+    predicts:       (config) -> what its facts say of the memory of a training, without building the model: "all" of it;
+                    "state", where what a step adds depends on how long texts are; or "nothing"
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations tell exp of them, too
     """
 
@@ -94,6 +96,7 @@ class Recipe:
     collate: Optional[Callable[[list], Sequence]] = None
     arrays: Optional[Callable[[Config, int], Mapping[str, SampleArray]]] = None
     settled: Callable[[Config], Config] = lambda config: config
+    predicts: Callable[[Config], str] = lambda config: "all"
 
     @property
     def setting_groups(self) -> dict[str, type]:

@@ -7,17 +7,22 @@ The count is the rank's share of the cores that its processes may use: those of 
 quota. A user's own OMP_NUM_THREADS wins. What other programs use at the moment takes nothing away: rounding depends on the
 count, and beside two busy processes two threads that sleep while they wait were faster than one (docs/benchmarks.md).
 
-What other programs use decides how threads wait for each other, which they do hundreds of times a step and which changes no
-result. By default libgomp lets them spin for some milliseconds. That is best where each has a core to itself. Beside other
-programs they keep the very thread that they wait for from its core, and a step takes 20 times as long: there they sleep.
+What other programs use decides how threads wait for each other, which they do hundreds of times a step and which changes
+no result. By default libgomp lets them spin for some milliseconds. That is best where each has a core to itself, by 2 %.
+Beside other programs they keep the very thread that they wait for from its core, and a step takes 20 times as long: there
+they sleep, from the start (`choose_waiting`) or from where steps begin to crawl (`training.pace`).
 """
 
+import ctypes
 import os
+import re
 import sys
-import time
+import threading
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple, Optional
+
+PRESSURE = 20.0  # percent of the time in which something waits for a core: other programs are there
 
 
 class Threads(NamedTuple):
@@ -57,22 +62,65 @@ def share(cores: int, quota: Optional[float], ranks_here: int) -> Threads:
     return Threads(max(1, usable // ranks_here), ", ".join(words))
 
 
-def choose_waiting(
-    ranks_here: int = 1, env: MutableMapping[str, str] = os.environ, busy: Optional[float] = None, modules=sys.modules
-) -> None:
+SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # what says how threads wait
+
+
+def choose_waiting(ranks_here: int = 1, env: MutableMapping[str, str] = os.environ, modules=sys.modules) -> None:
     """Say in the environment that threads sleep while they wait, where threads and other programs do not fit on the cores.
 
     Before torch is loaded, or it is too late: libgomp reads the environment once. A user's own wish counts.
-    busy: cores that other programs use; default: it is measured, in a tenth of a second
     """
     threads = choose_threads(ranks_here, env).count
-    if threads == 1 or "torch" in modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & env.keys():
-        return
-    if busy is None:
-        busy = busy_cores()
-    others = round(max(0.0, busy - (ranks_here - 1)))  # the other ranks of this machine are starting, too
-    if others and others + threads * ranks_here > cores():
+    if may_spin(threads, env) and "torch" not in modules and crowded(threads * ranks_here):
         env["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
+def may_spin(threads: int, env: Mapping[str, str] = os.environ) -> bool:
+    """Whether threads wait for each other, and nobody has said how."""
+    return threads > 1 and not SPINNING & env.keys()
+
+
+def crowded(wanted: int, own: float = 0.0) -> bool:
+    """Whether other programs leave fewer than `wanted` cores: by the time that anything waited for a core in the last ten
+    seconds, or by the load average of the last minute, of which `own` is this job's.
+    """
+    others = round(load() - own)
+    return pressure() >= PRESSURE or others >= 1 and others + wanted > cores()
+
+
+def pressure(path: Path = Path("/proc/pressure/cpu")) -> float:
+    """Percent of the last ten seconds in which something waited for a core; 0: the kernel does not say so."""
+    found = re.match(r"some avg10=([\d.]+)", _read(path))
+    return float(found[1]) if found else 0.0
+
+
+def load() -> float:
+    """Programs that ran or waited for a core in the last minute, for the share of the machine that this process may use."""
+    return os.getloadavg()[0] * cores() / (os.cpu_count() or 1)
+
+
+def sleep_from_now_on(threads: int) -> bool:
+    """Let threads of this process that wait sleep from now on, as OMP_WAIT_POLICY=PASSIVE does from the start; False: the
+    library of threads that torch uses here has no way to.
+
+    libgomp lets none spin for longer than a microsecond while it has more threads than there are cores
+    (`gomp_throttled_spin_count_var`). So a thread of its own has a team of so many more, which sleep for ever: no
+    other team has another size, so no sum is rounded in another way.
+    """
+    places = [line.split()[-1] for line in _read(Path("/proc/self/maps")).splitlines() if "libgomp" in line]
+    if not places:
+        return False
+    made = threading.Event()
+
+    def hold() -> None:
+        run, nothing = ctypes.CDLL(places[0]).GOMP_parallel, ctypes.CDLL(None).getpid
+        run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        run(ctypes.cast(nothing, ctypes.c_void_p), None, max(2, cores() - threads + 2), 0)
+        made.set()
+        threading.Event().wait()  # a team ends with the thread that has made it
+
+    threading.Thread(target=hold, name="idle team", daemon=True).start()
+    return made.wait(10)
 
 
 def waiting(env: Mapping[str, str] = os.environ) -> str:
@@ -84,7 +132,12 @@ def waiting(env: Mapping[str, str] = os.environ) -> str:
 
 def cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(affinity())
+
+
+def affinity() -> set[int]:
+    """The numbers of these."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def quota(member: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Optional[float]:
@@ -105,41 +158,6 @@ def quota(member: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/c
             if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):  # without a limit: max, or -1
                 limits.append(int(words[0]) / int(words[1]))
     return min(limits, default=None)
-
-
-def busy_cores(stat: Path = Path("/proc/stat"), seconds: float = 0.05, looks: int = 2) -> float:
-    """Cores of the affinity mask that are busy while this process sleeps: the least of some looks; 0: nothing says so."""
-    seen = [_ticks(stat)]
-    for _ in range(looks):
-        time.sleep(seconds)
-        seen.append(_ticks(stat))
-    return min(used(before, after) for before, after in zip(seen, seen[1:]))
-
-
-def used(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> float:
-    """Cores that were busy between two looks, core -> (ticks in use, all ticks).
-
-    >>> used({"cpu0": (10, 20), "cpu1": (5, 20)}, {"cpu0": (20, 30), "cpu1": (10, 30)})
-    1.5
-    """
-    shares = [
-        (after[core][0] - before[core][0]) / (after[core][1] - before[core][1])
-        for core in before.keys() & after.keys()
-        if after[core][1] > before[core][1]
-    ]
-    return sum(shares)
-
-
-def _ticks(stat: Path) -> dict[str, tuple[int, int]]:
-    """Core -> (ticks that it was in use, all ticks) since the machine was started."""
-    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)} if hasattr(os, "sched_getaffinity") else set()
-    found = {}
-    for line in _read(stat).splitlines():
-        name, *words = line.split()
-        if name in mine and len(words) >= 8:
-            ticks = [int(word) for word in words[:8]]  # what follows, guests' time, is a part of these
-            found[name] = sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle, and waiting for a disk
-    return found
 
 
 def _read(path: Path) -> str:

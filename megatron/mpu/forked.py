@@ -18,18 +18,19 @@ import time
 import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
-from megatron.errors import Failure, explain
+from megatron.errors import Failure, explain, with_place
 
 
 class RankFailed(RuntimeError):
     """A rank raised, died or did not answer in time; the text holds the traceback of the rank that failed first.
 
     failure: what that rank raised, where it is one of `megatron.errors` or can be told as one.
+    brief:   the text in one line, with the file and the line of what it raised
     """
 
-    def __init__(self, text: str, failure: Failure | None = None):
+    def __init__(self, text: str, failure: Failure | None = None, brief: str = ""):
         super().__init__(text)
-        self.failure = failure
+        self.failure, self.brief = failure, brief or text
 
 
 def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: str = "gloo") -> list:
@@ -102,7 +103,8 @@ def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -
     except BaseException as error:
         _flush()
         with contextlib.suppress(OSError):
-            send.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc(), explain(error)))))
+            told = traceback.format_exc(), explain(error), with_place(error)
+            send.send_bytes(pickle.dumps((False, (time.monotonic(), *told))))
     finally:
         os._exit(0)
 
@@ -128,18 +130,16 @@ def _collect(workers: dict, timeout: float) -> list:
             try:
                 good, value = pickle.loads(receive.recv_bytes())
             except EOFError:
-                good, value = (
-                    False,
-                    (time.monotonic(), "the process died without a word (killed, or aborted in C++)", None),
-                )
+                died = "the process died without a word (killed, or aborted in C++)"
+                good, value = False, (time.monotonic(), died, None, died)
             if good:
                 results[rank] = value
             else:
                 failures[rank] = value
                 deadline = min(deadline, time.monotonic() + 0.5)
     if failures:
-        rank, (_, text, failure) = min(failures.items(), key=lambda item: item[1][0])
-        raise RankFailed(f"rank {rank} of {len(workers)} failed first:\n{text}", failure)
+        rank, (_, text, failure, brief) = min(failures.items(), key=lambda item: item[1][0])
+        raise RankFailed(f"rank {rank} of {len(workers)} failed first:\n{text}", failure, f"rank {rank}: {brief}")
     if open_ends:
         silent = sorted(rank for rank, _ in open_ends.values())
         raise RankFailed(f"ranks {silent} of {len(workers)} did not answer within {timeout} s")

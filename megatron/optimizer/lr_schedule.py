@@ -34,18 +34,22 @@ class Lengths:
 
     @classmethod
     def of(cls, settings: Optimizer, batch: Batch, dp: int = 1) -> "Lengths":
-        """Lengths of a run: flags in steps with `--train-iters`, flags in samples with `--train-samples`."""
+        """Lengths of a run: flags in steps with `--train-iters`, in samples with `--train-samples`, and in either with
+        `--train-epochs`.
+        """
+        size = full_size(batch, dp)
         if batch.train_iters is not None:
-            size = full_size(batch, dp)
             total = batch.train_iters * size
             decay = total if settings.lr_decay_iters is None else settings.lr_decay_iters * size
             warmup = settings.lr_warmup_iters * size
             anneal = None if settings.lr_wsd_decay_iters is None else settings.lr_wsd_decay_iters * size
         else:
             total = batch.train_samples
-            decay = total if settings.lr_decay_samples is None else settings.lr_decay_samples
-            warmup = settings.lr_warmup_samples
-            anneal = settings.lr_wsd_decay_samples
+            in_samples = lambda steps, samples: steps * size if samples is None and steps is not None else samples
+            decay = in_samples(settings.lr_decay_iters, settings.lr_decay_samples)
+            decay = total if decay is None else decay
+            warmup = settings.lr_warmup_samples or settings.lr_warmup_iters * size
+            anneal = in_samples(settings.lr_wsd_decay_iters, settings.lr_wsd_decay_samples)
         if settings.lr_warmup_fraction is not None:
             warmup = settings.lr_warmup_fraction * decay
         by_epoch = settings.lr_step_unit == "epoch" and batch.train_epochs
@@ -75,6 +79,12 @@ def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
         done = (samples - lengths.warmup) / (lengths.decay - lengths.warmup)
         share = curves_of(settings)[settings.lr_decay_style](done)
     return lowest + share * (highest - lowest)
+
+
+def zero_to_the_end(settings: Optimizer, lengths: Lengths, samples: int) -> bool:
+    """Whether the rate of all steps behind so many samples is 0, looked at in 32 places up to the end of the run."""
+    rest = range(samples, max(samples, lengths.total) + 1, max(1, (lengths.total - samples) // 32))
+    return not any(learning_rate(settings, lengths, place) for place in rest)
 
 
 def decoupled_learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> Optional[float]:
@@ -130,9 +140,7 @@ def problems(settings: Optimizer, batch: Batch, dp: int = 1) -> list[str]:
     if found or (batch.train_iters is None and batch.train_samples is None):
         return found
     lengths = Lengths.of(settings, batch, dp)
-    if lengths.decay <= 0 and lengths.total > 0:
-        found.append("the decay length (--lr-decay-iters or --lr-decay-samples) must be above zero")
-    elif lengths.warmup >= lengths.decay > 0:
+    if lengths.warmup >= lengths.decay > 0:
         size, unit = (full_size(batch, dp), "iters") if batch.train_iters is not None else (1, "samples")
         found.append(
             f"warm-up of {lengths.warmup / size:g} {unit} is not shorter than the decay length of "
@@ -175,20 +183,19 @@ def _own_problems(name: str, curve: Curve) -> list[str]:
 
 
 def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:
-    """Steps and samples do not mix: the unit of the run's length is the unit of all lengths."""
-    names = ("lr_decay", "lr_warmup", "lr_wsd_decay")
-    if batch.train_iters is not None:
-        wrong, length = "samples", "--train-iters"
-    elif batch.train_samples is not None:
-        wrong, length = "iters", "--train-samples"
-    else:
-        return []
-    right = length.removeprefix("--train-")
-    found = [
-        f"--{name.replace('_', '-')}-{wrong} does not go with {length}: use --{name.replace('_', '-')}-{right}"
-        for name in names
-        if getattr(settings, f"{name}_{wrong}")
-    ]
+    """Steps and samples do not mix: the unit of the run's length is the unit of all lengths; of epochs it may be either."""
+    names, found = ("lr-decay", "lr-warmup", "lr-wsd-decay"), []
+    given = lambda name, unit: getattr(settings, f"{name.replace('-', '_')}_{unit}")
+    if batch.train_epochs is not None:
+        both = [name for name in names if given(name, "iters") and given(name, "samples")]
+        found = [f"--{name}-iters and --{name}-samples: give one" for name in both]
+    elif batch.train_iters is not None or batch.train_samples is not None:
+        right, wrong = ("samples", "iters") if batch.train_iters is None else ("iters", "samples")
+        found = [
+            f"--{name}-{wrong} does not go with --train-{right}: use --{name}-{right}"
+            for name in names
+            if given(name, wrong)
+        ]
     for name in ("lr_warmup_iters", "lr_warmup_samples"):
         if settings.lr_warmup_fraction is not None and getattr(settings, name):
             found.append(f"--lr-warmup-fraction and --{name.replace('_', '-')} both set the warm-up: give one")
@@ -209,8 +216,6 @@ def _rate_problems(settings: Optimizer) -> list[str]:
         for name, value in ((low_flag, lowest), ("--lr-warmup-init", settings.lr_warmup_init)):
             if not 0 <= value <= highest:
                 found.append(f"{name} {value:g} must lie between 0 and {flag} {highest:g}")
-    if settings.lr_warmup_fraction is not None and not 0 <= settings.lr_warmup_fraction < 1:
-        found.append(f"--lr-warmup-fraction {settings.lr_warmup_fraction:g} must lie in [0, 1)")
     return found
 
 

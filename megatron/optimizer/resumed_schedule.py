@@ -12,7 +12,7 @@ so, and `follow` takes the checkpoint's schedule where --resume-schedule asks fo
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError
@@ -57,7 +57,7 @@ def follow(config: Config, record: Mapping[str, Any], dp: int) -> tuple[Config, 
             "--resume-schedule checkpoint: the checkpoint tells of no schedule",
             do="leave it out: the schedule is then that of the command",
         )
-    return replace(config, optimizer=replace(config.optimizer, **own)), then
+    return config.derive("--resume-schedule checkpoint", **own), then
 
 
 def lengths_of(record: Mapping[str, Any]) -> Optional[Lengths]:
@@ -86,7 +86,7 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
     found, size = [], full_size(config.batch, dp)
     size_then = _saved(record, "batch").get("global_batch_size")
     size_then = size_then if type(size_then) is int and size_then > 0 else size
-    if size != size_then and not (config.given("global_batch_size") or config.given("local_batch_size")):
+    if size != size_then and not config.given("global_batch_size"):
         words = f"a step has {size} samples, {size_then} in the checkpoint"
         found.append(Drift(words, f"--global-batch-size {size_then}", of_schedule=False))
     else:

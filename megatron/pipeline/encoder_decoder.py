@@ -13,7 +13,7 @@ from typing import Optional
 from megatron.errors import SettingsError
 from megatron.model.balance import balanced
 from megatron.model.t5.facts import T5Facts, even
-from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
+from megatron.model.t5.settings import SHORT, T5Settings, own_settings
 from megatron.pipeline.own_schedule import is_file
 from megatron.pipeline.schedule import TRAINING
 from megatron.pipeline.stages import LAYERS_EACH, chunks_of
@@ -45,15 +45,15 @@ def _counted(config: Config, encoder: int, decoder: int) -> Config:
     """With so many layers, and how they are cut."""
     own, model = own_settings(config), config.model
     short = min(SHORT, model.seq_length) if own.decoder_seq_length is None else own.decoder_seq_length
-    own = replace(own, encoder_num_layers=encoder, decoder_num_layers=decoder, decoder_seq_length=short)
-    config = replace(config, model=replace(model, num_layers=encoder + decoder), extra={**config.extra, GROUP: own})
+    layers = dict(encoder_num_layers=encoder, decoder_num_layers=decoder, num_layers=encoder + decoder)
+    config = config.derive("an encoder-decoder", decoder_seq_length=short, **layers)
+    own = own_settings(config)
     if own.pipeline_model_parallel_split_rank is not None or own.encoder_pipeline_model_parallel_size:
         return _split(config, own)
     counts = _by_work(config)
     if counts is None:
         return config
-    told = ",".join(map(str, counts))
-    return replace(config, parallel=replace(config.parallel, pipeline_stage_layers=told))
+    return config.derive("an encoder-decoder", pipeline_stage_layers=",".join(map(str, counts)))
 
 
 def _layers(own: T5Settings, given: int) -> tuple[int, int]:
@@ -112,10 +112,9 @@ def _split(config: Config, own: T5Settings) -> Config:
             raise SettingsError(
                 f"{flag} gives {ranks} ranks to {layers} {name} layers", do=f"give the {name} {layers} ranks or fewer"
             )
-    told = ",".join(map(str, [*even(encoder, first), *even(decoder, pp - first)]))
-    own = replace(own, pipeline_model_parallel_split_rank=None, encoder_pipeline_model_parallel_size=0)
-    parallel = replace(p, pipeline_model_parallel_size=pp, pipeline_stage_layers=told)
-    return replace(config, parallel=parallel, extra={**config.extra, GROUP: own})
+    layers = ",".join(map(str, [*even(encoder, first), *even(decoder, pp - first)]))
+    split = dict(pipeline_model_parallel_split_rank=None, encoder_pipeline_model_parallel_size=0)
+    return config.derive(flag, pipeline_model_parallel_size=pp, pipeline_stage_layers=layers, **split)
 
 
 def _said(p: Parallel) -> list[str]:

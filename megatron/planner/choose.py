@@ -4,8 +4,8 @@
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Optional
 
 from megatron.errors import SettingsError
@@ -19,6 +19,7 @@ from megatron.planner.search import Plan, SearchedPlans, Space, divisors, search
 from megatron.planner.speed import Cluster
 from megatron.planner.text import parts, plans, resting_on, sizes
 from megatron.settings import batch, schema
+from megatron.settings.plan_file import LAYOUT
 from megatron.settings.rules import out_of_range
 from megatron.telemetry.figures import WIDE, WIDTH, seconds, sentence
 from megatron.training import rules
@@ -35,16 +36,19 @@ class SearchResult:
     source: str  # of the cluster's figures
     remarks: list[str]
     seconds: float
+    kept: list[str]  # words of the command that the search kept
 
 
 def find(config: schema.Config) -> SearchResult:
     """Search the layouts that settings leave open, on the cluster that they describe. Raises SettingsError, first of all
     for numbers that describe no model and no cluster."""
     sized = replace(config, batch=batch.smallest(config.batch))
-    if wrong := [words for name in schema.GROUPS for words in out_of_range(getattr(sized, name)).values()]:
+    if wrong := [
+        words for name in schema.GROUPS for words in out_of_range(getattr(sized, name), sized.given_words).values()
+    ]:
         raise refusal(wrong)
     cluster, source = target.cluster_of(config)
-    return _searched(config, cluster, source, space_of(config, cluster))
+    return _searched(config, cluster, source, space_of(config, cluster), kept(config))
 
 
 def find_micro_batch(config: schema.Config) -> SearchResult:
@@ -79,7 +83,9 @@ def find_micro_batch(config: schema.Config) -> SearchResult:
     return _searched(settings, cluster, source, Space(**global_batch, only=only))
 
 
-def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space) -> SearchResult:
+def _searched(
+    config: schema.Config, cluster: Cluster, source: str, space: Space, held: Sequence[str] = ()
+) -> SearchResult:
     job, remark = target.job_of(config, cluster)
     started = time.perf_counter()
     found = search(job, cluster, space)
@@ -87,7 +93,7 @@ def _searched(config: schema.Config, cluster: Cluster, source: str, space: Space
     remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
     if cluster.device.assumed:
         remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
-    return SearchResult(found, job, cluster, count, source, remarks, time.perf_counter() - started)
+    return SearchResult(found, job, cluster, count, source, remarks, time.perf_counter() - started, list(held))
 
 
 def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
@@ -104,29 +110,64 @@ def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
         )
 
 
+# Setting of a layout -> what of the search it narrows, with its own value.
+AXES = dict(
+    tensor_model_parallel_size="tp",
+    pipeline_model_parallel_size="pp",
+    data_parallel_size="dp",
+    dp_degree="replicas",
+    sequence_parallel="sp",
+    sharding_stage="zero",
+    sharding_degree="shard",
+    pipeline_schedule="schedule",
+    num_virtual_stages_per_pipeline_rank="chunks",
+    num_layers_per_virtual_pipeline_stage="chunk_layers",
+    pipeline_stage_layers="stage_layers",
+)
+OFFLOADS = ("optimizer_cpu_offload", "optimizer_offload_fraction", "nvme_offload_fraction", "param_cpu_offload")
+RECOMPUTE = tuple(one.name for one in fields(schema.Recompute))
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
+NARROWING = {*AXES, *OFFLOADS, *RECOMPUTE, *OVERLAPS}
+NARROWING |= {"context_parallel_size", "cp_comm_type", "micro_batch_size", "global_batch_size"}
+
+
+def kept(config: schema.Config) -> list[str]:
+    """What somebody said of the layout, which a search keeps. Raises SettingsError for what it cannot keep."""
+    given = [one for name in sorted(LAYOUT) if (one := config.given(name))]
+    if odd := [one.words for one in given if one.name not in NARROWING and one.is_request]:
+        raise SettingsError(
+            f"{', '.join(odd)}: a search of layouts does not know {'it' if len(odd) == 1 else 'them'}",
+            do="leave that out, or give the whole layout instead of --auto-parallel",
+        )
+    open_size = lambda one: one.name == "micro_batch_size" and one.value == schema.AUTO
+    return [one.words for one in given if not open_size(one) and one.name != "global_batch_size"]
+
+
 def space_of(config: schema.Config, cluster: Cluster) -> Space:
-    """What settings leave open: a parallel setting that is not at its default is kept."""
-    p, b, default = config.parallel, config.batch, schema.Parallel()
+    """What settings leave open: what somebody gave of a layout is kept, also where it is a default."""
+    p, b, o = config.parallel, config.batch, config.optimizer
     if b.rampup_batch_size:
         raise SettingsError(
             "--rampup-batch-size changes the batch while training, and a layout is searched for one size",
             do="search for the full size, then add the flag to the command line",
         )
 
-    def given(name: str):
-        value = getattr(p, name)
-        return value if value != getattr(default, name) else None
+    def given(*names: str) -> bool:
+        return any(config.given(name) is not None for name in names)
 
+    cp = p.context_parallel_size if given("context_parallel_size") else None
     return Space(
         **_global_batch(config),
-        tp=given("tensor_model_parallel_size"),
-        cp=given("context_parallel_size") if recipe_of(config).shares_sequences else 1,
+        **{axis: getattr(p, name) for name, axis in AXES.items() if given(name)},
+        cp=cp if recipe_of(config).shares_sequences else 1,
         by_heads=None if p.cp_comm_type is None else set(p.cp_comm_types) == {"a2a"},
-        pp=given("pipeline_model_parallel_size"),
-        micro_batch_size=b.micro_batch_size if b.micro_batch_size not in (1, schema.AUTO) else None,
-        zero=given("sharding_stage"),
-        schedule=given("pipeline_schedule"),
-        offload=cluster.device.kind == "cuda" and not knows_matrices(config.optimizer),
+        micro_batch_size=b.micro_batch_size
+        if given("micro_batch_size") and b.micro_batch_size != schema.AUTO
+        else None,
+        recompute=config.recompute if given(*RECOMPUTE) else None,
+        offload=cluster.device.kind == "cuda" and not knows_matrices(o),
+        offloaded=(o.host_share, o.nvme_offload_fraction, o.param_cpu_offload) if given(*OFFLOADS) else None,
+        overlap=p.overlap_grad_reduce or p.overlap_param_gather if given(*OVERLAPS) else None,
     )
 
 
@@ -145,17 +186,18 @@ def _global_batch(config: schema.Config) -> dict[str, Optional[int]]:
 def nothing_fits(outcome: SearchResult) -> SettingsError:
     """The error for a search without a plan: by how much it failed, and what would help."""
     found, cluster = outcome.found, outcome.cluster
+    held = f" with {', '.join(outcome.kept)}" if outcome.kept else ""
     if not found.rejected:
         return SettingsError(
-            f"no layout of {cluster.world_size} ranks is possible",
+            f"no layout of {cluster.world_size} ranks is possible{held}",
             "; ".join(found.impossible[:5]),
-            "choose another number of ranks or another batch",
+            f"choose another number of ranks or another batch{', or leave out some of these flags' if held else ''}",
         )
     each = 18 if outcome.job.element == 2 else 16
     least, power = least_devices(each * outcome.parameters * 1.1, cluster.device.memory_bytes * 0.85)
     closest = found.rejected[0]
     return SettingsError(
-        f"none of {found.looked_at:,} layouts fits {cluster.world_size} x {cluster.device.memory_gb:g} GB",
+        f"none of {found.looked_at:,} layouts{held} fits {cluster.world_size} x {cluster.device.memory_gb:g} GB",
         f"the closest, {closest.layout.short()} with recomputation of "
         f"{closest.layout.recompute.recompute_granularity or 'nothing'}, is {closest.why()}",
         f"state alone, {each} bytes a parameter, needs about {max(least, cluster.world_size + 1)} such devices "
@@ -200,6 +242,8 @@ def automatic(config: schema.Config, log) -> tuple[schema.Config, list[Plan], Se
         )
     )
     log(plans(found, cluster, 5, width))
+    if outcome.kept:
+        log(sentence(f"kept as given: {', '.join(outcome.kept)}", width))
     log(sentence(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}", width))
     log(f"because it is expected to be the fastest: {seconds(best.step.seconds)} a step {pace}")
     log(parts(best.step, cluster, width))
@@ -236,9 +280,8 @@ def in_layout(config: schema.Config, layout: Layout, global_batch: int) -> schem
     """Settings of a training with what was found in place of what they left open."""
     if config.planner.auto_parallel:
         return layout.applied(config, global_batch)
-    return replace(
-        config, batch=replace(config.batch, micro_batch_size=layout.micro_batch_size, global_batch_size=global_batch)
-    )
+    sizes = dict(micro_batch_size=layout.micro_batch_size, global_batch_size=global_batch)
+    return config.derive("--micro-batch-size auto", **sizes)
 
 
 def chosen_flags(config: schema.Config, layout: Layout, global_batch: int) -> str:

@@ -43,7 +43,13 @@ def _words(setting: Setting, value) -> list[str]:
 def planned_flags(config: schema.Config, plan: Plan) -> list[str]:
     """The command line of a training in a plan's layout."""
     words = training_flags(config, LAYOUT)
-    return words + plan.layout.flags() + ["--global-batch-size", str(plan.job.global_batch)]
+    words += plan.layout.flags() + ["--global-batch-size", str(plan.job.global_batch)]
+    for setting in settings_of({name: group for name, group in schema.GROUPS.items() if name != "planner"}):
+        said = config.given(setting.name)  # also where it is a default: what was asked for is in the command
+        if setting.name in LAYOUT and said and (setting.kind is bool or dashed(setting.name) not in words):
+            words = [word for word in words if word != dashed(setting.name)]
+            words += _words(setting, getattr(config.groups[setting.group], setting.name))
+    return words
 
 
 def launcher(cluster: Cluster) -> list[str]:

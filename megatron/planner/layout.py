@@ -202,29 +202,25 @@ class Layout:
 
     def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
         """Settings of a run with this layout in place of their own."""
-        given, own = self._parallel(), config.parallel
+        made, own = self._parallel(), config.parallel
         same_way = self.cp > 1 and self.by_heads == (set(own.cp_comm_types) == {"a2a"})  # in the words that were given
-        parallel = replace(
-            given,
-            cp_comm_type=own.cp_comm_type if same_way else given.cp_comm_type,
-            distributed_backend=own.distributed_backend,
-            distributed_timeout_minutes=own.distributed_timeout_minutes,
-            pipeline_timeline=own.pipeline_timeline,
-        )
-        sizes = replace(
-            config.batch,
+        kept = {"distributed_backend", "distributed_timeout_minutes", "pipeline_timeline", "print_topology"}
+        kept |= {"cp_comm_type"} if same_way else set()
+        kept |= {name for name in vars(made) if config.given(name)}  # to which a search keeps, in other words perhaps
+        if config.given("num_layers_per_virtual_pipeline_stage"):
+            kept.add("num_virtual_stages_per_pipeline_rank")
+        return config.derive(
+            "--auto-parallel",
+            **{name: value for name, value in vars(made).items() if name not in kept},
+            **vars(self.recompute),
             micro_batch_size=self.micro_batch_size,
             global_batch_size=global_batch or config.batch.global_batch_size,
-        )
-        optimizer = replace(
-            config.optimizer,
             optimizer=config.optimizer.rule,
             optimizer_cpu_offload=self.offload > 0,
             param_cpu_offload=self.param_offload,
             optimizer_offload_fraction=self.offload or 1.0,
             nvme_offload_fraction=self.disk,
         )
-        return replace(config, parallel=parallel, batch=sizes, recompute=self.recompute, optimizer=optimizer)
 
     def flags(self) -> list[str]:
         """The command line that asks for this layout."""

@@ -7,7 +7,7 @@ Workspaces, buffers and the allowance for fragmentation are estimates on the saf
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Optional
 
 from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
@@ -16,7 +16,9 @@ from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import is_split, most_held
 from megatron.planner.parameters import Units, rank_units
+from megatron.settings.schema import Recompute
 
+NO_DEVICE = Device("none", context_gb=0.0, communication_gb=0.0)
 FRAGMENTATION = dict(cuda=0.05, cpu=0.0)  # of activations, workspaces and buffers
 
 
@@ -162,6 +164,26 @@ def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> Me
     entries, kept = step_memory(job, layout, device, rank)
     device_entries = {name: size for name, size in (held | entries).items() if size}
     return MemoryReport(rank, device_entries, host, dict(kept), on_disk(job, layout, rank))
+
+
+def certain(job: Job, layout: Layout, rank: int, state_alone: bool = False) -> tuple[int, int]:
+    """Bytes that a pipeline rank takes at least, (on its device, on the host): state, and at the fullest moment of a step
+    what is kept, with the larger of the logits and what is recomputed. Not what `memory_report` estimates: workspaces,
+    buffers, fragmentation, and what a process or a driver takes; nor attention within documents, which may be short.
+    """
+    held, host = state(job, layout, rank)
+    least, on_host = sum(held.values()), sum(host.values())
+    if state_alone:
+        return least, on_host
+    entries, kinds = step_memory(job, layout, NO_DEVICE, rank)
+    kept, again = entries["activations"], 0
+    if job.documents:
+        kept -= kinds["attention core"]
+    else:
+        layers = [layer for chunk in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in chunk]
+        plain = replace(layout, recompute=Recompute())
+        again = activations.workspace(job, layout, layers) - activations.workspace(job, plain, layers)
+    return least + kept + max(entries["logits"], again), on_host
 
 
 def _kept(job: Job, layout: Layout, rank: int) -> Counter:

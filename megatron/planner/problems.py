@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that can be said against a command before it is started: for --dry-run and --preflight."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
@@ -256,12 +256,15 @@ def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
     others = f" (and on {len(over) - 1} more)" if len(over) > 1 else ""
     return [
         f"out of memory by {(needed[rank] - capacity) / 1e9:.1f} GB on pipeline rank {rank}{others}: "
-        f"{needed[rank] / 1e9:.1f} of {capacity / 1e9:.1f} GB; {_remedies(job, layout, cluster)}"
+        f"{needed[rank] / 1e9:.1f} of {capacity / 1e9:.1f} GB; "
+        + remedies(job, layout, lambda other: max(fullest(job, other, cluster)), capacity)
     ]
 
 
-def _remedies(job: Job, layout: Layout, cluster: Cluster) -> str:
-    """Changes of one setting, the cheapest first, after which it fits."""
+def remedies(
+    job: Job, layout: Layout, needed: Callable[[Layout], int], capacity: float, others: tuple[str, ...] = ()
+) -> str:
+    """Changes of one setting, the cheapest first, after which it fits. needed: bytes of a layout; others: further ones."""
     full = schema.Recompute(recompute_granularity="full")
     tries = {
         "--recompute-granularity core_attn": replace(layout, recompute=schema.Recompute("core_attn")),
@@ -281,9 +284,10 @@ def _remedies(job: Job, layout: Layout, cluster: Cluster) -> str:
         tries = {words: other for words, other in tries.items() if not other.offload}
     good, met = [], [layout]
     for words, other in tries.items():
-        if other not in met and (most := max(fullest(job, other, cluster))) <= cluster.device.usable_bytes:
+        if other not in met and (most := needed(other)) <= capacity:
             good.append(f"{words} ({most / 1e9:.1f} GB)")
         met.append(other)
     search = "python -m megatron.tools.plan with the same flags searches what does"
     less = "more ranks for --pipeline-model-parallel-size, or a smaller --hidden-size or --num-layers"
-    return f"{' or '.join(good[:2])} would fit" if good else f"{less}; {search}"
+    good = [*good[:2], *others]
+    return f"{' or '.join(good)} would fit" if good else f"{less}; {search}"

@@ -26,7 +26,12 @@ REFINED = 40  # best plans that are refined
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched. A value narrows an axis to it; None leaves it free."""
+    """What is searched. A value narrows an axis to it; None leaves it free.
+
+    replicas: copies of each shard, as --dp-degree counts; chunk_layers: layers of a model chunk
+    offloaded: (share of the optimizer's state in the host's memory, share on disk, whether shards of parameters are there)
+    overlap: whether data parallel communication runs next to computation
+    """
 
     global_batch: Optional[int] = None
     max_global_batch: Optional[int] = None
@@ -36,8 +41,18 @@ class Space:
     pp: Optional[int] = None
     micro_batch_size: Optional[int] = None
     zero: Optional[int] = None
+    dp: Optional[int] = None
+    replicas: Optional[int] = None
+    sp: Optional[bool] = None
+    shard: Optional[int] = None
     schedule: Optional[str] = None
+    chunks: Optional[int] = None
+    chunk_layers: Optional[int] = None
+    stage_layers: Optional[str] = None
+    recompute: Optional[Recompute] = None
     offload: bool = True
+    offloaded: Optional[tuple[float, float, bool]] = None
+    overlap: Optional[bool] = None
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # memory of the host for each rank
 
@@ -97,7 +112,7 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Searche
     for base, sized in _bases(job, cluster, space, found):
         _try_shardings(base, sized, cluster, space, found, good, close)
     best = _in_order(_plan(*entry, cluster) for entry in good.entries())
-    refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster)]
+    refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster, space)]
     found.plans = _different(_in_order(best + refined))
     found.rejected = [Rejected(*entry) for entry in close.entries()]
     return found
@@ -174,14 +189,18 @@ def _bases(job: Job, cluster: Cluster, space: Space, found: SearchedPlans) -> It
         for cp, by_heads in _context_sizes(job, tp, world // tp, space):
             for pp in _pipeline_sizes(job, world // (tp * cp), space, found):
                 dp = world // (tp * cp * pp)
+                if space.dp not in (None, dp):
+                    continue
                 for micro, batch in _batches(job, dp, space, found):
                     sized = replace(job, global_batch=batch)
                     for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
                         for sp in (False, True) if tp > 1 and job.facts.seq_length // cp % tp == 0 else (False,):
+                            if tp > 1 and space.sp not in (None, sp):
+                                continue
                             base = Layout(tp, pp, dp, micro, chunks, schedule, sp=sp, stage_layers=layers)
                             base = replace(base, cp=cp, by_heads=by_heads)
-                            for granularity in _granularities(base.rank_setup(job), job):
-                                yield replace(base, recompute=Recompute(granularity)), sized
+                            for recompute in _recomputations(base.rank_setup(job), job, space):
+                                yield replace(base, recompute=recompute), sized
 
 
 SHARED_TOKENS = 4096  # that a rank is to have at least of a sequence before a search lets ranks share it
@@ -198,12 +217,14 @@ def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[in
     return found
 
 
-def _granularities(share: RankSetup, job: Job) -> list[Optional[str]]:
+def _recomputations(share: RankSetup, job: Job, space: Space) -> list[Recompute]:
     """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores."""
+    if space.recompute is not None:
+        return [space.recompute]
     branches = (branch for kind in job.facts.layer_kinds for branch in job.facts.branches(share, kind))
     cores = [branch.core for branch in branches if branch.core]
     useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) else set()
-    return [one for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
+    return [Recompute(one) for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
 
 
 def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: SearchedPlans) -> list[int]:
@@ -250,18 +271,32 @@ def _arrangements(job: Job, pp: int, num_microbatches: int, space: Space) -> Ite
     """(schedule, chunks, layers of each stage or None for even)."""
     layers = job.facts.num_layers
     if pp == 1:
-        yield "1f1b", 1, None
+        if space.chunks in (None, 1) and space.stage_layers in (None, str(layers)):
+            yield "1f1b", 1, None
+        return
+    if space.stage_layers:
+        yield from _with_stages(space.stage_layers, pp, space)
         return
     for name in [space.schedule] if space.schedule else [n for n in SCHEDULES if n != "forward-only"]:
         low, high = SCHEDULES[name].chunks
         if name in ("1f1b", "gpipe"):
             high = 1
         for chunks in range(low, (high or min(8, layers // pp)) + 1):
+            if space.chunks not in (None, chunks) or space.chunk_layers not in (None, layers / (pp * chunks)):
+                continue
             if layers % (pp * chunks) == 0:
                 if chunks == 1 or name != "interleaved" or num_microbatches >= pp:
                     yield name, chunks, None
             elif chunks == 1 and name in ("1f1b", "zb-h1"):
                 yield name, 1, ",".join(map(str, split_even([0.0] * pp, layers)))
+
+
+def _with_stages(layers: str, pp: int, space: Space) -> Iterator[tuple[str, int, str]]:
+    """`_arrangements` with the stages that somebody gave."""
+    stages = layers.count(",") + 1
+    if stages % pp == 0 and space.chunks in (None, stages // pp):
+        for name in [space.schedule] if space.schedule else ["1f1b", "zb-h1"] if stages == pp else ["interleaved"]:
+            yield name, stages // pp, layers
 
 
 def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found: SearchedPlans, good, close) -> None:
@@ -277,7 +312,11 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
             found.too_large += 1
             if max(over, away) < close.limit:
                 close.offer(
-                    max(over, away), _shared(base, zero, shard, offload, device), max(over, away), rank, away > over
+                    max(over, away),
+                    _shared(base, zero, shard, offload, space, device),
+                    max(over, away),
+                    rank,
+                    away > over,
                 )
             continue
         if (
@@ -286,7 +325,7 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
             continue
         cost = speed.seconds(work, base, num_microbatches, once) / job.global_batch
         if cost < good.limit:
-            good.offer(cost, _shared(base, zero, shard, offload, device), job, over + device.usable_bytes, rank)
+            good.offer(cost, _shared(base, zero, shard, offload, space, device), job, over + device.usable_bytes, rank)
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
@@ -303,7 +342,7 @@ def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tupl
 def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
     found = []
     for choice in _state_choices(base, space):
-        layout = _shared(base, *choice, cluster.device)
+        layout = _shared(base, *choice, space, cluster.device)
         held = [memory.static_memory(job, layout, rank) for rank in ranks]
         found.append(
             (
@@ -316,9 +355,10 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
     return found
 
 
-def _shared(base: Layout, zero: int, shard: int, offload: float, device) -> Layout:
-    overlap = base.weight_ranks > 1 and device.kind == "cuda"
-    return replace(base, zero=zero, shard=shard, offload=offload, overlap=overlap)
+def _shared(base: Layout, zero: int, shard: int, offload: float, space: Space, device) -> Layout:
+    overlap = base.weight_ranks > 1 and device.kind == "cuda" if space.overlap is None else space.overlap
+    _, disk, parameters = space.offloaded or (offload, 0.0, False)
+    return replace(base, zero=zero, shard=shard, offload=offload, disk=disk, param_offload=parameters, overlap=overlap)
 
 
 def _plan(layout: Layout, job: Job, size: int, rank: int, cluster: Cluster) -> Plan:
@@ -326,8 +366,19 @@ def _plan(layout: Layout, job: Job, size: int, rank: int, cluster: Cluster) -> P
 
 
 def _state_choices(base: Layout, space: Space) -> Iterator[tuple[int, int, float]]:
+    shards = [n for n in divisors(base.dp) if space.shard in (None, n)]
     for zero in [space.zero] if space.zero is not None else range(4):
-        for shard in [1] if zero == 0 else [n * base.cp for n in divisors(base.dp) if n * base.cp > 1]:
+        # On one rank a stage that somebody asks for divides nothing.
+        alone = base.weight_ranks == 1 and (space.zero or space.shard)
+        for n in [1] if zero == 0 and space.shard in (None, 1) else shards if zero else []:
+            shard = 1 if zero == 0 else n * base.cp
+            if zero and shard == 1 and not alone or space.replicas not in (None, base.dp // n):
+                continue
+            if space.offloaded is not None:
+                offload, _, parameters = space.offloaded
+                if zero == 3 or not parameters:
+                    yield zero, shard, offload
+                continue
             yield zero, shard, 0.0
             if space.offload:
                 yield zero, shard, 1.0
@@ -353,9 +404,11 @@ def evaluate(job: Job, layout: Layout, cluster: Cluster) -> tuple[Optional[Plan]
     return (None, Rejected(layout, over, worst)) if over > 0 else (plan, None)
 
 
-def _refined(plan: Plan, cluster: Cluster) -> Iterator[Plan]:
+def _refined(plan: Plan, cluster: Cluster, space: Space) -> Iterator[Plan]:
     """Variants that are better: layers spared from recomputation, stages with layers by their work."""
-    for better in (_spared(plan, cluster), _balanced(plan, cluster)):
+    spared = _spared(plan, cluster) if space.recompute is None else None
+    balanced = _balanced(plan, cluster) if space.stage_layers is None and space.chunk_layers is None else None
+    for better in (spared, balanced):
         if better and better.per_sample < plan.per_sample * 0.999:
             yield better
 

@@ -17,6 +17,7 @@ from megatron.planner.device import Device
 from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster
 from megatron.settings import rank_env
+from megatron.settings.presets import cached
 from megatron.settings.schema import Config, Planner
 from megatron.telemetry.host_memory import available_memory
 
@@ -120,7 +121,7 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
     if numbers and t.vocab_size and not (t.vocab_extra_ids and t.tokenizer_type):
         return t.vocab_size + 1, ""
     files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
-    if numbers and t.vocab_size or files and all(Path(path).exists() for path in files):
+    if numbers and t.vocab_size or files and all(Path(path).exists() or cached(path) for path in files):
         from megatron.settings.rules import tokenizer_type
         from megatron.tokenizer import build_tokenizer, unused_rows
 

@@ -47,9 +47,19 @@ def read_settings(root, path: str) -> list[tuple[str, list[str], int]]:
     return _unfold(root, path, {}, yaml)
 
 
+def merged(mapping) -> list[tuple]:
+    """(key, value) nodes of a mapping, with those of `<<: *anchor`, which its own keys win over."""
+    own = [pair for pair in mapping.value if pair[0].value != "<<"]
+    for node in [node for key, node in mapping.value if key.value == "<<"]:
+        for one in node.value if node.id == "sequence" else [node]:
+            names = {key.value for key, _ in own}
+            own += [pair for pair in merged(one) if pair[0].value not in names]
+    return own
+
+
 def _unfold(mapping, path: str, seen: dict[str, int], yaml) -> list[tuple[str, list[str], int]]:
     found = []
-    for key_node, node in mapping.value:
+    for key_node, node in merged(mapping):
         key, line = str(key_node.value).replace("-", "_").lstrip("_"), key_node.start_mark.line + 1
         if isinstance(node, yaml.MappingNode):
             found += _unfold(node, path, seen, yaml)

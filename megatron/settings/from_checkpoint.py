@@ -5,11 +5,13 @@
 gives, on the command line or in a file, wins over the checkpoint's, and is compared with it when that is loaded.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Optional
 
+from megatron.errors import DataError
 from megatron.settings.schema import GROUPS, ON_RESUME
 from megatron.storage.durable import Damaged, read_sealed
 from megatron.storage.urls import location
@@ -18,6 +20,8 @@ from megatron.storage.urls import location
 OF_TRAINING = ("model_type", "model_name_or_path", "label_smoothing", "z_loss_coeff", "init_method_std")
 
 FILES = ("vocab_file", "merge_file", "tokenizer_model")  # of a tokenizer
+PATHS = dict(tokenizer=FILES, data=("data_path", "train_data_path", "valid_data_path", "test_data_path"))
+ENDINGS = ("", ".idx", "_idx.npz", "_ids.npz")  # a path is there if one of these files is
 
 
 def saved_record(folder: str, step: Optional[int] = None) -> tuple[str, dict[str, Any]]:
@@ -50,6 +54,50 @@ def _tracked(place) -> Optional[int]:
     return int(text) if text.isdecimal() else None
 
 
+def located(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a record of a run. Relative paths of its vocabulary and data that lead nowhere from here are taken
+    from the folder that the run was started in, which records of earlier versions do not name.
+    """
+
+    def found(word: Any) -> Any:
+        if isinstance(word, list):
+            return list(map(found, word))
+        there = os.path.join(record.get("folder") or "", str(word))
+        return there if isinstance(word, str) and not _exists(word) and _exists(there) else word
+
+    config = dict(record["config"])
+    for group, names in PATHS.items():
+        values = config.get(group, {})
+        config[group] = {name: found(value) if name in names else value for name, value in values.items()}
+    return config
+
+
+def _exists(path: str) -> bool:
+    return any(os.path.exists(f"{path}{ending}") for ending in ENDINGS)
+
+
+def refuse_lost(record: Mapping[str, Any], group: str, given: set[str]) -> None:
+    """Raise DataError where a path in a group of a run's settings leads nowhere. given: settings that somebody gave."""
+    values = located(record).get(group, {})
+    for name in PATHS[group]:
+        words = [] if name in given else values.get(name) or []
+        for word in [words] if isinstance(words, str) else words:
+            # Others are weights of a blend, names of vocabularies, or URLs.
+            if os.sep in word and "://" not in word and not _exists(word):
+                raise DataError(
+                    f"{word}: no such file",
+                    f"the path comes from the checkpoint{_from(record, word)}",
+                    f"say where it is now: --{name.replace('_', '-')}",
+                )
+
+
+def _from(record: Mapping[str, Any], word: str) -> str:
+    """Where a relative path of a record begins."""
+    if os.path.isabs(word):
+        return ""
+    return f", whose run was started in {record.get('folder') or 'a folder that it does not name'}"
+
+
 def settings_of_shape(groups: Mapping[str, type]) -> dict[str, str]:
     """Settings of a recipe's own that make its model another one -> the group that they are in."""
     return {
@@ -77,7 +125,7 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
     given: settings that somebody gave. With one of the tokenizer's, none of the checkpoint's tokenizer is taken, unless it
            is where a file of that one lies now
     """
-    config = record["config"]
+    config = located(record)
     found = {name: value for name, value in config["model"].items() if name not in OF_TRAINING}
     extra = config.get("extra", {})
     found |= {name: extra[group][name] for name, group in own.items() if name in extra.get(group, {})}
@@ -86,5 +134,6 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
     tokenizer = {name: value for name, value in config.get("tokenizer", {}).items() if value is not None}
     own_files = {name for name in FILES if tokenizer.get(name)}
     if given & set(config.get("tokenizer", {})) <= own_files:
+        refuse_lost(record, "tokenizer", given)
         found |= tokenizer if any(tokenizer.values()) else _numbers(record.get("vocab_size"))
     return {name: value for name, value in found.items() if value is not None and name not in given}

@@ -89,7 +89,7 @@ def parse_with_record(
     Raises UsageError with every problem at once.
     """
     settings = settings_of(groups)
-    reader, prog = SettingsReader(settings), prog or Path(sys.argv[0]).name
+    reader, prog = SettingsReader(groups), prog or Path(sys.argv[0]).name
     reader.read_command(argv)
     asked = {flag for flag, _ in reader.line.words}
     if asked & {"-h", "--help", "--help-all"}:
@@ -127,7 +127,7 @@ def said(argv: list[str], groups: Mapping[str, type] = MappingProxyType(schema.G
 
     groups: those that have the settings. Judges nothing: `parse` will.
     """
-    reader = SettingsReader(settings_of(dict(groups)))
+    reader = SettingsReader(groups)
     reader.read_command(argv)
     return reader.chosen()
 

@@ -7,6 +7,8 @@ Ranks(rank=3, world_size=16, local_rank=0, local_world_size=None)
 
 import os
 import re
+import shlex
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Optional
@@ -118,3 +120,13 @@ def ranks(env: Mapping[str, str] = os.environ) -> Ranks:
                 )
             given[name.lower()] = int(env[name])
     return Ranks(**given)
+
+
+def launch_command(ranks: int) -> str:
+    """What starts the command of this process on so many ranks, word by word."""
+    spec, (script, *flags) = getattr(sys.modules["__main__"], "__spec__", None), sys.argv
+    program = ["-m", spec.name.removesuffix(".__main__")] if spec else [script]
+    return (
+        f"python -m megatron.tools.launch --nproc-per-node {ranks} {shlex.join([*program, *flags])} "
+        "(torchrun takes the same words; several machines: docs/launching.md)"
+    )

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
+from megatron.settings.dialects.commands import PROFILER, TABLES, profiler_options
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
-from megatron.settings.presets import SHAPES, preset
-from megatron.settings.spelling import BadValue, Setting, dashed, spellings_of
+from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
+from megatron.settings.spelling import BadValue, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
-from megatron.settings.words import OWN, THEN, CommandLine, split
+from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
 # A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15, and
 # its --check_accuracy is training without dropout.
@@ -52,11 +53,10 @@ class Word(NamedTuple):
 class SettingsReader:
     """Collects statements, and every problem on the way."""
 
-    def __init__(self, settings: list[Setting]):
-        self.spellings = spellings_of(settings)
-        groups = {setting.group for setting in settings}
-        self.trains = set(schema.GROUPS) <= groups
-        self.purpose = "train" if self.trains else next((one for one in ("generate", "evaluate") if one in groups), "")
+    def __init__(self, groups: Mapping[str, type]):
+        self.spellings = spellings_of(groups)
+        self.trains = set(schema.GROUPS) <= set(groups)
+        self.purpose = next((one for one in ("task", "generate", "evaluate") if one in groups), "train" * self.trains)
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
@@ -84,7 +84,7 @@ class SettingsReader:
 
     def read(self, word: Word) -> None:
         """Take one word. What no reader takes is unknown."""
-        readers = (self._of_setting, self._of_another_command, self._of_megatron_lm)
+        readers = (self._of_setting, self._of_profiler, self._of_another_command, self._of_megatron_lm)
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
@@ -104,8 +104,21 @@ class SettingsReader:
                 self.statements.append(replace(besides, withdraws=statement.switch_off or statement.withdraws))
         return True
 
+    def _of_profiler(self, word: Word) -> bool:
+        """PaddleNLP's `--profiler_options "batch_range=[10,20];..."`."""
+        if word.flag not in map(with_dashes, PROFILER) or not self.trains:
+            return False
+        try:
+            for flag, words in profiler_options(word.words):
+                self.read(word._replace(flag=flag, words=words))
+        except ValueError as error:
+            self.problems.append(f"{word} {error}")
+        if idle := [part.strip() for part in " ".join(word.words).split(";") if part.strip().startswith(TABLES)]:
+            self.notices.setdefault("the tables have all times, of the host and the device", []).extend(idle)
+        return True
+
     def _of_another_command(self, word: Word) -> bool:
-        if self.trains or word.flag not in spellings_of_training():
+        if self.trains or word.flag not in spellings_of(schema.GROUPS):
             return False
         if word.source == SaidBy.COMMAND:
             self.problems.append(f"{word.flag} is a setting of pretraining; this command has no use for it")
@@ -128,33 +141,34 @@ class SettingsReader:
         from megatron.settings import files
         from megatron.settings.dialects import fleetx
 
-        entries: dict[str, fleetx.Entry] = {}
+        entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word in overrides}
         for path in paths:
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalais(path)):
                 root = files.compose(path)
                 if root is not None and fleetx.is_fleetx(root):
-                    entries |= fleetx.read(path, files.compose)
+                    entries = fleetx.over(entries, fleetx.read(path))
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
         for word in overrides:
             key, equals, value = word.partition("=")
             if not equals:
                 self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
-                continue
-            one = fleetx.entry(value, f"-o {key}")
-            if key.partition(".")[0] in fleetx.SECTIONS:
-                entries[key] = one
-            elif one.words is not None:
-                placed[word].append(self._of_key(key.rpartition(".")[2], one.words, SaidBy.COMMAND, f"-o {key}"))
+            elif key.partition(".")[0] in fleetx.SECTIONS:
+                entries = fleetx.override(entries, key, value)
+            else:
+                for one in fleetx.override({}, key, value).values():
+                    read = self._of_key(one.key.rpartition(".")[2], one.words or [], SaidBy.COMMAND, one.where)
+                    placed[word] += [read] * (one.words is not None)
         found = fleetx.translate(entries, self.purpose)
-        for flag, words, origin in found.flags:
-            by = [word for word in overrides if origin == f"-o {word.partition('=')[0]}"]
-            read = self._of_key(flag[2:], words, SaidBy.COMMAND if by else SaidBy.FILE, origin)
-            placed[by[-1]].append(read) if by else self.read(read)
-        for sentence, where in found.notes:
-            self.notices.setdefault(sentence, []).append(where)
-        self.problems += found.problems
+        for flag, words, one in found.flags:
+            by = [word for word in overrides if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
+            on_command = one.where.startswith(fleetx.COMMAND)
+            read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
+            placed[by[-1]].append(read) if on_command else self.read(read)
+        for sentence, one in found.notes:
+            self.notices.setdefault(sentence, []).append(one.where)
+        self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
 
     def _read_plain(self, rows: list[tuple[str, list[str], int]], path: str, helpers: Collection[str]) -> None:
@@ -190,15 +204,18 @@ class SettingsReader:
 
     def _read_preset(self) -> None:
         """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""
-        chosen = self.chosen().get("model_name_or_path")
+        said = self.chosen()
+        chosen = said.get("model_name_or_path")
         if chosen is None or chosen.source < SaidBy.FILE:
             return
         name = str(chosen.value)
-        values = preset(name) or ({"load": name} if Path(name).is_dir() else None)
+        values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
             known = f"{', '.join(SHAPES)}){did_you_mean(name, SHAPES)}"
             self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
         else:
+            if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):
+                values = {**values, "tokenizer_model": name}
             self.say(values, SaidBy.PRESET, f"preset {name}")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str) -> None:
@@ -289,7 +306,8 @@ class SettingsReader:
         # Here, because it needs packages, and a python without them is told of that by `run_main`.
         from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
 
-        origin = "--use-checkpoint-args" if asked else "--finetune"
+        by_folder = asked and chosen["use_checkpoint_args"].source == SaidBy.PRESET
+        origin = chosen["model_name_or_path"].words if by_folder else "--use-checkpoint-args" if asked else "--finetune"
         try:
             where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
         except (Damaged, OSError) as error:
@@ -313,10 +331,3 @@ class SettingsReader:
                 flags = list(dict.fromkeys(flags))
                 verb = "has" if len(flags) == 1 else "have"
                 print(f"note: {', '.join(flags)} {verb} no effect: {sentence}", file=sys.stderr, flush=True)
-
-
-def spellings_of_training() -> Mapping[str, object]:
-    """The flags of pretraining."""
-    from megatron.settings.spelling import settings_of
-
-    return spellings_of(settings_of(schema.GROUPS))

@@ -9,12 +9,14 @@ ranks) and `s.head` (width of a head).
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from os.path import realpath
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 from megatron.settings import batch, schema
+from megatron.settings.presets import where_to_put
+from megatron.settings.rank_env import launch_command
 from megatron.storage.urls import UrlPath, local_folder, location
 
 
@@ -24,9 +26,19 @@ def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]
     Values out of range are told, and others stand in for them so that other rules can go on.
     """
     open_size = _open_size(settings)
-    found, settings = _out_of_range(replace(settings, batch=batch.smallest(settings.batch)))
+    wrong, settings = _out_of_range(replace(settings, batch=batch.smallest(settings.batch)))
     s = record(settings, world_size)
-    return found + open_size + [rule.message(s) for rule in (*RULES, *rules) if rule.broken(s)], s
+    s.stand_ins = set(wrong)
+    broken = of_given_values([rule.message(s) for rule in (*RULES, *rules) if rule.broken(s)], s)
+    return [*wrong.values(), *open_size, *broken], s
+
+
+def of_given_values(sentences: list[str], s: SimpleNamespace) -> list[str]:
+    """Those that speak of no value which stands in for one out of range, or follows from it: nobody has given that."""
+    if s.stand_ins & SIZES:
+        return []
+    flags = [re.compile(rf"{_flag(name)}(?![\w-])") for name in s.stand_ins]
+    return [sentence for sentence in sentences if not any(flag.search(sentence) for flag in flags)]
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
@@ -51,7 +63,8 @@ RANGES = {  # what a value must be -> test, fields
         """
         num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
         num_query_groups make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size
-        context_parallel_size data_parallel_size dp_degree
+        context_parallel_size data_parallel_size dp_degree local_batch_size gradient_accumulation_steps
+        lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size
         micro_batch_size global_batch_size train_samples eval_interval exit_interval cross_entropy_chunk
@@ -65,14 +78,15 @@ RANGES = {  # what a value must be -> test, fields
     "at least 0": (
         lambda v: v >= 0,
         """
-        test_iters train_iters eval_iters num_workers ckpt_step save_retries seed init_method_std weight_decay clip_grad
-        min_lr z_loss_coeff mscale_all_dim vocab_extra_ids
+        test_iters train_iters eval_iters num_workers ckpt_step save_retries seed weight_decay clip_grad
+        min_lr z_loss_coeff mscale mscale_all_dim vocab_extra_ids
         throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (
         lambda v: v > 0,
         """
-        norm_epsilon rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops loss_scale
+        norm_epsilon init_method_std rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops
+        loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
         muon_extra_scale_factor
@@ -82,7 +96,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: 0 <= v < 1,
         """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
-        muon_momentum""",
+        muon_momentum lr_warmup_fraction""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,
@@ -91,6 +105,10 @@ RANGES = {  # what a value must be -> test, fields
     ),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
 }
+LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+# What other numbers follow from.
+SIZES = {*LAYOUT, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size", "kv_channels"}
+SIZES |= {"num_query_groups", "micro_batch_size", "global_batch_size", "num_layers_per_virtual_pipeline_stage"}
 
 
 def _open_size(settings: schema.Config) -> list[str]:
@@ -102,15 +120,20 @@ def _open_size(settings: schema.Config) -> list[str]:
     return ["--micro-batch-size auto needs --global-batch-size N: it divides what each rank has of it"]
 
 
-def _out_of_range(settings: schema.Config) -> tuple[list[str], schema.Config]:
+def _out_of_range(settings: schema.Config) -> tuple[dict[str, str], schema.Config]:
     """Violations of ranges, and the settings with harmless values in their place, so that other rules can go on."""
-    found = []
+    found = {}
     for name in schema.GROUPS:
         group = getattr(settings, name)
-        wrong = out_of_range(group)
-        found += wrong.values()
+        wrong = out_of_range(group, settings.given_words)
+        found |= wrong
+        counts = {
+            name for name in wrong if isinstance(getattr(group, name), int)
+        }  # what is optional may be missed, too
         harmless = {
-            field.name: 1 if field.default in (MISSING, None) else field.default
+            field.name: 1
+            if field.default is MISSING or field.default is None and field.name in counts
+            else field.default
             for field in fields(group)
             if field.name in wrong
         }
@@ -118,15 +141,28 @@ def _out_of_range(settings: schema.Config) -> tuple[list[str], schema.Config]:
     return found, settings
 
 
-def out_of_range(group) -> dict[str, str]:
-    """field -> what is wrong with it, for the values of a group of settings that are wrong whatever the others are."""
-    given = {field.name: getattr(group, field.name) for field in fields(group)}
+def out_of_range(group, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """field -> what is wrong with it, for the values of a group of settings that are wrong whatever the others are.
+
+    given: `Config.given_words`
+    """
+    values = {field.name: getattr(group, field.name) for field in fields(group)}
     return {
-        name: f"--{name.replace('_', '-')} {given[name]} must be {words}"
+        name: f"{given.get(name, f'{_flag(name)} {values[name]}')} must be {words}"
         for words, (works, names) in RANGES.items()
         for name in names.split()
-        if given.get(name) is not None and not works(given[name])
+        if values.get(name) is not None and not works(values[name])
     }
+
+
+def said(s: SimpleNamespace, name: str) -> str:
+    """A setting and its value in the words of whoever gave it: `--max-steps 0`."""
+    given = s.settings.given(name)
+    return given.words if given else f"{_flag(name)} {getattr(s, name)}"
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 # Settings that depend on each other -----------------------------------------------------------------------------------
@@ -166,11 +202,18 @@ RULES = (
         lambda s: (
             f"--parallel-plan {s.parallel_plan} is for {s.data_parallel_size * s.model_ranks} ranks (tensor "
             f"{s.tp} x pipeline {s.pp} x data {s.data_parallel_size}), and here are {s.world}; run on as many, or "
-            f"plan for {s.world}"
+            f"plan for {s.world}{start_them(s, s.data_parallel_size * s.model_ranks)}"
         ),
     ),
     Rule(
-        lambda s: s.world % s.model_ranks and not s.parallel_plan,
+        lambda s: s.world % s.model_ranks and not s.parallel_plan and alone(s),
+        lambda s: (
+            f"{' x '.join(said(s, name) for name in LAYOUT if getattr(s, name) > 1 or s.model_ranks == 1)}: "
+            f"{s.model_ranks} ranks are needed, and this process is alone{start_them(s, s.model_ranks)}"
+        ),
+    ),
+    Rule(
+        lambda s: s.world % s.model_ranks and not s.parallel_plan and not alone(s),
         lambda s: (
             f"{s.world} ranks cannot be divided by tensor x pipeline x context parallel size {s.tp} x {s.pp} x "
             f"{s.cp} = {s.model_ranks}; run on {either(multiples(s.world, s.model_ranks))} ranks, or choose sizes "
@@ -183,7 +226,7 @@ RULES = (
         lambda s: (
             f"--data-parallel-size {s.data_parallel_size} is not what there is: {s.world} ranks / ({s.tp} x "
             f"{s.pp} x {s.cp}) = {s.dp}; leave the flag out or run on {s.data_parallel_size * s.model_ranks} "
-            "ranks"
+            f"ranks{start_them(s, s.data_parallel_size * s.model_ranks)}"
         ),
     ),
     Rule(
@@ -193,13 +236,14 @@ RULES = (
             f"(mp {s.tp} x pp {s.pp}{f' x cp {s.cp}' if s.cp > 1 else ''} x sharding {s.sharding_ranks}) = "
             f"{s.dp / s.sharding_ranks:g}; leave it out or run on {s.dp_degree * s.sharding_ranks * s.model_ranks} "
             "ranks (the total, shards included, is --data-parallel-size)"
+            f"{start_them(s, s.dp_degree * s.sharding_ranks * s.model_ranks)}"
         ),
     ),
     Rule(
         lambda s: s.sharding_degree and s.dp % s.sharding_degree,
         lambda s: (
             f"--sharding-degree {s.sharding_degree} does not divide the data parallel size {s.dp}; nearest: "
-            f"{either(divisors(s.dp, s.sharding_degree))}"
+            f"{either(divisors(s.dp, s.sharding_degree))}{start_them(s, s.sharding_degree * s.model_ranks)}"
         ),
     ),
     Rule(
@@ -231,9 +275,7 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: (
-            s.profile and not 1 <= s.profile_step_start < min(s.profile_step_end, 1 + (s.train_iters or math.inf))
-        ),
+        lambda s: s.profile and not s.profile_step_start < min(s.profile_step_end, 1 + (s.train_iters or math.inf)),
         lambda s: (
             f"--profile-step-start {s.profile_step_start} and --profile-step-end {s.profile_step_end} leave nothing "
             f"to profile of iterations 1 to {s.train_iters or 'the last'}: profiling ends before the second one"
@@ -270,6 +312,7 @@ RULES = (
                 else "--vocab-file vocab.json --merge-file merges.txt, or --tokenizer-model FILE, or (for numbers "
                 f"without text) --tokenizer-type NullTokenizer --vocab-size {s.vocab_size or 'N'}"
             )
+            + where_to_put(s.model_name_or_path)
         ),
     ),
     Rule(
@@ -284,6 +327,10 @@ RULES = (
             if s.train_epochs
             else "the length of training is missing; --train-iters N (steps), --train-samples N, or --train-epochs N"
         ),
+    ),
+    Rule(
+        lambda s: s.train_iters == 0 and not s.skip_train,
+        lambda s: f"{said(s, 'train_iters')} trains nothing: give at least 1, or --skip-train, which evaluates alone",
     ),
     Rule(
         lambda s: not s.train_epochs and (s.save_epoch or s.eval_epoch or s.log_epoch or s.lr_step_unit == "epoch"),
@@ -318,7 +365,7 @@ RULES = (
     ),
     Rule(
         lambda s: s.save_interval is not None and s.save_interval < 1 and s.save_interval != schema.AUTO,
-        lambda s: f"--save-interval {s.save_interval} must be at least 1, or auto",
+        lambda s: f"{said(s, 'save_interval')} must be at least 1, or auto",
     ),
     *(
         Rule(
@@ -375,8 +422,16 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: min(s.iterations_to_skip or [1]) < 1,
+        lambda s: f"{said(s, 'iterations_to_skip')}: iterations are counted from 1",
+    ),
+    Rule(
         lambda s: any(not re.fullmatch(r"[\w.]+:[\w.]+", name) for name in s.hooks or ()),
         lambda s: f"--hooks {' '.join(s.hooks or ())}: each is a module and a name in it, as in my_hooks:MyHook",
+    ),
+    Rule(
+        lambda s: s.collate_fn and not re.fullmatch(r"[\w.]+:[\w.]+", s.collate_fn),
+        lambda s: f"--collate-fn {s.collate_fn}: it is a module and a function in it, as in my_data:collate",
     ),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project, lambda s: "--wandb-exp-name needs --wandb-project"),
 )
@@ -451,6 +506,16 @@ def steps(s: SimpleNamespace) -> int:
     if s.train_iters is None and s.train_samples is None:
         return 0
     return s.train_iters or (s.train_samples or 0) // max(1, batch.full_size(s.settings.batch, s.dp))
+
+
+def alone(s: SimpleNamespace) -> bool:
+    """Whether this is about the one process of a command that no launcher has started."""
+    return s.world == 1 and not (s.dry_run or s.preflight or s.world_size)
+
+
+def start_them(s: SimpleNamespace, ranks: int) -> str:
+    """The end of a sentence about ranks that are missing: how to start them."""
+    return f"; start them: {launch_command(ranks)}" if alone(s) and ranks > 1 else ""
 
 
 def multiples(value: int, of: int) -> list[int]:

@@ -126,7 +126,9 @@ class Model:
         "--rope-type yarn: the two limits are whole channels", True, on_resume="refused"
     )
     mscale: float = setting(
-        "--rope-type yarn: rotations also stretch, by 0.1 x this x ln(factor) + 1", 1.0, on_resume="refused"
+        "--rope-type yarn: rotations also stretch, by 0.1 x this x ln(factor) + 1; 0: they do not",
+        1.0,
+        on_resume="refused",
     )
     mscale_all_dim: float = setting(
         "--rope-type yarn: the stretch is divided by that of this --mscale", 0.0, on_resume="refused"
@@ -167,8 +169,8 @@ class Model:
     final_logit_softcapping: Optional[float] = setting(
         "logits become cap x tanh(logit / cap), as in Gemma 2", None, "--output-logit-softcapping", on_resume="refused"
     )
-    hidden_dropout: float = setting("dropout after embedding, attention and MLP", 0.1, "--check-accuracy~=0")
-    attention_dropout: float = setting("dropout of attention weights", 0.1)
+    hidden_dropout: float = setting("dropout after embedding, attention and MLP; 0: none", 0.1, "--check-accuracy~=0")
+    attention_dropout: float = setting("dropout of attention weights; 0: none", 0.1)
     label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
     z_loss_coeff: float = setting(
         "added to the loss: this x the square of log sum exp of each token's logits, which keeps them from drifting",
@@ -389,6 +391,12 @@ class Data:
         "--dataloader-shuffle~=cyclic/single",
         on_resume="refused",
     )
+    collate_fn: Optional[str] = setting(
+        "function of your own that makes samples of what a dataset gives, a micro-batch at a time: MODULE:FUNCTION "
+        "(docs/extending.md)",
+        None,
+        on_resume="told",
+    )
     num_workers: int = setting(
         "threads that prepare batches ahead; 0 prepares them in the loop", 2, on_resume="irrelevant"
     )
@@ -420,10 +428,10 @@ class Batch:
     rampup_batch_size: Optional[list[int]] = setting(
         "start increment samples: grow the batch up to the global size", None
     )
-    train_iters: Optional[int] = setting("steps to train", None, "--max-steps")
+    train_iters: Optional[int] = setting("steps to train; 0 with --skip-train alone", None, "--max-steps")
     train_samples: Optional[int] = setting("samples to train, instead of steps", None)
     train_epochs: Optional[int] = setting(
-        "times to go through the training samples, instead of steps: lengths of the schedule are in samples then",
+        "times to go through the training samples, instead of steps: lengths of the schedule are in either then",
         None,
         "--num-train-epochs",
         "--num-epochs",
@@ -431,9 +439,9 @@ class Batch:
     )
     eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
     eval_epoch: Optional[int] = setting("epochs between evaluations (--train-epochs), beside --eval-interval", None)
-    eval_iters: int = setting("batches of an evaluation", 100)
+    eval_iters: int = setting("batches of an evaluation; 0: there is none", 100)
     test_iters: Optional[int] = setting(
-        "batches of the evaluation on test data, behind training (default: --eval-iters)", None
+        "batches of the evaluation on test data, behind training; 0: there is none (default: --eval-iters)", None
     )
     eval_same_samples: bool = setting(
         "every validation takes the first --eval-iters batches; otherwise each goes on behind the one before", False
@@ -444,7 +452,7 @@ class Batch:
         None,
     )
     stop_at_loss: Optional[float] = setting(
-        "training ends when the loss of a validation, the first that the log has, is at most this",
+        "training ends when the loss of a validation, the first that the log has, is at most this, any number",
         None,
         on_resume="told",
     )
@@ -582,7 +590,7 @@ class Checkpoint:
         "keep the checkpoints at multiples of this step, beside --keep-last (default: 1) newest", None
     )
     async_save: bool = setting("copy the state to CPU memory and write it while training goes on", False)
-    save_retries: int = setting("a save that failed is tried again this often", 2)
+    save_retries: int = setting("a save that failed is tried again this often; 0: never", 2)
     save_mirror: Optional[str] = setting(
         "folder or URL for checkpoints that --save does not take, after all retries", None
     )
@@ -590,7 +598,9 @@ class Checkpoint:
         "folder or URL for a copy of each checkpoint, or a command that takes it there, with {} for its path", None
     )
     max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
-    ckpt_step: Optional[int] = setting("resume from this step instead of the newest", None)
+    ckpt_step: Optional[int] = setting(
+        "resume from this step instead of the newest; 0: of a model that was imported", None
+    )
     auto_resume: bool = setting(
         "with --load: start anew when the folder holds no checkpoint; a folder that is --save too and new needs it not",
         False,
@@ -665,7 +675,7 @@ class Guard:
     spike_window: int = setting("steps that a step is compared with, at least 32", 128)
     spike_threshold: float = setting("deviations above the median of the window that make a spike", 10.0)
     spike_skip_steps: int = setting("steps up to a spike that a rollback leaves out", 8)
-    max_rollbacks: int = setting("a further spike stops the run", 3)
+    max_rollbacks: int = setting("rollbacks of a run; a further spike stops it (0: the first one)", 3)
     iterations_to_skip: Optional[list[int]] = setting("steps whose samples are passed over without training", None)
     override: Optional[str] = setting(
         "settings (names with commas) that may differ from those of the checkpoint although results depend on them",
@@ -706,7 +716,7 @@ class Optimizer:
     lr_warmup_iters: int = setting("steps of linear warm-up", 0)
     lr_warmup_samples: int = setting("the same in samples", 0)
     lr_warmup_fraction: Optional[float] = setting(
-        "the same as a share of the decay length", None, "--warmup-rate", "--warmup"
+        "the same as a share of the decay length; 0: none", None, "--warmup-rate", "--warmup"
     )
     lr_warmup_init: float = setting("learning rate where warm-up starts", 0.0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
@@ -714,18 +724,22 @@ class Optimizer:
     )
     lr_wsd_decay_iters: Optional[int] = setting("steps of WSD's annealing", None)
     lr_wsd_decay_samples: Optional[int] = setting("the same in samples", None)
-    weight_decay: float = setting("decoupled weight decay of matrices", 0.01)
+    weight_decay: float = setting("decoupled weight decay of matrices; 0: none", 0.01)
     start_weight_decay: Optional[float] = setting("weight decay at the start (with --weight-decay-incr-style)", None)
     end_weight_decay: Optional[float] = setting("weight decay at the end", None)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("curve between the two", "constant")
     clip_grad: float = setting("largest global gradient norm; 0 is off", 1.0, "--grad-clip")
-    adam_beta1: float = setting("first moment's decay", 0.9)
-    adam_beta2: float = setting("second moment's decay", 0.999)
+    adam_beta1: float = setting("first moment's decay; 0: the gradient itself", 0.9)
+    adam_beta2: float = setting("second moment's decay; 0: the gradient's square itself", 0.999)
     adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
     sgd_momentum: float = setting("momentum of --optimizer sgd; 0 keeps no state", 0.9)
-    lion_beta1: float = setting("share of the mean in the direction that --optimizer lion takes", 0.95)
-    lion_beta2: float = setting("decay of Lion's mean", 0.98)
-    muon_momentum: float = setting("decay of the mean of gradients that --optimizer muon orthogonalises", 0.95)
+    lion_beta1: float = setting(
+        "share of the mean in the direction that --optimizer lion takes; 0: the gradient alone", 0.95
+    )
+    lion_beta2: float = setting("decay of Lion's mean; 0: the gradient itself", 0.98)
+    muon_momentum: float = setting(
+        "decay of the mean of gradients that --optimizer muon orthogonalises; 0: the gradient itself", 0.95
+    )
     muon_nesterov: bool = setting("orthogonalise that mean one gradient ahead", False, "--muon-use-nesterov")
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
         "an orthogonal matrix of r rows and c columns is multiplied by the root of max(r, c), r/c, or max(1, r/c)",
@@ -745,7 +759,7 @@ class Optimizer:
         "keep optimizer state in the host's memory and update there", False, "--sharding-offload"
     )
     optimizer_offload_fraction: float = setting(
-        "share of the state that --optimizer-cpu-offload moves; 1: all that is not on disk", 1.0
+        "share of the state that --optimizer-cpu-offload moves; 0: none; 1: all that is not on disk", 1.0
     )
     nvme_offload_fraction: float = setting(
         "share of the state that lies in files and passes through memory at each step, updated by the host", 0.0
@@ -792,6 +806,7 @@ class Planner:
     preflight: bool = setting(
         "check settings, every rank's shapes, a shrunk job of the job and the machines; train nothing", False
     )
+    allow_memory_overcommit: bool = setting("train also where there is less memory free than is predicted", False)
     world_size: Optional[int] = setting("ranks to plan for (default: those of this job)", None, "--num-gpus")
     local_world_size: Optional[int] = setting("ranks of a node (default: this job's, else 8)", None, "--gpus-per-node")
     device_name: Optional[str] = setting("device to plan for, such as A100-80GB (default: what is here)", None)
@@ -874,7 +889,7 @@ class Logging:
         None,
         on_resume="irrelevant",
     )
-    seed: int = setting("seed of weights, data order and dropout", 1234, on_resume="refused")
+    seed: int = setting("seed of weights, data order and dropout, from 0 on", 1234, on_resume="refused")
     debug: bool = setting("tracebacks with error messages", False)
 
 
@@ -940,6 +955,11 @@ class Config:
             statement = statement.earlier
         return statement if statement is not None and statement.is_given else None
 
+    @property
+    def given_words(self) -> dict[str, str]:
+        """Setting -> the words of whoever gave it: `--max-steps 0`."""
+        return {name: one.words for name in self.statements if (one := self.given(name))}
+
     def derive(self, by: str, **values) -> "Config":
         """The settings with these values in place of what they had, and the record of it. by: what derives them."""
         statements, groups = dict(self.statements), {}
@@ -956,8 +976,7 @@ class Config:
     def to_record(self) -> dict[str, Any]:
         """All settings as JSON has them, for checkpoints and logs; `given`: in the words of whoever gave them."""
         groups = {name: asdict(group) for name, group in self.groups.items() if name not in self.extra}
-        given = {name: one.words for name in self.statements if (one := self.given(name))}
-        return groups | dict(extra={name: asdict(group) for name, group in self.extra.items()}, given=given)
+        return groups | dict(extra={name: asdict(group) for name, group in self.extra.items()}, given=self.given_words)
 
 
 def from_record(record: dict, own_groups: Mapping[str, type] = MappingProxyType({})) -> Config:

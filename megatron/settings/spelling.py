@@ -8,9 +8,11 @@
 """
 
 import math
-import types
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
+from types import MappingProxyType, UnionType
 
 from megatron.errors import did_you_mean
 from megatron.settings.dialects.megatron_lm import INSTEAD
@@ -98,8 +100,7 @@ class Spelling:
         """What the flag says with these words. Raises BadValue.
 
         >>> from megatron.settings.schema import Parallel
-        >>> [setting] = [s for s in settings_of({"parallel": Parallel}) if s.name == "sharding_stage"]
-        >>> spellings_of([setting])["--use-sharding"].statement(["true"], SaidBy.COMMAND).value
+        >>> spellings_of({"parallel": Parallel})["--use-sharding"].statement(["true"], SaidBy.COMMAND).value
         1
         """
         on, withdraws = True, False
@@ -107,7 +108,7 @@ class Spelling:
             value = self.setting.value(words)
             if self.setting.kind is bool and not self.setting.many:
                 value = value != self.negates
-                on = value
+                on = value and not self.negates
         else:
             if len(words) > 1:
                 raise BadValue(f"takes no value, or true or false, got {len(words)}: {' '.join(words)}")
@@ -132,24 +133,30 @@ class Spelling:
         return f"{self.flag} {shown}"
 
 
-def settings_of(groups: dict[str, type]) -> list[Setting]:
+def settings_of(groups: Mapping[str, type]) -> list[Setting]:
     """All fields of the groups, in order. A name may occur once: it is a flag."""
-    return [
-        _setting(name, field, hints[field.name])
-        for name, group in groups.items()
-        for hints in [typing.get_type_hints(group)]
-        for field in fields(group)
-    ]
+    return [setting for name, group in groups.items() for setting in _settings_of(name, group)]
 
 
-def spellings_of(settings: list[Setting]) -> dict[str, Spelling]:
-    """Every flag -> what it means. Two settings that claim the same flag are our mistake, not the user's."""
-    found: dict[str, Spelling] = {}
-    for setting in settings:
+@lru_cache(maxsize=256)
+def _settings_of(name: str, group: type) -> tuple[Setting, ...]:
+    hints = typing.get_type_hints(group)
+    return tuple(_setting(name, field, hints[field.name]) for field in fields(group))
+
+
+def spellings_of(groups: Mapping[str, type]) -> Mapping[str, Spelling]:
+    """Every flag of the groups -> what it means."""
+    return _spellings_of(tuple(groups.items()))
+
+
+@lru_cache(maxsize=64)
+def _spellings_of(groups: tuple[tuple[str, type], ...]) -> Mapping[str, Spelling]:
+    found: dict[str, Spelling] = {}  # two settings that claim the same flag are our mistake, not the user's
+    for setting in settings_of(dict(groups)):
         for spelling in _spellings(setting):
             other = found.setdefault(spelling.flag, spelling)
             assert other is spelling, f"{spelling.flag} means {other.setting.name} and {setting.name}"
-    return found
+    return MappingProxyType(found)
 
 
 def dashed(name: str) -> str:
@@ -201,7 +208,7 @@ def _number(kind: type, word: str):
 
 def _setting(group: str, field, hint) -> Setting:
     optional, many = False, False
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    if typing.get_origin(hint) in (typing.Union, UnionType):
         optional = True
         [hint] = [part for part in typing.get_args(hint) if part is not type(None)]
     if typing.get_origin(hint) in (list, tuple):

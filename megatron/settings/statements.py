@@ -38,7 +38,7 @@ class Statement:
     where        where it stands, if not on the command line: "run.yaml:3", "preset gpt2-medium"
     turn         how many --then stand before it on the command line
     yields       it gives way to other spellings of the same source and turn: --use-distributed-optimizer
-    switch_off   it switches something off, which is no contradiction of a word that has switched it on before
+    switch_off   it switches something off (`--x false`, `--no-x`): it contradicts no word before it, and none after it
     withdraws    it says what the value is not, and leaves open what it is: --bf16 false
     default      the value that the setting has without any statement; None where it must be given
     earlier      of a derived value: what was said before
@@ -92,13 +92,13 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
     chosen, problems = {}, []
     for name, rivals in by_name.items():
         if rivals:
-            top = [one for one in rivals if (one.source, one.turn) == (rivals[-1].source, rivals[-1].turn)]
-            top = [one for one in top if not one.yields] or top
+            top = _since_switched_off(rivals)
             chosen[name] = top[-1]
-            if other := _contradicting(top):
-                problems.append(
-                    f"{other.words} and {top[-1].words} contradict each other (both set --{name.replace('_', '-')})"
-                )
+            for other in top[:-1]:
+                if other.value != top[-1].value and other.flag != top[-1].flag:
+                    both = f"(both set --{name.replace('_', '-')})"
+                    problems.append(f"{other.words} and {top[-1].words} contradict each other {both}")
+                    break
     return chosen, problems
 
 
@@ -107,10 +107,10 @@ def _withdrawn(other: Statement, by: Statement) -> bool:
     return other.flag == by.flag or not by.yields and other.value == by.value
 
 
-def _contradicting(rivals: list[Statement]) -> Optional[Statement]:
-    """One that says another value than the last, in another spelling, where neither of the two switches off."""
+def _since_switched_off(rivals: list[Statement]) -> list[Statement]:
+    """Those of the highest source and turn that stand after the last word that switches off; else that word alone."""
     last = rivals[-1]
-    for other in rivals[:-1]:
-        if other.value != last.value and other.flag != last.flag and not (last.switch_off or other.switch_off):
-            return other
-    return None
+    top = [one for one in rivals if (one.source, one.turn) == (last.source, last.turn)]
+    after = max((number for number, one in enumerate(top, 1) if one.switch_off), default=0)
+    top = top[after:] or [last]
+    return [one for one in top if not one.yields] or top

@@ -24,12 +24,10 @@ from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nemo import NEMO
 from megatron.settings.dialects.table import Default, Dialect, FlagLine, TheirSetting, flags_of, sentence
 from megatron.settings.sources import CODE
-from megatron.settings.spelling import BadValue, Spelling, dashed, settings_of, spellings_of
+from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, resolve
 
-FLEETX = Dialect(
-    "fleetx", "PaddleFleetX", "Global.seed  --seed", programs=("train.py", "auto.py")
-)  # its table is fleetx.py
+FLEETX = fleetx.TABLES["train"]
 DIALECTS = {
     one.name: one for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER)
 }
@@ -54,7 +52,7 @@ class Translation:
 
 @cache
 def spellings() -> dict[str, Spelling]:
-    return spellings_of(settings_of(schema.GROUPS))
+    return spellings_of(schema.GROUPS)
 
 
 def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translation | None = None) -> Translation:
@@ -186,46 +184,36 @@ def _say_presence(dialect: Dialect, given: Mapping[str, TheirSetting], known, ou
 
 
 def _name(line: FlagLine | Default, known: Mapping[str, Spelling]) -> str:
-    return known[line.flag].setting.name
+    says = line.says if isinstance(line, FlagLine) else None
+    return says.name if says else known[line.flag].setting.name
 
 
 def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
     """Of lines that say the same setting the one that would count on a command line of these words."""
-    chosen, _ = resolve([line.says for line in out.lines if line.says is not None])
+    chosen, _ = resolve([line.says for line in out.lines if line.says])
+    winners = {line.says.name: line for line in out.lines if line.says and line.says is chosen.get(line.says.name)}
     kept = []
     for line in out.lines:
-        winner = next(
-            (one for one in out.lines if one.says is not None and one.says is chosen.get(_name(line, known))), None
-        )
-        if line is winner or line.says is None and winner is None:
+        winner = winners.get(_name(line, known))
+        if line is winner or not line.says and winner is None:
             kept.append(line)
-        elif line.says is not None and (winner is None or line.says.withdraws):
+        elif line.says and (winner is None or line.says.withdraws):
             out.idle.append((line.source, ANYWAY))
-        elif line.says is not None and line.source != winner.source:
+        elif line.says and line.source != winner.source:
             out.idle.append((line.source, _overruled(line.words, winner.source)))
     out.lines = kept
 
 
-def translate_fleetx(entries: Mapping[str, fleetx.Entry], texts: Mapping[str, str]) -> Translation:
-    """The same of PaddleFleetX's YAML, which has a reader and a table of its own. texts: where -> the line there."""
-    found, known, out = fleetx.translate(dict(entries)), spellings(), Translation()
-    plain = Dialect("fleetx", "PaddleFleetX", "Global.seed  --seed")
-    for flag, words, origin in found.flags:
-        setting = known[flag].setting if flag in known else None
-        text = setting is not None and setting.kind is str and not setting.many
-        one = [",".join(words)] if text and len(words) > 1 else words
-        _add(TheirSetting(origin, one, origin, texts.get(origin, origin)), [(flag, one)], plain, known, out)
-    for text, where in found.notes:
-        origin, _, key = where.rpartition(": ")
-        out.idle.append((TheirSetting(key, [], origin or where, texts.get(origin, where)), text))
-    for problem in found.problems:
-        origin, _, rest = problem.partition(": ")
-        out.lost.append((TheirSetting(origin, [], origin, texts.get(origin, origin)), rest or problem))
-    told = {source.where for source, _ in out.idle + out.lost} | {line.source.where for line in out.lines}
-    for key, entry in entries.items():
-        if entry.words is not None and entry.origin not in told:
-            source = TheirSetting(key, entry.words, entry.origin, texts.get(entry.origin, entry.origin))
-            out.idle.append((source, ANYWAY))
+def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> Translation:
+    """The same of PaddleFleetX's YAML, which has a reader of its own. known: the flags of the command that it is for."""
+    found, out = fleetx.translate(entries, fleetx.purpose_of(entries)), Translation()
+    for flag, words, one in found.flags:
+        spelling = known.get(flag)
+        text = spelling is not None and spelling.setting.kind is str and not spelling.setting.many
+        _add(one, [(flag, [",".join(words)] if text else words)], FLEETX, known, out)
+    out.idle, out.lost = out.idle + [(one, why) for why, one in found.notes], out.lost + found.problems
+    told = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
+    out.idle += [(one, ANYWAY) for key, one in found.given.items() if key not in told]
     _keep_last(out, known)
     return out
 

@@ -3,15 +3,13 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Optional
 
 from megatron.data.masked_settings import GROUP as MASKED
 from megatron.data.masked_settings import MASKED_RULES
 from megatron.errors import SettingsError, did_you_mean
-from megatron.model.bert.settings import GROUP as BERT_GROUP
-from megatron.model.bert.settings import own_settings as bert_settings
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.model.t5.rules import DIVISIBLE_TARGET
@@ -115,13 +113,12 @@ def few_targets(config: Config, pattern: bool) -> Config:
     own = t5_settings(config)
     if own.decoder_seq_length is not None:
         return config
-    return replace(config, extra={**config.extra, T5_GROUP: replace(own, decoder_seq_length=WORDS if pattern else 1)})
+    return config.derive("fine-tuning", decoder_seq_length=WORDS if pattern else 1)
 
 
 def without_binary_head(config: Config) -> Config:
     """BERT's second head says nothing of words."""
-    own = replace(bert_settings(config), bert_binary_head=False)
-    return replace(config, extra={**config.extra, BERT_GROUP: own})
+    return config.derive("fine-tuning", bert_binary_head=False)
 
 
 def divisible_target(config: Config) -> Config:
@@ -130,7 +127,7 @@ def divisible_target(config: Config) -> Config:
     if not (parallel.sequence_parallel and own.decoder_seq_length):
         return config
     rows = multiple_above(own.decoder_seq_length, parallel.tensor_model_parallel_size)
-    return replace(config, extra={**config.extra, T5_GROUP: replace(own, decoder_seq_length=rows)})
+    return config.derive("--sequence-parallel", decoder_seq_length=rows)
 
 
 def encoder_of(saved: dict[str, Any]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def judge(contained: Contained, items: Iterable[Sequence[str]]) -> Judged:
 
 def judge_file(contained: Contained, path: str) -> Judged:
     """Judge the passages of a JSON-lines file."""
-    from megatron.data.contamination import read_items
+    from megatron.data.evaluation_sets import read_items
 
     return judge(contained, read_items(str(Path(path)), ["text"]))
 

@@ -4,7 +4,7 @@
 The tasks of GLUE and CLUE are in tables, any other one is a YAML file of the same fields:
 
     name: reviews
-    train: train.tsv                # in --data-path; also valid, test; .tsv, .csv (quoted) or .jsonl
+    train: train.tsv                # in --data-path, or here, or beside this file; also valid, test; .tsv, .csv, .jsonl
     valid: dev.tsv
     text: review                    # a column, or a key of JSON lines
     text_pair: title                # of tasks on pairs
@@ -44,6 +44,7 @@ class Task(LabelledTask):
     folder:     where its files may be below --data-path
     answers:    form of predictions: name of a set -> file, whose ending says which
     settings:   of training, where nobody gives others; instead of FLEETX
+    home:       folder of the YAML file that describes it
     """
 
     train: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class Task(LabelledTask):
     folder: str = ""
     answers: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    home: Optional[Path] = None
 
     @property
     def outputs(self) -> int:
@@ -216,7 +218,20 @@ def find_task(name: str) -> Task:
     )
 
 
-_KEYS = {f.name for f in fields(Task)} - {"prepare", "split", "answers", "one_answer"} | {"regression", "metric"}
+NAME_FILES = (
+    "load",
+    "pretrained_checkpoint",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_model",
+    "soft_labels",
+    "pet_verbalizer",
+)
+NAME_FILES += ("task_data", "train_data", "valid_data", "test_data", "soft_labels", "pet_verbalizer")
+_KEYS = {f.name for f in fields(Task)} - {"prepare", "split", "answers", "one_answer", "home"} | {
+    "regression",
+    "metric",
+}
 
 
 def read_task(path: Path) -> Task:
@@ -254,14 +269,23 @@ def read_task(path: Path) -> Task:
     settings = given.get("settings") or {}
     if not isinstance(settings, dict):
         raise DataError(f"--task {path}: settings is no mapping of names to values", do="settings: {lr: 1.0e-4}")
+    settings = {key: _beside(value, path.parent) if key in NAME_FILES else value for key, value in settings.items()}
     answers = {key: f"{name}{f'-{key}' if key else ''}.tsv" for key in sets.get("test", {})}
     if "options" in words and lists.get("labels") == ():
         raise DataError(
             f"--task {path}: options are chosen among, and the labels are numbers", do="leave one of them out"
         )
-    task = Task(name, **{**sets, **lists, **words}, answers=answers, settings=settings)
+    task = Task(name, **{**sets, **lists, **words}, answers=answers, settings=settings, home=path.parent)
     refuse_metrics(task, str(path))
     return task
+
+
+def _beside(value: Any, home: Path) -> Any:
+    """A path, or several, of a setting in a YAML file: as it is from here, else from the folder of that file."""
+    if isinstance(value, list):
+        return [_beside(one, home) for one in value]
+    there = home / str(value)
+    return str(there) if not Path(str(value)).exists() and there.exists() else value
 
 
 def _words(value: Any, key: str, path: Path) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from megatron.storage.durable import replace_file
 from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples
 from megatron.tasks.metrics import confusion, figures
-from megatron.tasks.settings import open_task, task_settings
+from megatron.tasks.settings import open_task, predictions_folder, task_settings
 from megatron.tasks.soft_labels import INDEX
 from megatron.training.measures import Measures
 
@@ -33,8 +33,7 @@ class TaskMeasures(Measures):
         self.keeps_best = settings.best_checkpoint
         if sets and not config.data.mock_data:
             self.best_by = f"{self.task.judged_by} {sets[0][0]}".strip()
-        save = config.checkpoint.save
-        self.folder = settings.predictions or (f"{save}/predictions" if save and "://" not in save else None)
+        self.folder = predictions_folder(settings.predictions, config.checkpoint.save)
 
     def values(self, batch, found: torch.Tensor) -> torch.Tensor:
         return found

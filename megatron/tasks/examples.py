@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from megatron.data.labelled import column, skipped, task_row, task_table
+from megatron.data.published import plain_name
 from megatron.data.tables import Row, label_in, refuse_half_letters, refuse_many_lines
 from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.tasks.description import TASKS, Task, with_labels
@@ -40,7 +41,7 @@ class Examples:
 
 def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Optional[str] = None) -> Optional[Path]:
     """The file of a set: the one that was given (a path, or a name in the folder); or the first of these names there
-    or in the task's own folder below it.
+    or in the task's own folder below it. Without a folder a YAML file's are looked for here, then beside it.
     """
     if given is not None:
         if Path(given).exists():
@@ -49,12 +50,22 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
         if found is None:
             raise DataError(f"{given}: no such file{f', nor one in {folder}' if folder else ''}")
         return found
-    if folder is None:
-        return None
-    if not Path(folder).is_dir():
+    if folder is not None and not Path(folder).is_dir():
         raise DataError(f"--data-path {folder}: no such folder", do=f"give the folder with {names[0]}")
-    places = [Path(folder), Path(folder) / (task.folder or "."), Path(folder) / (task.folder or ".").lower()]
+    folders = [Path(folder)] if folder is not None else [Path(), task.home] if task.home is not None else []
+    places = [place for folder in folders for place in (folder, *_own_folders(task, folder))]
     return next((place / name for place in places for name in names if (place / name).exists()), None)
+
+
+def _own_folders(task: Task, folder: Path) -> list[Path]:
+    """Folders of the task, however their names are spelled: cluewsc2020, CLUEWSC2020 and cluewsc are CLUEWSC's, SST-2 and
+    sst2 are SST2's. The published name comes first.
+    """
+    if not task.folder:
+        return []
+    wanted = plain_name(task.folder)
+    found = [path for path in sorted(folder.iterdir()) if plain_name(path.name) == wanted and path.is_dir()]
+    return sorted(found, key=lambda path: path.name != task.folder)
 
 
 def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = True) -> Examples:

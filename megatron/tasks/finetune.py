@@ -46,6 +46,11 @@ from megatron.tasks.settings import (
 
 MODEL_TYPE = "finetune"
 DEFAULTS = dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1)
+# default -> settings that say the same in another way
+SAID_OTHERWISE = dict(
+    global_batch_size=("local_batch_size", "gradient_accumulation_steps"),
+    lr_warmup_fraction=("lr_warmup_iters", "lr_warmup_samples"),
+)
 LENGTHS = ("train_epochs", "train_iters", "train_samples")  # settings of how long training is, of which there is one
 
 
@@ -70,6 +75,9 @@ def recipe() -> Recipe:
         starts_from=tuple(BACKBONES),
         part=part_of_trunk,
         settled=settled_trunk,
+        predicts=lambda config: (
+            "all" if task_settings(config).backbone == DEFAULT else "state"
+        ),  # encoders leave padding out
     )
 
 
@@ -363,6 +371,9 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     asked = [name for name in LENGTHS if name in told] or [name for name in LENGTHS if name in of_task]
     asked = asked or ["train_epochs"]
     found = {name: value for name, value in found.items() if name not in LENGTHS or name in asked}
+    for name, others in SAID_OTHERWISE.items():
+        if set(others) & set(told):
+            found.pop(name, None)
     if "train_epochs" in asked:
         found.setdefault("eval_epoch", 1)
     return found

@@ -149,6 +149,22 @@ def learned_labels(record: Mapping[str, Any], task: Optional[str]) -> dict[str, 
     return dict(labels=labels) if labels and task and find_task(str(task)).labels is None else {}
 
 
+def predictions_folder(predictions: Optional[str], save: Optional[str]) -> Optional[str]:
+    """Where a run writes predictions and pictures; None: nowhere."""
+    return predictions or (f"{save}/predictions" if save and "://" not in save else None)
+
+
+def confusion_pictures(run: Mapping[str, Any], place: Path) -> list[Path]:
+    """The confusion matrices that a run of fine-tuning has drawn. run: its record; place: its folder, if it has moved."""
+    config = run.get("config") or {}
+    task = (config.get("extra") or {}).get(GROUP)
+    if task is None:
+        return []
+    folder = predictions_folder(task.get("predictions"), (config.get("checkpoint") or {}).get("save"))
+    places = [Path(run.get("folder") or "", folder)] if folder else []
+    return next(filter(None, (sorted(one.glob("confusion-*.png")) for one in [*places, place / "predictions"])), [])
+
+
 def _key(settings: TaskSettings) -> str:
     """What the examples depend on: one string, because settings hold lists."""
     names = (
@@ -199,9 +215,11 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
     found = [(name, file_of(task, settings.task_data, files)) for name, files in sets.items()]
     missing = [" or ".join(sets[name]) for name, file in found if file is None]
     # Test sets are there or not; without data at all a checkpoint is looked at.
-    if missing and settings.task_data and split != "test":
+    beside = task.home if split == "valid" and not settings.train_data and _files(task, settings, "train") else None
+    where = f"--data-path {settings.task_data}" if settings.task_data else beside
+    if missing and where and split != "test":
         raise DataError(
-            f"--data-path {settings.task_data} has no {', '.join(missing)}",
+            f"{where} has no {', '.join(missing)}",
             f"--task {settings.task} takes its {split} examples from there",
             f"or say where they are: --{split}-data FILE",
         )

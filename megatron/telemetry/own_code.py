@@ -5,14 +5,15 @@ package, by checksum, and uncommitted changes of the tree. Files that git does n
 
 import ast
 import hashlib
+import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import UsageError
+from megatron.errors import SettingsError, UsageError
 from megatron.telemetry.run_record import git
 
 DIGITS = 12  # of a checksum, as many as of the commit
@@ -39,6 +40,20 @@ def code_notes(saved: object, now: Mapping[str, Any]) -> list[str]:
         for name, found in now.get("files", {}).items()
         if name in before and before[name] != found
     ]
+
+
+def named_in(flag: str, name: str, what: str) -> Callable:
+    """What the words of a flag name, MODULE:NAME. Raises SettingsError where there is none, or nothing to call."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise SettingsError(f"{flag} {name}: {error}", do=f"name {what}, in a module that Python finds") from error
+    if not callable(found):
+        raise SettingsError(f"{flag} {name} is {found!r}", do=f"name {what}")
+    return found
 
 
 def checksum(content: bytes) -> str:

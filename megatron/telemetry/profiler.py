@@ -112,6 +112,7 @@ class Profiler:
         operators = _without_phases(averages)
         sent = EventList([event for event in operators if event.key.lower().startswith(COMMUNICATION)])
         memory = "self_device_memory_usage" if self.device.type == "cuda" else "self_cpu_memory_usage"
+        holders = EventList((event for event in operators if getattr(event, memory)), profile_memory=True)
         tables = {
             "Phases of a step (total times; recomputation and hooks lie in the backward pass)": (
                 phases,
@@ -119,7 +120,7 @@ class Profiler:
             ),
             "Operators": (operators, self._sort()),
             "Communication (waiting for the others included)": (sent, "cpu_time_total"),
-            "Memory (allocated less given back, by the operator itself)": (operators, memory),
+            "Memory (allocated less given back, by the operator itself)": (holders, memory),
         }
         return "\n".join(
             f"{title}\n{_table(events, sort, ROWS)}\n" for title, (events, sort) in tables.items() if events

@@ -35,6 +35,7 @@ def run_record(config, mesh: dict[str, int], iteration: int = 0, **more) -> dict
         time=now(),
         host=socket.gethostname(),
         pid=os.getpid(),
+        folder=os.getcwd(),
         machine=f"{platform.system()} {platform.machine()}",
         command=sys.argv,
         commit=source_commit(),
@@ -123,9 +124,31 @@ class History:
     memory: list[dict] = field(default_factory=list)
     damaged_lines: int = 0
 
+    @property
+    def loss(self) -> str:
+        """The name of what is trained for: of words, or of a task's labels."""
+        return LOSS if any(LOSS in step for step in self.steps) else TASK_LOSS
+
+    @property
+    def figures(self) -> list[str]:
+        """What evaluations find out besides losses, such as a task's metrics; first the one that says which was best."""
+        found = dict.fromkeys(name for e in self.evals if e.get("split") == "validation" for name in e)
+        sums = dict.fromkeys(name for step in self.steps for name in step)
+        names = [name for name in found if name not in (*OF_EVERY_EVALUATION, *sums)]
+        first = (self.run.get("criterion") or {}).get("figure")
+        return sorted(names, key=lambda name: name != first)
+
+    @property
+    def smaller_is_better(self) -> bool:
+        """Of the first figure."""
+        return bool((self.run.get("criterion") or {}).get("smaller_is_better"))
+
 
 EVENTS = ("run", "save", "spike", "rewind", "end")
-LOSS = "lm loss"
+LOSS, TASK_LOSS = "lm loss", "loss"
+OF_EVERY_EVALUATION = {
+    *("kind", "split", "iteration", "consumed_samples", "time", "final", "first_sample", "samples", "seconds", LOSS)
+}
 OF_EVERY_STEP = {  # what a step has besides the means of what stages return
     *("kind", "iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "loss_scale", "skipped"),
     *("seconds", "ledger", "tokens_per_second", "tflops_per_rank", "mfu", "spike", "decoupled_learning_rate"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.errors import SettingsError, did_you_mean
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Tokenizer
-from megatron.tokenizer.named import with_files
+from megatron.tokenizer.named import kind_of, with_files
 
 TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do without
     "GPT2BPETokenizer": ("byte_level", ("vocab_file", "merge_file")),
@@ -97,7 +97,8 @@ def tokenizer_type(settings: TokenizerSettings) -> str:
         return "GPT2BPETokenizer"
     if settings.tokenizer_model:
         by_suffix = {".model": "GPTSentencePieceTokenizer", ".tiktoken": "TikTokenizer"}
-        return by_suffix.get(Path(settings.tokenizer_model).suffix, "HuggingFaceTokenizer")
+        path = Path(settings.tokenizer_model)
+        return by_suffix.get(path.suffix) or (not path.is_file() and kind_of(str(path))) or "HuggingFaceTokenizer"
     raise SettingsError(
         "no tokenizer is given",
         do="--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt, or "

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.errors import DataError
+from megatron.settings.presets import cache_folder, cached, shared
 from megatron.settings.schema import TokenizerSettings
 
 Wanted = Mapping[str, tuple[str, ...]]  # setting -> the names that its file may have, the usual one first
@@ -36,8 +37,7 @@ WANTED: dict[str, Wanted] = {
     "HuggingFaceTokenizer": dict(tokenizer_model=("tokenizer.json",)),
     "TikTokenizer": dict(tokenizer_model=("*.tiktoken",)),
 }
-# Models with one vocabulary: where a name has no folder of its own, these share one.
-SHARED = {"gpt2-": "gpt2", "gpt3-": "gpt2", "gpt-cpm-": "gpt-cpm"}
+KINDS = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "GPTSentencePieceTokenizer", "TikTokenizer")
 _FILES = (".json", ".model", ".tiktoken", ".txt")
 
 
@@ -64,17 +64,19 @@ def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
     return replace(settings, **(dict(tokenizer_model=None) | found))
 
 
-def cache_folder() -> Path:
-    """Where vocabularies lie by name."""
-    return Path(os.environ.get("MEGATRON_CACHE") or Path.home() / ".cache" / "megatron")
+def kind_of(given: str) -> str | None:
+    """The type of tokenizer whose files are all in a folder, here or in the cache; else that of the model of this name."""
+    of_model = {"gpt2": "GPT2BPETokenizer", "gpt-cpm": "GPTChineseTokenizer"}.get(shared(given))
+    folder = Path(given) if Path(given).is_dir() else cached(given)
+    kinds = [of_model, *KINDS] if of_model else KINDS
+    there = (kind for kind in kinds if folder and all(_find(folder, names) for names in WANTED[kind].values()))
+    return next(there, of_model)
 
 
 def _cached(name: str, wanted: Wanted) -> Path:
+    if folder := cached(name):
+        return folder
     cache = cache_folder()
-    shared = next((folder for start, folder in SHARED.items() if name.startswith(start)), name)
-    for folder in (cache / name, cache / shared):
-        if folder.is_dir():
-            return folder
     files = " and ".join(names[0] for names in wanted.values())
     raise DataError(
         f"there is no vocabulary {name!r}: neither a folder here nor one of {cache} (MEGATRON_CACHE)",

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import run_main
+from megatron.errors import CheckpointError, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.storage.urls import location
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class UtilOptions:
     target_pipeline_parallel_size: int = setting(
         "pipeline stages: a file for each", 1, "--target-pipeline-model-parallel-size"
     )
-    model_type: Literal["GPT"] = setting("the kind of model", "GPT")
+    model_type: Optional[Literal["GPT", "BERT", "T5"]] = setting("the kind of model (default: the checkpoint's)", None)
     loader: str = setting("accepted: the format of --load-dir is recognised", "megatron")
     saver: str = setting("accepted: there is one format", "megatron")
     megatron_path: Optional[str] = setting("accepted: no code from there is run", None)
@@ -47,20 +48,21 @@ def main(argv: list[str]) -> None:
 
     source = Path(asked.load_dir)
     theirs = ("mp_rank_*", "*/mp_rank_*", "*.distcp", "*/*.distcp")  # Megatron-LM's own formats
-    if any(next(source.glob(pattern), None) for pattern in theirs):
-        checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
-        return
-    checkpoint.main(
-        [
-            "reshard",
-            asked.load_dir,
-            asked.save_dir,
-            "--tensor-model-parallel-size",
-            str(asked.target_tensor_parallel_size),
-            "--pipeline-model-parallel-size",
-            str(asked.target_pipeline_parallel_size),
-        ]
-    )
+    foreign = any(next(source.glob(pattern), None) for pattern in theirs)
+    if foreign and asked.model_type in (None, "GPT"):
+        return checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
+    if foreign:
+        raise SettingsError(
+            f"--model-type {asked.model_type}: {source} is a checkpoint of Megatron-LM, of which GPTs are read",
+            do="a T5 or BERT of Hugging Face transformers: python -m megatron.tools.checkpoint from-hf",
+        )
+    if asked.model_type:
+        with checkpoint.open_reader(location(asked.load_dir), checkpoint.WhichCheckpoint()) as reader:
+            found = reader.state.get("config", {}).get("model", {}).get("model_type", "GPT")
+        if found != asked.model_type:
+            raise CheckpointError(f"--model-type {asked.model_type}: {source} holds a model of type {found}")
+    sizes = f"--tp {asked.target_tensor_parallel_size} --pp {asked.target_pipeline_parallel_size}"
+    checkpoint.main(["reshard", asked.load_dir, asked.save_dir, *sizes.split()])
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
     python -m megatron.tools.contamination scan crawl/*.jsonl --index evaluation.ngrams
     python -m megatron.tools.contamination ignore corpus_text_document --index evaluation.ngrams --above 10
 
-register  add a set to an index (a new one where there is none); one of the same name is replaced. A file is JSON objects,
-          one a line, or plain text, of which each line is an item
+register  add a set to an index (a new one where there is none); one of the same name is replaced. A file is JSON
+          (one object a line, or a list of them), or plain text, of which each line is an item
 show      what an index holds, or what was found in a token file when it was preprocessed with --contamination
 scan      look through files of text: which documents hold which sets; as JSON lines with --output
 ignore    leave n-grams out of an index that a token file has more than --above times: phrases, not evaluation items
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.tools.positional import parse_one
 
 COMMANDS = ("register", "show", "scan", "ignore")
 SCANNED_TOGETHER = 1 << 20  # bytes of lines
@@ -46,13 +46,8 @@ def main(argv: list[str]) -> None:
     """Run one of the commands; what it works on stands before the flags."""
     count = next((number for number, word in enumerate(argv) if word.startswith("-")), len(argv))
     words, flags = argv[:count], argv[count:]
-    options = parse(
-        flags,
-        dict(contamination=ContaminationOptions),
-        prog="python -m megatron.tools.contamination register NAME FILES ... | show | scan FILES ... | ignore PREFIX",
-        description=__doc__.splitlines()[0],
-        common=tuple(ContaminationOptions.__dataclass_fields__),
-    )["contamination"]
+    prog = "python -m megatron.tools.contamination register NAME FILES ... | show | scan FILES ... | ignore PREFIX"
+    options = parse_one(flags, ContaminationOptions, prog, __doc__)
     command = words[0] if words else ""
     if command not in COMMANDS:
         raise UsageError(f"{command or 'no command'}: known are {', '.join(COMMANDS)}", do="see --help")
@@ -61,7 +56,8 @@ def main(argv: list[str]) -> None:
 
 def register(words: list[str], options: ContaminationOptions) -> None:
     """Add a set to an index."""
-    from megatron.data.contamination import NgramIndex, read_items
+    from megatron.data.contamination import NgramIndex
+    from megatron.data.evaluation_sets import read_items
 
     if len(words) < 2:
         raise UsageError(
@@ -83,7 +79,7 @@ def register(words: list[str], options: ContaminationOptions) -> None:
         if one.too_short
         else ""
     )
-    print(f"{name}: {one.items:,} items{short}")
+    print(f"{name}: {one.items:,} items{short}; {index.ngrams_of(one):,} n-grams")
     size, seconds = path.stat().st_size / 1e6, time.perf_counter() - started
     print(f"{path}: {len(index.sets)} sets, {len(index.hashes):,} n-grams, {size:.1f} MB, {seconds:.1f} s")
 

@@ -12,8 +12,8 @@
 `run` after a kill, at whatever moment, goes on where it was. docs/corpus.md has the recipes.
 """
 
+import contextlib
 import json
-import os
 import shutil
 import signal
 import sys
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.tools.positional import parse_one
 
 PROG = "python -m megatron.tools.corpus"
 
@@ -57,14 +57,7 @@ def estimate(words: list[str], flags: list[str]) -> None:
     """What the recipe takes on machines that are not there yet; has options of its own."""
     from megatron.tools.corpus_estimate import EstimateOptions, tell
 
-    asked = parse(
-        flags,
-        {"estimate": EstimateOptions},
-        prog=f"{PROG} estimate",
-        description=estimate.__doc__,
-        common=tuple(EstimateOptions.__dataclass_fields__),
-    )["estimate"]
-    tell(_one(words, "recipe"), asked)
+    tell(_one(words, "recipe"), parse_one(flags, EstimateOptions, f"{PROG} estimate", estimate.__doc__))
 
 
 COMMON = ("output", "runner", "workers", "memory_gb", "verify")
@@ -76,13 +69,7 @@ def main(argv: list[str]) -> None:
     if command == "estimate":
         estimate(words, flags)
         return
-    asked = parse(
-        flags,
-        {"corpus": CorpusOptions},
-        prog=f"{PROG} {command}",
-        description=__doc__.partition("\n")[0],
-        common=COMMON,
-    )["corpus"]
+    asked = parse_one(flags, CorpusOptions, f"{PROG} {command}", __doc__, COMMON)
     for name in ("workers", "memory_gb", "parts"):
         value = getattr(asked, name)
         if value is not None and value <= 0:
@@ -138,17 +125,19 @@ def _last_plan(asked: CorpusOptions):
 
 
 def run(words: list[str], asked: CorpusOptions) -> None:
-    from megatron.corpus.driver import FINAL
+    from megatron.corpus.driver import FINAL, counts_by_phase
     from megatron.corpus.driver import run as drive
     from megatron.corpus.plan import save_plan
     from megatron.corpus.runners.local import run_local, workers_for
+    from megatron.corpus.summary import summary
 
     recipe, plan = _planned(words, asked)
     output = Path(asked.output)
     save_plan(plan, output)
-    shutil.copyfile(recipe.path, output / "recipe.yaml") if not _same(recipe.path, output / "recipe.yaml") else None
-    for path, reason in plan.set_aside[:20]:
-        print(f"set aside: {reason if path in reason else f'{path}: {reason}'}", file=sys.stderr)
+    with contextlib.suppress(shutil.SameFileError):
+        shutil.copyfile(recipe.path, output / "recipe.yaml")
+    for line in _set_aside(plan)[:20]:
+        print(line, file=sys.stderr)
     if len(plan.set_aside) > 20:
         print(f"set aside: {len(plan.set_aside) - 20} more input files", file=sys.stderr)
     print(f"{len(plan.tasks)} tasks in {len(plan.phases)} phases: {', '.join(plan.phases)}", flush=True)
@@ -172,40 +161,18 @@ def run(words: list[str], asked: CorpusOptions) -> None:
         )
     started = time.perf_counter()
     with _Bar() as bar:
-        drive(plan, output, runner, _told_to(bar, asked), whole=asked.verify)
+        told = [bar]
+        if asked.status_page:
+            from megatron.tools.corpus_status import StatusPage
+
+            told.append(StatusPage(Path(asked.status_page), asked.output))
+        drive(plan, output, runner, lambda progress: [tell(progress) for tell in told], whole=asked.verify)
     print(f"done in {time.perf_counter() - started:.1f} s: {output / FINAL}")
-    for line in summary(plan, output):
-        print(line)
+    print("\n".join(summary(counts_by_phase(plan, output))))
 
 
-def _same(one: str, other: Path) -> bool:
-    return other.exists() and os.path.samefile(one, other)
-
-
-def summary(plan, output: Path) -> list[str]:
-    """A few lines: what came in, what goes out, what was set aside."""
-    from megatron.corpus.driver import counts_by_phase
-
-    counts = counts_by_phase(plan, output)
-    lines = []
-    first = counts[next(iter(counts))]
-    rejected = sum(first.get("rejected", {}).values())
-    lines.append(f"read: {first.get('documents', 0):,} documents, {first.get('bytes', 0) / 1e6:,.1f} MB of text")
-    if rejected:
-        reasons = ", ".join(f"{reason} {number:,}" for reason, number in _largest(first["rejected"]))
-        lines.append(f"lines set aside: {rejected:,} ({reasons}); see rejected.jsonl in tasks/{next(iter(counts))}")
-    for path, reason in first.get("damaged", {}).items():
-        lines.append(f"set aside: {path}: {reason}")
-    for name, found in counts.items():
-        for rule, number in _largest({rule: one["documents"] for rule, one in found.get("dropped", {}).items()}):
-            lines.append(f"{name}: {rule} dropped {number:,}")
-    last = counts[list(counts)[-1]]
-    told = [f"{last[name]:,} {name}" for name in ("documents", "tokens") if name in last]
-    return [*lines, f"final: {', '.join(told) or 'see ' + str(output / 'final')}"]
-
-
-def _largest(counts: dict, most: int = 8) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda one: -one[1])[:most]
+def _set_aside(plan) -> list[str]:
+    return [f"set aside: {reason if path in reason else f'{path}: {reason}'}" for path, reason in plan.set_aside]
 
 
 class _Bar:
@@ -238,21 +205,6 @@ class _Bar:
                 print(f"{name}: {total} of {total} tasks, after {progress.seconds:.1f} s", flush=True)
 
 
-def _told_to(bar: _Bar, asked: CorpusOptions):
-    """Who is told how far a run is: the bar, and the page where one is wanted."""
-    if not asked.status_page:
-        return bar
-    from megatron.tools.corpus_status import StatusPage
-
-    keep = StatusPage(Path(asked.status_page), asked.output)
-
-    def tell(progress) -> None:
-        bar(progress)
-        keep(progress)
-
-    return tell
-
-
 def plan(words: list[str], asked: CorpusOptions) -> None:
     from megatron.corpus.driver import check as look
 
@@ -265,8 +217,8 @@ def plan(words: list[str], asked: CorpusOptions) -> None:
     for name, folders in planned.phases.items():
         done = sum(folder not in missing for folder in set(folders))
         print(f"  {name}: {len(set(folders))} tasks" + (f", {done} of them done" if done else ""))
-    for path, reason in planned.set_aside:
-        print(f"  set aside: {reason if path in reason else f'{path}: {reason}'}")
+    for line in _set_aside(planned):
+        print(f"  {line}")
 
 
 def work(words: list[str], asked: CorpusOptions) -> None:
@@ -300,7 +252,8 @@ def check(words: list[str], asked: CorpusOptions) -> None:
         number = len(found.missing) + len(found.damaged)
         do = "run the same command again" + (" with --verify" if found.damaged else "")
         raise DataError(f"{output}: {number} of {len(planned.tasks)} tasks are missing or damaged", do=do)
-    print(f"{len(planned.tasks)} tasks: every file is as its receipt says") if not asked.json else None
+    if not asked.json:
+        print(f"{len(planned.tasks)} tasks: every file is as its receipt says")
 
 
 def status(words: list[str], asked: CorpusOptions) -> None:
@@ -369,18 +322,8 @@ def clean(words: list[str], asked: CorpusOptions) -> None:
     print(f"{folders} folders of other recipes and dead attempts removed, {size / 1e6:.1f} MB")
 
 
-COMMANDS = dict(
-    run=run,
-    resume=run,
-    plan=plan,
-    estimate=estimate,
-    check=check,
-    status=status,
-    explain=explain,
-    report=report,
-    clean=clean,
-    work=work,
-)
+COMMANDS = dict(run=run, resume=run, plan=plan, estimate=estimate, check=check, status=status)
+COMMANDS |= dict(explain=explain, report=report, clean=clean, work=work)
 
 
 if __name__ == "__main__":

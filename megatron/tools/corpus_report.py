@@ -13,9 +13,9 @@ from typing import Any, Optional
 from megatron.corpus.driver import counts_by_phase
 from megatron.corpus.filtering import KEPT, SAMPLES
 from megatron.corpus.plan import TASKS, CorpusPlan
+from megatron.telemetry.curves import data_url
 from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, new_figure, plain, svg_of
 from megatron.tools.report_page import Grid, Section, page
-from megatron.tools.report_plots import data_url
 
 SHOWN = 400  # characters of a sample
 PAIRS = 6  # samples of a rule
@@ -36,7 +36,7 @@ def make_page(plan: CorpusPlan, output: Path) -> str:
     sections = [
         Section("What became of the text", pictures=[("Documents and bytes that go on", _funnel(funnel))], wide=True),
         Section("By stage", grids=[_stages(funnel, rate)]),
-        Section("By rule", grids=[_rules(funnel, rate), _changes(counts)]),
+        Section("By rule", grids=[_rules(funnel, rate), _cuts(counts), _changes(counts)]),
         Section("Set aside", grids=[_set_aside(plan, counts)]),
         Section("What the corpus is like", pictures=_nature(counts)),
         Section("Figures of the filters", pictures=_figures(counts), folded=True),
@@ -51,7 +51,8 @@ def make_page(plan: CorpusPlan, output: Path) -> str:
 
 
 def funnel_of(plan: CorpusPlan, counts: dict[str, dict]) -> list[dict[str, Any]]:
-    """A row a stage that makes documents: name, documents, bytes that go on, and by rule what was dropped.
+    """A row a stage that makes documents: name, documents, bytes that go on, by rule what was dropped; lost, more: how many
+    documents went, and how many more cutting made of others; share: of those read, pieces of one counted once.
 
     A row of filters has one for each filter: they are one pass, and their rules say what each took away.
     """
@@ -65,7 +66,14 @@ def funnel_of(plan: CorpusPlan, counts: dict[str, dict]) -> list[dict[str, Any]]
         elif "documents" in last and "tokens" not in last:
             size = last.get("bytes", rows[-1]["bytes"] if rows else 0)
             rows.append(dict(name=stage.name, documents=last["documents"], bytes=size, dropped=last.get("dropped", {})))
-    return rows or [dict(name="nothing yet", documents=0, bytes=0, dropped={})]
+    rows = rows or [dict(name="nothing yet", documents=0, bytes=0, dropped={})]
+    before, share = rows[0]["documents"], 1.0
+    for row in rows:
+        lost = sum(one["documents"] for one in row["dropped"].values()) or max(0, before - row["documents"])
+        share *= 1 - lost / before if before else 1
+        row.update(lost=lost, more=row["documents"] - before + lost, share=share)
+        before = row["documents"]
+    return rows
 
 
 def tokens_of(plan: CorpusPlan, counts: dict[str, dict]) -> Optional[int]:
@@ -108,12 +116,13 @@ def read_samples(plan: CorpusPlan, output: Path) -> dict[str, list[dict]]:
 
 def _tiles(funnel: list[dict], tokens: Optional[int], counts: dict) -> list[tuple[str, str, str]]:
     first, last = funnel[0], funnel[-1]
-    share = last["documents"] / first["documents"] if first["documents"] else 0
+    more = sum(row["more"] for row in funnel)
+    cut = f"; {more:,} of them made by cutting others" if more else ""
     seconds = sum(found["seconds"] for found in counts.values())
     tiles = [
         (f"{first['documents']:,}", "documents read", f"{first['bytes'] / 1e6:,.1f} MB of text"),
-        (f"{last['documents']:,}", "documents in the corpus", f"{last['bytes'] / 1e6:,.1f} MB of text"),
-        (f"{share:.1%}", "of the documents kept", f"{last['bytes'] / max(1, first['bytes']):.1%} of the text"),
+        (f"{last['documents']:,}", "documents in the corpus", f"{last['bytes'] / 1e6:,.1f} MB of text{cut}"),
+        (f"{last['share']:.1%}", "of the documents kept", f"{last['bytes'] / max(1, first['bytes']):.1%} of the text"),
     ]
     if tokens is not None:
         tiles.append((f"{tokens:,}", "tokens", f"{last['bytes'] / max(1, tokens):.2f} bytes a token"))
@@ -125,13 +134,13 @@ def _tiles(funnel: list[dict], tokens: Optional[int], counts: dict) -> list[tupl
 
 
 def _stages(funnel: list[dict], rate: Optional[float]) -> Grid:
-    head = ["stage", "documents", "of those before", "MB of text", *(["tokens, about"] if rate else [])]
-    rows, before = [], None
+    more = ["more, by cutting"] if any(row["more"] for row in funnel) else []
+    head = ["stage", "dropped", *more, "documents", "of those read", "MB of text", *(["tokens, about"] if rate else [])]
+    rows = []
     for row in funnel:
-        share = f"{row['documents'] / before:.1%}" if before else ""
-        cells = [row["name"], f"{row['documents']:,}", share, f"{row['bytes'] / 1e6:,.2f}"]
+        cells = [row["name"], *(f"{row[name]:,}" for name in ("lost", *(["more"] if more else []), "documents"))]
+        cells += [f"{row['share']:.1%}", f"{row['bytes'] / 1e6:,.2f}"]
         rows.append([*cells, *([f"{row['bytes'] * rate:,.0f}"] if rate else [])])
-        before = row["documents"]
     return Grid("", head, rows)
 
 
@@ -153,6 +162,13 @@ def _rules(funnel: list[dict], rate: Optional[float]) -> Grid:
         cells = [told, f"{one['documents']:,}", f"{one['documents'] / total:.2%}", f"{one['bytes'] / 1e6:,.2f}"]
         rows.append([*cells, *([f"{one['bytes'] * rate:,.0f}"] if rate else [])])
     return Grid("Dropped", head, rows)
+
+
+def _cuts(counts: dict) -> Grid:
+    cut = [(name, found) for name, found in counts.items() if found.get("cut")]
+    names = ("cut", "passages", "bytes_cut", "pieces")
+    rows = [[name, *(f"{found[n]:,}" if n in found else "" for n in names)] for name, found in cut]
+    return Grid("Cut", ["stage", "documents", "passages", "bytes", "documents made of them"], rows)
 
 
 def _changes(counts: dict) -> Grid:
@@ -223,7 +239,7 @@ def _funnel(funnel: list[dict]) -> str:
         names = [row["name"] for row in funnel]
         for key, shift, colour in (("documents", -0.2, BLUE), ("bytes", 0.2, ORANGE)):
             total = max(1, funnel[0][key])
-            shares = [100 * row[key] / total for row in funnel]
+            shares = [100 * (row["share"] if key == "documents" else row[key] / total) for row in funnel]
             axes.barh([at + shift for at in range(len(names))], shares, 0.36, color=colour, label=key)
             for at, share in enumerate(shares):
                 axes.text(share + 0.6, at + shift, f"{share:.1f} %", va="center", fontsize=8, color=INK)

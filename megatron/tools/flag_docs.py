@@ -23,9 +23,9 @@ suite and of each model; do not edit.
 - A switch may be given a value: `--bf16`, `--bf16 true`, `--bf16=false`. One that is on by default is `--no-...`.
 - A setting comes from the last of: its default, a named shape (`--model-name-or-path gpt2-medium`), a file
   (`--config run.yaml`), the command line. The environment sets nothing. `--print-config` shows each value and who set
-  it, as a file that `--config` reads. The same flag twice: the last one counts. Two spellings of one setting that
-  disagree are an error, unless `--then` stands between them: then those behind it win, as in scripts, which put it
-  between their own flags and the words that they are given.
+  it, as a file that `--config` reads. Of one source the last word counts, and `--x false` or `--no-x` takes back `--x`.
+  Two words for different values (`--bf16 --fp16`) are an error, unless `--then` stands between them: then those after it
+  win, as in scripts, which put it between their own flags and the words that they are given.
 - A file has `key: value` lines, flat or under group names; keys are the names below without `--`, with `_` for `-`.
 - All problems of a command line are reported at once. Exit code 2: it cannot be understood; 3: its settings cannot work.
 """

@@ -10,7 +10,6 @@ Everything about the model and its vocabulary is read from the checkpoint, whate
 """
 
 import json
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.settings import rank_env
 from megatron.settings.parse import parse
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.tokenizer.base import SENTINEL
 from megatron.tools.job import on_ranks
 
 
@@ -48,6 +46,7 @@ class GenerateOptions:
         "encoder-decoders: the last so many pipeline ranks have layers of the decoder (default: all)", None
     )
     distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
+    save_inference_model_then_exist: bool = setting("PaddleNLP's export of a program: not supported", False)
 
     @property
     def halves(self) -> tuple[Optional[int], Optional[int]]:
@@ -56,9 +55,12 @@ class GenerateOptions:
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks."""
-        given = self.pipeline_model_parallel_size
-        return max(1, *(half or 1 for half in self.halves)) if given is None else given
+        """Pipeline ranks; where nobody says how many, all of this job that may have layers: halves may overlap."""
+        if self.pipeline_model_parallel_size is not None:
+            return self.pipeline_model_parallel_size
+        least, most = max(1, *(half or 1 for half in self.halves)), max(1, sum(half or 0 for half in self.halves))
+        here = rank_env.ranks().world_size // max(1, self.tensor_model_parallel_size)
+        return here if least <= here <= most else most
 
 
 COMMON = (
@@ -93,8 +95,11 @@ def main(argv: list[str]) -> None:
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     check(settings)
     sampling.check()
+    sampling, notes = sampling.settled()
     search.check(sampling)
     here = rank_env.ranks()
+    for note in notes if here.rank == 0 else ():
+        print(f"note: {note}", file=sys.stderr)
     piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
     prompts = None if piped else read_prompts(settings)
 
@@ -115,6 +120,11 @@ def main(argv: list[str]) -> None:
 
 def check(settings: GenerateOptions) -> None:
     """Raise SettingsError for ranks that cannot be, before torch is loaded."""
+    if settings.save_inference_model_then_exist:
+        raise SettingsError(
+            "--save-inference-model-then-exist: models are saved as weights, not as programs",
+            do="leave it out to generate from the checkpoint; python -m megatron.tools.checkpoint to-hf exports weights",
+        )
     tp, pp, world = settings.tensor_model_parallel_size, settings.pp, rank_env.ranks().world_size
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)
     for name, size in sizes.items():
@@ -127,8 +137,8 @@ def check(settings: GenerateOptions) -> None:
     if tp * pp != world:
         raise SettingsError(
             f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
-            do=f"python -m megatron.tools.launch --nproc-per-node {tp * pp} -m megatron.tools.generate ..., or give "
-            "--tensor-model-parallel-size and --pipeline-model-parallel-size whose product is the number of ranks",
+            do=f"{rank_env.launch_command(tp * pp)}, or give --tensor-model-parallel-size and "
+            "--pipeline-model-parallel-size whose product is the number of ranks",
         )
 
 
@@ -138,6 +148,7 @@ def write(
     """Continue texts on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints."""
     from megatron.inference.generation import generate
     from megatron.inference.load import load_model, open_tokenizer
+    from megatron.inference.prompts import no_sentinels, source_of, targets_of
 
     prompts = [text for text in texts for _ in range(settings.num_samples)]
     loaded = load_model(
@@ -167,16 +178,16 @@ def write(
         notes += no_sentinels(tokenizer, sources)
         start = time.perf_counter()
         answers = targets_of(loaded, tokenizer, sources, sampling, search, pp)
+        rooms = [loaded.model.facts.target for _ in sources]
     else:
         more = dict(longest=loaded.longest, end=tokenizer.eod, use_cache=settings.use_cache, pp=pp)
         encoded, start = [tokenizer.encode(prompt) for prompt in prompts], time.perf_counter()
-        if any(len(tokens) + sampling.tokens_to_generate > loaded.longest for tokens in encoded):
-            notes.append(f"the model ends at {loaded.longest} tokens, prompt included")
         answers = generate(loaded.model, encoded, sampling, search, **more)
+        rooms = [loaded.longest - len(tokens) for tokens in encoded]
     if not context.is_rank_zero:
         return
     seconds = time.perf_counter() - start
-    for note in notes:
+    for note in [*notes, *cut_off(rooms, answers, sampling)]:
         print(f"note: {note}", file=sys.stderr)
     show(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
     count = sum(map(len, answers))
@@ -201,60 +212,6 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
     if not prompts:
         raise UsageError("there is no text to continue", do='--prompt "Once upon a time", or --prompt-file FILE')
     return prompts
-
-
-def source_of(tokenizer, prompt: str, number: int) -> list[int]:
-    """Ids of a text that an encoder reads; <extra_id_0> ... in it are sentinels, which stand for what is to be found.
-
-    Raises DataError for one that the vocabulary does not have.
-    """
-    first, *rest = re.split(f"{SENTINEL.format('([0-9]+)')}", prompt)
-    if not rest:
-        return tokenizer.encode(first)
-    ids, sentinels = tokenizer.encode(first.rstrip()) if first.strip() else [], tokenizer.sentinels
-    for place, (sentinel, text) in enumerate(zip(map(int, rest[::2]), rest[1::2], strict=True), 1):
-        if sentinel >= len(sentinels):
-            there = f"<extra_id_0> to <extra_id_{len(sentinels) - 1}>" if sentinels else "none"
-            raise DataError(
-                f"prompt {number} has <extra_id_{sentinel}>; of sentinels the vocabulary has {there}",
-                do="name those that it has; --vocab-extra-ids in pretraining adds them",
-            )
-        text = text.rstrip() if 2 * place < len(rest) else text
-        ids += [sentinels[sentinel], *(tokenizer.encode(text) if text.strip() else [])]
-    return ids
-
-
-def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
-    """What to tell of sources without a sentinel, for a vocabulary that has some: the model may wait for one."""
-    marks = set(tokenizer.sentinels)
-    lacking = [number for number, source in enumerate(sources, 1) if marks and not marks & set(source)]
-    if not lacking:
-        return []
-    told = f"prompt {lacking[0]} has" if len(lacking) == 1 else f"{len(lacking)} prompts have"
-    return [
-        f"{told} no <extra_id_0>: a model that was pretrained on masked spans, and nothing else, fills in those alone"
-    ]
-
-
-def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp) -> list[list[int]]:
-    """What an encoder-decoder answers to each source."""
-    from megatron.inference.sequences import generate_targets
-
-    facts, start, end = loaded.model.facts, search.decoder_start_id, search.decoder_end_id
-    start = _special(tokenizer, "bos", "cls") if start is None else start
-    end = _special(tokenizer, "eos", "sep") if end is None else end
-    end = tokenizer.eod if end is None else end
-    for flag, token in (("--decoder-start-id", start), ("--decoder-end-id", end)):
-        if token is not None and not 0 <= token < facts.vocab_size:
-            raise SettingsError(f"{flag} {token}: the model knows ids from 0 to {facts.vocab_size - 1}")
-    lengths = (facts.source, facts.target)
-    return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end, pp=pp)
-
-
-def _special(tokenizer, *names: str) -> Optional[int]:
-    """The first of these special tokens that a tokenizer has, if it knows any by name."""
-    known = getattr(tokenizer, "special", lambda name: None)
-    return next((token for name in names if (token := known(name)) is not None), None)
 
 
 def show(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool, apart: str = "") -> None:

@@ -2,11 +2,12 @@
 """A small corpus without a download: the documentation and sources that come with every Python installation.
 
     python -m megatron.tools.get_sample_data --output sample/train.jsonl --held-out sample/held_out.jsonl
+    python -m megatron.tools.get_sample_data --output sample/train.jsonl --held-out sample/held_out.jsonl --input book.txt
 
 writes loose JSON lines {"text": ..., "source": ...} of three kinds: language topics (the pages of `help()`), one page of
 documentation per standard-library module (its docstrings), and the modules' sources. The same Python version gives the
 same bytes. A module's documentation and source always go to the same side of the split, so that nothing held out is
-seen in training.
+seen in training. With --input it is text of your own that is divided (`megatron/data/held_out.py`).
 
     python -m megatron.tools.get_sample_data --output data/
 
@@ -32,6 +33,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+from megatron.data.held_out import hold_out
+from megatron.data.json_input import STDIN, find_sources
+from megatron.data.plain_text import SEPARATOR_HELP
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
@@ -61,6 +65,8 @@ class SampleDataOptions:
     output: str = setting("file for the training documents, .jsonl; or a folder for text, vocabulary and token files")
     held_out: Optional[str] = setting("file for documents kept from training, for evaluation", None)
     held_out_percent: float = setting("share of documents that are held out", 5.0)
+    input: Optional[list[str]] = setting("divide this text, .txt or JSON lines, and take nothing of Python's", None)
+    document_separator: Optional[str] = setting(SEPARATOR_HELP, None)
     kinds: tuple[str, ...] = setting("what to take: topics docs sources", KINDS)
     max_megabytes: float = setting("stop after this much text", 20.0)
     vocab_size: int = setting("tokens of the vocabulary that a folder gets", 8192)
@@ -86,9 +92,18 @@ def main(argv: list[str]) -> None:
     if unknown:
         raise SettingsError(f"--kinds {' '.join(sorted(unknown))}: unknown", do=f"known: {' '.join(KINDS)}")
     folder = Path(settings.output)
+    if settings.input:
+        if not settings.held_out or settings.input == [STDIN]:
+            raise SettingsError("--input needs --held-out, and files: they are read twice", do="--held-out FILE")
+        sources = find_sources(settings.input, settings.document_separator)
+        return tell(hold_out(sources, settings.output, settings.held_out, settings.held_out_percent))
     if folder.is_dir() or settings.output.endswith(os.sep) or not folder.suffix:
         return make_ready(folder, settings)
-    counts = write_corpus(settings)
+    tell(write_corpus(settings))
+
+
+def tell(counts: dict[str, tuple[int, int]]) -> None:
+    """What was written, a line a file."""
     for path, (documents, size) in counts.items():
         print(f"{path}: {documents} documents, {size / 1e6:.1f} MB of text")
 
@@ -99,8 +114,7 @@ def make_ready(folder: Path, settings: SampleDataOptions) -> None:
     from megatron.tools import create_pretraining_data, train_tokenizer
 
     text, prefix = str(folder / "sample.jsonl"), str(folder / "sample")
-    for path, (documents, size) in write_corpus(replace(settings, output=text)).items():
-        print(f"{path}: {documents} documents, {size / 1e6:.1f} MB of text")
+    tell(write_corpus(replace(settings, output=text)))
     with contextlib.redirect_stdout(io.StringIO()):
         train_tokenizer.main(["--input", text, "--vocab-size", str(settings.vocab_size), "--output", str(folder)])
         words = ["--model_name", str(folder), "--tokenizer_name", "GPTTokenizer", "--append_eos"]

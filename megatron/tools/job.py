@@ -19,7 +19,7 @@ def check_shares(tp: int, pp: int) -> None:
     if world % (tp * pp):
         raise SettingsError(
             f"tensor {tp} x pipeline {pp} = {tp * pp} ranks, which do not divide the {world} ranks of this job",
-            do=f"start {tp * pp} ranks, or a multiple: python -m megatron.tools.launch --nproc-per-node {tp * pp} -m ...",
+            do=f"start {tp * pp} ranks, or a multiple: {rank_env.launch_command(tp * pp)}",
         )
 
 

@@ -2,6 +2,7 @@
 """Start the ranks of a job on this machine: torchrun's flags and torch's elastic agent, and an end that can be read.
 
     python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py --num-layers 4 ...
+    python -m megatron.tools.launch --gpus 2,3 pretrain_gpt.py ...
     python -m megatron.tools.launch --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 pretrain_gpt.py ...
 
 Where torchrun ends with a traceback of its own, a table of all ranks and exit code 1, this ends with the message of the
@@ -125,8 +126,11 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
         problem += did_you_mean(flag, parser._option_string_actions) if flag.startswith("--") else ""
         raise UsageError(problem, do="flags of the launcher stand before the script, and --help lists them")
 
+    parser.add_argument("--gpus", "--devices", help="GPUs for the ranks, one each: 2,3 (PaddlePaddle's flag)")
     parser.prog, parser.description, parser.error = f"python -m {MODULE}", "Start the ranks of a job.", refuse
     args = parser.parse_args(argv)
+    if args.gpus is not None:
+        use_gpus(args, parser.get_default("nproc_per_node"))
     script = args.training_script
     if not (args.module or args.no_python) and not Path(script).is_file():
         scripts = [str(path) for path in Path(script).parent.glob("*.py")]
@@ -134,6 +138,17 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     if args.no_python and shutil.which(script) is None:
         raise UsageError(f"{script}: no such program")
     return args
+
+
+def use_gpus(args: Namespace, unsaid: object) -> None:
+    """--gpus 2,3: the ranks see these devices, and are as many. unsaid: --nproc-per-node where nobody gives it."""
+    names = [name.strip() for name in args.gpus.split(",")]
+    if not all(name.isdecimal() for name in names) or len(set(names)) < len(names):
+        raise UsageError(f"--gpus {args.gpus}: numbers of different GPUs are wanted", do="--gpus 0,1,2,3")
+    if args.nproc_per_node not in (unsaid, str(len(names)), "gpu", "auto"):
+        count = f"{len(names)} ranks, one for each"
+        raise UsageError(f"--gpus {args.gpus} is {count}, and --nproc-per-node {args.nproc_per_node} another number")
+    args.nproc_per_node, os.environ["CUDA_VISIBLE_DEVICES"] = str(len(names)), ",".join(names)
 
 
 class Launch:

@@ -10,7 +10,7 @@ Takes the flags of a training. Parallel sizes, micro-batch, ZeRO stage and sched
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Optional
 
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
     _check(asked)
     if asked.calibrate:
         _calibrate(asked.calibrate)
-        config = replace(config, planner=replace(config.planner, calibration=asked.calibrate))
+        config = config.derive("--calibrate", calibration=asked.calibrate)
     _search(config, asked)
 
 

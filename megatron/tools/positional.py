@@ -1,19 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands whose files stand without a flag, as those of Megatron-LM's tools do: `shuf IN -o OUT --seed 1`.
+"""Commands with one dataclass of settings, whose files stand without a flag, as those of Megatron-LM's tools do:
+`shuf IN -o OUT --seed 1`.
 
 files, flags = divide(argv, Options, {"-o": "--output"})
-options = parse(flags, dict(shuf=Options), prog=...)["shuf"]
-[source] = expect(files, "IN", prog)
+options = parse_one(flags, Options, f"{PROG} IN", "What it does.")
+[source] = expect(files, "IN", PROG)
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 from megatron.errors import UsageError
-from megatron.settings.spelling import NO, YES, settings_of, spellings_of
+from megatron.settings.parse import parse
+from megatron.settings.spelling import NO, YES, spellings_of
 
 SWITCHES = ("-h", "--help", "--help-all", "--print-config", "--then")
 VALUED = ("--config", "-c")
+Options = TypeVar("Options")
+
+
+def parse_one(
+    argv: list[str], kind: type[Options], prog: str, about: str, common: tuple[str, ...] | None = None
+) -> Options:
+    """The settings of a command. prog: "python -m MODULE ..."; about: a docstring, whose first line is shown; common: what
+    --help shows (default: all but --debug).
+    """
+    name = prog.split()[2].rpartition(".")[2]
+    common = common or tuple(one for one in kind.__dataclass_fields__ if one != "debug")
+    return parse(argv, {name: kind}, prog=prog, description=about.partition("\n")[0], common=common)[name]
 
 
 def divide(
@@ -25,7 +40,7 @@ def divide(
     true or false takes the next word only where that is true or false; one of several values takes all words up to
     the next flag; any other takes one. `--` ends the flags.
     """
-    known = spellings_of(settings_of(dict(one=kind)))
+    known = spellings_of(dict(one=kind))
     files, flags, at = [], [], 0
     while at < len(argv):
         word, at = argv[at], at + 1

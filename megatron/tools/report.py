@@ -19,12 +19,13 @@ from typing import Optional
 
 from megatron.errors import DataError, UsageError, run_main
 from megatron.settings.schema import setting
+from megatron.tasks.settings import confusion_pictures
+from megatron.telemetry.curves import data_url, memory_plot, plots
 from megatron.telemetry.figures import count, duration, seconds
 from megatron.telemetry.run_folder import METRICS, find_metrics
 from megatron.telemetry.run_record import LOSS, History, read_history
 from megatron.tools import report_compare, report_facts
 from megatron.tools.report_page import Section, page
-from megatron.tools.report_plots import memory_plot, plots
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str
     samples = read_samples(folder)
     evaluation = read_evaluation(folder)
     sections = [
+        Section("The task", confusions(history, folder), [("", report_facts.task(history))]),
         Section("Training", pictures=plots(history)),
         Section("What the model writes", quotes=samples),
         Section("Evaluation on held-out text", tables=[("", _rows(evaluation) if evaluation else {})]),
@@ -80,13 +82,21 @@ def read(path: Path) -> History:
 # -- figures -------------------------------------------------------------------------------------------------------------
 
 
+def confusions(history: History, folder: Path) -> list[tuple[str, str]]:
+    """(caption, picture) of each confusion matrix of a fine-tuning."""
+    found = confusion_pictures(history.run, folder)
+    return [
+        (f"Confusion matrix, {path.stem.removeprefix('confusion-')}", data_url(path.read_bytes())) for path in found
+    ]
+
+
 def tiles(history: History, evaluation=None) -> list[tuple[str, str, str]]:
     """The handful of numbers at the top: (value, what it is, a remark)."""
     steps, last, launches = history.steps, history.steps[-1], max(1, len(history.starts))
-    found = []
-    losses = [step[LOSS] for step in steps[-20:] if step.get(LOSS) is not None]
+    found, loss = [report_facts.judged(history)] if history.figures else [], history.loss
+    losses = [step[loss] for step in steps[-20:] if step.get(loss) is not None]
     if losses:
-        first = next((step[LOSS] for step in steps if step.get(LOSS) is not None), losses[-1])
+        first = next((step[loss] for step in steps if step.get(loss) is not None), losses[-1])
         mean = f"mean of the last {len(losses)} steps" if len(losses) > 1 else "of the last step"
         found.append((f"{statistics.fmean(losses):.3f}", "training loss", f"{mean}; the first was {first:.3f}"))
     if held := perplexity(history, evaluation):
@@ -137,7 +147,7 @@ def mfu_of(history: History) -> str:
 
 
 def totals(history: History) -> dict[str, str]:
-    steps = history.steps
+    steps, loss = history.steps, history.loss
     took = sum(step.get("seconds") or 0.0 for step in steps)
     rows = {
         "iterations": f"{steps[-1]['iteration']:,}",
@@ -147,10 +157,10 @@ def totals(history: History) -> dict[str, str]:
         "time in evaluation": duration(sum(e.get("seconds") or 0.0 for e in history.evals)),
         "median time of a step": seconds(statistics.median(step.get("seconds") or 0.0 for step in steps)),
         "skipped steps (fp16 overflow)": str(sum(bool(step.get("skipped")) for step in steps)),
-        "steps without a finite loss": str(sum(LOSS in step and step[LOSS] is None for step in steps)),
+        "steps without a finite loss": str(sum(loss in step and step[loss] is None for step in steps)),
     }
-    for evaluation in {e.get("split"): e for e in history.evals if e.get(LOSS) is not None}.values():
-        rows[f"last {evaluation['split']} loss"] = f"{evaluation[LOSS]:.4f}"
+    for evaluation in {e.get("split"): e for e in history.evals if e.get(loss) is not None}.values():
+        rows[f"last {evaluation['split']} loss"] = f"{evaluation[loss]:.4f}"
     return {name: value for name, value in rows.items() if value}
 
 

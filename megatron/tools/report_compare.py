@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
+from megatron.telemetry.curves import data_url, is_number, smooth, thin, validation_points
 from megatron.telemetry.drawing import (
     BLUE,
     GREEN,
@@ -30,7 +31,6 @@ from megatron.telemetry.drawing import (
 from megatron.telemetry.figures import count, duration
 from megatron.telemetry.run_record import LOSS, History, own_sums
 from megatron.tools.report_page import Grid, Section, page
-from megatron.tools.report_plots import data_url, is_number, smooth, thin, validation_points
 
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, INK, SOFT)
 DASHES = ("-", "--", ":", "-.")  # where there are more runs than colours
@@ -85,14 +85,23 @@ def final_losses(runs: Runs) -> dict[str, list[Optional[float]]]:
     Training is compared at the last step that all runs have reached, as the mean of the last steps up to there.
     """
     common = min(history.steps[-1]["iteration"] for history in runs.values())
-    names = list(dict.fromkeys([LOSS, *(name for history in runs.values() for name in own_sums(history.steps))]))
     rows: dict[str, list[Optional[float]]] = {}
-    for name in names:
+    for name in named(runs):
         rows[f"{name}, step 1"] = [_at_step_1(history, name) for history in runs.values()]
         means = {key: _mean_until(history, name, common) for key, history in runs.items()}
         rows[f"{name}, mean of {min(LAST, common)} steps to {common:,}"] = list(means.values())
         rows |= _evaluations(runs, name)
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
+
+
+def named(runs: Runs) -> list[str]:
+    """What tasks are judged by, losses, and further sums that models log."""
+    sums = [name for history in runs.values() for name in (history.loss, *own_sums(history.steps))]
+    return list(dict.fromkeys([*_judged(runs), *sums]))
+
+
+def _judged(runs: Runs) -> list[str]:
+    return list(dict.fromkeys(name for history in runs.values() for name in history.figures))
 
 
 def _at_step_1(history: History, name: str) -> Optional[float]:
@@ -237,7 +246,7 @@ def page_of(runs: Runs, title: str) -> str:
 
 def tiles(runs: Runs) -> list[tuple[str, str, str]]:
     """The number at the top of each run: its last loss of validation, else of training."""
-    rows = [(name, values) for name, values in final_losses(runs).items() if name.startswith(f"{LOSS}, ")]
+    rows = [(name, values) for name, values in final_losses(runs).items() if name.startswith(f"{named(runs)[0]}, ")]
     best = next((row for row in reversed(rows) if "validation" in row[0] and None not in row[1]), None)
     name, values = best or next((row for row in rows if "mean of" in row[0]), ("", []))
     return [(f"{value:.4f}" if value is not None else "-", run, name) for run, value in zip(runs, values, strict=False)]
@@ -310,10 +319,13 @@ AXES: dict[str, tuple[str, Callable[[History], dict[int, float]]]] = {  # headin
 
 def plots(runs: Runs, across: str, places: Callable[[History], dict[int, float]]) -> list[tuple[str, str]]:
     """(caption, SVG as a data URL) of the curves of all runs, over one another."""
-    own = dict.fromkeys(name for history in runs.values() for name in own_sums(history.steps))
+    judged, loss = _judged(runs), next(iter(runs.values())).loss
+    own = [name for name in named(runs) if name not in (*judged, loss)]
+    label = "loss (nats a token)" if loss == LOSS else loss
     wanted = [
-        ("Training loss, running mean", "loss (nats a token)", _training(LOSS)),
-        ("Validation loss", "loss (nats a token)", _validation(LOSS)),
+        *((f"{name}, in validation", name, _validation(name)) for name in judged),
+        ("Training loss, running mean", label, _training(loss)),
+        ("Validation loss", label, _validation(loss)),
         ("Learning rate", "learning rate", _each("learning_rate")),
         ("Gradient norm before clipping, running mean", "L2 norm of all gradients", _training("grad_norm")),
         *((f"{name}, running mean", "mean over the tokens that count", _training(name)) for name in own),

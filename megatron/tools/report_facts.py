@@ -7,9 +7,9 @@ from megatron.errors import Failure
 from megatron.pipeline.draw import svg
 from megatron.pipeline.schedule import default_chunks, stage_map
 from megatron.pipeline.simulate import bubble_of, make_rank_schedules, simulate
+from megatron.telemetry.curves import data_url, validation_points
 from megatron.telemetry.figures import count, seconds, several, size
 from megatron.telemetry.run_record import History
-from megatron.tools.report_plots import data_url
 
 Rows = list[tuple[str, str]]
 SHOWN = 40  # events in the table: the last ones
@@ -20,6 +20,28 @@ def group(history: History, name: str) -> dict:
     """A group of the settings that the run was started with last; empty where there is none."""
     found = (history.run.get("config") or {}).get(name)
     return found if isinstance(found, dict) else {}
+
+
+# -- task --------------------------------------------------------------------------------------------------------------
+
+
+def judged(history: History) -> tuple[str, str, str]:
+    """The best value of the figure that a task is judged by, what it is, and a remark."""
+    name = history.figures[0]
+    points = validation_points(history.evals, name)
+    at, best = (min if history.smaller_is_better else max)(points, key=lambda point: point[1])
+    return f"{best:.4f}", name, f"best of {several(len(points), 'validation')}, at iteration {at:,}"
+
+
+def task(history: History) -> Rows:
+    """What a task's evaluations found out last, of each set."""
+    last = {e.get("split"): e for e in history.evals}
+    return [
+        (f"{name}, {split}", f"{e[name]:.4f} at iteration {e['iteration']:,}")
+        for split, e in last.items()
+        for name in history.figures
+        if e.get(name) is not None
+    ]
 
 
 # -- schedule ----------------------------------------------------------------------------------------------------------

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, Locked, SettingsError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, whole_file
-from megatron.tools.positional import divide
+from megatron.tools.positional import divide, parse_one
 
 PROG = "python -m megatron.tools.shuf"
 UNKNOWN = 64 << 30  # bytes that stdin is taken to have, in the choice of partitions
@@ -42,13 +41,7 @@ class ShufOptions:
 def main(argv: list[str]) -> None:
     """IN ... -o OUT: shuffle."""
     files, flags = divide(argv, ShufOptions, {"-o": "--output", "-n": "--head-count"})
-    options = parse(
-        flags,
-        dict(shuf=ShufOptions),
-        prog=f"{PROG} IN ...",
-        description=__doc__.split("\n")[0],
-        common=tuple(ShufOptions.__dataclass_fields__),
-    )["shuf"]
+    options = parse_one(flags, ShufOptions, f"{PROG} IN ...", __doc__)
     if options.memory_gb < 0.01 or (options.head_count or 0) < 0:
         raise SettingsError("--memory-gb starts at 0.01, --head-count at 0")
     files = files or ["-"]

@@ -23,6 +23,7 @@ from typing import Any, Literal, Optional
 import numpy as np
 
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
+from megatron.settings.from_checkpoint import refuse_lost
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Config, Data, TokenizerSettings, setting
 
@@ -87,6 +88,7 @@ def settle(argv: list[str]):
         if not groups["run"].load:
             raise UsageError("which run?", do="--load FOLDER, or the flags of pretrain_gpt.py")
         history = read_run(groups["run"].load)
+        refuse_lost(history.record, "data", set(asked))
         changed = {name: getattr(groups["data"], name) for name in asked if hasattr(groups["data"], name)}
         words = {name: getattr(groups["tokenizer"], name) for name in asked if hasattr(groups["tokenizer"], name)}
         launches = [with_data(launch, changed) for launch in history.launches]
@@ -465,7 +467,7 @@ class DocumentTrace:
         if not path or origin["piece"]:
             return None
         try:
-            line = lines_at(path, [origin["offset"]])[origin["offset"]]
+            line = lines_at(path, [origin["offset"]], origin["separator"])[origin["offset"]]
             record = json.loads(line)
             for key in record if isinstance(record, dict) else ():
                 value = parse_line(line, [key])[0] if isinstance(record[key], (str, list)) else ""

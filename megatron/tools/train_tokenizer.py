@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a vocabulary on loose JSON lines: byte-level BPE as GPT-2's, word pieces as BERT's, or SentencePiece's unigrams.
+"""Train a vocabulary on JSON lines or text: byte-level BPE as GPT-2's, word pieces as BERT's, or SentencePiece's unigrams.
 
     python -m megatron.tools.train_tokenizer --input corpus.jsonl --vocab-size 8192 --output vocabulary/
 
@@ -20,8 +20,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Optional
 
+from megatron.data.json_input import find_sources, read_texts
+from megatron.data.plain_text import SEPARATOR_HELP
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
@@ -39,7 +41,7 @@ SPACE = "\u2581"  # what SentencePiece makes of one
 class TrainTokenizerOptions:
     """What to train on, and how large the vocabulary shall be."""
 
-    input: list[str] = setting("files of JSON lines")
+    input: list[str] = setting("JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
     output: str = setting("folder for vocab.json and merges.txt, or vocab.txt, or tokenizer.model", ".")
     kind: Literal["byte-level", "word-piece", "word-piece-cased", "unigram"] = setting(
         "byte-level: BPE as GPT-2's; word-piece: as BERT's, in lower case without accents, or cased; unigram: "
@@ -47,6 +49,7 @@ class TrainTokenizerOptions:
         "byte-level",
     )
     json_keys: list[str] = setting("keys that hold text (default: text)", None)
+    document_separator: Optional[str] = setting(SEPARATOR_HELP, None)
     vocab_size: int = setting("tokens, end of text and the 256 bytes included", 8192)
     min_frequency: int = setting("a pair that occurs less often is not merged (not of unigram)", 2)
     max_piece_length: int = setting("characters of a piece, at most (of unigram); of Chinese words, 4", 16)
@@ -69,7 +72,7 @@ def main(argv: list[str]) -> None:
     check(settings)
     start = time.perf_counter()
     train = {"byte-level": train_byte_level, "unigram": train_unigrams}.get(settings.kind, train_word_pieces)
-    path, size = train(settings, read_texts(settings))
+    path, size = train(settings, texts_of(settings))
     print(f"{path}: {size} tokens, {time.perf_counter() - start:.1f} s")
     if size < settings.vocab_size:
         print(f"note: the text holds no more pairs; --vocab-size {settings.vocab_size} was not reached")
@@ -205,35 +208,14 @@ def _stands_in_words(character: str) -> bool:
     return unicodedata.category(character)[0] != "P" and not name.startswith("CJK ")
 
 
-def read_texts(settings: TrainTokenizerOptions) -> Iterator[str]:
-    """The texts of JSON lines, as many as shall be read. Raises DataError naming file and line."""
-    keys, room = settings.json_keys or ["text"], int(settings.max_megabytes * 1e6)
-    for path in settings.input:
-        try:
-            lines = Path(path).open("rb")
-        except FileNotFoundError:
-            raise DataError(f"{path}: no such file", do="check --input") from None
-        with lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    document = json.loads(line)
-                    texts = [document[key] for key in keys]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise DataError(
-                        f"{path}, line {number}: {_complaint(error)}",
-                        do="every line has to be a JSON object; --json-keys names its texts",
-                    ) from None
-                for text in texts:
-                    if not isinstance(text, str):
-                        raise DataError(f"{path}, line {number}: the value is no text but {type(text).__name__}")
-                    yield text
-                    room -= len(text.encode("utf-8", "surrogatepass"))
-                if room <= 0:
-                    return
-
-
-def _complaint(error: Exception) -> str:
-    return f"there is no key {error}" if isinstance(error, KeyError) else f"not a JSON object ({error})"
+def texts_of(settings: TrainTokenizerOptions) -> Iterator[str]:
+    """The texts of the input, as many as shall be read. Raises DataError naming file and line."""
+    room = int(settings.max_megabytes * 1e6)
+    for text in read_texts(find_sources(settings.input, settings.document_separator), settings.json_keys):
+        yield text
+        room -= len(text.encode())
+        if room <= 0:
+            return
 
 
 def learn_merges(texts: Iterator[str], vocab_size: int, min_frequency: int) -> list[tuple[str, str]]:

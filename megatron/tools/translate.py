@@ -12,20 +12,19 @@ What changed in meaning stands behind a line, what has no effect here and what h
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
-from megatron.settings import files
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting, sentence
 from megatron.settings.parse import parse
-from megatron.settings.schema import setting
+from megatron.settings.schema import GROUPS, setting
 from megatron.settings.sources import (
     REDIRECTION,
     Command,
@@ -38,7 +37,7 @@ from megatron.settings.sources import (
     read_tree,
     read_words,
 )
-from megatron.settings.spelling import BadValue
+from megatron.settings.spelling import BadValue, Spelling, spellings_of
 from megatron.settings.translate import DIALECTS, Translation, back, spellings, translate, translate_fleetx
 
 
@@ -110,6 +109,7 @@ class TranslatedRun:
     program: str
     behind: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    known: Mapping[str, Spelling] = field(default_factory=spellings)
 
 
 def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun | str]:
@@ -157,39 +157,52 @@ def of_tool(command: Command) -> str:
 
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     if dialect.name == "fleetx":
-        found = of_fleetx([path], [])
-    else:
-        found = translate(dialect, read_python(path) if path.endswith(".py") else read_tree(path))
+        return of_fleetx([path], [])
+    found = translate(dialect, read_python(path) if path.endswith(".py") else read_tree(path))
     start, notes = started_by(found) if found.start else (["python"], [])
     return TranslatedRun(found, start, "pretrain_gpt.py", notes=notes)
 
 
-def of_fleetx(paths: list[str], overrides: list[str]) -> Translation:
-    entries, texts = {}, {}
+def of_fleetx(paths: list[str], overrides: list[str]) -> TranslatedRun:
+    """Files, and `Section.key=value` over them, as the command that they are for."""
+    entries: fleetx.Entries = {}
     for path in paths:
-        entries |= fleetx.read(path, files.compose)
+        entries = fleetx.over(entries, fleetx.read(path))
     for word in overrides:
         key, _, value = word.partition("=")
-        entries[key] = fleetx.entry(value, f"-o {key}")
-    for entry in entries.values():
-        path, _, line = entry.origin.rpartition(":")
-        if path and line.isdigit():
-            texts[entry.origin] = Path(path).read_text(encoding="utf-8").splitlines()[int(line) - 1].strip()
-    return translate_fleetx(entries, texts)
+        entries = fleetx.override(entries, key, value)
+    program, groups = command_for(fleetx.purpose_of(entries))
+    known = spellings_of(groups)
+    return TranslatedRun(translate_fleetx(entries, known), ["python"], program, known=known)
+
+
+def command_for(purpose: str) -> tuple[str, dict[str, type]]:
+    """(program, groups of settings) of the command that a file of PaddleFleetX is for."""
+    from megatron.inference.sampling import Sampling, Search
+    from megatron.tasks import finetune
+    from megatron.tools import evaluate, generate
+
+    return dict(
+        train=("pretrain_gpt.py", GROUPS),
+        task=("finetune.py", {**GROUPS, **finetune.groups()}),
+        generate=("-m megatron.tools.generate", dict(one=generate.GenerateOptions, two=Sampling, three=Search)),
+        evaluate=("-m megatron.tools.evaluate", dict(one=evaluate.EvaluateOptions)),
+    )[purpose]
 
 
 def of_fleetx_command(command: Command, folder: Path) -> TranslatedRun:
     """tools/train.py, or tools/auto.py, which searches a layout."""
-    by_flag = {
-        flag: [word for one in command.sources if one.key in names for word in one.words] for flag, names in FLEETX
-    }
-    found = of_fleetx([str(folder / path) for path in by_flag["-c"]], by_flag["-o"])
-    known = [name for _, names in FLEETX for name in names]
-    found.lost += [(one, "no word of PaddleFleetX's tools") for one in command.sources if one.key not in known]
-    if Path(command.program).name == "auto.py":
-        found.lines.append(FlagLine("--auto-parallel", [], TheirSetting("", [], command.where, command.program)))
-    start, notes = started(command, found)
-    return TranslatedRun(found, start, "pretrain_gpt.py", command.behind, command.notes + notes)
+    of = {"-c": [], "-o": [], "": []}
+    for one in command.sources:
+        of[FLEETX.get(one.key, "")].append(one)
+    paths, overrides = ([word for one in of[flag] for word in one.words] for flag in ("-c", "-o"))
+    run = of_fleetx([str(folder / path) for path in paths], overrides)
+    run.found.lost += [(one, "no word of PaddleFleetX's tools") for one in of[""]]
+    if Path(command.program).name == "auto.py" and "--auto-parallel" in run.known:
+        run.found.lines.append(FlagLine("--auto-parallel", [], TheirSetting("", [], command.where, command.program)))
+    run.start, notes = started(command, run.found)
+    run.behind, run.notes = command.behind, command.notes + notes
+    return run
 
 
 def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting], folder: Path) -> TranslatedRun:
@@ -249,7 +262,7 @@ def _bare(key: str) -> str:
 
 
 PYTHON = re.compile(r"(.*/)?python[\d.]*")
-FLEETX = (("-c", ("-c", "--config")), ("-o", ("-o", "--override")))
+FLEETX = {"-c": "-c", "--config": "-c", "-o": "-o", "--override": "-o"}
 # (dialect, flag) -> how the file that it names is read
 CONFIGS = {
     ("colossalai", "config"): "python",
@@ -317,7 +330,8 @@ def unread(word: str) -> bool:
 def shown(one: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     told: set[str] = set()  # what changed is said once for each source
     rows = [
-        (as_yaml(line) if form == "yaml" else as_flag(line), beside(line, dialect, told)) for line in one.found.lines
+        (as_yaml(line, one.known) if form == "yaml" else as_flag(line), beside(line, dialect, told))
+        for line in one.found.lines
     ]
     kept = [(as_flag(line), beside(line, dialect, told)) for line in one.found.kept]
     rows += kept if form == "command" else []
@@ -348,8 +362,8 @@ def as_flag(line: FlagLine) -> str:
     return " ".join([line.flag, *map(quoted, line.words)])
 
 
-def as_yaml(line: FlagLine) -> str:
-    spelling = spellings()[line.flag]
+def as_yaml(line: FlagLine, known: Mapping[str, Spelling]) -> str:
+    spelling = known[line.flag]
     value = spelling.value(line.words)
     if isinstance(value, list):
         return f"{spelling.setting.name}: [{', '.join(map(plain, line.words))}]"
@@ -374,17 +388,13 @@ def beside(line: FlagLine, dialect: Dialect, told: set[str]) -> str:
 
 def print_back(dialect: Dialect, words: list[str]) -> None:
     """This suite's command in another's words, as `key: value` lines or flags."""
-    if dialect.name == "fleetx":
-        table = Dialect("fleetx", "PaddleFleetX", "\n".join(f"{key}  {flag}" for key, flag in fleetx.FLAGS.items()))
-    else:
-        table = dialect
     known = spellings()
     command = read_words(words, ("pretrain_gpt.py",))
     unknown = [one.key for one in command.sources if one.key.replace("_", "-") not in known]
     if unknown:
         raise UsageError(f"no flags of this suite: {', '.join(unknown)}", do="docs/flags.md lists what there is")
     try:
-        found, lost = back(table, [(one.key.replace("_", "-"), one.words) for one in command.sources])
+        found, lost = back(dialect, [(one.key.replace("_", "-"), one.words) for one in command.sources])
     except BadValue as bad:
         raise UsageError(str(bad)) from None
     for key, values in found.items():

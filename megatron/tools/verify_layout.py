@@ -4,7 +4,8 @@
     python -m megatron.tools.verify_layout --layouts tp2,pp2,tp2sp-pp2-dp2-zero1 --shrink <flags of the training>
 
 Each layout trains a few steps on CPU processes of this machine, from the same weights and data as one process, and is
-compared with it in loss, gradient norm and every parameter. Exit code 0: all agree; 1: one does not.
+compared with it in loss, gradient norm and every parameter. Exit code 0: all agree; 1: one does not, or the model's own
+code raises, which is told with its file and line (--debug: with its traceback).
 """
 
 import math
@@ -12,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Optional
 
-from megatron.errors import SettingsError, UsageError, run_main
+from megatron.errors import SettingsError, UsageError, asks_for_debug, explain, run_main, with_place
 from megatron.model.arguments import parse_with_options
 from megatron.settings.batch import total_iterations
 from megatron.settings.schema import Config, setting
@@ -33,7 +34,18 @@ class VerifyLayoutOptions:
 
 
 def main(argv: list[str]) -> None:
-    """Print a line per layout; exit with 1 if one differs by more than rounding."""
+    """Print a line per layout; exit with 1 if one differs by more than rounding, or raises."""
+    try:
+        verify(argv)
+    except Exception as error:
+        if explain(error) or asks_for_debug(argv):
+            raise
+        print(row("all layouts", "", f"FAIL ({with_place(error)})"))
+        sys.exit(1)
+
+
+def verify(argv: list[str]) -> None:
+    """See `main`. Raises what a recipe's code raises in this process, before there are ranks."""
     config, asked = parse_with_options(argv, VerifyLayoutOptions, __doc__.splitlines()[0])
     if asked.steps < 1:
         raise SettingsError(f"--steps {asked.steps} must be at least 1")
@@ -53,8 +65,11 @@ def main(argv: list[str]) -> None:
         f"{steps} steps of {model.num_layers} layers x {model.hidden_size} hidden in {precision}, against one process; "
         "largest relative difference in"
     )
-    print(f"{'layout':<24} ranks {'loss':>9} {'grad norm':>9} {'weights':>9}  result (worst parameter)")
+    print(row("layout", "ranks", "result (worst parameter)", "loss", "grad norm", "weights"))
     reference = trained(one, 1, steps)
+    if isinstance(reference, str):
+        print(row("one process", 1, f"FAIL ({reference})"))
+        sys.exit(1)
     if not any(map(math.isfinite, reference.norms)):
         raise SettingsError(
             "all gradients overflow: no step is made that could be compared",
@@ -63,13 +78,15 @@ def main(argv: list[str]) -> None:
         )
     verdicts = []
     for layout, resolved in settings:
-        found = compare(reference, trained(resolved, layout.world_size, steps))
-        verdicts.append(found.passes(precision))
-        print(
-            f"{layout.text:<24} {layout.world_size:5} {found.loss:9.1e} {found.norm:9.1e} {found.weight:9.1e}  "
-            f"{'PASS' if verdicts[-1] else 'FAIL'} ({found.worst})",
-            flush=True,
-        )
+        other, sizes = trained(resolved, layout.world_size, steps), ()
+        if raised := isinstance(other, str):
+            worst = other
+        else:
+            found = compare(reference, other)
+            worst, sizes = found.worst, (f"{size:.1e}" for size in (found.loss, found.norm, found.weight))
+        verdicts.append(not raised and found.passes(precision))
+        result = f"{'PASS' if verdicts[-1] else 'FAIL'} ({worst})"
+        print(row(layout.text, layout.world_size, result, *sizes), flush=True)
     limits = TOLERANCE[precision]
     print(
         f"limits for {precision}: loss {limits['loss']:g}, gradient norm {limits['norm']:g}, weights "
@@ -77,6 +94,11 @@ def main(argv: list[str]) -> None:
     )
     if not all(verdicts):
         sys.exit(1)
+
+
+def row(layout: str, ranks, result: str, loss: str = "-", norm: str = "-", weights: str = "-") -> str:
+    """A row of the table."""
+    return f"{layout:<24} {ranks:>5} {loss:>9} {norm:>9} {weights:>9}  {result}"
 
 
 def possible(config: Config, layouts: list) -> list[tuple]:
@@ -101,7 +123,7 @@ def possible(config: Config, layouts: list) -> list[tuple]:
 
 
 def trained(config: Config, world_size: int, steps: int):
-    """The trace of a few steps. Raises what a rank raised where it is a failure of settings, data or disk."""
+    """The trace of a few steps, or what a rank raised, in words. A failure of settings, data or disk is raised."""
     from megatron.model.recipe import recipe_of
     from megatron.mpu.forked import RankFailed
     from megatron.planner.parity import trace
@@ -109,8 +131,10 @@ def trained(config: Config, world_size: int, steps: int):
     try:
         return trace(config, recipe_of(config), world_size, steps)
     except RankFailed as failed:
-        if failed.failure is None or config.logging.debug:
+        if config.logging.debug:
             raise
+        if failed.failure is None:
+            return failed.brief
         raise failed.failure from None
 
 

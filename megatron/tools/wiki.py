@@ -29,10 +29,9 @@ from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
 from megatron.errors import DataError, Locked, SettingsError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, sync_folder
-from megatron.tools.positional import divide, expect
+from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.wiki"
 SECONDS = 20  # that a page may take: broken markup can take time with the square of its length
@@ -62,10 +61,7 @@ LETTERS = {"-o": "--output", "-b": "--bytes", "-c": "--compress", "-ns": "--name
 def main(argv: list[str]) -> None:
     """DUMP: extract."""
     files, flags = divide([word for word in argv if word != "--no-templates"], WikiOptions, LETTERS)
-    common = tuple(WikiOptions.__dataclass_fields__)
-    options = parse(
-        flags, dict(wiki=WikiOptions), prog=f"{PROG} DUMP", description=__doc__.split("\n")[0], common=common
-    )["wiki"]
+    options = parse_one(flags, WikiOptions, f"{PROG} DUMP", __doc__)
     [dump] = expect(files, "DUMP", PROG)
     file_bytes(options.bytes)
     if options.workers is not None and options.workers < 1 or not re.fullmatch(r"\d+(,\d+)*", options.namespaces):

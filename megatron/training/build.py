@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
 
+import os
 import shlex
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
 from megatron.optimizer.kinds import knows_matrices
 from megatron.optimizer.lr_schedule import Lengths
-from megatron.optimizer.resumed_schedule import follow
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.build import build_stages, check_model_complete
@@ -51,8 +50,9 @@ from megatron.training.datasets import (
     verify_data,
 )
 from megatron.training.measures import best_manager, measures_of
+from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import drift_told, end_of_document, left_out, nothing_left, resumed, summary, tell
+from megatron.training.start_log import crowded, end_of_document, left_out, nothing_left, resumed, summary, tell
 from megatron.training.state import Run, State
 
 
@@ -67,7 +67,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     watch = build_watch(config, context, heartbeat, log)
     heartbeat.beat("model")
     precision = initialize.pick_precision(config.precision.precision, context)
-    config = replace(config, precision=replace(config.precision, precision=precision))
+    config = config.derive("--precision auto", precision=precision)
     if context.device.type == "cpu":
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, log)
@@ -92,12 +92,11 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         verify_data(config.data, context, log)
     datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log)
     train, valid, test = build_batches(config, recipe, context, datasets, tokenizer, vocab_size)
-    lengths, warnings = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), []
+    lengths, changed = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), ResumeChanges()
     resumes = bool(record) and not config.checkpoint.finetune
     if resumes:
-        said, warnings = drift_told(config, record, context.mesh.dp.size)
-        notices += said
-        config, lengths = follow(config, record, context.mesh.dp.size)
+        config, lengths, changed = resume(config, record, context.mesh.dp.size, tokenizer and tokenizer.fingerprint)
+        notices += changed.notes
     log(summary(config, context, facts, state, stages, pipeline, loaded=bool(record)))
     if resumes:
         notices += [*check_samples(config, record, train, context), *code_notes(record.get("code"), code)]
@@ -108,9 +107,9 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         + fused_kernels.told(context.device.type, dtype)
         + told_of_kernel(config, facts, context.device.type)
     )
-    notices += end_of_document(config, recipe, tokenizer, vocab_size)
+    notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
-    tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *warnings])
+    tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *changed.warnings])
     measures = measures_of(recipe, config)
     return Run(
         config=config,
@@ -128,7 +127,17 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         test_loader=test,
         request_loader=build_requests(config, recipe, context, tokenizer, vocab_size, log),
         checkpoint_manager=checkpoint_manager,
-        metrics=build_metrics(config, context, facts, state, console, code, recipe.perplexities),
+        metrics=build_metrics(
+            config,
+            context,
+            facts,
+            state,
+            console,
+            recipe.perplexities,
+            code=code,
+            **(dict(resumed=changed.to_record()) if resumes else {}),
+            criterion=measures and measures.criterion,
+        ),
         watch=watch,
         state=state,
         recorder=recorder_of(config, context, pipeline, state, log),
@@ -141,6 +150,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
             code=code,
             libraries=library_versions(),
             vocabulary=tokenizer and tokenizer.fingerprint,
+            folder=os.getcwd(),
         ),
         measures=measures,
         best_manager=best_manager(config, measures, context, log),
@@ -248,10 +258,10 @@ def build_metrics(
     facts: Facts,
     state: State,
     console: Console,
-    code: dict[str, Any],
     perplexities: tuple[str, ...] = ("lm loss",),
+    **said,
 ) -> Metrics:
-    """The log of a run, opened on the first rank. code: `telemetry.own_code.code_record`; perplexities: as in `Recipe`."""
+    """The log of a run, opened on the first rank. perplexities: as in `Recipe`; said: what its record says besides."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
         state.train_iters(config.batch, context.mesh.dp.size),
@@ -265,7 +275,7 @@ def build_metrics(
     )
     peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(
-        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, code=code
+        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **said
     )
     return Metrics(
         config.logging,

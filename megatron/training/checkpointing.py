@@ -11,12 +11,14 @@ from megatron.checkpoint.folder import checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.traces import may_begin, same_place
 from megatron.data.loader import MicroBatchLoader
+from megatron.data.same_order import same_order
 from megatron.errors import CheckpointError
 from megatron.guard import changes
-from megatron.model.recipe import recipe_of
+from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu.initialize import RankContext
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
+from megatron.settings.batch import total_samples
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.metrics import metrics_path
 from megatron.training.state import State
@@ -108,11 +110,7 @@ def load(
         return fresh, record, notices + new
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
-    return (
-        fresh.restored(record["state"]),
-        record,
-        notices + changes.told(config, record["config"], same_vocabulary(record)),
-    )
+    return fresh.restored(record["state"]), record, notices
 
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
@@ -155,4 +153,20 @@ def check_samples(
         for place, halves in (record.get("samples") or {}).items()
         if batches is not None and context.is_rank_zero and list(batches.sample_hash(int(place))) != halves
     ]
-    return list(changes.refuse_other_samples(config, context.all_gather_object(wrong)[0]))
+    lengths = lengths_of_order(config, record, batches) if wrong else ""
+    return list(changes.refuse_other_samples(config, *context.all_gather_object((wrong, lengths))[0]))
+
+
+def lengths_of_order(config: schema.Config, record: dict[str, Any], batches: MicroBatchLoader) -> str:
+    """With which lengths of training the samples would be those of the checkpoint's run, in the words of the flag; empty
+    where this length is one of them, or nobody knows.
+    """
+    batch, size = config.batch, config.batch.global_batch_size
+    then, now = total_samples(config_of(record["config"]).batch, 1), total_samples(batch, 1)
+    found = same_order(batches.dataset, config.data, then)
+    if found is None or now in found:
+        return ""
+    least, most = max(found.start, record["state"]["consumed_samples"]), found.stop - 1
+    if batch.train_iters is None:
+        return f"--train-samples {least} to {most}"
+    return f"--train-iters {-(-least // size)} to {most // size}"

@@ -190,5 +190,5 @@ def build_requests(
         )
     found = open_requests(path, tokenizer, config.model.seq_length, log)
     # The end of a document is where a text without context begins: what follows it counts.
-    plain = replace(config, data=replace(config.data, eod_mask_loss=False))
+    plain = replace(config, data=replace(config.data, eod_mask_loss=False, collate_fn=None))
     return build_batches(plain, replace(recipe, collate=None), context, (None, None, found), tokenizer, vocab_size)[2]

@@ -56,7 +56,9 @@ def train(config: Config, recipe: Recipe) -> None:
     config = resolve(config, world_size=world_size(config))
     if config.parallel.print_topology:
         return print_topology(config)
+    from megatron.planner.room import check_room
 
+    check_room(config, recipe)
     from megatron.training.loop import pretrain
 
     pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else ())

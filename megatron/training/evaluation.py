@@ -119,18 +119,31 @@ def evaluate(
         values = measures.collected.whole(run.context, len(batches.dataset))
         means = means if tokens and not measures.of_choices else {}  # there is none of labels that nobody knows
         means |= measures.figures(values, batches.dataset, split, final, run.context.mesh.rank)
+    samples = range(start, min(consumed, len(batches.dataset)) if batches.whole else consumed)
     run.metrics.record_eval(
         run.state.iteration,
         run.state.consumed_samples,
         means,
         split=split,
         final=final,
-        samples=range(start, min(consumed, len(batches.dataset)) if batches.whole else consumed),
+        samples=samples,
         seconds=time.perf_counter() - started,
     )
+    if split == "validation":
+        tell_other_samples(run, samples, final)
     run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
     run.hooks.call("after_evaluation", run, lambda: evaluation_facts(split, means, final))
     return means
+
+
+def tell_other_samples(run: Run, samples: range, final: bool) -> None:
+    """Say why the final validation has another loss than the one before it, which may be of the same weights."""
+    (iteration, before), run.validated = run.validated, (run.state.iteration, samples)
+    if final and before and before != samples:
+        run.metrics.log(
+            f" > the final validation is over samples {samples.start} to {samples.stop - 1} of the validation data, that "
+            f"of iteration {iteration} over {before.start} to {before.stop - 1}: --eval-same-samples compares the same ones"
+        )
 
 
 def evaluate_requests(run: Run, final: bool = False) -> None:

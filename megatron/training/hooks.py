@@ -12,7 +12,6 @@ A hook sees and does nothing of the loop itself: it returns nothing, and what it
 raises ends the run, with its name. All ranks call the same hooks at the same places. docs/extending.md has an example.
 """
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from typing import Optional
 from megatron.errors import Failure, SettingsError, did_you_mean
 from megatron.guard.endings import peer_lost
 from megatron.settings.schema import Config
+from megatron.telemetry.own_code import named_in
 from megatron.telemetry.step_metrics import StepMetrics
 
 
@@ -138,7 +138,8 @@ def hook_makers(config: Config, own: Sequence[Maker] = ()) -> list[tuple[str, Ma
     Raises SettingsError for a name that cannot be imported.
     """
     makers = [(f"{maker.__module__}:{maker.__qualname__}", maker) for maker in own]
-    return makers + [(name, _imported(name)) for name in config.logging.hooks or ()]
+    what = "a class, or a function that makes a Hook from the settings"
+    return makers + [(name, named_in("--hooks", name, what)) for name in config.logging.hooks or ()]
 
 
 def make_hooks(makers: Sequence[tuple[str, Maker]], config: Config) -> Hooks:
@@ -173,23 +174,6 @@ def run_facts(run) -> RunFacts:
 
 def _floats(losses: Mapping[str, float]) -> Mapping[str, float]:
     return MappingProxyType({name: float(value) for name, value in losses.items()})
-
-
-def _imported(name: str) -> Maker:
-    module, _, attribute = name.partition(":")
-    try:
-        found = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise SettingsError(
-            f"--hooks {name}: {error}", do="name a class or a function of a module that Python finds: my_hooks:MyHook"
-        ) from error
-    if not callable(found):
-        raise SettingsError(
-            f"--hooks {name} is {found!r}", do="name the class, or a function that makes a Hook from the settings"
-        )
-    return found
 
 
 def _guarded(where: str, function: Callable, *given, returns: bool = False):

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.errors import DataError
 from megatron.model.recipe import config_of
 from megatron.settings.batch import batch_size, total_iterations
-from megatron.settings.from_checkpoint import saved_record
+from megatron.settings.from_checkpoint import located, saved_record
 from megatron.settings.schema import Batch, Config
 from megatron.storage.durable import Damaged
 from megatron.telemetry.run_folder import find_metrics
@@ -66,6 +66,7 @@ class RunHistory:
     recorded  iteration -> its record in metrics.jsonl
     done      steps that have been made
     left_out  iterations whose samples are passed over, also of those to come
+    record    what the newest launch, or the checkpoint, says of its settings and folder
     """
 
     launches: list[RunLaunch]
@@ -74,6 +75,7 @@ class RunHistory:
     left_out: frozenset[int] = frozenset()
     evaluations: list[dict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -189,7 +191,7 @@ def _of_history(history: History, checkpoint: Optional[dict], path: str) -> RunH
     records = [event for event in history.events if event["kind"] == "run" and event.get("config")]
     launches, notes, bound = [], [], None
     for record in reversed(records):
-        config, dp, first = config_of(record["config"]), data_ranks(record.get("mesh") or {}), int(record["iteration"])
+        config, dp, first = config_of(located(record)), data_ranks(record.get("mesh") or {}), int(record["iteration"])
         last = bound or first  # of the newest one it is counted below, from the samples that are left then
         if bound is not None and first >= bound:
             continue  # all that it did was taken back
@@ -216,7 +218,9 @@ def _of_history(history: History, checkpoint: Optional[dict], path: str) -> RunH
         known.append(launch)
         consumed = int(launch.bounds()[-1])
     done = max(steps, default=0)
-    run = RunHistory(known, steps, max(done, known[-1].first), _left_out(known, checkpoint), history.evals, notes)
+    run = RunHistory(
+        known, steps, max(done, known[-1].first), _left_out(known, checkpoint), history.evals, notes, records[-1]
+    )
     _compare(run)
     return run
 
@@ -229,7 +233,7 @@ def _end(launch: RunLaunch) -> int:
 
 def _of_checkpoint(record: dict) -> RunHistory:
     """A run of which a checkpoint is left: taken to have had its settings from the start, if they lead to where it is."""
-    config, state = config_of(record["config"]), record.get("state") or {}
+    config, state = config_of(located(record)), record.get("state") or {}
     dp = data_ranks(record.get("mesh") or {})
     iteration, consumed = int(state.get("iteration", 0)), int(state.get("consumed_samples", 0))
     last = max(total_iterations(config.batch, dp, iteration, consumed), iteration)
@@ -242,7 +246,7 @@ def _of_checkpoint(record: dict) -> RunHistory:
             f"there is no metrics.jsonl, and the checkpoint's settings do not lead to its {consumed:,} samples at "
             f"iteration {iteration}: of the steps up to there nothing is known"
         ]
-    return RunHistory([launch], {}, iteration, _left_out([launch], record), notes=notes)
+    return RunHistory([launch], {}, iteration, _left_out([launch], record), notes=notes, record=record)
 
 
 def _left_out(launches: list[RunLaunch], checkpoint: Optional[dict]) -> frozenset[int]:

@@ -66,7 +66,8 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
             before, consumed = run.state.iteration, run.state.consumed_samples
             run.profiler.before(before + 1)
             run.hooks.call("before_step", run)
-            step = train_step(run)
+            with run.notes.timed(run):
+                step = train_step(run)
             garbage.after_step()
             if run.profiler.ends(run.state.iteration):
                 with run.metrics.paused():

@@ -73,6 +73,11 @@ class Measures:
     def __init__(self, config: schema.Config):
         self.config, self.collected = config, Collected()
 
+    @property
+    def criterion(self) -> dict[str, Any]:
+        """For the record of a run: which figure is the one that counts."""
+        return dict(figure=self.best_by, smaller_is_better=self.smaller_is_better)
+
     def values(self, batch, found: torch.Tensor) -> torch.Tensor:
         """[b, k] of what a last stage hands over (`LanguageModel.collect`)."""
         raise NotImplementedError

@@ -6,8 +6,6 @@
 Pure: it needs no torch.
 """
 
-from dataclasses import fields, replace
-
 import megatron.data.rules
 import megatron.optimizer.rules
 import megatron.pipeline.rules
@@ -58,10 +56,11 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     Of settings that leave the micro-batch open, what is wrong with every size of it.
     """
     found, s = rules.violations(settings, world_size, rules_of(settings))
-    found += stages.problems(s.settings.parallel, s.num_layers)
+    others = stages.problems(s.settings.parallel, s.num_layers)
     if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
-        found += batch.problems(s.settings.batch, s.dp)
-    return found + lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
+        others += batch.problems(s.settings.batch, s.dp)
+    others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
+    return found + rules.of_given_values(others, s)
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
@@ -70,18 +69,14 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
 
 
 def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
-    """name -> sentence, for each setting that somebody gave and that has no effect: a sign that another was forgotten."""
+    """name -> sentence, for each setting that somebody gave and that has no effect: a sign that another was forgotten.
+
+    Not of the optimizer in a run that trains nothing: no setting of it has an effect there, and none is missing.
+    """
     table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **recipe_of(settings).idle}
+    if settings.batch.skip_train:
+        table = {name: needs for name, needs in table.items() if not hasattr(settings.optimizer, name)}
     return without_effect(rules.record(settings, world_size), table)
-
-
-def not_default(settings: schema.Config, name: str) -> bool:
-    """Whether a setting has another value than its default."""
-    return any(
-        field.name == name and getattr(group, name) != field.default
-        for group in settings.groups.values()
-        for field in fields(group)
-    )
 
 
 def layout_is_open(settings: schema.Config) -> bool:
@@ -94,29 +89,20 @@ def filled(c: schema.Config, world: int) -> schema.Config:
     m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
     dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
     by_iters = b.train_iters is not None and o.lr_decay_iters is None
-    by_samples = b.train_samples is not None and o.lr_decay_samples is None
-    return replace(
-        c,
-        model=replace(
-            m,
-            ffn_hidden_size=m.ffn_size,
-            kv_channels=m.head_dim,
-            num_query_groups=m.query_groups,
-            max_position_embeddings=m.position_table,
-        ),
-        parallel=replace(
-            p,
-            data_parallel_size=dp,
-            sharding_degree=p.sharding_degree or dp,
-            sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
-        ),
-        batch=replace(b, global_batch_size=batch.full_size(b, dp)),
-        optimizer=replace(
-            o,
-            optimizer=o.rule,
-            optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
-            lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
-            lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
-        ),
-        tokenizer=replace(t, tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data)),
+    by_samples = b.train_samples is not None and o.lr_decay_samples is None and o.lr_decay_iters is None
+    return c.derive(
+        "other settings",
+        ffn_hidden_size=m.ffn_size,
+        kv_channels=m.head_dim,
+        num_query_groups=m.query_groups,
+        max_position_embeddings=m.position_table,
+        data_parallel_size=dp,
+        sharding_degree=p.sharding_degree or dp,
+        sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
+        global_batch_size=batch.full_size(b, dp),
+        optimizer=o.rule,
+        optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
+        lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
+        lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,
+        tokenizer_type=t.tokenizer_type or tokenizer_type(t, c.data),
     )

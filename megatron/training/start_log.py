@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of the log about a run that begins, or goes on."""
 
+import math
+import platform
 import sys
 from typing import Any
 
@@ -8,9 +10,9 @@ import torch
 
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe
+from megatron.mpu.cpu_threads import affinity, quota
 from megatron.mpu.initialize import RankContext
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
-from megatron.optimizer.resumed_schedule import drift, sentence
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, samples_left_out
@@ -103,15 +105,6 @@ def _layout(sizes: dict[str, int]) -> str:
     return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}"
 
 
-def drift_told(config: schema.Config, record: dict[str, Any], dp: int) -> tuple[list[str], list[str]]:
-    """(notes, warnings) about a schedule that has changed by itself: a note where --resume-schedule decides about it."""
-    found, chosen = drift(config, record, dp), config.checkpoint.resume_schedule
-    if chosen == "checkpoint":
-        found = [one for one in found if not one.of_schedule]
-    words = [sentence(found, chosen)] if found else []
-    return (words, []) if chosen == "command" else ([], words)
-
-
 def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int) -> list[str]:
     """What to say of the token that a vocabulary of numbers has beside --vocab-size, where samples are numbers."""
     if not (recipe.own_data and tokenizer and vocab_size == (config.tokenizer.vocab_size or 0) + 1):
@@ -124,6 +117,23 @@ def nothing_left(batch: schema.Batch, state: State, dp: int) -> list[str]:
     end = state.train_iters(batch, dp)
     done = state.iteration >= end and not batch.skip_train
     return [f"training ends at iteration {end}: nothing is left to train"] if done else []
+
+
+def crowded(context: RankContext) -> list[str]:
+    """What to say of ranks on CPUs that are more than the cores which those of their node may use. All ranks together."""
+    if context.device.type != "cpu":
+        return []
+    nodes: dict[str, list[set[int]]] = {}
+    for node, usable in context.all_gather_object((platform.node(), affinity())):
+        nodes.setdefault(node, []).append(usable)
+    limit = quota() or math.inf
+    most, least = max((len(ranks), min(len(set().union(*ranks)), limit)) for ranks in nodes.values())
+    if most <= least:
+        return []
+    return [
+        f"{most} ranks of a node share {least:g} {'core' if least == 1 else 'cores'}: they take turns, and compute nothing "
+        "sooner than as many ranks as cores (--nproc-per-node)"
+    ]
 
 
 def left_out(batch: schema.Batch, state: State, dp: int) -> list[str]:

@@ -32,6 +32,7 @@ from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
 from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
+from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
 
@@ -126,13 +127,15 @@ class Run:
     state: State
     recorder: Optional[Recorder]
     profiler: Profiler
-    origin: dict[str, Any]  # what checkpoints say of the code, libraries and vocabulary of their run
+    origin: dict[str, Any]  # what checkpoints say of the code, libraries, vocabulary and folder of their run
     request_loader: Optional[MicroBatchLoader] = None  # --eval-requests
     requests_at: int = -1  # the step behind which they were evaluated last
     measures: Any = None  # training.measures.Measures, of a recipe that has some
     best_manager: Optional[CheckpointManager] = None
     reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
     unread: Optional[Outcome] = None  # the last step's numbers, which the host has not read
+    notes: StepNotes = field(default_factory=StepNotes)
+    validated: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation of this start
     hooks: Hooks = field(default_factory=Hooks)
     counts: Mapping[str, str] = field(
         default_factory=dict

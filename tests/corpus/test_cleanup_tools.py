@@ -154,12 +154,15 @@ def test_settings_of_cleanup_dataset(raw, tmp_path):
     cleanup_dataset.main([str(raw), out, "--lang", "de", "--min-tokens", "0", "--max-junk", "1", "--no-ftfy"])
     kinds = {json.loads(line)["kind"] for line in open(out)}
     assert kinds == {"german"}
+    cleanup_dataset.main([str(raw), out + "2", "--lang", "DE", "--min-tokens", "0", "--max-junk", "1", "--no-ftfy"])
+    assert open(out + "2").read() == open(out).read()
     for flags, error in (
         (["--shard", "0/4"], SettingsError),
         (["--shard", "5/4"], SettingsError),
         (["--shard", "x"], SettingsError),
         (["--workers", "0"], SettingsError),
         (["--max-junk", "2"], SettingsError),
+        (["--lang", "en", "english"], SettingsError),
         (["--detector", "fasttext"], SettingsError),
         (["--detector", "fasttext", "--lang-model", str(raw)], DataError),
         (["--vocab-file", "vocab.json"], SettingsError),

@@ -19,6 +19,7 @@ import zstandard
 from megatron.corpus import explain, registry
 from megatron.corpus.driver import counts_by_phase
 from megatron.corpus.plan import load_plan
+from megatron.corpus.summary import summary
 from megatron.data.contamination import NgramIndex
 from megatron.data.indexed import IndexedDataset
 from megatron.tools import corpus, corpus_report
@@ -148,8 +149,37 @@ def check_counts(made, output: Path) -> None:
         left = len(came) - sum(one["documents"] for one in dropped) if stage.reads else len(goes)
         assert left + told.get("pieces", 0) - told.get("cut", 0) * ("pieces" in told) == len(goes), stage.name
         less = sum(one["bytes"] for one in dropped)
-        if stage.reads and not told.get("changed") and not told.get("cut"):
-            assert size(came) - less == size(goes), stage.name
+        if stage.reads and not told.get("changed"):
+            assert size(came) - less - told.get("bytes_cut", 0) == size(goes), stage.name
+            assert bool(told.get("cut")) == bool(told.get("passages")) == bool(told.get("bytes_cut")), stage.name
+
+
+def number(word: str) -> int:
+    return int(word.replace(",", ""))
+
+
+def check_summary(lines: list[str]) -> None:
+    """Documents that were read, less those dropped, and more where several were made of one, are those in the end."""
+    text = "\n".join(lines)
+    [read], [final] = re.findall(r"^read: ([\d,]+) doc", text, re.M), re.findall(r"^final: ([\d,]+) doc", text, re.M)
+    dropped = sum(map(number, re.findall(r" dropped ([\d,]+)$", text, re.M)))
+    cut = re.findall(r"out of ([\d,]+) documents, which became ([\d,]+)$", text, re.M)
+    more = sum(number(pieces) - number(whole) for whole, pieces in cut)
+    assert number(read) - dropped + more == number(final) and dropped and more > 0, text
+    assert len(re.findall(r": cut [\d,]+ passages \([\d,]+ bytes\) out of", text)) == 2, text
+    assert not re.search("(exact_substring|contaminated) dropped 0", text)
+
+
+def check_page(text: str) -> None:
+    """No share is above the whole, and the rows of the stages add up."""
+    assert all(float(share) <= 100 for share in re.findall(r"([\d.]+) ?%", text)), text
+    [table] = re.findall(r"<th>more, by cutting</th>.*?</table>", text, re.S)
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.S) if "<td>" in row]
+    before = number(rows[0][3])
+    for _, lost, more, documents, *_ in rows:
+        assert before - number(lost) + number(more) == number(documents)
+        before = number(documents)
+    assert "<th>passages</th>" in text
 
 
 def check_explained(made, folder: Path, output: Path) -> dict[str, Counter]:
@@ -264,7 +294,7 @@ def test_all_stages_one_behind_the_other(folder, monkeypatch, tmp_path, capsys):
     stages = f"  - filter: [{row}]\n" + "".join(f"  - {written(name)}\n" for name in STAGES)
     output = tmp_path / "one"
     made = run(folder, stages, str(output))
-    summary = capsys.readouterr().out
+    printed = capsys.readouterr().out
     check_counts(made, output)
     fates = check_explained(made, folder, output)
     assert set(fates) == {"filter", *STAGES[:-1]}
@@ -272,7 +302,7 @@ def test_all_stages_one_behind_the_other(folder, monkeypatch, tmp_path, capsys):
     assert all("changed" in fates[name] for name in ("exact-substrings", "decontaminate")), fates
     final = read(output / "tasks", made.stages[-2].makes[0])
     total = sum(len(read(output / "tasks", shard)) for shard in made.stages[-1].reads)
-    assert f"final: {total} documents" in summary and final
+    assert f"final: {total} documents" in printed and final
 
     def said(*words: str) -> str:
         corpus.main([*words, "--output", str(output)])
@@ -287,6 +317,8 @@ def test_all_stages_one_behind_the_other(folder, monkeypatch, tmp_path, capsys):
     said("report")
     page = (output / "report.html").read_text()
     assert all(name in page for name in STAGES)
+    check_page(page)
+    check_summary(printed.splitlines())
     assert "0 folders" in said("clean")
 
     before = output.rename(tmp_path / "before")  # `.origin` names shards by their paths
@@ -296,7 +328,7 @@ def test_all_stages_one_behind_the_other(folder, monkeypatch, tmp_path, capsys):
         for folder_of_task in {one for folders in stage.phases.values() for one in folders}:
             shutil.rmtree(output / "tasks" / folder_of_task)
         counts = counts_by_phase(made, output)
-        assert corpus_report.funnel_of(made, counts) and corpus.summary(made, output)
+        assert corpus_report.funnel_of(made, counts) and summary(counts)
         [history] = explain.explain(made, output, "d0") if stage is not made.stages[0] else [None]
         assert history is None or history.fate in ("kept", "dropped", "changed", "unknown")
     assert "report.html" in said("report")

@@ -98,6 +98,19 @@ def test_languages(detector):
     assert build_filter("language", keep=None, detector=detector)(dict(text=GERMAN)).document is not None
 
 
+@pytest.mark.parametrize("detector", ["eldc", "langdetect"])
+def test_languages_that_a_detector_does_not_know_are_refused(detector):
+    """They would drop every document; a code in capitals is that code."""
+    pytest.importorskip(detector, reason=f"{detector} is not installed")
+    for wanted in ("EN", ["En", "DE"], ["en,de"], " en "):
+        keep = build_filter("language", keep=wanted, detector=detector)
+        assert keep(dict(text=ENGLISH)).document is not None and keep(dict(text=CHINESE * 3)).document is None
+    for wanted in (["english"], ["en", "xx"], "en,zz", [], ["zh-cnn"]):
+        with pytest.raises(SettingsError, match="no language") as error:
+            build_filter("language", keep=wanted, detector=detector)
+        assert ", de, el, en, es, " in error.value.do
+
+
 def test_what_a_detector_says_does_not_depend_on_what_came_before():
     pytest.importorskip("langdetect", reason="langdetect is not installed")
     keep = build_filter("language", detector="langdetect")
@@ -145,6 +158,10 @@ def test_fasttext_tells_languages_and_classes(model, tmp_path):
     assert math.isclose(english.figures["score"], softmax(7 / 3, 0)[0], rel_tol=1e-4)  # the end of the text is a word
     assert keep(dict(text="der und\ud800")).reason == "other_language"
     assert build_filter("language", detector="fasttext", model=model, min_score=0.99)(dict(text="the")).document is None
+    assert build_filter("language", detector="fasttext", model=model, keep="DE")(dict(text="der")).document is not None
+    with pytest.raises(SettingsError, match="no language 'fr'") as error:
+        build_filter("language", detector="fasttext", model=model, keep=["fr"])
+    assert error.value.do == "its codes are de, en"
 
     classify = build_filter("fasttext", model=model, keep={"de": 0.5})
     assert classify(dict(text="der der und")).document is not None

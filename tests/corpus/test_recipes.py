@@ -76,6 +76,7 @@ def test_filters_that_follow_one_another_are_one_task(small_corpus, tmp_path):
         ("{url: {blacklist: [gone.txt]}}", "recipe.yaml:5: url: gone.txt: .*cannot be read"),
         ("perplexity", "recipe.yaml:5: perplexity: .*needs a model"),
         ("{language: {detector: fasttext, model: gone.bin}}", "recipe.yaml:5: language: .*gone.bin"),
+        ("{language: {keep: [english]}}", "recipe.yaml:5: language: .*no language 'english'\\n.*, de, el, en, es, "),
         ("'needs_more:Filter'", "recipe.yaml:5: needs_more:Filter: ValueError: nothing works"),
     ],
 )

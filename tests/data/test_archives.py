@@ -138,7 +138,7 @@ WRONG = {
     "i.jsonl": (b"PK\x03\x04" + bytes(600), "holds a zip archive, not JSON lines"),
     "wiki": (b"PAR1" + bytes(600), "holds Parquet, not JSON lines"),
     "j.gz": (PACK["gz"](PACK["gz"](lines(0, 3))), "holds gzip inside gzip"),
-    "k.tar": (archive({"notes.txt": b"x\n"}), "the archive holds no JSON lines"),
+    "k.tar": (archive({"notes.md": b"x\n"}), "the archive holds no JSON lines"),
     "l.tar": (bytes(10240), "the archive holds no JSON lines"),
     "m.tar": (archive({"a.jsonl.gz": lines(0, 3)}), "m.tar:a.jsonl.gz is not what its name says"),
     "n.jsonl.gz": (b"", "its name says gzip"),

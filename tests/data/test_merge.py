@@ -13,6 +13,7 @@ from megatron.data import merge as merge_module
 from megatron.data.indexed import IndexedDataset, write_index
 from megatron.data.workspace import Workspace
 from megatron.errors import DataError, Locked
+from megatron.tools import verify_data
 
 TEXTS = ["1 2 3", "", "4", "5 6 7 8 9", "", "10 11", "12", "13 14 15", ""]
 
@@ -59,6 +60,23 @@ def test_output_inside_of_the_input_is_not_its_own_input(parts):
     for _ in range(2):
         merge_datasets.main(["--input", str(folder), "--output-prefix", str(folder / "merged")])
         assert contents(folder / "merged") == contents(whole)
+
+
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_damage_is_not_given_new_checksums(parts, tmp_path, ending):
+    folder, _ = parts
+    (folder / "p_10_text_document.sums.json").unlink()  # files of others have none
+    path = folder / f"p_9_text_document{ending}"
+    data = bytearray(path.read_bytes())
+    data[0 if ending == ".bin" else -8] ^= 1  # another token; another document
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=f"p_9_text_document{ending} is damaged between bytes 0 and") as error:
+        merge_datasets.main(["--input", str(folder), "--output-prefix", str(tmp_path / "merged")])
+    assert error.value.code == 4 and "copy or preprocess it again" in error.value.do
+    assert not list(tmp_path.glob("merged*"))
+    if ending == ".bin":  # its numbers agree: it may have been changed on purpose
+        verify_data.main([str(folder / "p_9_text_document"), "--write"])
+        merge_datasets.main(["--input", str(folder), "--output-prefix", str(tmp_path / "merged")])
 
 
 def test_small_pieces_change_nothing(parts, tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import ngrams
-from megatron.data.contamination import Contained, NgramIndex, cut, item_ngrams, read_items
+from megatron.data.contamination import Contained, NgramIndex, cut, item_ngrams
+from megatron.data.evaluation_sets import read_items
 from megatron.data.ngrams import ngram_hashes, words_of
 from megatron.errors import DataError
 from megatron.tools import contamination as tool
@@ -270,3 +271,76 @@ def test_items_of_files(tmp_path):
     assert list(read_items(str(tmp_path / "a.jsonl"))) == [["x"], ["p", "q"]]
     (tmp_path / "b.jsonl").write_text('{"goal": "x", "text": "no"}\n')
     assert list(read_items(str(tmp_path / "b.jsonl"), ["goal"])) == [["x"]]
+
+
+ITEMS = [f"item {n} asks which of the {n + 3} boats came home to harbour {n} first that windy night" for n in range(10)]
+RECORDS = [dict(text=text, answer=f"boat {n}") for n, text in enumerate(ITEMS)]
+LINES = [json.dumps(record) for record in RECORDS]
+FORMS = dict(
+    array=json.dumps(RECORDS),
+    indented_array=json.dumps(RECORDS, indent=2),
+    indented_objects="\n".join(json.dumps(record, indent=4) for record in RECORDS),
+    in_an_object=json.dumps(dict(version="1.1", data=RECORDS), indent=1),
+    array_a_line="[\n" + ",\n".join(LINES) + "\n]\n",
+    lines="\n\n".join(LINES) + "\n",
+    byte_order_mark="\ufeff" + "\n".join(LINES),
+    texts=json.dumps(ITEMS),
+    nested=json.dumps([dict(id=n, passage=dict(title="t", parts=[text])) for n, text in enumerate(ITEMS)]),
+    plain="\n".join(ITEMS),
+    plain_in_brackets="\n".join(f"[{n}] {text}" for n, text in enumerate(ITEMS)),
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_planted_items_are_found_whatever_the_form_of_their_file(form, tmp_path, capsys):
+    (tmp_path / "set").write_text(FORMS[form], encoding="utf-8")
+    texts = [f"Once upon a time. {text}! And so on." for text in ITEMS] + ["Nothing of it."] * 5
+    (tmp_path / "crawl.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    index = str(tmp_path / "index")
+    tool.main(["register", "EXAM", str(tmp_path / "set"), "--index", index])
+    registered = capsys.readouterr().out
+    assert "EXAM: 10 items; " in registered
+    tool.main(["scan", str(tmp_path / "crawl.jsonl"), "--index", index])
+    assert "10 of 15 texts hold any" in capsys.readouterr().out
+
+
+def test_registered_ngrams_are_counted(tmp_path, capsys):
+    (tmp_path / "a.json").write_text(json.dumps(ITEMS))
+    (tmp_path / "b.json").write_text(json.dumps([ITEMS[3], "a b c d e f g h i", "too short"]))
+    index = str(tmp_path / "index")
+    for name in "ab":
+        tool.main(["register", name, str(tmp_path / f"{name}.json"), "--index", index])
+    count = len({tuple(text.split()[at : at + 13]) for text in ITEMS for at in range(len(text.split()) - 12)})
+    said = capsys.readouterr().out
+    assert f"a: 10 items; {count} n-grams" in said and f"1 sets, {count} n-grams" in said
+    assert f"looked for; {len(ITEMS[3].split()) - 12 + 1} n-grams" in said and f"2 sets, {count + 1} n-grams" in said
+
+
+@pytest.mark.parametrize(
+    "text, line, word",
+    [
+        ("\n".join([LINES[0][:-9], *LINES[1:]]), 1, "not JSON"),  # the first line is broken
+        ("\n".join([LINES[0][7:], *LINES[1:]]), 1, "not JSON"),
+        ("\n".join([*LINES[:4], LINES[4][:30], *LINES[5:]]), 5, "not JSON"),
+        ("\n".join([*LINES, LINES[0][:30]]), 11, "not JSON"),
+        ("\n".join([*ITEMS[:2], *LINES]), 1, "not JSON"),
+        ("\n".join([*LINES[:2], *ITEMS]), 3, "not JSON"),
+        ("\n".join([*LINES[:2], "12", *LINES[2:]]), 3, "12 is no object"),
+        (json.dumps(RECORDS, indent=1)[:-20], 1, "(line 40)"),  # cut short
+        ("\n".join(LINES).replace('"text"', "'text'"), 1, "not JSON"),
+        (json.dumps([*RECORDS, dict(answer=3)]), 1, "item 11 of 11: no JSON object with a text"),
+        (json.dumps(RECORDS) + "\n" + json.dumps([12]), 2, "no JSON object with a text"),
+    ],
+)
+def test_files_that_are_half_json_are_refused(tmp_path, text, line, word):
+    (tmp_path / "set.txt").write_text(text)
+    with pytest.raises(DataError) as error:
+        tool.main(["register", "EXAM", str(tmp_path / "set.txt"), "--index", str(tmp_path / "index")])
+    assert f"set.txt, line {line}" in str(error.value) and word in str(error.value)
+    assert not (tmp_path / "index").exists()
+
+
+def test_evaluation_sets_that_are_not_utf8_are_refused(tmp_path):
+    (tmp_path / "set.txt").write_bytes("first line\nder B\u00e4r schl\u00e4ft".encode("latin-1"))
+    with pytest.raises(DataError, match="line 2: not UTF-8"):
+        list(read_items(str(tmp_path / "set.txt")))

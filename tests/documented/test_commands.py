@@ -7,6 +7,7 @@ What is shrunk stands behind `--then`, which lets words behind it win: the docum
 import importlib.util
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -20,8 +21,10 @@ import merge_datasets
 import preprocess_data
 import pretrain_gpt
 from megatron.errors import DataError, UsageError
+from megatron.settings.from_checkpoint import saved_record
+from megatron.settings.parse import parse_pretrain
+from megatron.tools import evaluate, translate
 from megatron.tools import pretrain as searched_pretrain
-from megatron.tools import translate
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -108,6 +111,47 @@ def test_a_is_planned_for_its_eight_ranks(calls, desk, capsys):
     pretrain_gpt.main([*own, *SMALL, *numbers_as_data(), "--dry-run", "--world-size", "8"])
     said = capsys.readouterr().out
     assert "tensor" in said and "8 ranks" in said
+
+
+def test_a_trains_on_what_it_has_made(calls, desk, monkeypatch, capsys):
+    """Data, then training, by one name for the vocabulary, which lies in the cache. Shrunk, and without its ranks."""
+    (desk / "cache" / "gpt2").mkdir(parents=True)
+    for name in ("vocab.json", "merges.txt"):
+        (desk / "cache" / "gpt2" / name).write_bytes(Path(f"gpt2-{name}").read_bytes())
+    monkeypatch.setenv("MEGATRON_CACHE", str(desk / "cache"))
+    from megatron.tools import create_pretraining_data
+
+    Path("my-corpus.json").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS * 40))
+    Path("data").mkdir()
+    [made], [words] = calls("A_create_data.sh"), calls("A_train.sh", task_name="gpt3")
+    here = "--then --input_path my-corpus.json --workers 1 --output_prefix data/gpt_openwebtext".split()
+    create_pretraining_data.main([*behind(made, "create_pretraining_data.py"), *here])
+    ranks = "--sharding-degree 1 --mp-degree 1 --precision fp32 --micro-batch-size 2 --save out --lr-decay-iters 2"
+    pretrain_gpt.main([*behind(words, "run_pretrain_static.py"), *SMALL, *ranks.split()])
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    tokenizer = lines[0]["config"]["tokenizer"]
+    assert tokenizer["tokenizer_model"] == "gpt2-en" and not tokenizer["vocab_file"]
+    assert [line["iteration"] for line in lines if line["kind"] == "step"] == [1, 2]
+    assert saved_record("out")[1]["vocab_size"] == 258
+    evaluate.main("--load out --data-path data/gpt_openwebtext --device cpu".split())
+    assert "validation results on data/gpt_openwebtext" in capsys.readouterr().out
+    given = "--model_name_or_path gpt2-en --vocab-file v.json --merge-file m.txt --micro-batch-size 1 --lr 1".split()
+    assert parse_pretrain([*given, "--train-iters", "1"]).tokenizer.tokenizer_model is None  # what is given goes first
+
+
+def test_a_name_is_a_vocabulary_in_preprocessing(desk, monkeypatch, capsys):
+    """--tokenizer-model without a type: that of the model's name. Without the files it says where to put them."""
+    monkeypatch.setenv("MEGATRON_CACHE", str(desk / "cache"))
+    common = "--input my-corpus.json --append-eod --workers 1 --output-prefix".split()
+    named = [*common, "named", "--tokenizer-model", "gpt2-en"]
+    with pytest.raises(DataError) as error:
+        preprocess_data.main(named)
+    assert f"put vocab.json and merges.txt into {desk}/cache/gpt2-en" in str(error.value)
+    (desk / "cache" / "gpt2-en").mkdir(parents=True)
+    for name in ("vocab.json", "merges.txt"):
+        (desk / "cache" / "gpt2-en" / name).write_bytes(Path(f"gpt2-{name}").read_bytes())
+    preprocess_data.main(named)
+    assert np.fromfile("named_text_document.bin", np.uint16).tolist() == ids_of(TEXTS)
 
 
 @pytest.mark.full
@@ -319,6 +363,26 @@ def test_e_config_trains(desk, capsys):
     pretrain_gpt.main([*given, *SMALL, *MOCK, "--save", "out"])
     assert losses(capsys.readouterr().out) >= 2
     assert "iter_0000002" in os.listdir("out")
+
+
+@pytest.mark.parametrize(
+    "model, gigabytes", [("use_recompute=False", 30.9), ("hidden_size=2048", 26.0)], ids=["345M", "1.3B recomputed"]
+)
+def test_e_config_takes_the_documented_memory(model, gigabytes, capsys):
+    """Of a V100, by the dry run's own table. FleetX's softmax stores scores, it keeps gradients in fp16 (as weights are),
+    and it says what was allocated: no driver, no fragmentation.
+    """
+    given = [f"Model.{model}", "Model.fused_softmax_with_triangular=False"]
+    given += ["Global.local_batch_size=8", "Global.micro_batch_size=8"]
+    words = [word for one in given for word in ("-o", one)]
+    pretrain_gpt.main(
+        ["-c", str(HERE / "E_config.yaml"), *words, "--mock-data", "--dry-run", "--device-memory-gb", "40"]
+    )
+    said = capsys.readouterr().out
+    table = dict(re.findall(r"^([a-z][a-z ]+?)  +([\d.]+ [GMk]B)$", said, re.M))
+    sizes = {name: float(size.split()[0]) * dict(GB=1, MB=1e-3, kB=1e-6)[size[-2:]] for name, size in table.items()}
+    other = sizes["device context"] + sizes["fragmentation"] + sizes["gradients"] - sizes["weights"]
+    assert sizes["all together"] - other == pytest.approx(gigabytes, rel=0.1), said
 
 
 @pytest.mark.parametrize("name", (HERE / "E_scripts.txt").read_text().split())

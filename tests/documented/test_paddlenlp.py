@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """System A's training command, word for word as it is printed."""
 
+import itertools
+
+import pytest
+
+from megatron.errors import UsageError
 from megatron.settings.parse import parse_pretrain
 from megatron.training.rules import check, resolve
 
 
-def test_the_whole_training_command_is_read(calls, capsys):
+def test_the_whole_training_command_is_read(calls, capsys, monkeypatch):
+    monkeypatch.setenv("MEGATRON_CACHE", "/nowhere")
     [words] = calls("A_train.sh", task_name="gpt3")
     own = words[words.index("run_pretrain_static.py") + 1 :]
     assert {"4--mp_degree", "0.01--warmup_rate", "1--eval_freq"} <= set(own)  # lines end in a backslash without a blank
     [said] = check(parse_pretrain(own), 8)  # they know the vocabulary by the name gpt2-en
     assert said.startswith("no vocabulary is given; --vocab-file vocab.json --merge-file merges.txt")
+    assert said.endswith("or put vocab.json and merges.txt into /nowhere/gpt2-en")
     capsys.readouterr()
     config = parse_pretrain([*own, "--vocab-file", "vocab.json", "--merge-file", "merges.txt"])
     p, b, o, k = config.parallel, config.batch, config.optimizer, config.checkpoint
@@ -29,3 +36,58 @@ def test_the_whole_training_command_is_read(calls, capsys):
     for first, second in (("4", "--mp_degree"), ("0.01", "--warmup_rate"), ("1", "--eval_freq")):
         assert "note: --decay-steps without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine" in told
         assert f"note: '{first}{second}' is read as {first} and {second}: the line before lacks a blank" in told
+
+
+TINY = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
+# switch -> (what it sets, off, on)
+SWITCHES = {
+    "use_amp": (lambda c: (c.precision.precision, c.precision.amp_level), ("fp32", "O2"), ("fp16", "O1")),
+    "use_recompute": (lambda c: c.recompute.recompute_granularity, None, "full"),
+    "use_sharding": (lambda c: c.parallel.sharding_stage, 0, 1),
+    "check_accuracy": (lambda c: (c.model.hidden_dropout, c.model.attention_dropout), (0.1, 0.1), (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_each_switch_in_every_order(name):
+    """Of the words for a switch the last one counts, whatever stands before it or between them."""
+    seen, off, on = SWITCHES[name]
+    words = {"": True, "true": True, "True": True, "1": True, "false": False, "False": False, "no": False, "0": False}
+    assert seen(parse_pretrain(TINY)) == off
+    others = [f"--{other}" for other in SWITCHES if other != name]
+    for first, last in itertools.product(words, words):
+        for between in ([], others, [f"{others[0]}=false"]):
+            given = [*TINY, f"--{name}", *first.split(), *between, f"--{name.replace('_', '-')}", *last.split()]
+            assert seen(parse_pretrain(given)) == (on if words[last] else off), given
+
+
+PROFILED = [
+    ("batch_range=[1,2]", (1, 2, None, False), None),
+    ("batch_range=[50, 60]; profile_path=model.profile", (50, 60, "model.profile", False), None),
+    ("batch_range=[1,2];tracer_option=OpDetail;exit_on_finished=true;state=GPU", (1, 2, None, True), 2),
+    ("profile_path=x", (10, 20, "x", False), None),
+]
+
+
+@pytest.mark.parametrize("flag", ("-p", "--profiler_options"))
+@pytest.mark.parametrize("options, seen, ends", PROFILED)
+def test_options_of_the_profiler(flag, options, seen, ends, capsys):
+    config = parse_pretrain([*TINY, flag, options])
+    p = config.profiling
+    assert p.profile and (p.profile_step_start, p.profile_step_end, p.profile_dir, p.profile_detailed) == seen
+    assert config.batch.exit_interval == ends
+    assert ("state=GPU has no effect" in capsys.readouterr().err) == ("state" in options)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("batch_rang=[1,2]", "'batch_rang' is no option of the profiler"),
+        ("batch_range=[1]", "batch_range=[1]: the first step and the one to end before"),
+        ("batch_range=often", "batch_range=often: the first step"),
+    ],
+)
+def test_options_that_the_profiler_does_not_know(options, words):
+    with pytest.raises(UsageError) as refused:
+        parse_pretrain([*TINY, "--profiler_options", options])
+    assert f"--profiler-options {words}" in str(refused.value)

@@ -12,9 +12,10 @@ import yaml
 
 from megatron.errors import run_main
 from megatron.settings.dialects import fleetx
-from megatron.settings.dialects.table import TheirSetting, sentence
+from megatron.settings.dialects.table import TheirSetting, flags_of, sentence
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.sources import read_python, read_tree
+from megatron.settings.spelling import spellings_of
 from megatron.settings.translate import DIALECTS, back, spellings, translate
 from megatron.tools import translate as tool
 
@@ -292,6 +293,36 @@ def test_fleetx_is_what_its_file_is_read_as(capsys):
     assert (pairs(words)["--hidden-size"], pairs(words)["--train-iters"]) == ("512", "7")
 
 
+@pytest.mark.parametrize(
+    "text, program, flags",
+    [
+        (
+            "Data: {Train: {dataset: {name: CoLA, root: glue}}}",
+            "finetune.py",
+            {"--task": "CoLA", "--data-path": "glue"},
+        ),
+        ("Model: {module: GPTFinetuneModule, pretrained: x}", "finetune.py", {"--pretrained-checkpoint": "x"}),
+        (
+            "Model: {module: GPTGenerationModule}\nGeneration: {decode_strategy: beam_search, num_beams: 4, top_k: 5}",
+            "megatron.tools.generate",
+            {"--num-beams": "4", "--length-penalty": "0"},
+        ),
+        (
+            "Model: {module: GPTEvalModule}\nOffline_Eval: {eval_path: x}",
+            "megatron.tools.evaluate",
+            {"--valid-data": "x"},
+        ),
+        ("Model: {num_layers: 2}", "pretrain_gpt.py", {"--num-layers": "2"}),
+    ],
+)
+def test_fleetx_names_the_command_that_a_file_is_for(text, program, flags, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    out = printed(capsys, "--from", "fleetx", str(tmp_path / "run.yaml"))
+    [words] = run_by_bash(out)
+    found = pairs(words[words.index(program) + 1 :])
+    assert flags.items() <= found.items() and "no equivalent" not in out
+
+
 def test_launchers(capsys):
     """Each starts as many ranks as before."""
     for words, started in (
@@ -374,6 +405,9 @@ def test_fleetxs_auto_and_tools_keep_their_words(capsys):
         "-o Offline_Eval.batch_size=3"
     )
     assert "-m megatron.tools.evaluate" in last
+    text = printed(capsys, "--from", "fleetx", f"{launch}train.py -c {config} -o Model.module=GPTGenerationModule")
+    [words] = run_by_bash(text)
+    assert words[:9] == "torchrun --log-dir log -r 3 --nproc-per-node 2 -m megatron.tools.generate".split()
 
 
 def test_colossal_ais_data_and_losses_are_named(capsys, tmp_path):
@@ -595,7 +629,9 @@ def test_python_is_read_and_not_run(tmp_path):
 
 def test_fleetx_has_one_table():
     """The flags of its table are flags."""
-    assert set(fleetx.FLAGS.values()) <= set(spellings())
+    for purpose, table in fleetx.TABLES.items():
+        flags = {flag for meaning in table.table.values() for flag, _ in flags_of(meaning, [""]) if flag}
+        assert flags <= set(spellings_of(tool.command_for(purpose)[1])), purpose
 
 
 # Wrong uses -----------------------------------------------------------------------------------------------------------

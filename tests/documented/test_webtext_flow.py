@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 for package in ("aiohttp", "protego", "resiliparse", "tld", "ftfy", "eldc"):
-    pytest.importorskip(package, reason="pip install '.[corpus,openwebtext]'")
+    pytest.importorskip(package, reason="pip install '.[openwebtext]'")
 
 HERE = Path(__file__).parent
 WORDS = (

@@ -49,8 +49,8 @@ def weights_of(model: dict, seed=0) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
 
 
-def save(folder: Path, model: dict, writers=3, **settings) -> dict[str, torch.Tensor]:
-    weights = weights_of(model)
+def save(folder: Path, model: dict, more=(), writers=3, **settings) -> dict[str, torch.Tensor]:
+    weights = weights_of(model) | dict(more)
     pieces = [Piece(name, tuple(x.shape), Box.whole(x.shape), x) for name, x in weights.items()]
     record = asdict(schema.from_record(dict(model=model, **settings)))
     with Saver(folder) as saver:
@@ -234,6 +234,16 @@ def test_models_that_neither_has_are_named(tmp_path):
         tool.main(["to-hf", str(tmp_path / "gpt2"), str(tmp_path / "full")])
     with pytest.raises(UsageError, match="to-hf takes PATH and OUT"):
         tool.main(["to-hf", str(tmp_path / "gpt2")])
+
+
+@pytest.mark.parametrize("more", [[], ["--unchecked"]])
+def test_weights_that_their_model_lacks_are_named(tmp_path, more):
+    """Whether or not both models would be compared: a head beside the output layer does not show in what it gives."""
+    own = {"value.weight": torch.ones(1, H), "value.bias": torch.ones(1), "optimizer.exp_avg.value.bias": torch.ones(1)}
+    save(tmp_path / "ours", GPT2, own)
+    with pytest.raises(SettingsError, match="gpt2 of Hugging Face has no value.bias, value.weight\n") as caught:
+        tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), *more])
+    assert "optimizer" not in str(caught.value) and [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 # ---------------------------------------------------------------------------------------------------- Megatron-LM

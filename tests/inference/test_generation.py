@@ -15,7 +15,7 @@ from megatron.inference.beams import beam_search
 from megatron.inference.choices import kept, penalised, sample, uniform_draws
 from megatron.inference.generation import Texts, generate
 from megatron.inference.load import load_model
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.inference.scoring import ALONE
 from megatron.tools import checkpoint
 from megatron.tools import generate as tool
@@ -233,6 +233,7 @@ def test_the_tool(checkpoint, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert out.startswith("the cat") and "\n" + "-" * 40 + "\na dog" in out
     assert "10 tokens in" in err and "iter_0000007" in err
+    assert err.count("note: 2 of 2 texts were cut at --tokens-to-generate 5\n") == 1
     (tmp_path / "prompts.txt").write_text("the cat\n\na\u2028dog\n", encoding="utf-8")
     tool.main([*line, "--prompt-file", str(tmp_path / "prompts.txt"), "--num-samples", "2", "--json"])
     records = [json.loads(answer) for answer in capsys.readouterr().out.strip().split("\n")]
@@ -241,6 +242,55 @@ def test_the_tool(checkpoint, capsys, tmp_path):
     assert records[0]["tokens"] != records[1]["tokens"]
     tool.main([*line, "--prompt", "the cat", "--num-beams", "3", "--json"])
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 5
+
+
+def test_the_flags_of_paddlenlp(checkpoint, capsys):
+    """A strategy names the one of top-k and top-p that counts, as in its GPTForGeneration."""
+    line = f"--load {checkpoint} --device cpu --prompt cat dog --num-samples 4 --json"
+
+    def texts(more: str) -> tuple[list, str]:
+        tool.main([*line.split(), *more.split()])
+        out, err = capsys.readouterr()
+        return [json.loads(answer)["tokens"] for answer in out.splitlines()], err
+
+    theirs = "--max_dec_len 6 --topk 3 --topp 0.5 --temperature 1.5 --decoding_strategy"
+    ours, found = "--tokens-to-generate 6 --temperature 1.5", {}
+    for strategy, flags, unused in (
+        ("topk_sampling", "--top-k 3", ["--top-p 0.5"]),
+        ("topp_sampling", "--top-p 0.5", ["--top-k 3"]),
+        ("sampling", "", ["--top-k 3", "--top-p 0.5"]),
+    ):
+        found[strategy], said = texts(f"{theirs} {strategy} --save_inference_model_then_exist false")
+        assert found[strategy] == texts(f"{ours} {flags}")[0]
+        told = [f"note: {flag} has no effect: --decoding-strategy {strategy}" for flag in unused]
+        assert [one for one in said.splitlines() if "no effect" in one] == told
+    assert len({str(one) for one in found.values()}) == 3 and max(map(len, found["sampling"])) == 6
+    with pytest.raises(SettingsError, match="--decoding-strategy topk_sampling needs --top-k"):
+        texts("--decoding_strategy topk_sampling --topp 0.9")
+    with pytest.raises(SettingsError, match="saved as weights, not as programs"):
+        texts("--save_inference_model_then_exist true")
+
+
+def test_texts_that_a_limit_has_cut_are_counted(small_gpt):
+    """Against what longer limits let the same model write: a text that ended by itself is the same there."""
+    model, end = small_gpt(), 7
+    rooms = [32 - len(prompt) for prompt in PROMPTS]
+
+    def answers(limit):
+        return generate(model, PROMPTS, Sampling(limit, temperature=3.0), longest=32, end=end)
+
+    for limit in (3, 20, 40):
+        asked, own, longer = Sampling(limit, temperature=3.0), answers(limit), answers(limit + 1)
+        more = sum(len(long) > len(short) for long, short in zip(longer, own, strict=True))
+        full = sum(len(answer) == room < limit for answer, room in zip(own, rooms, strict=True))
+        said = cut_off(rooms, own, asked)
+        counts = [number for number, flag in ((more, "--tokens-to-generate"), (full, "last position")) if number]
+        assert [int(line.split()[0]) for line in said] == counts and len(said) <= 2
+    assert cut_off([9, 2], [[1] * 5, [1] * 2], Sampling(5)) == [
+        "1 of 2 texts was cut at --tokens-to-generate 5",
+        "1 of 2 texts was cut at the model's last position",
+    ]
+    assert cut_off([9, 9], [[1] * 4, []], Sampling(5)) == []
 
 
 def test_mistakes_with_the_tool(checkpoint, tmp_path, vocabulary):
@@ -257,7 +307,7 @@ def test_mistakes_with_the_tool(checkpoint, tmp_path, vocabulary):
         tool.main(["--load", str(tmp_path), "--prompt", "a"])
     with pytest.raises(CheckpointError, match="iteration 8"):
         tool.main([*load, "--prompt", "a", "--ckpt-step", "8"])
-    with pytest.raises(DataError, match="(?s)moved.json: no such file.*--vocab-file"):
+    with pytest.raises(DataError, match="--vocab-file .*moved.json: no such file"):
         tool.main([*load, "--prompt", "a", "--vocab-file", str(tmp_path / "moved.json")])
     with pytest.raises(DataError, match="33 tokens; the model can look at 32"):
         tool.main([*load, "--prompt", "!" * 33])

@@ -205,11 +205,22 @@ def wrong(monkeypatch, ranks, *words):
         (2, "--encoder-pipeline-stages 0", "= 1 ranks, and this job has 2"),
         (1, "--num-samples 0", "--num-samples 0: has to be at least 1"),
         (1, "--distributed-timeout-minutes 0", "has to be above 0"),
+        (2, "--encoder-pipeline-stages 1 --decoder-pipeline-stages 3", "pipeline 4 = 4 ranks, and this job has 2"),
     ],
 )
 def test_wrong_ranks(ranks, words, match, monkeypatch):
     with pytest.raises(SettingsError, match=match):
         tool.main(wrong(monkeypatch, ranks, *words.split()))
+
+
+@pytest.mark.parametrize(
+    "world, tp, halves, pp", [(4, 1, (1, 3), 4), (3, 1, (1, 3), 3), (4, 2, (2, 1), 2), (1, 1, (1, 3), 4)]
+)
+def test_halves_say_how_many_ranks_a_pipeline_has(world, tp, halves, pp, monkeypatch):
+    """As many as there are, where all of them have layers; otherwise those of docs/encoder_decoder.md."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    asked = dict(encoder_pipeline_stages=halves[0], decoder_pipeline_stages=halves[1], tensor_model_parallel_size=tp)
+    assert tool.GenerateOptions("x", **asked).pp == pp
 
 
 @pytest.mark.full

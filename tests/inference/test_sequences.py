@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.errors import DataError, SettingsError
+from megatron.inference import prompts
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.sequences import generate_targets, padded
@@ -162,14 +163,14 @@ def test_sentinels_in_a_prompt(vocabulary):
     words = build_tokenizer(TokenizerSettings("GPT2BPETokenizer", **files, vocab_extra_ids=3), lambda text: None)
     first, second, third = words.sentinels
     assert len({first, second, third, *words.encode("the cat sat on")}) > 3
-    found = tool.source_of(words, "the <extra_id_0> sat <extra_id_2><extra_id_1> mat ", 1)
+    found = prompts.source_of(words, "the <extra_id_0> sat <extra_id_2><extra_id_1> mat ", 1)
     assert found == [*words.encode("the"), first, *words.encode(" sat"), third, second, *words.encode(" mat ")]
-    assert tool.source_of(words, "<extra_id_1>", 1) == [second]
-    assert tool.no_sentinels(words, [found, [5], [6]])[0].startswith("2 prompts have no <extra_id_0>")
-    assert tool.no_sentinels(words, [found]) == []
+    assert prompts.source_of(words, "<extra_id_1>", 1) == [second]
+    assert prompts.no_sentinels(words, [found, [5], [6]])[0].startswith("2 prompts have no <extra_id_0>")
+    assert prompts.no_sentinels(words, [found]) == []
     with pytest.raises(DataError, match="prompt 4 has <extra_id_3>; (.*)<extra_id_0> to <extra_id_2>"):
-        tool.source_of(words, "a <extra_id_3>", 4)
+        prompts.source_of(words, "a <extra_id_3>", 4)
     plain = build_tokenizer(TokenizerSettings("GPT2BPETokenizer", **files), lambda text: None)
-    assert tool.no_sentinels(plain, [[5]]) == []
+    assert prompts.no_sentinels(plain, [[5]]) == []
     with pytest.raises(DataError, match="of sentinels the vocabulary has none"):
-        tool.source_of(plain, "a <extra_id_0>", 1)
+        prompts.source_of(plain, "a <extra_id_0>", 1)

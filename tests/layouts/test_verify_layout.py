@@ -2,6 +2,8 @@
 """The tool that users check layouts with: it passes what is right, and a planted bug turns it red."""
 
 import math
+import re
+import sys
 
 import pytest
 import torch
@@ -95,7 +97,7 @@ def test_layouts_that_cannot_be_read(layout, words, capsys):
         ("--layouts dp3", "--micro-batch-size 4 x data parallel size 3"),
         ("--layouts dp3,pp2vp5", "(?s)2 of 2 layouts cannot be.*pp2vp5: .*into 10 even stages"),
         ("--layouts dp2 --steps 0", "--steps 0 must be at least 1"),
-        ("--layouts dp2 --train-iters 0", "shorter than a step"),
+        ("--layouts dp2 --train-iters 0", "--train-iters 0 trains nothing"),
         ("--data-parallel-size 4 --gradient-accumulation-steps 3", "accumulation-steps 3 is not 512"),
     ],
 )
@@ -129,6 +131,51 @@ def test_the_command_line_of_a_training_can_be_compared(flags, layout, steps, ca
     verify_layout.main(f"{SMALL} {flags}".split())
     text = capsys.readouterr().out
     assert text.startswith(f"{steps} steps of 2 layers") and f"\n{layout} " in text and "1 of 1 pass" in text
+
+
+# Where a recipe of one's own breaks: layouts, the row, the line of the file below that it names, the others that pass.
+MISTAKES = [
+    ("tp2,dp2", "tp2 +2 +- +- +-  FAIL .rank [01]: ZeroDivisionError: division by zero", "len(x) / (2 - tp)", 1),
+    ("pp2", "one process +1 +- +- +-  FAIL .rank 0: KeyError: 'alibi'", "config.extra['alibi']", 0),
+    ("dp2", "one process +1 +- +- +-  FAIL .rank 0: RuntimeError: no facts here", "raise RuntimeError", 0),
+    ("dp2", "all layouts +- +- +-  FAIL .NameError: name 'foo' is not defined", "foo.bar()", 0),
+    ("dp2", "all layouts +- +- +-  FAIL .SyntaxError: '.' was never closed", "oh = (", 0),
+]
+
+
+@pytest.mark.parametrize("layouts, said, line, passing", MISTAKES, ids=[case[2] for case in MISTAKES])
+def test_what_a_recipe_raises_is_a_row_with_file_and_line(layouts, said, line, passing, capsys, tmp_path, monkeypatch):
+    lines = [
+        "from dataclasses import replace",
+        "import torch",
+        "import pretrain_gpt",
+        "def facts(config, vocab_size):",
+        "    raise RuntimeError('no facts here')" * (line == "raise RuntimeError"),
+        "    return pretrain_gpt.facts(config, vocab_size)",
+        "def build_model(config, mesh, vocab_size, **stage):",
+        "    if torch.distributed.is_initialized():",  # not where this process looks ahead
+        "        config.extra['alibi']" if "extra" in line else "        pass",
+        "    model = pretrain_gpt.build_model(config, mesh, vocab_size, **stage)",
+        "    if mesh.tp.size == 2:",
+        "        def divided(block, args, x, tp=mesh.tp.size):",
+        "            return len(x) / (2 - tp)",
+        "        for block in model.blocks.values():",
+        "            block.register_forward_hook(divided)",
+        "    return model",
+        "def recipe():",
+        "    return replace(pretrain_gpt.recipe(), model_type='mistaken_recipe', facts=facts, build_model=build_model)",
+        line if line in ("foo.bar()", "oh = (") else "",
+    ]
+    (tmp_path / "mistaken_recipe.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mistaken_recipe", raising=False)
+    with pytest.raises(SystemExit) as leaving:
+        flags = f"{SMALL} --train-iters 1 --global-batch-size 2 --model-type mistaken_recipe --layouts {layouts}"
+        verify_layout.main(flags.split())
+    text = capsys.readouterr().out
+    number = next(number for number, each in enumerate(lines, 1) if line in each)
+    assert leaving.value.code == 1 and text.count("PASS") == passing
+    assert re.search(rf"^{said} \(\S*mistaken_recipe.py:{number}\)\)$", text, re.M), text
 
 
 def test_a_layout_that_is_left_open_is_chosen_first(capsys):

@@ -58,6 +58,17 @@ def test_it_trains_as_samples_that_are_ready(tmp_path, run_ranks):
         assert loss == pytest.approx(want, rel=1e-5) and ledger == same
 
 
+def test_a_flag_names_the_function(tmp_path):
+    """--collate-fn is `Recipe.collate` by name."""
+    train(tmp_path / "own")
+    flag = "--collate-fn tests.models.own_collate:collate"
+    train(tmp_path / "named", flag, replace(own_collate.recipe(), collate=None))
+    assert steps(tmp_path / "named") == steps(tmp_path / "own")
+    for name, words in (("collate", "it is a module and a function in it"), ("no_such:one", "No module named")):
+        with pytest.raises(SettingsError, match=words):
+            train(tmp_path / "wrong", f"--collate-fn {name}", replace(own_collate.recipe(), collate=None))
+
+
 def test_it_goes_on_with_the_same_samples_or_not_at_all(tmp_path):
     train(tmp_path / "whole")
     train(tmp_path / "run", "--exit-interval 3")

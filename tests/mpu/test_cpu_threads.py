@@ -77,7 +77,8 @@ import ctypes, sys
 {before}
 from megatron.mpu import cpu_threads
 cpu_threads.cores = lambda: 2
-cpu_threads.busy_cores = lambda: {busy}
+cpu_threads.load = lambda: {busy}
+cpu_threads.pressure = lambda: {pressure}
 cpu_threads.choose_waiting()
 ctypes.CDLL(sys.argv[1])
 print(cpu_threads.waiting())
@@ -86,25 +87,26 @@ LIBGOMPS_OWN = 300_000
 
 
 @pytest.mark.parametrize(
-    "env, busy, before, spins, words",
+    "env, busy, pressure, before, spins, words",
     [
-        ({}, 2.0, "", 0, "waiting threads sleep"),
-        ({}, 0.6, "", 0, "waiting threads sleep"),
-        ({}, 0.4, "", LIBGOMPS_OWN, "waiting threads spin"),
-        (dict(OMP_NUM_THREADS="1"), 2.0, "", LIBGOMPS_OWN, "waiting threads spin"),  # there is none
-        (dict(OMP_WAIT_POLICY="active"), 2.0, "", 30_000_000_000, "waiting threads spin"),
-        (dict(GOMP_SPINCOUNT="77"), 2.0, "", 77, "GOMP_SPINCOUNT 77"),
-        ({}, 2.0, "sys.modules['torch'] = sys", LIBGOMPS_OWN, "waiting threads spin"),  # it is too late then
+        ({}, 2.0, 0, "", 0, "waiting threads sleep"),
+        ({}, 0.6, 0, "", 0, "waiting threads sleep"),
+        ({}, 0.4, 0, "", LIBGOMPS_OWN, "waiting threads spin"),
+        ({}, 0.0, 30, "", 0, "waiting threads sleep"),  # programs that came a moment ago
+        (dict(OMP_NUM_THREADS="1"), 2.0, 90, "", LIBGOMPS_OWN, "waiting threads spin"),  # there is none
+        (dict(OMP_WAIT_POLICY="active"), 2.0, 90, "", 30_000_000_000, "waiting threads spin"),
+        (dict(GOMP_SPINCOUNT="77"), 2.0, 90, "", 77, "GOMP_SPINCOUNT 77"),
+        ({}, 2.0, 90, "sys.modules['torch'] = sys", LIBGOMPS_OWN, "waiting threads spin"),  # it is too late then
     ],
 )
-def test_threads_sleep_while_they_wait_beside_other_programs(env, busy, before, spins, words):
+def test_threads_sleep_while_they_wait_beside_other_programs(env, busy, pressure, before, spins, words):
     library = Path(find_spec("torch").submodule_search_locations[0]) / "lib" / "libgomp.so.1"
     if not library.exists():
         pytest.skip("this torch brings another library of threads")
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD.format(before=before, busy=busy), str(library)],
+        [sys.executable, "-c", LOAD.format(before=before, busy=busy, pressure=pressure), str(library)],
         env=inherited | dict(OMP_DISPLAY_ENV="verbose") | env,
         capture_output=True,
         text=True,
@@ -113,35 +115,69 @@ def test_threads_sleep_while_they_wait_beside_other_programs(env, busy, before, 
     assert f"GOMP_SPINCOUNT = '{spins}'" in done.stderr, done.stderr
 
 
-def test_ranks_that_start_beside_this_one_are_no_other_programs(monkeypatch):
+def test_programs_that_leave_too_few_cores(monkeypatch):
     monkeypatch.setattr(cpu_threads, "cores", lambda: 16)
-    for ranks, busy, asleep in [(4, 3.0, False), (4, 4.0, True), (1, 1.0, True), (1, 0.0, False)]:
-        env = {}
-        cpu_threads.choose_waiting(ranks, env, busy, modules={})
-        assert bool(env) == asleep, (ranks, busy)
-    env = dict(OMP_NUM_THREADS="4")  # beside which there is room
-    cpu_threads.choose_waiting(1, env, 12.0, modules={})
-    assert "OMP_WAIT_POLICY" not in env
-    cpu_threads.choose_waiting(1, env, 13.0, modules={})
-    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setattr(cpu_threads, "pressure", lambda: 0.0)
+    for wanted, load, own, crowded in [
+        (16, 0.4, 0, False),
+        (16, 1.0, 0, True),
+        (4, 12.4, 0, False),  # beside which there is room
+        (4, 13.0, 0, True),
+        (16, 16.3, 16, False),  # which is this job itself
+        (16, 18.0, 16, True),
+    ]:
+        monkeypatch.setattr(cpu_threads, "load", lambda load=load: load)
+        assert cpu_threads.crowded(wanted, own) == crowded, (wanted, load, own)
 
 
-def test_busy_cores_are_those_of_this_process_affinity(tmp_path, monkeypatch):
-    """Looks at a clockwork of /proc/stat: 10 ticks between two of them; core 1 computes, core 2 waits for a disk."""
-    looks = iter(range(10))
+def test_pressure_is_the_kernels_of_the_last_ten_seconds(tmp_path):
+    path = tmp_path / "cpu"
+    assert cpu_threads.pressure(path) == 0.0  # a kernel without it
+    path.write_text(
+        "some avg10=85.96 avg60=7.06 avg300=5.14 total=1326555937\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+    )
+    assert cpu_threads.pressure(path) == 85.96
 
-    def read(path):
-        tick = 10 * next(looks)
-        rows = dict(cpu0=(0, 0, 0, tick, 0), cpu1=(tick, 0, 0, 0, 0), cpu2=(0, 0, 0, 0, tick), cpu3=(0, tick, 0, 0, 0))
-        return "".join(f"{name} {' '.join(map(str, row))} 0 0 0 0 0\n" for name, row in rows.items())
 
-    monkeypatch.setattr(cpu_threads, "_read", read)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    assert cpu_threads.busy_cores(seconds=0.0) == 1.0
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert cpu_threads.busy_cores(seconds=0.0) == 2.0
-    monkeypatch.setattr(cpu_threads, "_read", lambda path: "")
-    assert cpu_threads.busy_cores(seconds=0.0) == 0.0
+def test_the_load_is_that_of_these_cores(monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (12.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "cores", lambda: 2)
+    assert cpu_threads.load() == 3.0
+
+
+# What threads of this process have used of the cores, in regions that end with a wait of some milliseconds.
+WAITING = """
+import time, torch
+from megatron.mpu import cpu_threads
+torch.set_num_threads(2)
+x = torch.linspace(-1, 1, 1 << 20)
+
+def used():
+    begun = time.process_time()
+    for _ in range(40):
+        total = (x * x).sum()
+        time.sleep(0.004)
+    return time.process_time() - begun, total.item()
+
+used()
+spinning, before = used()
+assert cpu_threads.sleep_from_now_on(2)
+sleeping, after = used()
+print(spinning, sleeping, before == after, torch.get_num_threads())
+"""
+
+
+def test_waiting_threads_can_be_told_to_sleep_while_they_run():
+    """By the time that they use the cores for: a thread that spins uses one while the other waits."""
+    if not (Path(find_spec("torch").submodule_search_locations[0]) / "lib" / "libgomp.so.1").exists():
+        pytest.skip("this torch brings another library of threads")
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run([sys.executable, "-c", WAITING], env=inherited, capture_output=True, text=True, timeout=120)
+    spinning, sleeping, same, threads = done.stdout.split()
+    assert float(sleeping) < float(spinning) / 3, done.stdout
+    assert (same, threads) == ("True", "2")
 
 
 @pytest.mark.parametrize("name", ["pretrain", "job"])

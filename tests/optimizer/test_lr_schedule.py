@@ -110,6 +110,22 @@ def test_steps_samples_and_fraction_give_the_same_curve():
     assert curves[0][10] == 1.0 and curves[0][41] == 0.0
 
 
+def test_of_epochs_lengths_are_in_steps_of_the_batch_or_in_samples():
+    """What a run of epochs is told in steps is what one of as many steps is told."""
+    by_steps = Batch(global_batch_size=8, train_iters=100)
+    by_epochs = Batch(global_batch_size=8, train_samples=800, train_epochs=3)
+    steps = Optimizer(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=60, lr_warmup_iters=10)
+    samples = dataclasses.replace(
+        steps, lr_decay_iters=None, lr_warmup_iters=0, lr_decay_samples=480, lr_warmup_samples=80
+    )
+    curve = [learning_rate(steps, Lengths.of(steps, by_steps), at) for at in range(0, 800, 8)]
+    assert not problems(steps, by_epochs) and not problems(samples, by_epochs)
+    for settings in (steps, samples):
+        assert [learning_rate(settings, Lengths.of(settings, by_epochs), at) for at in range(0, 800, 8)] == curve
+    [said] = problems(dataclasses.replace(steps, lr_decay_samples=480), by_epochs)
+    assert said == "--lr-decay-iters and --lr-decay-samples: give one"
+
+
 def test_decay_lasts_the_whole_run_by_default():
     lengths = Lengths.of(Optimizer(lr=1.0), Batch(micro_batch_size=4, train_iters=10), dp=2)
     assert (lengths.decay, lengths.total, lengths.anneal) == (80, 80, None)
@@ -140,10 +156,13 @@ def test_rate_stays_between_lowest_and_highest_and_never_rises_after_warmup(styl
         (dict(lr_warmup_iters=100), BY_STEPS, "warm-up of 100 iters is not shorter than the decay length of 100 iters"),
         (dict(lr_warmup_iters=0, lr_warmup_samples=5), BY_STEPS, "use --lr-warmup-iters"),
         (dict(), Batch(train_samples=100), "use --lr-warmup-samples"),
+        (
+            dict(lr_warmup_samples=5),
+            Batch(train_samples=100, train_epochs=2),
+            "--lr-warmup-iters and --lr-warmup-samples: give one",
+        ),
         (dict(lr_warmup_fraction=0.1), BY_STEPS, "give one"),
-        (dict(lr_warmup_fraction=1.0, lr_warmup_iters=0), BY_STEPS, "[0, 1)"),
         (dict(lr_decay_style="WSD", lr_wsd_decay_iters=None), BY_STEPS, "--lr-wsd-decay-iters"),
-        (dict(lr_decay_iters=0), BY_STEPS, "must be above zero"),
         (dict(weight_decay_incr_style="linear"), BY_STEPS, "needs both"),
         (dict(start_weight_decay=0.1), BY_STEPS, "use --weight-decay"),
         (dict(weight_decay_incr_style="cosine", start_weight_decay=0.2, end_weight_decay=0.1), BY_STEPS, "between"),

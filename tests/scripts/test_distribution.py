@@ -39,7 +39,7 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("distribution")
     tree = folder / "tree"
     shutil.copytree(ROOT / "megatron", tree / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (*SCRIPTS, "setup.py", "pyproject.toml", "README.md"):
+    for name in (*SCRIPTS, "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     python("setup.py", "-q", "sdist", "--dist-dir", folder, cwd=tree)
     (archive,) = folder.glob("*.tar.gz")
@@ -55,6 +55,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_every_module_and_no_other(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert any(name.endswith("/licenses/LICENSE") for name in archive.namelist())
         metadata = archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
     own = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron").rglob("*") if path.is_file()}
     assert names == {name for name in own if "__pycache__" not in name} | set(SCRIPTS)

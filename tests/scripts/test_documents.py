@@ -2,6 +2,7 @@
 """README and guides against the tree: paths, functions, packages and floors that they name are there."""
 
 import ast
+import hashlib
 import re
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "flags.md"),
+]
 # Files that a page lets its reader write.
 OF_THE_READER = {"my_filters.py", "own_model.py", "pretrain_my_model.py", "my_variant.py", "variant_b.py"}
 FOLDERS = "megatron|tests|benchmarks|scripts|docs"
@@ -27,6 +32,13 @@ def table_after(text: str, heading: str) -> list[list[str]]:
             break
         rows.append([cell.strip() for cell in line.strip("|").split("|")])
     return rows
+
+
+def test_the_licence_is_apaches():
+    """To the byte what the Apache Software Foundation publishes as LICENSE-2.0.txt."""
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    assert all(f"({name})" in README for name in ("LICENSE", "CONTRIBUTING.md"))
 
 
 @cache
@@ -105,7 +117,7 @@ def test_floors_of_the_design_are_those_of_the_tests():
     from tests.test_floors import FLOORS
 
     rows = table_after(DESIGN, "## 15. Floors")
-    told = {int(number): " ".join(re.findall(r"`(\w+)`", names)) for number, names, _ in rows}
+    told = {int(number): " ".join(re.findall(r"`([\w.]+)`", names)) for number, names, _ in rows}
     assert told == dict(enumerate(FLOORS))
 
 

@@ -19,6 +19,8 @@ import pytest
 from megatron.errors import CheckpointError, UsageError
 from megatron.planner.shrink import original, shrunk_jobs_of
 from megatron.settings.parse import parse_pretrain
+from megatron.settings.schema import GROUPS
+from megatron.settings.spelling import spellings_of
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
 SCRIPTS = {path.stem: path for path in model_scripts()}
@@ -49,6 +51,22 @@ def bash(script, *words, timeout=250, cwd=None, **env):
 
 def test_every_promised_script_is_there():
     assert sorted(SCRIPTS) == sorted(PROMISED)
+
+
+def test_all_tasks_of_clue_that_are_there(tmp_path):
+    """In their order, whatever the case of their folders; CLUEWSC's is published as CLUEWSC2020."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\nwhile [ "$1" != --task ]; do shift; done; echo "$2"\n')
+    stub.chmod(0o755)
+    data = tmp_path / "clue"
+    data.mkdir()
+    nothing = bash("finetune_clue", PYTHON=str(stub), DATA=str(data))
+    assert nothing.returncode == 4 and "no folder of a task" in nothing.stderr
+    for folder in ("csl", "Tnews", "CLUEWSC2020", "afqmc2019", "chid.json"):
+        (data / folder).mkdir()
+    assert bash("finetune_clue", PYTHON=str(stub), DATA=str(data)).stdout.split() == ["TNEWS", "CLUEWSC", "CSL"]
+    (data / "CLUEWSC2020").rename(data / "cluewsc")
+    assert bash("finetune_clue", PYTHON=str(stub), DATA=str(data)).stdout.split() == ["TNEWS", "CLUEWSC", "CSL"]
 
 
 # ---- each script -----------------------------------------------------------------------------------------------------
@@ -364,6 +382,40 @@ def test_ranks_of_slurm_tasks(tiny, tmp_path):
     assert told[0] == "21 32 5 8 first 5"
     one = PER_RANK | dict(CUDA_VISIBLE_DEVICES="3")  # SLURM has given each task its own GPU
     assert bash(tiny(32), "--mock-data", PYTHON=str(show), **one, **NODE).stdout.split("\n")[0] == "21 32 0 8 first 5"
+
+
+ENVIRONMENT = dict(
+    CHECKPOINTS="save", VOCAB_FILE="vocab_file", MERGE_FILE="merge_file", TOKENIZER_MODEL="tokenizer_model"
+)
+
+
+@pytest.mark.parametrize("variable", ENVIRONMENT)
+def test_a_flag_wins_over_the_environment_in_every_spelling(variable):
+    """`CHECKPOINTS=x bash script --output_dir y`: the flags of the table of settings, not those that the launcher knows."""
+    name = ENVIRONMENT[variable]
+    for flag, spelling in spellings_of(GROUPS).items():
+        if spelling.setting.name == name:
+            done = bash("pretrain_gpt_345M_single", "--mock-data", flag, "own", PRINT="1", **{variable: "other"})
+            config = parse_pretrain(words_of(done))
+            assert config.said(name).value == "own" and "other" not in words_of(done), flag
+
+
+@pytest.mark.parametrize("word", ["--use_recompute false", "--bf16 false", "--dry-run false", "--bf16 --bf16 false"])
+def test_false_counts_over_a_script(word):
+    """And --dry-run false trains."""
+    plain, own = (words_of(bash("pretrain_gpt_13B", "--mock-data", *more, PRINT="1")) for more in ((), word.split()))
+    before, after = parse_pretrain(plain), parse_pretrain(own)
+    assert after.recompute.recompute_granularity == (
+        None if "recompute" in word else before.recompute.recompute_granularity
+    )
+    assert after.precision.precision == ("fp32" if "bf16" in word else before.precision.precision)
+    assert not after.planner.dry_run and "--world-size" not in own
+
+
+def words_of(done) -> list[str]:
+    """The training's own flags in what PRINT=1 says."""
+    words = shlex.split(done.stdout)
+    return words[next(n for n, word in enumerate(words) if word.endswith("pretrain_gpt.py")) + 1 :]
 
 
 def test_paths_come_from_the_environment(tiny):

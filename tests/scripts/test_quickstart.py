@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts, run as a newcomer runs them, shrunk to a few steps."""
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 
 def test_from_corpus_to_report(copy, quickstart):
@@ -66,8 +68,56 @@ def test_a_wait_is_not_silent(copy, bash, tmp_path):
     assert said[-1] == "code 7"
 
 
+def test_from_a_text_to_samples(copy, bash):
+    """A part of the one document is held out, from the vocabulary too; samples go on from what was held out."""
+    book = "".join(f"The {number}th line of the book. " + "And on. " * (number % 7) + "\n" for number in range(3000))
+    text = copy / "docs" / "my book.txt"
+    text.write_text(book + "zzzz\n" * 300)  # what the vocabulary would learn
+    flags = ["--train-iters", "2", "--log-interval", "2"]
+    said = bash("-c", 'cd docs && exec bash ../scripts/quickstart.sh "$@"', "-", "--text", "my book.txt", *flags).stdout
+    run = copy / "runs" / "quickstart_my_book"
+    [train], [held_out] = ((run / f"{part}.jsonl").read_text().splitlines() for part in ("train", "held_out"))
+    train, held_out = json.loads(train)["text"], json.loads(held_out)["text"]
+    assert train + held_out == text.read_text() and "zzzz" in held_out and 0.05 <= len(held_out) / len(train) <= 0.06
+    assert "zz" not in (run / "vocab.json").read_text()
+    assert "ppl:" in said and "| The 2" in said and (run / "report.html").stat().st_size > 0
+    assert "bash scripts/quickstart.sh --text " in said.splitlines()[-2]
+    text.write_text(book)
+    done = bash("scripts/quickstart.sh", "--text", str(text), *flags, check=False)
+    assert done.returncode == 1 and "has changed" in done.stderr
+
+
+def test_what_pip_says_goes_to_the_log(copy, tmp_path):
+    """And how long the tests take is said before they begin."""
+    shutil.copytree(copy / "scripts", tmp_path / "scripts")
+    for name in ("requirements.txt", "requirements-test.txt"):
+        shutil.copy(copy / name, tmp_path / name)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    pip = '*"pip --version"*) ;; *"-m pip"*) echo "WARNING: odd" >&2; [ -z "$NO_PIP" ] ;;'
+    cases = f'{pip} *pytest*) echo "tests: $*" ;; *) exec {sys.executable} "$@" ;;'
+    python.write_text(f'#!/bin/bash\ncase "$*" in {cases} esac')
+    python.chmod(0o755)
+    (python.parent / "activate").write_text(f'export PATH="{python.parent}:$PATH"\n')
+    run = lambda *words, **more: subprocess.run(
+        ["bash", "scripts/test.sh", *words], cwd=tmp_path, capture_output=True, text=True, env=os.environ | more
+    )
+    first, log = run(), (tmp_path / ".venv/install.log").read_text()
+    assert first.returncode == 0 and "WARNING" not in first.stdout + first.stderr
+    assert log.count("WARNING: odd") == 2
+    assert first.stdout.splitlines()[-2].startswith("All tests: about 10 minutes on two cores")
+    assert "minutes" not in run("tests/data").stdout and "slow ones" in run("--full").stdout
+    (tmp_path / ".venv/requirements-test.installed").unlink()
+    without = run(NO_PIP="1")
+    assert without.returncode == 0 and ".venv/install.log" in without.stderr and "WARNING" not in without.stderr
+
+
 def test_help_and_mistakes(copy, bash):
     assert "--fresh" in bash("scripts/quickstart.sh", "--help").stdout
+    done = bash("scripts/quickstart.sh", "--text", "nowhere.txt", check=False)
+    assert done.returncode == 1 and "--text 'nowhere.txt' is not a file" in done.stderr
+    done = bash("scripts/quickstart_t5.sh", "--text", str(copy / "requirements.txt"), check=False)
+    assert done.returncode == 1 and "bash scripts/quickstart.sh --text FILE" in done.stderr
     shutil.copytree(copy / "scripts", copy / "elsewhere" / "scripts")
     (copy / "elsewhere" / "requirements.txt").write_text("nothing\n")
     done = bash("elsewhere/scripts/test.sh", check=False, PYTHON="/bin/false")

@@ -26,7 +26,8 @@ ALWAYS = """
     pipeline_schedule
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_timeline print_topology
     tokenizer_type vocab_size vocab_extra_ids
-    data_path train_data_path mock_data full_validation dataloader_type num_workers reset_attention_mask eod_mask_loss
+    data_path train_data_path mock_data full_validation dataloader_type collate_fn num_workers reset_attention_mask
+    eod_mask_loss
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
     train_samples train_epochs lr_step_unit save_epoch eval_epoch log_epoch
     log_memory_interval eval_iters test_iters eval_requests exit_interval exit_duration_in_mins
@@ -39,7 +40,7 @@ ALWAYS = """
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay
     weight_decay_incr_style clip_grad decoupled_lr decoupled_min_lr optimizer_cpu_offload nvme_offload_fraction
     param_cpu_offload gradient_accumulation_fusion loss_averaging
-    auto_parallel parallel_plan dry_run preflight
+    auto_parallel parallel_plan dry_run preflight allow_memory_overcommit
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
     metrics_file tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed

@@ -245,14 +245,14 @@ def test_a_long_megatron_command_line_is_understood(capsys):
 
 
 def test_every_megatron_flag_is_answered():
-    spellings = spellings_of(settings_of(GROUPS))
+    spellings = spellings_of(GROUPS)
     silent = [n for n in NAMES if n.replace("_", "-") not in spellings and not megatron_lm.answer(n)]
     assert len(NAMES) > 1000 and not silent
 
 
 def test_the_tables_say_one_thing_about_each_flag():
     ignored, refused_ = megatron_lm._IGNORED, megatron_lm._REFUSED
-    settings = set(spellings_of(settings_of(GROUPS)))
+    settings = set(spellings_of(GROUPS))
     assert not (ignored.keys() & refused_) and not settings & (ignored.keys() | refused_)
     for table in (megatron_lm.IGNORED, megatron_lm.REFUSED):
         names = [name for names in megatron_lm.sentences(table).values() for name in names]
@@ -282,6 +282,13 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--adlr-autoresume", "supervise --on-preempt requeue"),
         ("--use-fsdp2", "use --sharding-stage 3"),
         ("--shard-strategy foo", "there is tensor and bucket"),
+        (
+            "--main-grads-dtype bf16",
+            "--main-grads-dtype is not supported: main weights, gradients and moments are fp32",
+        ),
+        ("--exp-avg-dtype fp8", "--exp-avg-dtype is not supported: main weights, gradients and moments are fp32"),
+        ("--apply-layernorm-1p", "norms multiply by their weight, not by 1 + weight, whatever --normalization says"),
+        ("--apply-layernorm-1p --normalization RMSNorm", "whatever --normalization says; leave it out"),
     ],
 )
 def test_what_is_not_supported_says_what_to_do(line, words):
@@ -298,6 +305,8 @@ def test_what_is_not_supported_says_what_to_do(line, words):
         ("--config-logger-dir d", "--print-config"),
         ("--train-sync-interval 5", "how far the host may run ahead"),
         ("--enable-one-logger", "no outside service"),
+        ("--enable-experimental", "experimental in Megatron-LM, and changes nothing by itself"),
+        ("--use-precision-aware-optimizer", "moments are fp32, as they are by its defaults"),
         ("--perform-initialization", "initial weights depend on --seed"),
         ("--delay-grad-reduce", "when and how ranks exchange data"),
         ("--no-delay-grad-reduce", "when and how ranks exchange data"),
@@ -332,6 +341,7 @@ def test_a_part_of_a_flags_name_is_enough_for_a_hint():
 
 def test_values_that_ask_for_nothing_pass_in_silence(capsys):
     read("--num-experts 1 --expert-model-parallel-size 1 --overlap-grad-reduce false --recompute-modules false")
+    read("--main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32")
     assert capsys.readouterr().err == ""
 
 

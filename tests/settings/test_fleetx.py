@@ -4,7 +4,11 @@
 import pytest
 
 from megatron.errors import UsageError
-from megatron.settings.parse import parse_pretrain
+from megatron.inference.sampling import Sampling, Search
+from megatron.settings.parse import parse, parse_pretrain
+from megatron.settings.schema import GROUPS
+from megatron.tasks import finetune
+from megatron.tools.generate import GenerateOptions
 from megatron.training.rules import filled
 
 BASE = """
@@ -119,7 +123,7 @@ def test_overrides(read):
         ("Compress.Prune.enable=True", "-o Compress.Prune.enable is not supported: compression"),
         ("Quantization.enable=True", "-o Quantization.enable is not supported: compression"),
         ("Optimizer.name=Lamb", "-o Optimizer.name: 'lamb' is not supported; there is: adamw, fusedadamw"),
-        ("Engine.run_mode=epoch", "'epoch' is not supported; training is as long as Engine.max_steps"),
+        ("Engine.run_mode=often", "-o Engine.run_mode: 'often' is neither step nor epoch"),
         ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
         ("foo", "-o foo: Section.key=value is wanted"),
         ("model.layers=3", "unknown flag --layers"),
@@ -134,7 +138,10 @@ def test_what_cannot_be_read(read, words, told):
 def test_no_compression_and_keys_without_effect_pass(read):
     plain, told = read()
     idle = "-o Compress.Prune.enable=False -o Compress.Prune.ratio=0.1 -o Quantization.weight_bits=8"
-    assert read(idle) == (plain, told)
+    config, more = read(idle)
+    assert config == plain and set(told.splitlines()) < set(more.splitlines())
+    assert "note: -o Compress.Prune.ratio has no effect: Compress.Prune.enable is not true" in more
+    assert "note: -o Quantization.weight_bits has no effect: Quantization.enable is not true" in more
     unlimited, _ = read("-o Engine.max_steps=-1 -o Engine.num_train_epochs=")
     assert plain.batch.train_iters == 500000 and unlimited.batch.train_iters is None
 
@@ -148,3 +155,155 @@ def test_a_file_that_builds_on_itself(tmp_path):
     (tmp_path / "a.yaml").write_text("_base_: a.yaml\nModel: {num_layers: 1}\n")
     with pytest.raises(UsageError, match="builds on itself"):
         parse_pretrain(["-c", str(tmp_path / "a.yaml")])
+
+
+AUTO = """
+Engine: {max_steps: 50, num_train_epochs: 1, eval_freq: 1, mix_precision: {enable: , level: "o2"}}
+Model: {module: "GPTModuleAuto", name: "GPT", num_layers: 2, hidden_size: 8, num_attention_heads: 2}
+Distributed: {dp_degree: 16, sharding: {sharding_degree: 16, sharding_stage: 2}}
+"""
+
+
+def test_the_automatic_engine_counts_epochs(tmp_path):
+    """Of steps_per_epoch = max_steps; its data parallelism has the sharding in it."""
+    (tmp_path / "auto.yaml").write_text(AUTO)
+    of = lambda *words: parse_pretrain(["-c", str(tmp_path / "auto.yaml"), *words])
+    plain = of()
+    assert (plain.batch.train_iters, plain.batch.eval_interval) == (50, 50)
+    assert plain.parallel.asserted_data_parallel == 16 and plain.precision.precision == "fp16"
+    longer = of("-o", "Engine.num_train_epochs=4", "-o", "Engine.eval_freq=2")
+    assert (longer.batch.train_iters, longer.batch.eval_interval) == (200, 100)
+    unlimited = of("-o", "Engine.max_steps=-1", "-o", "Engine.num_train_epochs=4", "-o", "Engine.eval_freq=2")
+    assert (unlimited.batch.train_epochs, unlimited.batch.eval_epoch) == (4, 2)
+    assert of("-o", "Model.module=GPTModule").batch.eval_interval == 1
+
+
+def test_epochs(read):
+    config, told = read(
+        "-o Engine.run_mode=epoch -o Engine.num_train_epochs=3 -o Engine.eval_freq=2 -o Engine.save_load.save_epoch=1"
+    )
+    b = config.batch
+    assert (b.train_epochs, b.eval_epoch, b.train_iters) == (3, 2, None) and config.data.full_validation
+    assert config.checkpoint.save_epoch == 1 and config.checkpoint.save_interval is None
+    assert "Engine.max_steps" in told and "Engine.save_load.save_steps" in told
+    config, _ = read("-o Engine.max_steps=-1 -o Engine.num_train_epochs=3 -o Optimizer.lr.decay_steps=70")
+    assert (config.batch.train_epochs, config.optimizer.lr_decay_iters) == (3, 70)
+
+
+def test_no_validation(read):
+    for often in ("-1", "0"):
+        config, told = read(f"-o Engine.eval_freq={often}")
+        assert config.batch.eval_iters == 0 and "Engine.eval_iters" in told
+
+
+def test_validation_data_of_its_own(read):
+    config, told = read("-o Data.Eval.dataset.input_dir=held_out")
+    assert (config.data.data_path, config.data.train_data_path) == (None, ["./data/"])
+    assert config.data.valid_data_path == ["held_out"]
+    assert "Data.Train.dataset.split" in told and "Data.Eval.dataset.split" in told
+    config, _ = read("-o Data.Eval.dataset.input_dir=held_out --data-path mine")
+    assert (config.data.data_path, config.data.train_data_path) == (["mine"], None)
+
+
+def test_what_yaml_can_write(tmp_path):
+    """Quotes, anchors, merges, empty values, lists; a section that does not inherit, and one that is emptied."""
+    (tmp_path / "base.yaml").write_text(
+        "Optimizer: {name: AdamW, beta1: 0.5, lr: {max_lr: 1.0e-4, min_lr: 1.0e-5}}\n"
+        "Profiler: {enable: True, scheduler: [1, 5]}\nQuantization: {enable: True}\n"
+        "Engine: {mix_precision: {enable: True, custom_black_list: []}, logging_freq: 3}\n"
+    )
+    (tmp_path / "own.yaml").write_text(
+        "_base_: base.yaml\n"
+        "Model:\n  <<: &shape {num_layers: 2, hidden_size: 8, num_attention_heads: 2}\n  hidden_size: '16'\n"
+        'Data:\n  Train: &train\n    dataset: {input_dir: "a,b", split: \'[949, 50, 1]\', max_seq_len: "32"}\n'
+        "  Eval:\n    <<: *train\n"
+        "Optimizer:\n  _inherited_: False\n  beta2: .9\n"
+        "Quantization:\nEngine: {logging_freq: ~, eval_freq: null}\n"
+    )
+    config = parse_pretrain(["-c", str(tmp_path / "own.yaml")])
+    assert (config.model.num_layers, config.model.hidden_size, config.model.seq_length) == (2, 16, 32)
+    assert (config.data.data_path, config.data.split) == (["a,b"], "949,50,1")
+    assert (config.optimizer.adam_beta1, config.optimizer.adam_beta2, config.optimizer.lr) == (0.9, 0.9, None)
+    assert config.logging.log_interval == 100 and config.batch.eval_interval == 1000
+    assert (config.profiling.profile_step_start, config.profiling.profile_step_end) == (1, 5)
+    words = ["-o", "Profiler={enable: no}", "-o", "Optimizer.lr="]
+    assert not parse_pretrain(["-c", str(tmp_path / "own.yaml"), *words]).profiling.profile
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("Global: {seed: 1}\n_base_: ./base.yaml\n", "run.yaml:2: _base_: {folder}/base.yaml: no such file"),
+        (
+            "Model: {num_layers: 1}\nModel: {hidden_size: 1}\n",
+            "run.yaml:2: Model is given twice (also in {folder}/run.yaml:1: Model.num_layers)",
+        ),
+        ("Model: {num_layers: 1, num_layers: 2}\n", "Model.num_layers is given twice"),
+        ("Model: {num_layers: [1, 2]}\n", "run.yaml:1: Model.num_layers: num_layers takes one value"),
+    ],
+)
+def test_files_that_cannot_be_read(text, words, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(UsageError) as refused:
+        parse_pretrain(["-c", str(tmp_path / "run.yaml")])
+    assert words.format(folder=tmp_path) in str(refused.value)
+
+
+GLUE = """
+Engine: {run_mode: epoch, max_steps: -1, num_train_epochs: 3, eval_freq: 1, save_load: {save_steps: -1, save_epoch: 1}}
+Model: {module: GPTFinetuneModule, name: GPT, pretrained: './ckpt', num_layers: 2, hidden_size: 8, num_attention_heads: 2}
+Optimizer: {name: FusedAdamW, epsilon: 1e-6, lr: {name: LinearDecayWithWarmup, warmup: 0.1, learning_rate: 3e-5}}
+Data:
+  Train:
+    dataset: {name: SST2, root: ./dataset/SST-2/, split: 'train', max_length: 64}
+    sampler: {name: DistributedBatchSampler, shuffle: True, drop_last: True}
+  Eval:
+    dataset: {name: SST2, root: ./dataset/SST-2/, split: 'dev', max_length: 64}
+    sampler: {name: DistributedBatchSampler, shuffle: False, drop_last: False}
+"""
+
+
+@pytest.fixture
+def glue(tmp_path):
+    (tmp_path / "glue.yaml").write_text(GLUE)
+    return str(tmp_path / "glue.yaml")
+
+
+def test_fine_tuning_reads_its_files(glue, capsys):
+    made = parse(["-c", glue, "-o", "Data.Train.dataset.name=CoLA"], {**GROUPS, **finetune.groups()})
+    task, batch = made["task"], made["batch"]
+    assert (task.task, task.pretrained_checkpoint, made["data"].data_path) == ("CoLA", "./ckpt", ["./dataset/SST-2/"])
+    assert (made["model"].seq_length, made["optimizer"].lr, made["optimizer"].lr_warmup_fraction) == (64, 3e-5, 0.1)
+    assert (batch.train_epochs, batch.eval_epoch, made["checkpoint"].save_epoch) == (3, 1, 1)
+    assert made["data"].dataloader_type == "cyclic"
+    told = capsys.readouterr().err
+    assert "Data.Eval.dataset.name" in told and "sampler" not in told and "split" not in told
+
+
+def test_pretraining_says_which_command_fine_tunes(glue):
+    with pytest.raises(UsageError) as refused:
+        parse_pretrain(["-c", glue])
+    words = (
+        "python finetune.py --task SST2 --data-path ./dataset/SST-2/ --pretrained-checkpoint ./ckpt, with the same -c"
+    )
+    assert refused.value.what.startswith(f"{glue}:7: Data.Train.dataset.name: fine-tuning is {words}")
+    with pytest.raises(
+        UsageError, match="-o Data.Train.dataset.name: fine-tuning is python finetune.py --task CoLA, with"
+    ):
+        parse_pretrain(["--preset", "gpt2", "-o", "Data.Train.dataset.name=CoLA"])
+
+
+def test_generation_by_beams(tmp_path):
+    """What sampling would draw with has no place in it."""
+    (tmp_path / "g.yaml").write_text(
+        "Model: {module: GPTGenerationModule}\nGeneration: {top_k: 50, top_p: 0.75, temperature: 1.0, max_dec_len: 20,\n"
+        "  num_return_sequences: 1, decode_strategy: beam_search, num_beams: 4, early_stopping: False}\n"
+    )
+    made = parse(
+        ["-c", str(tmp_path / "g.yaml"), "--load", "x"],
+        dict(generate=GenerateOptions, sampling=Sampling, search=Search),
+    )
+    made["sampling"].check()
+    made["search"].check(made["sampling"])
+    assert (made["search"].num_beams, made["search"].length_penalty) == (4, 0)  # PaddleNLP's default
+    assert (made["sampling"].top_k, made["sampling"].top_p, made["sampling"].tokens_to_generate) == (0, 0, 20)

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,23 @@ def test_settings_of_a_recipe_that_make_its_model(saved, tmp_path):
     assert found.extra["mlp"].mlp_window == 3 and found.model.hidden_size == 8
     with pytest.raises(UsageError, match=f"holds a model of type {mlp}, and this command trains GPT"):
         parse_any(f"{REST} --load {tmp_path} --finetune".split())
+
+
+def test_a_folder_in_place_of_a_shapes_name(tmp_path, saved):
+    """PaddleNLP's --model_name_or_path: a name, or a checkpoint, which brings its shape."""
+    config = parse_any(f"{REST} --model_name_or_path {saved}".split())
+    assert config.model == replace(
+        parse_any(f"{REST} --load {saved} --use-checkpoint-args".split()).model, model_name_or_path=str(saved)
+    )
+    assert config.checkpoint.load == str(saved) and config.model.num_layers == 2
+    given = parse_any(f"{REST} --model_name_or_path {saved} --num-layers 5".split())
+    assert (given.model.num_layers, given.model.hidden_size) == (5, config.model.hidden_size)
+    with pytest.raises(UsageError) as refused:
+        parse_any(f"{REST} --model_name_or_path {tmp_path}".split())
+    said = (
+        f"--model-name-or-path {tmp_path}: no shape of a model can be taken from --load: {tmp_path} holds no checkpoint"
+    )
+    assert said in str(refused.value)
 
 
 def test_where_there_is_no_checkpoint(tmp_path, saved):

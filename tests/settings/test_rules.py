@@ -11,7 +11,7 @@ from megatron.errors import SettingsError
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import RULES, record
 from megatron.settings.schema import GROUPS
-from megatron.settings.spelling import settings_of, spellings_of
+from megatron.settings.spelling import spellings_of
 from megatron.training.rules import check, remarks, resolve, rules_of
 
 BASE = (
@@ -24,7 +24,7 @@ def config(line: str = "", base: str = BASE):
     return parse_pretrain(f"{base} {line}".split())
 
 
-FLAGS = set(spellings_of(settings_of(GROUPS)))
+FLAGS = set(spellings_of(GROUPS))
 
 
 def flags_of(text: str) -> set[str]:
@@ -209,7 +209,7 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--decoupled-lr 1 --decoupled-min-lr 2", 1, "--decoupled-min-lr 2 must lie between 0 and --decoupled-lr 1"),
         ("--decoupled-min-lr 1e-5", 1, "--decoupled-min-lr 1e-05 needs --decoupled-lr"),
         ("--lr-warmup-iters 20", 1, "warm-up of 20 iters is not shorter than the decay length of 10 iters"),
-        ("--lr-warmup-fraction 2", 1, "--lr-warmup-fraction 2 must lie in [0, 1)"),
+        ("--lr-warmup-fraction 2", 1, "--lr-warmup-fraction 2.0 must be at least 0 and below 1"),
         ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters"),
         ("--lr-decay-samples 5", 1, "--lr-decay-samples does not go with --train-iters"),
         ("--adam-beta2 1", 1, "--adam-beta2 1.0 must be at least 0 and below 1"),
@@ -331,7 +331,7 @@ def test_every_rule_speaks_in_flags():
     assert len(rules) > len(RULES) > 0
     for rule in rules:
         assert not rule.broken(s)
-        said = rule.message(s)  # "" where it lists what is wrong, and nothing is
+        said = rule.message(s).partition("; start them: ")[0]  # "" where it lists what is wrong, and nothing is
         assert flags_of(said) <= FLAGS and (flags_of(said) or not said), said
 
 

@@ -59,7 +59,7 @@ def test_every_setting_says_what_it_is_and_every_flag_means_one_thing():
     settings = settings_of(GROUPS)
     assert len({s.name for s in settings}) == len(settings)
     assert all(s.help for s in settings)
-    spellings = spellings_of(settings)  # asserts that no flag is claimed twice
+    spellings = spellings_of(GROUPS)  # asserts that no flag is claimed twice
     assert all(flag == flag.lower() and "_" not in flag for flag in spellings)
 
 

@@ -510,6 +510,19 @@ def test_names_and_folders_that_are_not_there(tmp_path):
         examples_of(settings("CLUEWSC", tmp_path), "train")
 
 
+@pytest.mark.parametrize("name", ["cluewsc2020", "CLUEWSC2020", "CLUEWSC", "cluewsc"])
+def test_folders_of_cluewsc(name, tmp_path):
+    """Published as CLUEWSC2020; of several folders the published name's is read."""
+    row = json.dumps(CLUE_ROWS["CLUEWSC"][0][0])
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one / "csl", one / name, two / "CLUEWSC", two / "zz-wsc"):
+        write(folder, {"train.json": [row], "dev.json": [row]})
+    (one / "wsc").touch()  # no folder
+    assert len(examples_of(settings("CLUEWSC", one), "valid").rows) == 1
+    write(two / "cluewsc2020", {"train.json": [row], "dev.json": [row] * 3})
+    assert len(examples_of(settings("CLUEWSC", two), "valid").rows) == 3
+
+
 def test_classes_without_examples_are_told(tmp_path):
     (tmp_path / "task.yaml").write_text(YAML + "labels: [x, y, z]\n")
     own = settings(str(tmp_path / "task.yaml"), write(tmp_path, {"train.tsv": ROWS, "dev.tsv": ROWS}))

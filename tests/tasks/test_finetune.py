@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning against the same in plain torch, in each layout: losses, gradients, weights, predictions, figures."""
 
+import base64
 import json
+import re
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import finetune
 import pretrain_gpt
 from megatron.errors import DataError, SettingsError
 from megatron.inference.load import load_model
+from megatron.tools import report
 from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
 from tests.training.test_plain_loop import records
 
@@ -192,6 +195,36 @@ def test_it_is_the_same_run_however_its_task_is_said(trunk, tmp_path, monkeypatc
         tune(0, f"--task toy.yaml {short} --load {tmp_path}/run --pooling mean")
     tune(0, f"--task toy.yaml {short} --load {trunk} --save {tmp_path}/epoch --train-epochs 1")
     assert len(records(tmp_path / "epoch", "step")) == 2  # the command line's length goes before the file's
+
+
+def test_files_lie_beside_the_task_and_a_report_shows_its_metric_first(trunk, tmp_path, monkeypatch, capsys):
+    """Data and checkpoint are named as they lie there; nobody says a micro-batch; for its page the run is moved."""
+    toy, elsewhere = Toy(tmp_path / "toy"), tmp_path / "elsewhere"
+    (toy.folder / "trunk").symlink_to(trunk)
+    toy.yaml.write_text(f"{toy.yaml.read_text()}settings: {{load: trunk, save: run}}\n")
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "valid.tsv").write_text("id\tfirst\tlabel\na\t1 2\tred\nb\t1 2\tgreen\n")  # what is here goes first
+    tune(0, f"--task ../toy/toy.yaml {TUNE} --micro-batch-size auto")
+    told = capsys.readouterr().out
+    assert (
+        f"train: 21 examples of toy ({toy.folder}/train.tsv)" in told and "valid: 2 examples of toy (valid.tsv)" in told
+    )
+    assert "--micro-batch-size auto: 8 is expected to be the fastest" in told
+    (elsewhere / "run").rename(tmp_path / "moved")
+    report.main([str(tmp_path / "moved")])
+    page = (tmp_path / "moved" / "report.html").read_text()
+    values = [one["accuracy"] for one in records(tmp_path / "moved", "eval") if one["split"] == "validation"]
+    first, second = re.findall(r'<div class="tile"><b>([^<]*)</b><span>([^<]*)', page)[:2]
+    assert first == (f"{max(values):.4f}", "accuracy") and second[1] == "training loss"
+    captions = re.findall("<figcaption>([^<]*)", page)
+    assert captions[:3] == [
+        "Confusion matrix, validation",
+        "accuracy, in validation",
+        "Loss in training and validation",
+    ]
+    drawn = (tmp_path / "moved" / "predictions" / "confusion-validation.png").read_bytes()
+    assert base64.b64encode(drawn).decode() in page
 
 
 def test_patience_and_a_loss_that_is_reached_end_training(trunk, tmp_path, capsys):

@@ -48,3 +48,14 @@ def test_a_task_is_trained_as_published(name, tmp_path):
     for step in range(0, steps + 1, 10):  # a tenth of all steps from 0 to the rate, the others back to 0
         published = 2e-5 * min(step / (0.1 * steps), (steps - step) / (0.9 * steps))
         assert rate(step) == pytest.approx(published, abs=1e-12), step
+
+
+def test_what_is_said_otherwise_takes_the_defaults_place(tmp_path):
+    """Of the batch and of the warm-up: PaddleFleetX's files say a rank's share, and steps."""
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "a text\t0\na text\t1\n" * 64)
+    line = f"--task SST2 --train-data {tmp_path}/train.tsv --num-layers 1 --hidden-size 8 --num-attention-heads 1"
+    given = "--tokenizer-type GPT2BPETokenizer --local-batch-size 4 --micro-batch-size 2 --lr-warmup-iters 3"
+    recipe = finetune.recipe()
+    config = in_samples(parse_any([*line.split(), *given.split()], recipe=recipe), True, recipe.epoch_samples)
+    assert config.batch.global_batch_size is None and config.optimizer.lr_warmup_fraction is None
+    assert Lengths.of(config.optimizer, config.batch, dp=2).warmup == 3 * 4 * 2

@@ -3,6 +3,7 @@
 
 import json
 import re
+import shutil
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -22,7 +23,8 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
     "--load {trunk}": (2, "--task"),
     "--task {toy}/toy.yaml --data-path {toy}": (2, "there is no model to fine-tune"),
     "--task {toy}/none.yaml --load {trunk}": (4, "none.yaml"),
-    "--task {toy}/toy.yaml --load {trunk}": (4, "there is no training file"),
+    "--task {alone}/toy.yaml --load {trunk}": (4, "there is no training file"),
+    "--task {half}/toy.yaml --load {trunk}": (4, "half has no valid.tsv"),
     "--task RTE --data-path {empty} --load {trunk}": (4, "has no train.tsv"),
     "--task {toy}/toy.yaml --data-path {toy} --load {empty}": (5, "empty holds no checkpoint"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --ckpt-step 77": (5, "no checkpoint of iteration 77"),
@@ -72,7 +74,7 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
     "--pet-verbalizer words.json": (3, "--word-dropout 0.1 hides words from a head"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --labels red": (3, "at least two classes"),
     "--task {toy}/numbers.yaml --data-path {toy} --load {trunk} --labels red green": (3, "are numbers, not classes"),
-    "--task {toy}/free.yaml --load {trunk} --skip-train --test-data {toy}/test.tsv": (3, "does not say its labels"),
+    "--task {alone}/free.yaml --load {trunk} --skip-train --test-data {toy}/test.tsv": (3, "does not say its labels"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --labels red green violet": (4, "the label 'blue' is none"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --valid-data no.tsv": (4, "no.tsv: no such file"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --train-iters 4": (3, "train-epochs|--train-iters"),
@@ -120,7 +122,11 @@ def places(trunk, tmp_path_factory):  # noqa: F811
     (toy.folder / "one.tsv").write_text(
         "\n".join([lines[0], *(line for line in lines if line.endswith("\tred"))]) + "\n"
     )
-    return dict(toy=toy.folder, trunk=trunk, empty=folder / "empty", hf=folder / "hf")
+    for name, files in dict(alone=("toy.yaml", "free.yaml"), half=("toy.yaml", "train.tsv")).items():
+        (folder / name).mkdir()
+        for file in files:
+            shutil.copy(toy.folder / file, folder / name)
+    return dict(toy=toy.folder, trunk=trunk, **{name: folder / name for name in ("empty", "hf", "alone", "half")})
 
 
 def write_wrong_soft_labels(folder) -> None:

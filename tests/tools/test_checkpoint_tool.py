@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import pretrain_bert
+import pretrain_t5
 from megatron.checkpoint import reshard
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.compare import differences
@@ -180,8 +183,35 @@ def test_checkpoint_util_splits_by_tensor_and_pipeline_parallel_ranks(tmp_path, 
         tool.main(["reshard", str(tmp_path / "a"), str(tmp_path / "c"), "--pp", "3"])
 
 
+@pytest.mark.parametrize(
+    "script, layers",
+    [(pretrain_t5, "--encoder-num-layers 3 --decoder-num-layers 1"), (pretrain_bert, "--num-layers 4")],
+)
+def test_checkpoint_util_knows_t5_and_bert(script, layers, tmp_path):
+    """Files 0 and 1 hold the first two layers, 2 and 3 the last two: of each its tensor parallel part."""
+    kind, one, two = script.recipe().model_type, str(tmp_path / "a"), str(tmp_path / "b")
+    script.main(
+        f"{layers} --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data --vocab-size 60 --device cpu "
+        f"--micro-batch-size 1 --train-iters 1 --eval-iters 0 --lr 1e-3 --num-workers 0 --save {one}".split()
+    )
+    sizes = "--target-tensor-parallel-size 2 --target-pipeline-parallel-size 2".split()
+    checkpoint_util.main(["--model-type", kind, "--load-dir", one, "--save-dir", two, *sizes])
+    tool.main(["diff", one, two])
+    with Reader(tmp_path / "b" / "iter_0000001") as reader:
+        for name, tensor in reader.tensors.items():
+            files = {int(item.file[6:11]) for item in tensor.stored}
+            layer = re.match(r"blocks\.(\d)\.", name)
+            assert not layer or files <= ({0, 1} if int(layer[1]) < 2 else {2, 3}), name
+            assert not layer or "mlp.up.weight" not in name or len(files) == 2, name
+    for other in {"GPT", "T5", "BERT"} - {kind}:
+        with pytest.raises(CheckpointError, match=f"--model-type {other}: .* holds a model of type {kind}"):
+            checkpoint_util.main(["--model-type", other, "--load-dir", one, "--save-dir", str(tmp_path / "c")])
+
+
 def test_checkpoint_util_knows_checkpoints_of_megatron_lm(tmp_path):
     (tmp_path / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(SettingsError, match="--model-type T5: .* of Megatron-LM, of which GPTs are read"):
+        checkpoint_util.main(["--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "b"), "--model-type", "T5"])
     with pytest.raises(CheckpointError, match="holds no mp_rank"):  # asked as from-megatron asks: by its tracker
         checkpoint_util.main(["--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "b")])
 

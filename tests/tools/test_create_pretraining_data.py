@@ -4,7 +4,9 @@
 import gzip
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -329,6 +331,8 @@ MISTAKES = [
 @pytest.mark.parametrize("words, code, message", MISTAKES)
 def test_a_mistake_is_one_message_and_leaves_nothing(bpe, word_pieces, tmp_path, monkeypatch, words, code, message):
     monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / "cache"))
+    for name in ("jieba", "LAC"):  # as where they are not installed
+        monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.jsonl").write_text("\n \n")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
@@ -346,6 +350,18 @@ def test_a_mistake_is_one_message_and_leaves_nothing(bpe, word_pieces, tmp_path,
     assert caught.value.code == code and message in str(caught.value), str(caught.value)
     left = [path.name for path in tmp_path.rglob("*") if path.name != "out.rejected.jsonl"]
     assert sorted(left) == before
+
+
+@pytest.mark.full
+def test_these_tests_pass_where_the_segmenters_are_installed(root, tmp_path):
+    """`pip install '.[all]'` installs jieba; what is said where it is absent has to be tested there, too."""
+    for name in ("jieba", "LAC"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "tests/tokenizer", __file__]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), str(root)]))
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_an_interrupted_run_leaves_nothing(bpe, tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -254,6 +255,9 @@ def test_a_second_ctrl_c_ends_ranks_that_hear_nothing(start, monkeypatch):
         (["--no-python", "no-such-program"], "no-such-program: no such program"),
         (["--max-restarts", "x", "rank.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'"),
         ([], "the following arguments are required: training_script"),
+        (["--gpus", "2,x", "rank.py"], "--gpus 2,x: numbers of different GPUs are wanted"),
+        (["--gpus", "2,2", "rank.py"], "--gpus 2,2: numbers of different GPUs are wanted"),
+        (["--gpus", "2,3", "--nproc-per-node", "4", "rank.py"], "--gpus 2,3 is 2 ranks, one for each, and --nproc"),
     ],
 )
 def test_mistakes_of_the_launchers_own_flags(words, text, tmp_path, monkeypatch):
@@ -263,6 +267,18 @@ def test_mistakes_of_the_launchers_own_flags(words, text, tmp_path, monkeypatch)
 
     with pytest.raises(errors.UsageError, match=re.escape(text)):
         launch.parse(get_args_parser(), words)
+
+
+@pytest.mark.parametrize("words", (["--gpus", "2,3"], ["--devices=2,3"], ["--gpus", "2, 3", "--nproc-per-node", "2"]))
+def test_paddles_words_for_gpus(words, tmp_path, monkeypatch):
+    """A rank for each, and ranks that see these alone."""
+    (tmp_path / "rank.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    args = launch.parse(get_args_parser(), [*words, "rank.py"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and config_from_args(args)[0].nproc_per_node == 2
 
 
 def test_ranks_that_cannot_be_started(start, tmp_path):
@@ -292,3 +308,19 @@ def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path
     assert "-m megatron.tools.launch --nproc-per-node 2 " in said[-1]
     shown = status.look(tmp_path / "saved")
     assert (shown.state, shown.iteration, shown.checkpoint) == ("interrupted", iteration, iteration)
+
+
+def test_a_layout_without_a_launcher_is_told_the_command(root, tmp_path):
+    """Which trains as it stands, also where words have blanks in them."""
+    flags = (
+        "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
+        "--device cpu --train-iters 1 --eval-iters 0 --tp 2"
+    ).split()
+    words = [sys.executable, "pretrain_gpt.py", *flags, "--save", str(tmp_path / "a run")]
+    lost = {name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    env = {name: value for name, value in os.environ.items() if name not in lost}
+    alone = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True)
+    assert alone.returncode == 3 and "--tp 2: 2 ranks are needed, and this process is alone" in alone.stderr
+    [command] = re.findall(r"start them: python (.*) \(torchrun takes the same words", alone.stderr)
+    done = subprocess.run(f"{sys.executable} {command}", shell=True, cwd=root, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "a run" / "iter_0000001").is_dir(), done.stderr

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from megatron.errors import DataError
+from megatron.telemetry.curves import smooth
 from megatron.telemetry.run_record import JsonLines, read_history
 from megatron.tools.report import build, main, perplexity, read_evaluation
-from megatron.tools.report_plots import smooth
 
 CONFIG = dict(model=dict(num_layers=2, hidden_size=64, seq_length=16), optimizer=dict(lr=0.0006, lr_decay_iters=None))
 

@@ -104,7 +104,7 @@ def test_unigrams_that_cannot_be(corpus, tmp_path, capsys):
         f"{corpus} --vocab-size 9": (SettingsError, "--vocab-size 9"),
         f"{corpus} --max-piece-length 0": (SettingsError, "from 1 to 512"),
         f"{corpus} --character-coverage 0.5": (SettingsError, "from 0.98 to 1"),
-        f"{tmp_path}/bad.jsonl": (DataError, "bad.jsonl, line 2: there is no key 'text'"),
+        f"{tmp_path}/bad.jsonl": (DataError, "bad.jsonl, line 2: no key 'text'"),
         f"{tmp_path}/empty.jsonl": (DataError, "there is no text in"),
     }
     for words, (error, told) in wrong.items():
@@ -152,7 +152,7 @@ def test_other_keys(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, words", [("{not json}", "line 2: not a JSON"), ('{"body": "x"}', "no key 'text'"), ('{"text": 3}', "int")]
+    "line, words", [("{not json}", "line 2: not JSON"), ('{"body": "x"}', "no key 'text'"), ('{"text": 3}', "a number")]
 )
 def test_bad_lines_are_named(tmp_path, line, words):
     path = tmp_path / "corpus.jsonl"

@@ -109,7 +109,10 @@ def test_rates_that_change_with_the_epoch(prefix, tmp_path, warmup):
         ("--train-epochs 2 --seq-length 400", "less than one sample of --seq-length 400"),
         ("--train-samples 4 --save-epoch 1 --log-epoch", "--save-epoch 1, --log-epoch: an epoch is known with"),
         ("--train-iters 4 --lr-step-unit epoch", "--lr-step-unit epoch: an epoch is known with --train-epochs alone"),
-        ("--train-epochs 2 --lr-warmup-iters 3", "--lr-warmup-iters does not go with --train-samples"),
+        (
+            "--train-epochs 2 --lr-warmup-iters 3 --lr-warmup-samples 4",
+            "--lr-warmup-iters and --lr-warmup-samples: give one",
+        ),
     ],
 )
 def test_what_cannot_be(prefix, flags, words):

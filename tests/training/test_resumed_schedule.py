@@ -56,6 +56,11 @@ def test_a_longer_run_follows_the_schedule_that_it_is_told_to(choice, tmp_path, 
     compare(tmp_path, train(Job(**PLAIN | dict(batches=[8] * LONG, rate=rate, decay=decay))))
     assert again == []
     assert len(said) == (choice is None)
+    runs = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second, _ = (record.get("resumed") for record in runs if record["kind"] == "run")
+    assert first is None and "--train-iters was 10 in the checkpoint, is 20 now" in second["settings"]
+    assert bool(second["schedule"]) == (choice != "checkpoint") and bool(second["followed"]) == (choice == "checkpoint")
+    assert second["followed"].get("lr_decay_iters", SHORT) == SHORT
     if said:
         assert "the learning rate falls over 20 steps, 10 in the checkpoint" in said[0]
         assert "To go on as before: --lr-decay-iters 10, or --resume-schedule checkpoint" in said[0]
@@ -159,6 +164,14 @@ def test_a_batch_that_follows_the_ranks_is_said_and_the_lengths_in_steps_are_not
     assert str(found) == "a step has 2 samples, 8 in the checkpoint (--global-batch-size 8)"
     assert "--resume-schedule" not in sentence([found], None)
     assert drift(config(f"{flags} --global-batch-size 2"), record(flags, 4), 1)[0].of_schedule  # asked for
+
+
+def test_a_batch_of_each_rank_makes_another_one_on_more_ranks():
+    """Given in both runs, and the same: nothing else would say that a step is twice as large."""
+    flags = "--lr 1e-2 --train-iters 10 --local-batch-size 2 --lr-decay-style constant"
+    [found] = drift(config(flags, 4), record(flags, 2), 4)
+    assert str(found) == "a step has 8 samples, 4 in the checkpoint (--global-batch-size 4)"
+    assert drift(config(flags, 4), record(flags, 4), 4) == []
 
 
 def test_what_is_said_as_a_warning_is_not_told_twice():

@@ -52,3 +52,12 @@ def test_what_is_evaluated_is_said(capsys):
     said = capsys.readouterr().out
     assert "note: skipping training (--skip-train is on)" in said and "that --seed draws" in said
     assert "validation loss at iteration 0 on test set" in said or "test at iteration 0" in said
+
+
+def test_nothing_is_said_of_learning_rates(trained, capsys):
+    """They decide about nothing here: neither those of the command, nor how they differ from the checkpoint's."""
+    more = "--lr 3e-2 --train-iters 6 --min-lr 1e-5 --lr-decay-style constant --sgd-momentum 0.5 --skip-train"
+    pretrain_gpt.main([*FLAGS, "--load", str(trained), *more.split()])
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note: ", "warning: "))]
+    assert any("--train-iters was 4 in the checkpoint, is 6 now" in line for line in said)
+    assert not [line for line in said if "lr" in line or "learning rate" in line or "momentum" in line]

@@ -111,6 +111,21 @@ def test_the_same_samples_each_time(tmp_path, capsys):
     assert lines == ["2", "4 on validation set", "4 on test set"]
 
 
+@pytest.mark.parametrize("interval, before", [(2, (4, "16 to 31")), (3, (3, "0 to 15"))])
+def test_two_losses_of_the_end_have_a_reason(interval, before, tmp_path, capsys):
+    """The weights hardly move, so other samples are all that differs: which ones, a line says."""
+    pretrain(0, f"{STILL} --eval-interval {interval} --eval-iters 2 --save {tmp_path / 'run'}")
+    evals = [one for one in records(tmp_path / "run", "eval") if one["split"] == "validation"]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "the final validation is over" in line]
+    first = evals[-1]["first_sample"]
+    assert f"samples {first} to {first + 15} of" in line and f"of iteration {before[0]} over {before[1]}:" in line
+    assert "--eval-same-samples" in line and evals[-2]["iteration"] == before[0]
+    pretrain(0, f"{STILL} --eval-interval {interval} --eval-iters 2 --eval-same-samples --save {tmp_path / 'same'}")
+    assert "the final validation is over" not in capsys.readouterr().out
+    losses = {one["lm loss"] for one in records(tmp_path / "same", "eval") if one["split"] == "validation"}
+    assert len(losses) == 1
+
+
 def test_what_is_left_to_do_at_the_end_is_done(tmp_path):
     """The last step is no multiple of the interval; and a launch behind it trains nothing but evaluates."""
     flags = f"{STILL} --train-iters 3 --eval-iters 1 --eval-same-samples --save {tmp_path} --load {tmp_path}"

@@ -21,7 +21,6 @@ from megatron.corpus.duplicates.candidates import load_pairs, save_pairs
 from megatron.corpus.duplicates.shards import PieceFile, blocks_of_lines, encoded, text_of
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing
 
-VERIFY = ("signatures", "doubtful", "texts")
 BINS = 20  # of the histogram of similarities, from 0 to 1
 DOUBT = 3.0  # standard errors of an estimate around the threshold within which the texts decide
 _SHOWN = 240  # characters of a text in the report

@@ -73,7 +73,7 @@ def _rensa():
     try:
         import rensa
     except ImportError as error:
-        do = "pip install '.[corpus]', or take kind: one_permutation"
+        do = "pip install '.[corpus]'; in a recipe, kind: one_permutation does without it"
         raise SettingsError("signatures of the kind minhash need the package rensa", str(error), do) from None
     return rensa
 

@@ -7,11 +7,9 @@ classifier = FastTextClassifier(model="quality.bin", keep={"hq": 0.9})
 from collections.abc import Mapping
 from typing import Optional
 
-from megatron.corpus.filters.language import load_fasttext, one_line
+from megatron.corpus.filters.language import PREFIX, labels_of, load_fasttext, one_line
 from megatron.corpus.stage import Document, Verdict
 from megatron.errors import SettingsError, did_you_mean
-
-_PREFIX = "__label__"
 
 
 class FastTextClassifier:
@@ -34,7 +32,7 @@ class FastTextClassifier:
             raise SettingsError("the fastText classifier needs either keep or drop: labels with their scores")
         self._predict = load_fasttext(model).predict
         self.keep, self.drop, self.longest = dict(keep or {}), dict(drop or {}), longest
-        known = [label.removeprefix(_PREFIX) for label in self._predict("a", k=-1, threshold=-1.0)[0]]
+        known = labels_of(self._predict)
         for label in (*self.keep, *self.drop):
             if known and label not in known:
                 do = f"its labels: {', '.join(sorted(known)[:20])}"
@@ -42,7 +40,7 @@ class FastTextClassifier:
 
     def __call__(self, document: Document) -> Verdict:
         labels, found = self._predict(one_line(document["text"][: self.longest]), k=-1, threshold=-1.0)
-        scores = {label.removeprefix(_PREFIX): float(score) for label, score in zip(labels, found)}
+        scores = {label.removeprefix(PREFIX): float(score) for label, score in zip(labels, found)}
         figures = {label: scores.get(label, 0.0) for label in (*self.keep, *self.drop)}
         if self.keep and not any(figures[label] >= least for label, least in self.keep.items()):
             return Verdict(None, "no_kept_label", figures)

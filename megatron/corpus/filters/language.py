@@ -6,20 +6,23 @@ fasttext    lid.176.bin or lid.176.ftz, which the user has: 176 languages, what 
 langdetect  what Megatron-LM's cleaning uses, with its seed fixed, so that it says the same again: 55 languages
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Literal, Optional, Union
 
 from megatron.corpus.stage import Document, Verdict
-from megatron.errors import DataError, SettingsError
+from megatron.errors import DataError, SettingsError, did_you_mean
 
 UNKNOWN = "unknown"
+PREFIX = "__label__"  # of fastText's labels
 Detector = Callable[[str], tuple[str, float]]  # text -> (language, score from 0 to 1)
 
 
 class LanguageFilter:
     """Keeps documents in some languages, and notes the language of each under `key`.
 
-    keep: ISO 639-1 codes; "zh" means "zh-cn" and "zh-tw" too; a text: between commas. None keeps all that have a language
+    keep: codes that the detector says, in any case (EN is en); "zh" means "zh-cn" and "zh-tw" too; a text: between commas.
+        None keeps all that have a language. One that the detector never says would drop every document: SettingsError
     min_score: what the detector has to be sure of, as it says itself; scores of different detectors do not compare
     model: file of lid.176 for fasttext
     longest: characters that are looked at, from the beginning
@@ -37,9 +40,9 @@ class LanguageFilter:
     ):
         if detector not in DETECTORS:
             raise SettingsError(f"language detector {detector!r} is unknown", do=f"known: {', '.join(DETECTORS)}")
-        self.keep = None if keep is None else frozenset(keep.split(",") if isinstance(keep, str) else keep)
         self.min_score, self.longest, self.key = min_score, longest, key
-        self.detect = DETECTORS[detector](model, scored=min_score > 0)
+        self.detect, codes = DETECTORS[detector](model, scored=min_score > 0)
+        self.keep = None if keep is None else known_codes([keep] if isinstance(keep, str) else keep, codes, detector)
 
     def __call__(self, document: Document) -> Verdict:
         language, score = self.detect(document["text"][: self.longest])
@@ -55,7 +58,24 @@ class LanguageFilter:
         return Verdict(document, "", figures)
 
 
-def _eldc(model: Optional[str], scored: bool) -> Detector:
+def known_codes(wanted: Iterable[str], codes: Iterable[str], detector: str) -> frozenset[str]:
+    """The codes of a detector that are wanted. Raises SettingsError for one that it never says, and for none.
+
+    >>> sorted(known_codes(["EN, de", "zh"], ["de", "en", "zh-cn", "zh-tw"], "langdetect"))
+    ['de', 'en', 'zh']
+    """
+    known = {code.lower(): code for one in codes for code in (one.partition("-")[0], one)}
+    words = [word.strip() for entry in wanted for word in entry.split(",") if word.strip()]
+    do = f"its codes are {', '.join(sorted(codes))}"
+    for word in words:
+        if word.lower() not in known:
+            raise SettingsError(f"{detector} knows no language {word!r}{did_you_mean(word, known)}", do=do)
+    if not words:
+        raise SettingsError("no language is to be kept, so every document would be dropped", do=do)
+    return frozenset(known[word.lower()] for word in words)
+
+
+def _eldc(model: Optional[str], scored: bool) -> tuple[Detector, list[str]]:
     eldc = _package("eldc")
     eldc.init()
 
@@ -71,10 +91,10 @@ def _eldc(model: Optional[str], scored: bool) -> Detector:
         # The score takes a pass of its own: it is told where there is a least score, and 1 elsewhere.
         return language, float(eldc.detect_details(text).scores.get(language, 0.0)) if scored else 1.0
 
-    return detect
+    return detect, eldc.LANGUAGES
 
 
-def _fasttext(model: Optional[str], scored: bool) -> Detector:
+def _fasttext(model: Optional[str], scored: bool) -> tuple[Detector, list[str]]:
     if model is None:
         do = "give the path of lid.176.ftz or lid.176.bin (https://fasttext.cc/docs/en/language-identification.html)"
         raise SettingsError("the detector fasttext needs a model", do=do)
@@ -82,14 +102,15 @@ def _fasttext(model: Optional[str], scored: bool) -> Detector:
 
     def detect(text: str) -> tuple[str, float]:
         labels, scores = predict(one_line(text), k=1)
-        return (labels[0].removeprefix("__label__"), float(scores[0])) if len(labels) else (UNKNOWN, 0.0)
+        return (labels[0].removeprefix(PREFIX), float(scores[0])) if len(labels) else (UNKNOWN, 0.0)
 
-    return detect
+    return detect, labels_of(predict)
 
 
-def _langdetect(model: Optional[str], scored: bool) -> Detector:
+def _langdetect(model: Optional[str], scored: bool) -> tuple[Detector, list[str]]:
     langdetect = _package("langdetect")
     langdetect.DetectorFactory.seed = 0
+    profiles = Path(langdetect.detector_factory.PROFILES_DIRECTORY)  # a file for each language
 
     def detect(text: str) -> tuple[str, float]:
         try:
@@ -98,7 +119,7 @@ def _langdetect(model: Optional[str], scored: bool) -> Detector:
             return UNKNOWN, 0.0
         return best.lang, best.prob
 
-    return detect
+    return detect, [path.name for path in profiles.iterdir() if not path.name.startswith(("_", "."))]
 
 
 DETECTORS = {"eldc": _eldc, "fasttext": _fasttext, "langdetect": _langdetect}
@@ -107,6 +128,11 @@ DETECTORS = {"eldc": _eldc, "fasttext": _fasttext, "langdetect": _langdetect}
 def one_line(text: str) -> str:
     """A text as fastText takes it: one line, encodable."""
     return text.replace("\n", " ").encode("utf-8", "replace").decode()
+
+
+def labels_of(predict) -> list[str]:
+    """All labels of a fastText model, without their prefix."""
+    return [label.removeprefix(PREFIX) for label in predict("a", k=-1, threshold=-1.0)[0]]
 
 
 def load_fasttext(path: str):

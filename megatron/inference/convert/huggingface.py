@@ -9,7 +9,6 @@ tensor at a time; the comparison holds one whole model at a time (and can be lef
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -18,15 +17,17 @@ import torch
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
-from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head
+from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.model.recipe import config_of
 from megatron.settings import schema
+from megatron.settings.from_checkpoint import located
 
 BOUND = 2e-5  # two fp32 programs are within 1e-6; tanh GeLU instead of erf makes more than 5e-5
 PROBES = (
@@ -45,9 +46,11 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
     Raises SettingsError for a model of another shape, CheckpointError when the written model computes something else.
     """
     with Reader(path) as reader, arriving(out) as folder:
-        config, vocab_size = config_of(needed(reader, "config")), needed(reader, "vocab_size")
+        needed(reader, "config")
+        config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
         refuse_head(config, vocab_size, path)
         family, plan = exported(config, vocab_size), []
+        refuse_unknown(reader, family)
         for match in family.matches:
             stored = reader.tensors.get(match.ours)
             if stored is None:
@@ -57,7 +60,9 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
                 hf_files.Planned(match.theirs, shapes, lambda match=match: match.to_theirs(reader.read(match.ours)))
             )
         files = hf_files.write_tensors(folder, plan, dtype)
-        end, notices = _export_vocabulary(path, config, vocab_size, folder, given, check)
+        end, notices = _export_vocabulary(
+            Loaded(None, config, reader.state, vocab_size, 0, path, ()), folder, given, check
+        )
         settings = family.theirs(end, str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if check:
@@ -68,15 +73,27 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSett
         return [f"{out}: {family.kind} in {', '.join(files)}", *family.told, *notices]
 
 
+def refuse_unknown(reader: Reader, family: Family) -> None:
+    """Raise SettingsError for weights that a family does not have: the export would lose them, whether or not they show
+    in what is compared.
+    """
+    known = {match.ours for match in family.matches}
+    unknown = sorted(name for name in reader.tensors if name not in known and not name.startswith(OPTIMIZER))
+    if unknown:
+        named = ", ".join(unknown[:6]) + f" and {len(unknown) - 6} more" * (len(unknown) > 6)
+        raise SettingsError(
+            f"{family.kind} of Hugging Face has no {named}", "the model would lose them", "nothing was written"
+        )
+
+
 def _export_vocabulary(
-    path: Path, config: schema.Config, vocab_size: int, folder: Path, given: schema.TokenizerSettings, check: bool
+    loaded: Loaded, folder: Path, given: schema.TokenizerSettings, check: bool
 ) -> tuple[Optional[int], list[str]]:
     """Copy the tokenizer; (id that ends a document, notices)."""
-    if (given.tokenizer_type or config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
+    if (given.tokenizer_type or loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
         return None, ["the run had no tokenizer, so the export has none"]
-    tokenizer = open_tokenizer(Loaded(None, config, vocab_size, 0, path, ()), given)
-    changed = {name: value for name, value in asdict(given).items() if value is not None}
-    settings, longest = replace(config.tokenizer, **changed), config.model.position_table
+    tokenizer = open_tokenizer(loaded, given)
+    settings, longest = tokenizer_settings(loaded, given), loaded.config.model.position_table
     end = None if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
     if not hf_files.export_tokenizer(settings, folder, end, longest):
         return tokenizer.eod, [f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"]

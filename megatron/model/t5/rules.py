@@ -41,6 +41,21 @@ RULES = (
     Rule(lambda s: _target(s) < 1, lambda s: f"--decoder-seq-length {_target(s)} must be at least 1"),
     DIVISIBLE_TARGET,
     Rule(
+        lambda s: _own(s).relative_attention_num_buckets < 4,
+        lambda s: (
+            f"--relative-attention-num-buckets {_own(s).relative_attention_num_buckets} must be at least 4: near and far "
+            "keys, before the query and after it"
+        ),
+    ),
+    Rule(
+        lambda s: 2 * _own(s).relative_attention_max_distance <= _own(s).relative_attention_num_buckets,
+        lambda s: (
+            f"--relative-attention-max-distance {_own(s).relative_attention_max_distance} must be above "
+            f"{_own(s).relative_attention_num_buckets // 2}, half of --relative-attention-num-buckets: as many distances "
+            "have a bucket each"
+        ),
+    ),
+    Rule(
         lambda s: (
             s.position_embedding_type == "learned_absolute"
             and s.max_position_embeddings

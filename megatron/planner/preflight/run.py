@@ -69,7 +69,8 @@ def check_settings(config, found: Inspection, cluster: Cluster, source: str, sta
         problems.append(f"--world-size {world} is not this job: it has {started} ranks; leave the flag out")
     checks = [Check("settings", "", problem) for problem in problems]
     idle = {} if problems else rules.idle(config, world)
-    refused = [words for name, words in idle.items() if name in FORGOTTEN and rules.not_default(config, name)]
+    given = {name: config.given(name) for name in set(idle) & set(FORGOTTEN)}
+    refused = [idle[name] for name, one in given.items() if one.value != one.default]
     checks += [Check("settings", "", words, "leave it out, or give what it needs") for words in refused]
     if not checks:
         checks.append(Check("settings", f"{text.described(found.job)}; {found.layout.short()} on {world} ranks"))

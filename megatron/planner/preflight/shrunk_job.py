@@ -35,7 +35,7 @@ def compared(shrunk: ShrunkJob, recipe: Recipe, steps: int) -> Check:
         reference = trace(one_process(shrunk.config), recipe, 1, steps)
         found = compare(reference, trace(laid_out(shrunk.config, layout), recipe, shrunk.world_size, steps))
     except RankFailed as failed:
-        why = failed.failure.what if failed.failure else str(failed).strip().splitlines()[-1]
+        why = failed.failure.what if failed.failure else failed.brief
         return Check(f"shrunk {precision}", "", f"the shrunk job does not train: {why}", DO)
     told = (
         f"{layout.text} on {layout.world_size} rank(s) against one process, {steps} steps: largest relative "

@@ -6,6 +6,29 @@ What is not named here is read as `settings.parse` reads it.
 
 from megatron.settings.dialects.table import Default, Dialect
 
+PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_only")
+
+
+def profiler_options(words: list[str], given: object = None) -> list[tuple[str, list[str]]]:
+    """Flags for PaddleNLP's options of its profiler. Raises ValueError for what is none.
+
+    >>> profiler_options(["batch_range=[50, 60]; profile_path=traces"])
+    [('--profile', []), ('--profile-step-start', ['50']), ('--profile-step-end', ['60']), ('--profile-dir', ['traces'])]
+    """
+    said = dict(part.partition("=")[::2] for part in "".join(words).replace(" ", "").split(";") if part)
+    for key in said:
+        if key not in ("batch_range", "profile_path", "exit_on_finished", "tracer_option", *TABLES):
+            raise ValueError(f"'{key}' is no option of the profiler: batch_range=[10,20];profile_path=DIR")
+    steps = said.get("batch_range", "10,20").strip("[]").split(",")
+    if len(steps) != 2 or not all(map(str.isdecimal, steps)):
+        raise ValueError(f"batch_range={said['batch_range']}: the first step and the one to end before, as in [10,20]")
+    found = [("--profile", []), ("--profile-step-start", steps[:1]), ("--profile-step-end", steps[1:])]
+    found += [("--profile-dir", [path]) for path in [said.get("profile_path")] if path]
+    found += [("--profile-detailed", [])] * said.get("tracer_option", "").endswith("OpDetail")
+    ends = said.get("exit_on_finished", "").lower() in ("yes", "true", "t", "1")
+    return found + [("--exit-interval", steps[1:])] * ends
+
+
 PADDLENLP = Dialect(
     "paddlenlp",
     "PaddleNLP",
@@ -45,10 +68,8 @@ PADDLENLP = Dialect(
         "gradients are added in place anyway": "--enable_addto",
         "text is not read while training": "--tokenizer_name_or_path",
     },
-    lost={
-        "say --profile, with --profile-step-start and --profile-step-end": "--profiler_options -p",
-        "Chinese texts have --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE": "--model_type",
-    },
+    lost={"Chinese texts have --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE": "--model_type"},
+    computed=dict.fromkeys(PROFILER, profiler_options),
     defaults=(
         Default("--lr-decay-style", "cosine"),
         Default("--lr-decay-iters", "360000"),

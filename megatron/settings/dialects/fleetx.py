@@ -1,403 +1,605 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings from a YAML file of PaddleFleetX: sections, `_base_`, and `-o Section.key=value`, as flags of this suite.
 
-    read("pretrain_gpt_345M.yaml") -> {"Model.hidden_size": Entry(["1024"], "pretrain_gpt_345M.yaml:12"), ...}
-    translate(entries) -> Translated(flags=[("--hidden-size", ["1024"], "pretrain_gpt_345M.yaml:12"), ...], ...)
+    read("pretrain_gpt_345M.yaml") -> {"Model.hidden_size": TheirSetting("Model.hidden_size", ["1024"], ...), ...}
+    translate(entries, "train") -> Translated(flags=[("--hidden-size", ["1024"], TheirSetting(...)), ...], ...)
 
-A key means one flag, or together with others one (batch sizes, precision, sharding, recomputation), or nothing here, or
-it is refused with a way out; a key that nobody knows is an error.
+A key means one flag, or some together with others, or it is noted or refused by its name and place: which of these depends
+on the command that reads it. A key that is none of them is unknown, and an error.
 """
 
+import difflib
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from megatron.errors import UsageError
+from megatron.settings.dialects.table import Dialect, TheirSetting, sentence
+from megatron.settings.files import compose, merged
+from megatron.settings.spelling import NO, YES, dashed
 
 SECTIONS = """Global Engine Model Data Distributed Optimizer Profiler Fused FusedPasses Inference Offline_Eval Generation
     Compress Quantization Prune Distillation Tuning""".split()
-BASE = "_base_"
+BASE, INHERITED, NAME = "_base_", "_inherited_", "Data.Train.dataset.name"
+EMPTY = ("", "~", "null", "Null", "NULL", "None")
+COMMAND = "-o "  # where an override stands, and its key
+Entries = dict[str, TheirSetting]  # a key without a value has None for its words; `where` ends in the key
+GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()  # tasks of Data.Train.dataset.name
+# Model.module begins with -> the command that the file is for
+MODULES = dict(gptfinetune="task", gptgeneration="generate", gpteval="evaluate")
+# For whom a section is, where that is not training and fine-tuning.
+SECTION_OF = dict(Generation=["generate"], Offline_Eval=["evaluate"], Inference=["generate", "evaluate"])
 
-
-class Entry(NamedTuple):
-    """A value as words, None for an empty one, and where it stands: `run.yaml:12`, or `-o Model.hidden_size`."""
-
-    words: Optional[list[str]]
-    origin: str
-
-
-@dataclass
-class Translated:
-    """flags: (flag, words, origin) of training; tool_flags: of generating and evaluating. notes: (sentence, origin and key)
-    of what has no effect. problems: sentences."""
-
-    flags: list[tuple[str, list[str], str]] = field(default_factory=list)
-    tool_flags: list[tuple[str, list[str], str]] = field(default_factory=list)
-    notes: list[tuple[str, str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-
-# path, flag
-PLAIN = """
-Global.device --device
-Global.seed --seed
-Global.global_batch_size --global-batch-size
-Global.local_batch_size --local-batch-size
-Global.micro_batch_size --micro-batch-size
-Engine.max_steps --train-iters
-Engine.logging_freq --log-interval
-Engine.eval_freq --eval-interval
-Engine.eval_iters --eval-iters
-Engine.accumulate_steps --gradient-accumulation-steps
-Engine.save_load.save_steps --save-interval
-Engine.save_load.output_dir --save
-Engine.save_load.ckpt_dir --load
-Model.vocab_size --vocab-size
-Model.vocab_size_divisible_unit --make-vocab-size-divisible-by
-Model.hidden_size --hidden-size
-Model.num_layers --num-layers
-Model.num_attention_heads --num-attention-heads
-Model.ffn_hidden_size --ffn-hidden-size
-Model.hidden_dropout_prob --hidden-dropout
-Model.attention_probs_dropout_prob --attention-dropout
-Model.max_position_embeddings --max-position-embeddings
-Model.initializer_range --init-method-std
-Model.sequence_parallel --sequence-parallel
-Model.virtual_pp_degree --virtual-pp-degree
-Model.scale_qk_by_layer_num --apply-query-key-layer-scaling
-Model.use_flash_attn --use-flash-attn
-Model.fused_linear --fused-linear
-Model.fuse_attn_qkv --fuse-attn-qkv
-Model.fused_softmax_with_triangular --masked-softmax-fusion
-Data.Train.dataset.input_dir --data-path
-Data.Train.dataset.split --split
-Data.Train.dataset.max_seq_len --seq-length
-Data.Train.loader.num_workers --num-workers
-Distributed.mp_degree --tensor-model-parallel-size
-Distributed.pp_degree --pipeline-model-parallel-size
-Distributed.schedule_mode --pipeline-schedule
-Distributed.sharding.sharding_offload --optimizer-cpu-offload
-Distributed.sharding.comm_overlap --overlap-grad-reduce
-Distributed.sharding.reduce_overlap --overlap-grad-reduce
-Distributed.sharding.broadcast_overlap --overlap-param-gather
-Optimizer.weight_decay --weight-decay
-Optimizer.beta1 --adam-beta1
-Optimizer.beta2 --adam-beta2
-Optimizer.epsilon --adam-eps
-Optimizer.lr.decay_steps --lr-decay-iters
-Optimizer.lr.warmup_rate --lr-warmup-fraction
-Optimizer.lr.warmup --lr-warmup-fraction
-Optimizer.lr.max_lr --lr
-Optimizer.lr.learning_rate --lr
-Optimizer.lr.min_lr --min-lr
-Optimizer.grad_clip.clip_norm --clip-grad
-"""
-FLAGS = dict(line.split() for line in PLAIN.strip().splitlines())
-
-# for megatron.tools.generate and megatron.tools.evaluate; a value after = is meant where the file says this word
-TOOLS = """
-Generation.top_k --top-k
-Generation.top_p --top-p
-Generation.temperature --temperature
-Generation.max_dec_len --tokens-to-generate
-Generation.min_dec_len --min-tokens-to-generate
-Generation.num_return_sequences --num-samples
-Generation.decode_strategy=greedy_search --greedy
-Inference.model_dir --load
-Offline_Eval.eval_path --valid-data
-Offline_Eval.cloze_eval=true --task LAMBADA
-Offline_Eval.cloze_eval=false --task WIKITEXT103
-Offline_Eval.overlapping_eval --overlapping-eval
-Offline_Eval.batch_size --micro-batch-size
-Offline_Eval.max_seq_len --seq-length
-"""
-TOOLS_OF = dict(Generation=["generate"], Inference=["generate", "evaluate"], Offline_Eval=["evaluate"])
-TOOL_FLAGS = {line.split()[0]: line.split()[1:] for line in TOOLS.strip().splitlines()}
-
-# path -> {value: (flag, word)}; None: what is done anyway
-NAMED = {
-    "Model.module": dict(gptmodule=None, gptmoduleauto=None),
-    "Model.name": dict(gpt=None),
-    "Engine.run_mode": dict(step=None),
-    "Data.Train.dataset.name": dict(gptdataset=None),
-    "Data.Train.sampler.name": dict(gptbatchsampler=None, distributedbatchsampler=None),
-    "Data.Train.sampler.shuffle": dict(false=None, true=("--dataloader-type", "cyclic")),
-    "Data.Train.sampler.drop_last": dict(true=None, false=("", "")),
-    "Data.Train.loader.collate_fn": dict(gpt_collate_fn=None),
-    "Data.Train.collate_fn": dict(gpt_collate_fn=None),
-    "Distributed.pp_recompute_interval": {"1": None},
-    "Optimizer.name": dict(adamw=("--optimizer", "adam"), fusedadamw=("--optimizer", "adam")),
-    "Optimizer.lr.name": dict(
-        cosineannealingwithwarmupdecay=("--lr-decay-style", "cosine"),
-        lineardecaywithwarmup=("--lr-decay-style", "linear"),
-    ),
-    "Optimizer.grad_clip.name": dict(clipgradbyglobalnorm=None),
-}
-
-# What to say of other values of these keys than those above.
-ELSEWHERE = {
-    "Model.module": {
-        "gptgeneration": "text is generated by python -m megatron.tools.generate --load DIR -c FILE",
-        "gpteval": "a trained model is evaluated by python -m megatron.tools.evaluate --load DIR -c FILE",
-        "gptfinetune": "fine-tuning on labelled texts is not part of this suite",
-    },
-    "Data.Train.loader.collate_fn": {"": "samples are put together by the model's recipe (docs/extending.md)"},
-    "Data.Train.collate_fn": {"": "samples are put together by the model's recipe (docs/extending.md)"},
-    "Engine.run_mode": {"epoch": "training is as long as Engine.max_steps says"},
-}
-
-# read together, further down
-JOINT = """Engine.mix_precision.enable Engine.mix_precision.use_pure_fp16 Engine.mix_precision.dtype
-    Engine.mix_precision.level Engine.mix_precision.scale_loss Engine.mix_precision.custom_black_list
-    Engine.mix_precision.custom_white_list Engine.num_train_epochs
-    Engine.save_load.save_epoch Engine.use_recompute Model.use_recompute Model.recompute_granularity
-    Model.no_recompute_layers Distributed.dp_degree Distributed.sharding.sharding_degree
-    Distributed.sharding.sharding_stage Data.Eval.*
-    Profiler.enable Profiler.scheduler Profiler.profiler_log Profiler.detailed""".split()
-
-# sentence: keys without effect
+# purpose -> keys whose last part is a flag here, by sections
+SAME = dict(
+    train="""
+        Global: device seed global_batch_size local_batch_size micro_batch_size
+        Engine: max_steps num_train_epochs accumulate_steps logging_freq eval_freq eval_iters test_iters
+        Engine.save_load: save_steps save_epoch output_dir
+        Model: vocab_size vocab_size_divisible_unit hidden_size num_layers num_attention_heads ffn_hidden_size
+            max_position_embeddings sequence_parallel virtual_pp_degree scale_qk_by_layer_num use_flash_attn fused_linear
+            fuse_attn_qkv recompute_granularity no_recompute_layers
+        Data.Train: collate_fn
+        Data.Train.dataset: input_dir split max_seq_len
+        Data.Train.loader: num_workers collate_fn
+        Distributed: mp_degree pp_degree dp_degree
+        Distributed.sharding: sharding_degree sharding_stage sharding_offload reduce_overlap broadcast_overlap
+        Optimizer: weight_decay
+        Optimizer.lr: decay_steps warmup_rate warmup max_lr learning_rate min_lr""",
+    task="",
+    generate="""
+        Global: device seed
+        Generation: top_k top_p temperature min_dec_len repetition_penalty use_cache num_beams length_penalty""",
+    evaluate="""
+        Global: device
+        Offline_Eval: eval_path overlapping_eval batch_size""",
+)
+# Of others, and of single values of them (in small letters; of switches true or false).
+OTHERS = dict(
+    train="""
+        Engine.save_load.ckpt_dir                        --load
+        Engine.mix_precision.scale_loss                  --initial-loss-scale
+        Engine.mix_precision.custom_black_list           --amp-custom-black-list
+        Engine.mix_precision.custom_white_list           --amp-custom-white-list
+        Model.hidden_dropout_prob                        --hidden-dropout
+        Model.attention_probs_dropout_prob               --attention-dropout
+        Model.initializer_range                          --init-method-std
+        Model.fused_softmax_with_triangular              --masked-softmax-fusion
+        Data.Train.sampler.shuffle=false                 --dataloader-type single
+        Data.Train.sampler.shuffle=true                  --dataloader-type cyclic
+        Distributed.schedule_mode                        --pipeline-schedule
+        Distributed.schedule_mode=1f1b                   --pipeline-schedule 1f1b
+        Distributed.schedule_mode=f-then-b               --pipeline-schedule gpipe
+        Distributed.sharding.comm_overlap                --overlap-grad-reduce
+        Optimizer.name=adamw                             --optimizer adam
+        Optimizer.name=fusedadamw                        --optimizer adam
+        Optimizer.beta1                                  --adam-beta1
+        Optimizer.beta2                                  --adam-beta2
+        Optimizer.epsilon                                --adam-eps
+        Optimizer.lr.name=cosineannealingwithwarmupdecay  --lr-decay-style cosine
+        Optimizer.lr.name=lineardecaywithwarmup          --lr-decay-style linear
+        Optimizer.lr.run_mode=step                       --lr-step-unit iter
+        Optimizer.lr.run_mode=epoch                      --lr-step-unit epoch
+        Optimizer.grad_clip.clip_norm                    --clip-grad
+        Profiler.enable                                  --profile
+        Profiler.profiler_log                            --profile-dir
+        Profiler.detailed                                --profile-detailed""",
+    task="""
+        Data.Train.dataset.root                          --data-path
+        Data.Train.dataset.max_length                    --seq-length
+        Model.pretrained                                 --pretrained-checkpoint""",
+    generate="""
+        Distributed.mp_degree                            --tensor-model-parallel-size
+        Distributed.pp_degree                            --pipeline-model-parallel-size
+        Generation.max_dec_len                           --tokens-to-generate
+        Generation.num_return_sequences                  --num-samples""",
+    evaluate="""
+        Distributed.mp_degree                            --tensor-model-parallel-size
+        Distributed.pp_degree                            --pipeline-model-parallel-size
+        Offline_Eval.max_seq_len                         --seq-length""",
+)
+# Values that ask for what is done anyway.
+DONE = """Engine.mix_precision.use_fp16_guard=false Model.name=gpt Model.use_memory_attn=false
+    Data.Train.dataset.name=gptdataset Data.Train.sampler.name=gptbatchsampler Data.Train.loader.return_list=false
+    Data.Train.sampler.name=distributedbatchsampler Data.Train.sampler.drop_last=true Optimizer.tensor_fusion=false
+    Distributed.pp_recompute_interval=1 Distributed.fuse_sequence_parallel_allreduce=false Tuning.enable=false
+    Optimizer.grad_clip.name=clipgradbyglobalnorm FusedPasses.enable=false Fused.tensor_fusion=false
+    Generation.early_stopping=false Generation.early_finish=true Generation.num_beam_groups=1
+    Generation.diversity_rate=0 Generation.diversity_rate=0.0"""
+# sentence: keys, or those of their values that the tables above lack, that have no effect
 IDLE = {
-    "samples are counted so that every batch is full": "Data.Train.sampler.drop_last",
+    "every batch is full: samples are counted, and the last ones that fill none are left out": """
+        Data.Train.sampler.drop_last""",
     "--micro-batch-size and --global-batch-size say how many samples a batch has": "Data.Train.sampler.batch_size",
     "weights and ops have the format of the level": "Engine.mix_precision.use_fp16_guard",
     "the tables are always those of operators, communication and memory": """Profiler.record_shapes
         Profiler.profile_memory Profiler.summary.*""",
-    "batches are tensors, made by the ranks that need them": "Data.*.loader.return_list Data.*.sample_split",
-    "training and validation take their parts of the files of Data.Train, by its split": "Data.Test.*",
+    "batches are tensors, made by the ranks that need them": "Data.Train.loader.return_list Data.Train.sample_split",
     "the optimizer's own weights and moments are fp32": "Optimizer.multi_precision",
     "schedules always count samples: steps x the batch of each": "Optimizer.lr.use_increments",
     "sums over tensor parallel ranks are joined where that is faster": "Distributed.fuse_sequence_parallel_allreduce",
-    "this belongs to text generation: python -m megatron.tools.generate --load DIR -c FILE": "Generation.* Inference.*",
-    "this belongs to evaluation: python -m megatron.tools.evaluate --load DIR -c FILE": "Offline_Eval.*",
     "the search for a layout is --auto-parallel, with --tune-steps": "Tuning.*",
     "a GPT has no token types": "Model.type_vocab_size",
-    "kernels are chosen by what is installed; fused or not, the result is the same": """Fused.* FusedPasses.*
-        Optimizer.tensor_fusion Model.use_memory_attn""",
+    "kernels are chosen by what is installed; fused or not, the result is the same": """Fused.tensor_fusion
+        FusedPasses.enable FusedPasses.fused_passes_list Optimizer.tensor_fusion Model.use_memory_attn""",
+    "the task says its classes, its loss and its metrics": "Model.num_classes Model.loss.* Model.metric.*",
+    "a search ends when what it goes on with is worse than the texts that it has": "Generation.early_stopping",
+    "a text ends with its end of document": "Generation.early_finish",
+    "the tokenizer says which tokens begin, end and fill up": """Generation.bos_token_id Generation.eos_token_id
+        Generation.pad_token_id Generation.decoder_start_token_id""",
+    "it is the same choice by other kernels": "Generation.use_topp_sampling Generation.inference",
+    "a terminal shows how far an evaluation is, and results are over all": "Offline_Eval.logging_freq",
+}
+# sentence: the same of what is refused
+REFUSED = {
+    "say --load DIR --finetune for weights to start from": "Model.pretrained",
+    "no first or last token can be forced": "Generation.forced_bos_token_id Generation.forced_eos_token_id",
+    "all texts are searched together": "Generation.num_beam_groups Generation.diversity_rate",
+}
+RECOMPUTED = "Model.recompute_granularity Model.no_recompute_layers Model.use_recompute Engine.use_recompute".split()
+COMPRESSION = "Compress.* Quantization.* Prune.* Distillation.*"
+# Read by the functions below.
+JOINT = """Model.module Model.use_recompute Engine.use_recompute Engine.run_mode Engine.mix_precision.enable
+    Engine.mix_precision.use_pure_fp16 Engine.mix_precision.dtype Engine.mix_precision.level Profiler.scheduler
+    Inference.model_dir Inference.mp_degree Inference.dp_degree Offline_Eval.cloze_eval Generation.decode_strategy
+    Data.Eval.dataset.name"""
+# What is said to other commands of keys that are for this one.
+BELONGS = {
+    "train": "settings of training, which this command does not do",
+    "task": "this belongs to fine-tuning: python finetune.py --task NAME -c FILE",
+    "generate": "this belongs to text generation: python -m megatron.tools.generate --load DIR -c FILE",
+    "evaluate": "this belongs to evaluation: python -m megatron.tools.evaluate --load DIR -c FILE",
 }
 
-# sentence: keys that are refused, unless their value asks for nothing
-REFUSED = {
-    "a test runs behind training, over --test-iters batches": "Engine.test_iters",
-    "compression is not part of pretraining": "Compress.* Quantization.* Prune.* Distillation.*",
-    "give weights to start from as --load DIR --finetune": "Model.pretrained",
-}
-ALONE = (
-    "Engine.test_iters",
-    "Model.pretrained",
-    "Compress.pretrained",
-)  # of others, the section's `enable` says whether they are meant
-NOTHING = ("false", "none", "-1", "0")
+
+def _for(key: str) -> list[str]:
+    """The commands that a section is for."""
+    return SECTION_OF.get(key.partition(".")[0], ["train", "task"])
+
+
+def _table(*purposes: str) -> Dialect:
+    section, done = "", [row for row in DONE.split() if purposes[0] in _for(row)]
+    rows = [f"{row}  -" for row in done]
+    for word in " ".join(SAME[purpose] for purpose in purposes).split():
+        section = word if word.endswith(":") else section
+        rows += [f"{section[:-1]}.{word}  {dashed(word)}"] * (word != section)
+    words = "\n".join(rows + [OTHERS[purpose] for purpose in purposes])
+    return Dialect("fleetx", "PaddleFleetX", words, idle=IDLE, lost=REFUSED, programs=("train.py", "auto.py"))
+
+
+TABLES = {purpose: _table(*of) for purpose, of in dict(train=["train"], task=["train", "task"]).items()}
+TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate")}
+KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(JOINT.split())
+
+
+def told(one: TheirSetting, why: str) -> str:
+    return f"{one.where}{'' if why.startswith('is ') else ':'} {why}"
 
 
 def is_fleetx(root) -> bool:
     """Whether a YAML mapping (a node of PyYAML) has the sections of PaddleFleetX, or builds on such a file."""
-    import yaml
-
-    return any(
-        key.value == BASE or key.value in SECTIONS and isinstance(node, yaml.MappingNode) for key, node in root.value
-    )
+    return any(key.value == BASE or key.value in SECTIONS and isinstance(node.value, list) for key, node in root.value)
 
 
-def read(path: str, compose, above: tuple[Path, ...] = ()) -> dict[str, Entry]:
-    """The entries of a file and of those it builds on, by dotted key. compose: path -> root node, or None if empty."""
-    file = Path(path)
+def read(path: str, above: tuple[Path, ...] = ()) -> Entries:
+    """The entries of a file and of those that it builds on."""
+    file, root, base = Path(path), compose(path), {}
     if file.resolve() in above:
         raise UsageError(f"{path}: builds on itself ({BASE})")
-    root = compose(path)
-    found: dict[str, Entry] = {}
     for key, node in root.value if root is not None else ():
         if key.value == BASE:
-            found = read(str(file.parent / node.value), compose, (*above, file.resolve()))
-    return found | _flat(root, path, "") if root is not None else found
+            below = file.parent / str(node.value)
+            if not below.is_file():
+                raise UsageError(f"{path}:{key.start_mark.line + 1}: {BASE}: {below}: no such file")
+            base = read(str(below), (*above, file.resolve()))
+    return over(base, _flat(root, lambda key: f"{path}:{key.start_mark.line + 1}: ")) if root is not None else base
 
 
-def _flat(mapping, path: str, prefix: str) -> dict[str, Entry]:
+def override(entries: Entries, key: str, text: str) -> Entries:
+    """The entries with `-o key=text` over them; what is overridden stands last."""
     import yaml
 
-    found: dict[str, Entry] = {}
-    for key_node, node in mapping.value:
-        key, origin = f"{prefix}{key_node.value}", f"{path}:{key_node.start_mark.line + 1}"
-        if key in found:
-            raise UsageError(f"{origin}: {key} is given twice (also in {found[key].origin})")
-        if isinstance(node, yaml.MappingNode):
-            found |= _flat(node, path, f"{key}.")
-        elif isinstance(node, yaml.SequenceNode):
-            found[key] = Entry([str(item.value) for item in node.value] or None, origin)
+    node = yaml.ScalarNode("", text)
+    if text.strip()[:1] in "[({'\"" and text.strip():
+        try:
+            node = yaml.compose(text.replace("(", "[").replace(")", "]"), Loader=yaml.BaseLoader)
+        except yaml.YAMLError:
+            pass  # a word like any other
+    pair = yaml.MappingNode("", [(yaml.ScalarNode("", key), node)])
+    return over(entries, _flat(pair, lambda _: COMMAND))
+
+
+def over(below: Entries, own: Entries) -> Entries:
+    """Entries over others. An empty key empties its section, and a section takes the place of a value."""
+    gone = [f"{key}." for key, one in own.items() if one.words is None]
+    kept = {key: one for key, one in below.items() if key not in own and not key.startswith(tuple(gone))}
+    return kept | own
+
+
+def _flat(mapping, origin, prefix: str = "") -> Entries:
+    found: Entries = {}
+    for key_node, node in merged(mapping):
+        key = f"{prefix}{key_node.value}"
+        if key in found or any(name.startswith(f"{key}.") for name in found):
+            first = next(one for name, one in found.items() if name == key or name.startswith(f"{key}."))
+            raise UsageError(f"{origin(key_node)}{key} is given twice (also in {first.where})")
+        if key_node.value == INHERITED:
+            if str(node.value).lower() in NO:
+                section = prefix.rstrip(".")
+                found[section] = TheirSetting(section, None, "", "")
+        elif isinstance(node.value, list) and node.id == "mapping":
+            found |= _flat(node, origin, f"{key}.")
         elif key != BASE:
-            found[key] = entry(node.value, origin)
+            words = _words(node)
+            found[key] = TheirSetting(key, words, f"{origin(key_node)}{key}", " ".join(words or []))
     return found
 
 
-def entry(text: str, origin: str) -> Entry:
-    """A value as it stands behind `key:` or `-o key=`."""
-    words = [word.strip(" '\"") for word in text.strip("[] ").split(",")]
-    return Entry(None if words in ([""], ["null"], ["~"], ["None"]) else words, origin)
+def _words(node) -> Optional[list[str]]:
+    """A value as words: `[949, 50, 1]`, also in quotes, are three."""
+    if isinstance(node.value, list):
+        return [one.value if isinstance(one.value, str) else "[...]" for one in node.value] or None
+    text = node.value.strip()
+    if text[:1] + text[-1:] in ("[]", "()"):
+        return [word.strip(" '\"") for word in text[1:-1].split(",") if word.strip()] or None
+    return None if text in EMPTY and not (node.style and text != "None") else [node.value.strip()]
 
 
-def translate(entries: dict[str, Entry], purpose: str = "train") -> Translated:
-    """What the entries mean here. purpose: of the command that reads them: train, generate, evaluate, or none of these."""
-    out = Translated()
-    given = {key: value for key, value in entries.items() if value.words is not None}
-    for key, (words, origin) in given.items():
-        value, sentence = " ".join(words).lower(), _sentence(REFUSED, key)
-        if purpose != "train" and key == "Data.Train.dataset.input_dir":
-            out.notes.append(("these are the data of training", _at(key, origin)))
-        elif key in FLAGS:
-            if not (key in UNLIMITED and value.startswith("-")):
-                out.flags.append((FLAGS[key], [word.lower() for word in words] if key in LOWER else words, origin))
-        elif key in NAMED:
-            _named(out, key, value, origin)
-        elif key in TOOL_FLAGS or f"{key}={value}" in TOOL_FLAGS:
-            flag, *meant = TOOL_FLAGS.get(key) or TOOL_FLAGS[f"{key}={value}"]
-            found = (flag, words if key in TOOL_FLAGS else meant, origin)
-            out.tool_flags.append(found)
-            if purpose in TOOLS_OF[key.partition(".")[0]]:
-                out.flags.append(found)
-            else:
-                _idle(out, key, value, origin)
-        elif any(fnmatchcase(key, pattern) for pattern in JOINT):
-            continue
-        elif sentence is not None:
-            asked = key.endswith(".enable") or key in ALONE
-            if asked and value not in NOTHING:
-                out.problems.append(f"{_at(key, origin)} is not supported: {sentence}")
-        else:
-            _idle(out, key, value, origin)
-    for joint in (_precision, _recompute, _sharding, _profiler, _evaluation, _epochs):
-        joint(given, out)
+@dataclass
+class Translated:
+    """What entries mean to a command: flags; (sentence, entry) of what has no effect; (entry, sentence) of what is refused.
+
+    Whoever reads an entry takes it. What nobody has taken in the end is unknown.
+    """
+
+    given: Entries
+    purpose: str
+    flags: list[tuple[str, list[str], TheirSetting]] = field(default_factory=list)
+    notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
+    problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+
+    def word(self, key: str, default: str = "") -> str:
+        """The value in small letters."""
+        return self.given[key].value.lower() if key in self.given else default
+
+    def is_on(self, key: str) -> Optional[bool]:
+        """Whether a switch is on; None where nobody says it, or something else, which is refused."""
+        value = self.word(key)
+        if key in self.given and value not in YES + NO:
+            self.refuse(key, f"'{self.given[key].value}' is neither true nor false")
+        return value in YES if value in YES + NO else None
+
+    def left(self, pattern: str) -> list[str]:
+        """Known keys that nobody has taken, by the beginning of their names."""
+        return [key for key in self.given if key.startswith(pattern) and key not in self.taken and owners_of(key)]
+
+    def take(self, *keys: str) -> None:
+        self.taken.update(keys)
+
+    def say(self, flag: str, words: Optional[list[str]], *keys: str) -> None:
+        """Take the first key for a flag, with its value where words is None. What the other keys say is a part of that: the
+        flag stands where the last of all stands that -o gives, or else where the first one does.
+        """
+        said = [self.given[key] for key in keys if key in self.given]
+        overrides = [one for one in self.given.values() if one in said and one.where.startswith(COMMAND)]
+        self.flags.append((flag, said[0].words if words is None else words, (overrides or said[:1])[-1]))
+        self.take(keys[0])
+
+    def note(self, why: str, *keys: str) -> None:
+        self.notes += [(why, self.given[key]) for key in keys if key in self.given and key not in self.taken]
+        self.take(*keys)
+
+    def refuse(self, key: str, why: str) -> None:
+        self.problems.append((self.given[key], why))
+        self.take(key)
+
+
+def translate(entries: Entries, purpose: str = "train") -> Translated:
+    """What entries mean to the command that reads them: train, task (fine-tuning), generate, evaluate, or another one."""
+    out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose)
+    if purpose in TABLES:
+        _module(out)
+    another = out.problems[:] if purpose_of(entries) != purpose else None
+    for joint in (_compression, *JOINTS.get(purpose, ())):
+        joint(out)
+    for key in [key for key in out.given if key not in out.taken]:
+        _single(out, key)
+    if another:  # nothing else is wrong with a file of another command
+        out.notes, out.problems = [], another
     return out
 
 
-UNLIMITED = ("Engine.max_steps", "Engine.save_load.save_steps")  # -1: no such number
-LOWER = ("Distributed.schedule_mode", "Global.device")
+def purpose_of(entries: Entries) -> str:
+    """Which command a file is for, by its module or its data."""
+    module, name = (entries[key].text.lower() if key in entries else "" for key in ("Model.module", NAME))
+    return "task" if name in GLUE else next((of for begin, of in MODULES.items() if module.startswith(begin)), "train")
 
 
-def _named(out: Translated, key: str, value: str, origin: str) -> None:
-    if value not in NAMED[key]:
-        ways = [way for begin, way in ELSEWHERE.get(key, {}).items() if value.startswith(begin)]
-        way = ways[0] if ways else f"there is: {', '.join(NAMED[key])}"
-        out.problems.append(f"{_at(key, origin)}: '{value}' is not supported; {way}")
-    elif NAMED[key][value]:
-        flag, word = NAMED[key][value]
-        if flag:
-            out.flags.append((flag, [word], origin))
-        else:
-            _idle(out, key, "", origin)
+def _single(out: Translated, key: str) -> None:
+    """A key that means something by itself, or nothing to this command."""
+    table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
+    if not owners:
+        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.8)
+        return out.refuse(key, "is no known key" + (f"; did you mean {near[0]}?" if near else ""))
+    if table is None or out.purpose not in owners and not table.knows(key):
+        return out.note(BELONGS[owners[0]], key)
+    words, values = one.words, table.values(key)
+    if {"true", "false"} & set(values):
+        if (switch := out.is_on(key)) is None:
+            return
+        words = [str(switch).lower()]
+    flags = table.flags(one._replace(words=words), out.given)
+    if flags is not None:
+        for flag, said in flags:
+            out.say(flag, said, key)
+    elif idle := sentence(IDLE, key):
+        out.note(idle, key)
+    else:
+        refused = sentence(REFUSED, key) or f"there is: {', '.join(values)}"
+        out.refuse(key, f"'{one.value.lower()}' is not supported; {refused}")
 
 
-def _idle(out: Translated, key: str, value: str, origin: str) -> None:
-    sentence = _sentence(IDLE, key)
-    if sentence is None:
-        import difflib
-
-        known = [*FLAGS, *NAMED, *(name for name in JOINT if "*" not in name)]
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-        out.problems.append(f"{_at(key, origin)} is no known key" + (f"; did you mean {near[0]}?" if near else ""))
-    elif sentence and value not in NOTHING:
-        out.notes.append((sentence, _at(key, origin)))
-
-
-def _at(key: str, origin: str) -> str:
-    return origin if origin.startswith("-o ") else f"{origin}: {key}"
-
-
-def _sentence(table: dict[str, str], key: str) -> Optional[str]:
-    for sentence, patterns in table.items():
-        if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
-            return sentence
-    return None
+def owners_of(key: str) -> list[str]:
+    """The commands that a key is for; none where nobody knows it."""
+    section, *rest = key.split(".")
+    if section == "Data" and rest[0] in ("Eval", "Test") and key not in KNOWN:
+        key = ".".join(["Data", "Train", *rest[1:]])
+    known = key in KNOWN or sentence(IDLE | REFUSED | {"-": COMPRESSION}, key)
+    if not known:
+        return []
+    return ["task"] if key in OTHERS["task"].split() and not sentence(REFUSED, key) else _for(key)
 
 
 # Keys that mean something together ------------------------------------------------------------------------------------
 
 
-def _word(given: dict[str, Entry], key: str, default: str = "") -> str:
-    return " ".join(given[key].words).lower() if key in given else default
+def _module(out: Translated) -> None:
+    """Which command a file is for."""
+    value, name = out.word("Model.module", "gptmodule"), out.word(NAME)
+    meant = next((of for begin, of in MODULES.items() if value.startswith(begin)), None)
+    if out.purpose == "train" and "task" in (meant, purpose_of(out.given)):
+        found = {flag: " ".join(words) for flag, words, _ in translate(out.given, "task").flags}
+        words = [f"{flag} {found[flag]}" for flag in ("--data-path", "--pretrained-checkpoint") if flag in found]
+        command = " ".join(["python finetune.py --task", found.get("--task", "NAME"), *words])
+        out.refuse(NAME if name in GLUE else "Model.module", f"fine-tuning is {command}, with the same -c and -o")
+    elif meant not in (None, out.purpose):
+        out.refuse("Model.module", f"'{value}' is not supported; {BELONGS[meant]}")
+    elif meant is None and value not in ("gptmodule", "gptmoduleauto"):
+        out.refuse("Model.module", f"'{value}' is not supported; there is: gptmodule, gptmoduleauto")
+    if out.word("Model.name") == "gpt-cn":
+        out.note("a Chinese vocabulary is --tokenizer-model FILE", "Model.name")
+    out.take("Model.module")
 
 
-def _precision(given: dict[str, Entry], out: Translated) -> None:
-    """`enable` or, earlier, `use_pure_fp16`; without: fp32, and the other keys say nothing."""
-    at = "Engine.mix_precision."
-    switch = next((at + name for name in ("enable", "use_pure_fp16") if _word(given, at + name) == "true"), None)
-    if switch is None:
-        return
-    half = {"float16": "fp16", "bfloat16": "bf16"}.get(dtype := _word(given, at + "dtype", "float16"), dtype)
-    level = _word(given, at + "level", "o2").upper()
-    out.flags += [("--precision", [half], given[switch].origin), ("--amp-level", [level], given[switch].origin)]
-    if half == "fp16" and at + "scale_loss" in given:
-        out.flags.append(("--initial-loss-scale", *given[at + "scale_loss"]))
-    for name, flag in (
-        ("custom_black_list", "--amp-custom-black-list"),
-        ("custom_white_list", "--amp-custom-white-list"),
-    ):
-        if at + name in given and level == "O1":
-            out.flags.append((flag, *given[at + name]))
-        elif at + name in given:
-            sentence = f"at level {level} formats are not chosen op by op; the lists belong to O1"
-            out.notes.append((sentence, _at(at + name, given[at + name].origin)))
+def _compression(out: Translated) -> None:
+    """Sections with a switch; what they ask for is not there."""
+    for key in [key for key in out.given if sentence({"": COMPRESSION}, key) is not None]:
+        if key == "Compress.pretrained":
+            out.refuse(key, "is not supported: compression is not part of pretraining; say --load DIR --finetune")
+        elif key.endswith(".enable"):
+            if out.is_on(key):
+                out.refuse(key, "is not supported: compression is not part of pretraining")
+            out.take(key)
+        else:
+            switch = ".".join(key.split(".")[: 2 if key.startswith("Compress.") else 1]) + ".enable"
+            out.note(f"{switch} {'is refused' if out.word(switch) in YES else 'is not true'}", key)
 
 
-def _recompute(given: dict[str, Entry], out: Translated) -> None:
-    switch = next((key for key in ("Model.use_recompute", "Engine.use_recompute") if _word(given, key) == "true"), None)
-    if switch is None:
-        return
-    granularity = given.get("Model.recompute_granularity", Entry(["full"], given[switch].origin))
-    out.flags.append(("--recompute-granularity", *granularity))
-    if "Model.no_recompute_layers" in given:
-        words, origin = given["Model.no_recompute_layers"]
-        out.flags.append(("--no-recompute-layers", [",".join(words)], origin))
+def _lengths(out: Translated) -> None:
+    """Steps, or epochs. With GPTModuleAuto an epoch has Engine.max_steps steps, and validations are counted in epochs."""
+    steps, epochs, often, batches = (
+        f"Engine.{name}" for name in "max_steps num_train_epochs eval_freq eval_iters".split()
+    )
+    save, save_epoch, mode = "Engine.save_load.save_steps", "Engine.save_load.save_epoch", "Engine.run_mode"
+    unlimited = [key for key in (steps, save, save_epoch) if out.word(key, "-1").startswith("-")]
+    auto, by_epochs = out.word("Model.module").endswith("auto"), out.word(mode) == "epoch"
+    counted = by_epochs or steps in unlimited and epochs in out.given
+    if out.word(mode, "step") not in ("step", "epoch"):
+        out.refuse(mode, f"'{out.word(mode)}' is neither step nor epoch")
+    if often in out.given and (out.word(often) == "0" or out.word(often).startswith("-")):
+        out.say("--eval-iters", ["0"], often)
+        out.note(f"{often} asks for no validation", batches)
+    elif often in out.given and (by_epochs or auto and counted):
+        out.say("--eval-epoch", None, often, mode)
+        out.say("--eval-interval", ["1000000000"], often, mode)
+    elif often in out.given and auto:
+        out.say("--eval-interval", [_times(out.word(often), out.word(steps))], often, steps)
+    if by_epochs:
+        out.say("--full-validation", ["true"], mode)
+        out.note("a validation goes over the whole set", batches)
+        out.note(f"training is counted in epochs ({mode})", *{steps, save} - set(unlimited))
+    if counted:
+        out.say("--train-epochs", None if epochs in out.given else ["1"], epochs, mode, steps)
+    elif auto and epochs in out.given:
+        out.say("--train-iters", [_times(out.word(epochs), out.word(steps))], steps, epochs)
+    elif out.word(epochs) != "1":
+        out.note(f"training is as long as {steps} says", epochs)
+    if not counted:
+        out.note("training is counted in steps, not in epochs", *{save_epoch} - set(unlimited))
+        out.note(f"{epochs} says how long training is, where it is given", *{steps} & set(unlimited))
+    out.take(mode, epochs, *unlimited)
 
 
-def _sharding(given: dict[str, Entry], out: Translated) -> None:
-    """A degree of 1 shards nothing, whatever the stage. Their data parallelism is outside of sharding."""
+def _times(one: str, other: str) -> str:
+    """A product in digits; of what is no number the first one, which the flag refuses."""
+    return str(int(one) * int(other)) if one.isdecimal() and other.isdecimal() else one
+
+
+def _precision(out: Translated) -> None:
+    """On by `enable`, by the earlier `use_pure_fp16`, or by a level without either."""
+    at, formats = "Engine.mix_precision.", dict(float16="fp16", bfloat16="bf16")
+    names = "dtype level scale_loss custom_black_list custom_white_list"
+    half, level, scale, *lists = (at + name for name in names.split())
+    states = {at + name: out.is_on(at + name) for name in ("enable", "use_pure_fp16") if at + name in out.given}
+    switches = [key for key, on in states.items() if on] or list(states)
+    out.take(*states)
+    if not (any(states.values()) or not states and level in out.given):
+        if switches:
+            out.say("--precision", ["fp32"], *switches)
+        return out.note("mixed precision is off: Engine.mix_precision.enable is not true", half, level, scale, *lists)
+    known, word = out.word(half, "float16"), out.word(level, "o2")
+    if known not in formats:
+        return out.refuse(half, f"'{known}' is not supported; there is: float16, bfloat16")
+    out.say("--precision", [formats[known]], half, *switches, level)
+    if word in ("o1", "o2"):
+        out.say("--amp-level", [word.upper()], level, *switches)
+    else:
+        why = "; at o3 the optimizer has weights and moments of fp16 alone, which loses small updates: say o2"
+        out.refuse(level, f"'{word}' is not supported; there is: o1, o2{why if word == 'o3' else ''}")
+    if scale in out.given and known == "float16":
+        out.say("--initial-loss-scale", None, scale, half, *switches)
+    out.note("bf16 needs no loss scale", scale)
+    if word != "o1":
+        out.note("at level O2 formats are not chosen op by op; the lists belong to O1", *lists)
+
+
+def _recompute(out: Translated) -> None:
+    what, kept, *switches = RECOMPUTED
+    states = {key: out.is_on(key) for key in switches if key in out.given}
+    said = [key for key, on in states.items() if on] or list(states)
+    out.take(*states)
+    if any(states.values()):
+        return out.say("--recompute-granularity", None if what in out.given else ["full"], what, *said)
+    if said:
+        out.say("--use-recompute", ["false"], *said)
+    out.note("Model.use_recompute is not true", what, kept)
+
+
+def _sharding(out: Translated) -> None:
+    """A degree of 1 shards nothing, whatever the stage. Their data parallelism is outside of it, but with GPTModuleAuto."""
     at, dp = "Distributed.sharding.sharding_", "Distributed.dp_degree"
-    degree = _word(given, at + "degree", "1")
-    if degree != "1":
-        words, origin = given[at + "degree"]
-        out.flags.append(("--sharding-degree", words, origin))
-        out.flags.append(("--sharding-stage", *given.get(at + "stage", Entry(["1"], origin))))
-    if dp in given:
-        out.flags.append(("--dp-degree", *given[dp]))
+    degree, stage = at + "degree", at + "stage"
+    if out.word(degree, "1") != "1":
+        out.say("--sharding-stage", None if stage in out.given else ["2"], stage, degree)
+    else:
+        if degree in out.given:
+            out.say("--sharding-stage", ["0"], degree)
+        out.note(f"a {degree} of 1 shards nothing", stage)
+    if dp in out.given and out.word("Model.module").endswith("auto"):
+        out.say("--data-parallel-size", None, dp)
 
 
-def _profiler(given: dict[str, Entry], out: Translated) -> None:
-    if _word(given, "Profiler.enable") != "true":
-        return
-    out.flags.append(("--profile", *given["Profiler.enable"]))
-    for name, flag in (("profiler_log", "--profile-dir"), ("detailed", "--profile-detailed")):
-        if f"Profiler.{name}" in given:
-            out.flags.append((flag, *given[f"Profiler.{name}"]))
-    if "Profiler.scheduler" in given:
-        words, origin = given["Profiler.scheduler"]
-        for flag, word in zip(("--profile-step-start", "--profile-step-end"), words):
-            out.flags.append((flag, [word], origin))
+def _profiler(out: Translated) -> None:
+    steps = "Profiler.scheduler"
+    if not out.is_on("Profiler.enable"):
+        return out.note(
+            "Profiler.enable is not true", *(key for key in out.left("Profiler.") if key != "Profiler.enable")
+        )
+    numbers = out.word(steps).replace(",", " ").split()
+    if len(numbers) == 2:
+        out.say("--profile-step-start", numbers[:1], steps)
+        out.say("--profile-step-end", numbers[1:], steps)
+    elif numbers:
+        out.refuse(
+            steps, f"'{out.word(steps)}' is not supported; it is the first step and the one to end before: [1, 5]"
+        )
 
 
-def _evaluation(given: dict[str, Entry], out: Translated) -> None:
-    """Validation takes its part of the training files, as a section that says the same of them does there."""
-    for key, (words, origin) in given.items():
-        if not key.startswith("Data.Eval."):
-            continue
-        train = given.get(key.replace("Data.Eval.", "Data.Train."))
-        value = " ".join(words).lower()
-        same = train is not None and " ".join(train.words).lower() == value
-        if same or key.endswith(".shuffle") and value == "false" or key.endswith(".drop_last") and value == "true":
-            continue
-        sentence = "validation is of Data.Train's files by its split, in order, in full batches of the same samples"
-        out.notes.append((sentence, _at(key, origin)))
+def _warmup(out: Translated) -> None:
+    """A share of the decay, or from 1 on steps."""
+    key = "Optimizer.lr.warmup"
+    try:
+        if float(out.word(key, "0")) >= 1:
+            out.say("--lr-warmup-iters", None, key)
+    except ValueError:
+        pass  # the flag of a share says what is wrong with it
 
 
-def _epochs(given: dict[str, Entry], out: Translated) -> None:
-    """Epochs count where no number of steps is given: samples are drawn for all steps at once."""
-    steps, counted = _word(given, "Engine.max_steps", "-1"), "Engine.num_train_epochs" in given
-    for key, flag, sentence in (
-        ("Engine.num_train_epochs", "--train-epochs", "training is as long as Engine.max_steps says"),
-        ("Engine.save_load.save_epoch", "--save-epoch", "training is counted in steps, not in epochs"),
-    ):
-        if _word(given, key, "-1").startswith("-"):
-            continue
-        if counted and steps.startswith("-"):
-            out.flags.append((flag, *given[key]))
-        elif (key, _word(given, key)) != ("Engine.num_train_epochs", "1"):
-            out.notes.append((sentence, _at(key, given[key].origin)))
+def _data(out: Translated) -> None:
+    """Validation takes its part of the training files, unless it has files of its own."""
+    train, own, split = (
+        f"Data.{name}" for name in "Train.dataset.input_dir Eval.dataset.input_dir Train.dataset.split".split()
+    )
+    if own in out.given and out.word(own) != out.word(train) and out.purpose == "train":
+        out.say("--valid-data-path", None, own)
+        if train in out.given:
+            out.say("--train-data-path", None, train)
+        out.note("training and validation have files of their own, and all of them", split, "Data.Eval.dataset.split")
+    if out.purpose == "task":
+        if out.word(NAME) in GLUE:
+            out.say("--task", None, NAME)
+        elif NAME in out.given:
+            out.note("what is learned is --task", NAME)
+        out.note("the folder of the task is Data.Train.dataset.root", train)
+        own_split = out.word("Data.Eval.dataset.split")
+        if own_split.startswith("dev_"):
+            out.say("--valid-data", [f"{own_split}.tsv"], "Data.Eval.dataset.split")
+        if out.word(split) == "train":
+            out.take(split)
+        out.note("the task says its files; --train-data names another one", split)
+    for key in ("Data.Train.loader.collate_fn", "Data.Train.collate_fn"):
+        if out.word(key) == "gpt_collate_fn":
+            out.take(key)
+        elif key in out.given and ":" not in out.word(key):
+            why = "say MODULE:FUNCTION for one of your own (docs/extending.md#a-collate-function)"
+            out.refuse(key, f"'{out.word(key)}' is not supported; {why}")
+    _validation(out)
+
+
+def _validation(out: Translated) -> None:
+    """What Data.Eval says otherwise than Data.Train, and than what is done."""
+    task = out.purpose == "task"
+    done = {"sampler.shuffle": NO, "sampler.drop_last": NO if task else YES}
+    done |= {"dataset.split": ("dev",)} if task else {}
+    for key in out.left("Data.Eval."):
+        name, same = key.removeprefix("Data.Eval."), out.word(key) == out.word(key.replace(".Eval.", ".Train."))
+        if out.word(key) in done[name] if name in done else same:
+            out.take(key)
+    files = "the task's files, whole" if task else "Data.Train's files by its split, in order, in full batches"
+    out.note(f"validation is of {files}, of the same samples", *out.left("Data.Eval."))
+    out.note(
+        "training and validation take their parts of the files of Data.Train, by its split", *out.left("Data.Test.")
+    )
+
+
+def _weights(out: Translated) -> None:
+    """The model that generates or is evaluated, and the ranks that share it."""
+    saved, exported = "Engine.save_load.ckpt_dir", "Inference.model_dir"
+    if {saved, exported} & set(out.given):
+        out.say("--load", None, *([exported] if exported in out.given else [saved]))
+    out.note(f"{exported} says what is loaded", saved)
+    if "Inference.mp_degree" in out.given:
+        out.say("--tensor-model-parallel-size", None, "Inference.mp_degree")
+        out.note("Inference.mp_degree says it", "Distributed.mp_degree")
+    each = "are commands of their own, each with a part of the texts"
+    for key in ("Inference.dp_degree", "Distributed.dp_degree"):
+        if out.word(key) != "1":
+            out.note(f"replicas {each if out.purpose == 'generate' else 'are the ranks that there are'}", key)
+        out.take(key)
+
+
+def _strategy(out: Translated) -> None:
+    """Sampling, greedy or beam search."""
+    at, strategy = "Generation.", "Generation.decode_strategy"
+    beams, penalty, count = at + "num_beams", at + "length_penalty", at + "num_return_sequences"
+    drawn, how = [at + name for name in ("top_k", "top_p", "temperature")], out.word(strategy, "sampling")
+    if how not in ("sampling", "greedy_search", "beam_search"):
+        return out.refuse(strategy, f"'{how}' is not supported; there is: sampling, greedy_search, beam_search")
+    out.take(strategy)
+    if how != "beam_search":
+        if how == "greedy_search":
+            out.say("--greedy", ["true"], strategy)
+        out.take(*[beams] * (out.word(beams) == "1"))
+        return out.note(f"{strategy} is {how}", beams, penalty)
+    if out.word(beams, "1") == "1":
+        out.say("--greedy", ["true"], beams, strategy)
+        out.note("one beam is greedy search", penalty)
+    else:
+        out.say("--num-beams", None, beams, strategy)
+        out.say("--length-penalty", None if penalty in out.given else ["0"], penalty, strategy)
+    out.note("beam search draws nothing", *drawn)
+    out.take(*[count] * (out.word(count) == "1"))
+    out.note("beam search gives the best text alone", count)
+
+
+def _offline(out: Translated) -> None:
+    """Perplexity of WikiText, or the last words of LAMBADA."""
+    cloze, path = "Offline_Eval.cloze_eval", "Offline_Eval.eval_path"
+    on = out.is_on(cloze)
+    if cloze in out.given and on is not None or path in out.given:
+        out.say("--task", ["LAMBADA" if on else "WIKITEXT103"], cloze, path)
+
+
+TRAINED = (_lengths, _precision, _recompute, _sharding, _profiler, _warmup, _data)
+JOINTS = dict(train=TRAINED, task=TRAINED, generate=(_weights, _strategy), evaluate=(_weights, _offline))

@@ -73,6 +73,10 @@ kernels are chosen by what is installed; fused or not, the result is the same
     --use-kitchen-attention --kitchen-attention-backend --use-flash-attn-triton
     --tensor-fusion --gdp-cutedsl-kernel
     --disable-symmetric-registration
+main weights, gradients and moments are fp32, as they are by its defaults
+    --use-precision-aware-optimizer
+it allows for features that are experimental in Megatron-LM, and changes nothing by itself
+    --enable-experimental
 gradients are always accumulated and reduced in fp32
     --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
     --no-gradient-reduce-div-fusion --ddp-reduce-scatter-with-fp32-accumulation
@@ -226,9 +230,12 @@ embeddings have a learning rate of their own with --decoupled-lr, other paramete
     --head-lr-mult
 Muon orthogonalises whole matrices in every layout, queries, keys and values apart; other weights have AdamW
     --muon-tp-mode --muon-no-split-qkv --muon-scalar-optimizer
-state of the optimizer is fp32; --optimizer says which there are
-    --soap-* --use-precision-aware-optimizer --main-params-dtype --main-grads-dtype
-    --exp-avg-dtype --exp-avg-sq-dtype --load-main-params-from-ckpt
+the optimizers are those of --optimizer
+    --soap-*
+main weights, gradients and moments are fp32: say fp32, or leave it out
+    --main-params-dtype --main-grads-dtype --exp-avg-dtype --exp-avg-sq-dtype
+a checkpoint is loaded with the fp32 weights and the state of its optimizer, or by --no-load-optim without that state
+    --load-main-params-from-ckpt
 weight decay applies to matrices, not to biases and norms
     --apply-wd-to-qk-layernorm --no-weight-decay-cond-type --dump-param-to-param-group-map
 spikes of loss and gradient norm are always watched; see --on-spike
@@ -261,7 +268,7 @@ Mamba layers, and hybrids of them and attention, are not part of this suite
     --te-precision-config-file --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag
 residuals and embeddings have the format of --precision
     --fp32-residual-connection --embedding-weights-in-fp32
-norms have a plain scale; use --normalization LayerNorm
+norms multiply by their weight, not by 1 + weight, whatever --normalization says; leave it out
     --apply-layernorm-1p
 leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
@@ -276,7 +283,7 @@ biases are on, or off everywhere with --disable-bias-linear
 blocks are pre-norm
     --apply-residual-connection-post-layernorm
 all layers are alike and predict one token
-    --heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --freeze-all-layers --enable-experimental
+    --heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --freeze-all-layers
 a model of your own is a module with a function recipe(): --model-type MODULE, docs/extending.md
     --spec
 the vocabulary is padded to a multiple of --make-vocab-size-divisible-by
@@ -351,7 +358,8 @@ see --distributed-timeout-minutes
 
 # Values that ask for nothing.
 NEUTRAL = """
---num-experts=0 --num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1
+--main-params-dtype=fp32 --main-grads-dtype=fp32 --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32
+--num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1
 --moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1
 --shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla

@@ -28,10 +28,9 @@ from megatron.corpus.lines import split
 from megatron.data.file_formats import COMPRESSIONS, SUFFIXES
 from megatron.data.json_input import Ahead, Source, compression_of, decompressed
 from megatron.errors import DataError, Failure, SettingsError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
-from megatron.tools.positional import divide, expect
+from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.blacklist_urls"
 LISTS = (".txt", *SUFFIXES)  # endings of files of a folder that are read, beside .zip
@@ -59,14 +58,7 @@ class BlacklistOptions:
 def main(argv: list[str]) -> None:
     """IN OUT: read the lists, write what stays, print the counts."""
     files, flags = divide(argv, BlacklistOptions)
-    common = tuple(BlacklistOptions.__dataclass_fields__)
-    options = parse(
-        flags,
-        dict(blacklist=BlacklistOptions),
-        prog=f"{PROG} IN OUT",
-        description=__doc__.split("\n")[0],
-        common=common,
-    )["blacklist"]
+    options = parse_one(flags, BlacklistOptions, f"{PROG} IN OUT", __doc__)
     source, target = expect(files, "IN OUT", PROG)
     if options.log_interval < 1 or options.max_unpacked_gb <= 0:
         raise SettingsError("--log-interval starts at 1, --max-unpacked-gb above 0")

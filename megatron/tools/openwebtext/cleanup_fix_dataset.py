@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.tools.positional import parse_one
 
 PROG = "python -m megatron.tools.openwebtext.cleanup_fix_dataset"
 PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -50,9 +50,7 @@ class CleanupFixOptions:
 
 def main(argv: list[str]) -> None:
     print("parsing the arguments ...", flush=True)
-    common = tuple(CleanupFixOptions.__dataclass_fields__)
-    description = __doc__.split("\n")[0]
-    options = parse(argv, dict(fix=CleanupFixOptions), prog=PROG, description=description, common=common)["fix"]
+    options = parse_one(argv, CleanupFixOptions, PROG, __doc__)
     for name in ("workers", "longest_line", "log_interval"):
         if getattr(options, name) < 1:
             raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1 is needed")

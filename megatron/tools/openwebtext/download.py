@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -26,11 +26,10 @@ from urllib.parse import urlsplit
 import xxhash
 
 from megatron.errors import DataError, Interrupted, Preempted, SettingsError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors
 from megatron.tools.openwebtext.download_record import DownloadRecord, PageOutcome, write_sqlite
-from megatron.tools.positional import divide, expect
+from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.download"
 LONGEST = 8192  # bytes of an address
@@ -81,9 +80,7 @@ def main(argv: list[str]) -> None:
     """LIST: fetch, keep, print what became of the addresses."""
     files, flags = divide(argv, DownloadOptions)
     common = tuple(DownloadOptions.__dataclass_fields__)[:14]
-    options = parse(
-        flags, dict(download=DownloadOptions), prog=f"{PROG} LIST", description=__doc__.split("\n")[0], common=common
-    )["download"]
+    options = parse_one(flags, DownloadOptions, f"{PROG} LIST", __doc__, common)
     [source] = expect(files, "LIST", PROG)
     check(options)
     try:
@@ -123,14 +120,18 @@ def download(source: Path, options: DownloadOptions) -> DownloadRecord:
     record = DownloadRecord(output, depends, packing, keep, options.retry_failed)
     done = sum(record.counts.values())
     print(f"{source}: {total:,} addresses, {done:,} of them done before; texts go to {output}", flush=True)
+    work = Download(source, record, options, total)
     try:
-        stopped = asyncio.run(Download(source, record, options, total).run())
+        stopped = asyncio.run(work.run())
     finally:
         record.close()
     if options.sqlite_meta:
         with storage_errors(output):
             write_sqlite(record.path, output.with_name(f"{output.name}.sqlite"))
     print(f"FINAL | {figures(record, total)}", flush=True)
+    if work.not_asked:
+        reasons = ", ".join(f"{name} {count:,}" for name, count in work.not_asked.most_common())
+        print(f"{work.not_asked.total():,} addresses were refused without a request and without a pause: {reasons}")
     if stopped:
         kind = Interrupted if stopped == signal.SIGINT else Preempted
         raise kind(f"the download was stopped; {output} has what came so far", do="the same command goes on")
@@ -284,6 +285,7 @@ class Download:
     def __init__(self, source: Path, record: DownloadRecord, options: DownloadOptions, total: int):
         self._source, self._record, self._options, self._total = source, record, options, total
         self._silent: dict[str, int] = {}  # server -> tries in a row without an answer
+        self.not_asked: Counter[str] = Counter()  # reason -> addresses that were refused without a request
         self._committed = self._said = time.monotonic()
 
     async def run(self) -> Optional[int]:
@@ -342,7 +344,7 @@ class Download:
 
     async def _try(self, server: str, job: PageJob) -> tuple[Optional[PageOutcome], float]:
         """(what became of the address, or None: to be tried again; seconds to leave its server alone)."""
-        from megatron.tools.openwebtext.fetch import Refused
+        from megatron.tools.openwebtext.fetch import NotAsked, Refused
 
         options, start = self._options, time.monotonic()
         job.tries += 1
@@ -359,6 +361,10 @@ class Download:
                 ), delay
             except Refused as refused:
                 return PageOutcome(job.number, job.url, refused.reason, **taken), delay
+        except NotAsked as refused:
+            self.not_asked[refused.reason] += 1
+            await asyncio.sleep(0)  # a row of them keeps neither signals nor the other workers waiting
+            return PageOutcome(job.number, job.url, refused.reason, tries=job.tries), 0.0
         except Refused as refused:
             if refused.reason in SILENT:
                 self._silent[server] = self._silent.get(server, 0) + 1

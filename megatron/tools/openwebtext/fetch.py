@@ -43,6 +43,10 @@ class Refused(Exception):
         self.reason, self.again, self.wait, self.status = reason, again, wait, status
 
 
+class NotAsked(Refused):
+    """A page that is refused without a request: its server need not be left alone for it."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a page may take. Times in seconds."""
@@ -118,12 +122,15 @@ class Fetcher:
         """Follow redirects to a page. check: awaited with each address of the way; cut: what is too long is cut off."""
         met = set()
         for _ in range(self._limits.redirects + 1):
-            url = self._acceptable(url)
+            try:
+                url = self._acceptable(url)
+                if check is not None:
+                    await check(url)
+            except NotAsked as refused:
+                raise Refused(refused.reason) if met else refused from None
             if url in met:
                 raise Refused("redirect_loop")
             met.add(url)
-            if check is not None:
-                await check(url)
             answer = await self._one(url, most, cut)
             if isinstance(answer, Page):
                 return answer
@@ -136,18 +143,18 @@ class Fetcher:
             parts = urlsplit(url)
             host, port = parts.hostname or "", parts.port
         except ValueError:
-            raise Refused("bad_url") from None
+            raise NotAsked("bad_url") from None
         if parts.scheme not in ("http", "https"):
-            raise Refused("scheme")
+            raise NotAsked("scheme")
         if not host or port == 0 or parts.username is not None:
-            raise Refused("bad_url")
+            raise NotAsked("bad_url")
         if (":" in host or re.fullmatch(r"[\d.]+", host)) and not self._limits.allow_private:
             try:
                 address = ipaddress.ip_address(host)
             except ValueError:  # 2130706433 and 127.1, which the system's own resolver takes for 127.0.0.1
-                raise Refused("bad_url") from None
+                raise NotAsked("bad_url") from None
             if not is_public(address):
-                raise Refused("private_address")
+                raise NotAsked("private_address")
         return url.split("#")[0]
 
     async def _one(self, url: str, most: int, cut: bool) -> Page | str:
@@ -181,9 +188,10 @@ class Fetcher:
 
     async def _may_be_fetched(self, url: str) -> None:
         """Raise Refused unless robots.txt of its server lets us."""
-        rules = await self._rules(_origin(url))
-        if not rules.can_fetch(url, self._limits.agent):
-            raise Refused("robots")
+        told = self._robots.get(_origin(url))
+        kind = NotAsked if told is not None and told.done() else Refused  # robots.txt is a request, too
+        if not (await self._rules(_origin(url))).can_fetch(url, self._limits.agent):
+            raise kind("robots")
 
     async def _rules(self, origin: str) -> Protego:
         """What robots.txt of a server says, read once. Raises Refused where that cannot be known now (RFC 9309, 2.3.1)."""

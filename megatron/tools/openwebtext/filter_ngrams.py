@@ -24,12 +24,13 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from megatron.data.contamination import Hits, NgramIndex, cut, read_items
+from megatron.data.contamination import Hits, NgramIndex, cut
+from megatron.data.evaluation_sets import read_items
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
+from megatron.tools.positional import parse_one
 
 KEYS = dict(  # of the texts of a task; LAMBADA's is "text"
     squad="question",
@@ -73,13 +74,7 @@ class FilterWork(NamedTuple):
 
 def main(argv: list[str]) -> None:
     """Count, cut, tell the sums."""
-    options = parse(
-        argv,
-        dict(filter=FilterOptions),
-        prog="python -m megatron.tools.openwebtext.filter_ngrams",
-        description=__doc__.splitlines()[0],
-        common=tuple(FilterOptions.__dataclass_fields__),
-    )["filter"]
+    options = parse_one(argv, FilterOptions, "python -m megatron.tools.openwebtext.filter_ngrams", __doc__)
     pairs = check(options)
     if options.load_dictionary:
         index = NgramIndex.open(options.load_dictionary)

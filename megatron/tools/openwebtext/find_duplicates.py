@@ -30,10 +30,10 @@ from megatron.corpus.duplicates.shards import encoded
 from megatron.corpus.duplicates.shingles import jaccard, shingle_set
 from megatron.corpus.duplicates.signatures import Signing, band_keys, sign_texts
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
 from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line
+from megatron.tools.positional import parse_one
 
 PROG = "python -m megatron.tools.openwebtext.find_duplicates"
 WIDTH = 5  # characters of a shingle
@@ -99,10 +99,7 @@ class Collection:
 
 def main(argv: list[str]) -> None:
     """Collect the documents, save their fingerprints, write the pairs."""
-    common = tuple(name for name in FindOptions.__dataclass_fields__ if name != "debug")
-    options = parse(
-        argv, dict(find=FindOptions), prog=PROG, description="Find pairs of near-duplicates.", common=common
-    )["find"]
+    options = parse_one(argv, FindOptions, PROG, "Find pairs of near-duplicates.")
     check(options)
     found = Collection(options.signing)
     for path in options.load_fingerprints or ():

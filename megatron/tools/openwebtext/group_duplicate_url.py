@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
 from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line
-from megatron.tools.positional import divide, expect
+from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.group_duplicate_url"
 
@@ -38,13 +37,7 @@ def main(argv: list[str]) -> None:
         threshold = _number(files.pop())
         if any(flag.partition("=")[0] == "--jaccard-threshold" for flag in flags):
             raise UsageError(f"the threshold is given twice: {threshold}, and by --jaccard-threshold")
-    options = parse(
-        flags,
-        dict(group=GroupOptions),
-        prog=f"{PROG} IN OUT [THRESHOLD]",
-        description="Groups of near-duplicates from pairs.",
-        common=("jaccard_threshold",),
-    )["group"]
+    options = parse_one(flags, GroupOptions, f"{PROG} IN OUT [THRESHOLD]", "Groups of near-duplicates from pairs.")
     source, target = expect(files, "IN OUT", PROG)
     threshold = options.jaccard_threshold if threshold is None else threshold
     if not 0 <= threshold <= 1:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from megatron.errors import DataError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
 from megatron.tools.openwebtext.duplicate_files import LeftOut, documents
-from megatron.tools.positional import divide, expect
+from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.remove_group_duplicates"
 
@@ -32,13 +31,8 @@ class RemoveOptions:
 def main(argv: list[str]) -> None:
     """GROUPS DATA OUT"""
     files, flags = divide(argv, RemoveOptions)
-    options = parse(
-        flags,
-        dict(remove=RemoveOptions),
-        prog=f"{PROG} GROUPS DATA OUT",
-        description="Remove near-duplicates: of each group, the first document of the file stays.",
-        common=("key",),
-    )["remove"]
+    about = "Remove near-duplicates: of each group, the first document of the file stays."
+    options = parse_one(flags, RemoveOptions, f"{PROG} GROUPS DATA OUT", about)
     groups, source, target = expect(files, "GROUPS DATA OUT", PROG)
     counts = remove(read_groups(groups), source, target, options.key)
     print(f"written: {counts['written']:,}, removed: {counts['removed']:,} (characters: {counts['characters']:,})")

@@ -362,6 +362,27 @@ def test_a_list_with_retries_robots_and_pauses(server, tmp_path, capsys):
     assert server.met == before and set(read(tmp_path / "raw.json")) == expected
 
 
+def test_addresses_that_are_refused_without_a_request_cost_no_pause(server, tmp_path, capsys):
+    """Those of one server that robots.txt forbids, and what is no address; a page that was fetched does cost one."""
+    forbidden = [server.url(f"/private/{number}", 9) for number in range(40)]
+    private = [f"http://10.0.0.1:{number}/" for number in range(1, 30)]
+    nonsense = [f"http://[nonsense{number}" for number in range(30)] + [f"ftp://a.org/{n}" for n in range(30)]
+    good = [server.url(f"/allowed/{number}", 9) for number in range(3)]
+    source = make(tmp_path, [*forbidden[:20], good[0], good[1], *forbidden[20:], good[2], *nonsense])
+    began = time.monotonic()
+    run(source, "--output", str(tmp_path / "raw.json"), "--delay", "0.5")
+    assert 1.5 <= time.monotonic() - began < 8  # robots.txt and three pages; 100 addresses would take 50 s
+    assert set(read(tmp_path / "raw.json")) == set(good) and not any("private" in path for path in server.met)
+    slow = server.times["127.0.0.9"][-4:]
+    assert min(after - at for at, after in zip(slow, slow[1:], strict=False)) >= 0.49
+    said = capsys.readouterr().out
+    assert "99 addresses were refused without a request and without a pause: robots 39, bad_url 30, scheme 30" in said
+    began = time.monotonic()
+    (tmp_path / "private.txt").write_text("".join(f"{url}\n" for url in private))
+    download.main([str(tmp_path / "private.txt"), "--output", str(tmp_path / "none.json"), "--delay", "0.5"])
+    assert time.monotonic() - began < 8 and "29 addresses were refused without a request" in capsys.readouterr().out
+
+
 def test_what_failed_for_a_while_is_tried_again_when_asked(server, tmp_path):
     source = make(tmp_path, [server.url("/mended", 20), server.url("/picture", 21)])
     Handler.mended = lambda self: self.answer("no", 503)

@@ -3,6 +3,7 @@
 
 import json
 import random
+import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -199,6 +200,14 @@ def test_odd_lines_are_told_of(tmp_path, capsys):
     kept = (tmp_path / "three.json").read_text().splitlines()
     assert kept == [rows[1], rows[2], rows[5], *rows[8:]]
     assert "removed: 2 (" in capsys.readouterr().out
+
+
+def test_a_missing_package_is_told_with_what_the_command_has(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    write_lines(tmp_path / "IN", [dict(url="a", text="some text of a page")])
+    with pytest.raises(SettingsError, match="package rensa") as error:
+        find_duplicates.main(["--inputs", str(tmp_path / "IN"), "url", "--output", str(tmp_path / "OUT")])
+    assert error.value.do.split(";")[0] == "pip install '.[corpus]'" and "; in a recipe, kind" in error.value.do
 
 
 F, G, R = find_duplicates.main, group_duplicate_url.main, remove_group_duplicates.main

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Optional
 
 from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, SOFT, VIOLET, new_figure, plain, svg_of
-from megatron.telemetry.run_record import History, own_sums
+from megatron.telemetry.run_record import LOSS, History, own_sums
 
 MOST_POINTS = 1500  # a curve of more points is thinned: the page stays small, the eye sees no difference
 
@@ -16,18 +16,19 @@ Points = list[tuple[int, float]]
 
 
 def plots(history: History) -> list[tuple[str, str]]:
-    """(caption, SVG as a data URL) for loss, learning rate, throughput and gradient norm, and for each further sum that the
-    model logs; curves without data are left out.
+    """(caption, SVG as a data URL) for what a task is judged by, loss, learning rate, throughput and gradient norm, and for
+    each further sum that the model logs; curves without data are left out.
 
     Dotted lines are where launches after the first one began, and (red) spikes.
     """
     steps = history.steps
     wanted: list[tuple[str, Optional[Callable]]] = [
-        ("Loss in training and validation", _loss(steps, history.evals)),
+        *((f"{name}, in validation", _figure(history.evals, name)) for name in history.figures),
+        ("Loss in training and validation", _loss(steps, history.evals, history.loss)),
         ("Learning rate", _simple(points_of(steps, "learning_rate"), ORANGE, "learning rate")),
         ("Throughput of all ranks", _throughput(steps)),
         ("Gradient norm before clipping", _gradient_norm(steps)),
-        *((name, _own(steps, history.evals, name)) for name in own_sums(steps)),
+        *((name, _own(steps, history.evals, name)) for name in own_sums(steps) if name != history.loss),
     ]
     return [(caption, _picture(draw, history)) for caption, draw in wanted if draw]
 
@@ -48,15 +49,25 @@ def memory_plot(history: History) -> list[tuple[str, str]]:
     return [("Memory of rank 0, its peak so far", _picture(draw, history))]
 
 
-def _loss(steps: list[dict], evals: list[dict]) -> Optional[Callable]:
-    points = points_of(steps, "lm loss")
-    valid = validation_points(evals, "lm loss")
+def _figure(evals: list[dict], name: str) -> Optional[Callable]:
+    points = validation_points(evals, name)
+
+    def draw(axes):
+        axes.plot(*zip(*points), color=ORANGE, linewidth=1.4, marker="o", markersize=4)
+        axes.set_ylabel(name)
+
+    return draw if points else None
+
+
+def _loss(steps: list[dict], evals: list[dict], name: str) -> Optional[Callable]:
+    points = points_of(steps, name)
+    valid = validation_points(evals, name)
 
     def draw(axes):
         _both(axes, points, BLUE, "training, ")
         if valid:
             axes.plot(*zip(*valid), color=ORANGE, linewidth=1.4, marker="o", markersize=4, label="validation")
-        axes.set_ylabel("loss (nats a token)")
+        axes.set_ylabel("loss (nats a token)" if name == LOSS else name)
 
     return draw if points else None
 
@@ -196,6 +207,7 @@ def _picture(draw: Callable, history: History) -> str:
     return data_url(svg_of(figure))
 
 
-def data_url(svg: str) -> str:
-    """A picture as the address of itself: the page needs no file beside it."""
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode("utf-8")).decode("ascii")
+def data_url(picture: str | bytes) -> str:
+    """A picture, SVG or PNG, as the address of itself: the page needs no file beside it."""
+    kind, data = ("svg+xml", picture.encode()) if isinstance(picture, str) else ("png", picture)
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts for an encoder-decoder, and what it answers: prompts with sentinels in the places that are to be found."""
+
+import re
+from typing import Optional
+
+from megatron.errors import DataError, SettingsError
+from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sequences import generate_targets
+from megatron.tokenizer.base import SENTINEL
+
+
+def source_of(tokenizer, prompt: str, number: int) -> list[int]:
+    """Ids of a text that an encoder reads; <extra_id_0> ... in it are sentinels, which stand for what is to be found.
+
+    Raises DataError for one that the vocabulary does not have.
+    """
+    first, *rest = re.split(f"{SENTINEL.format('([0-9]+)')}", prompt)
+    if not rest:
+        return tokenizer.encode(first)
+    ids, sentinels = tokenizer.encode(first.rstrip()) if first.strip() else [], tokenizer.sentinels
+    for place, (sentinel, text) in enumerate(zip(map(int, rest[::2]), rest[1::2], strict=True), 1):
+        if sentinel >= len(sentinels):
+            there = f"<extra_id_0> to <extra_id_{len(sentinels) - 1}>" if sentinels else "none"
+            raise DataError(
+                f"prompt {number} has <extra_id_{sentinel}>; of sentinels the vocabulary has {there}",
+                do="name those that it has; --vocab-extra-ids in pretraining adds them",
+            )
+        text = text.rstrip() if 2 * place < len(rest) else text
+        ids += [sentinels[sentinel], *(tokenizer.encode(text) if text.strip() else [])]
+    return ids
+
+
+def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
+    """What to tell of sources without a sentinel, for a vocabulary that has some: the model may wait for one."""
+    marks = set(tokenizer.sentinels)
+    lacking = [number for number, source in enumerate(sources, 1) if marks and not marks & set(source)]
+    if not lacking:
+        return []
+    told = f"prompt {lacking[0]} has" if len(lacking) == 1 else f"{len(lacking)} prompts have"
+    return [
+        f"{told} no <extra_id_0>: a model that was pretrained on masked spans, and nothing else, fills in those alone"
+    ]
+
+
+def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp) -> list[list[int]]:
+    """What an encoder-decoder answers to each source."""
+    facts, start, end = loaded.model.facts, search.decoder_start_id, search.decoder_end_id
+    start = _special(tokenizer, "bos", "cls") if start is None else start
+    end = _special(tokenizer, "eos", "sep") if end is None else end
+    end = tokenizer.eod if end is None else end
+    for flag, token in (("--decoder-start-id", start), ("--decoder-end-id", end)):
+        if token is not None and not 0 <= token < facts.vocab_size:
+            raise SettingsError(f"{flag} {token}: the model knows ids from 0 to {facts.vocab_size - 1}")
+    lengths = (facts.source, facts.target)
+    return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end, pp=pp)
+
+
+def _special(tokenizer, *names: str) -> Optional[int]:
+    """The first of these special tokens that a tokenizer has, if it knows any by name."""
+    known = getattr(tokenizer, "special", lambda name: None)
+    return next((token for name in names if (token := known(name)) is not None), None)

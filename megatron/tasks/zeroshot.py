@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good a model is without fine-tuning: perplexity of held-out tokens, of WikiText, or accuracy on LAMBADA.
+
+Each evaluation gives records: the line that Megatron-LM prints, its figures, and the same without the items that the
+training data holds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+
+from megatron.data.contamination import Contained
+from megatron.data.formats import datasets_of, open_tokens
+from megatron.data.vocabulary import refuse_another_identity, refuse_other_vocabulary
+from megatron.errors import DataError, SettingsError
+from megatron.inference.load import Loaded, open_tokenizer
+from megatron.inference.scoring import score
+from megatron.model.recipe import recipe_of
+from megatron.mpu.mesh import Axis
+from megatron.settings.schema import TokenizerSettings
+from megatron.tasks.contaminated import judge, judge_file, judge_lines, lines_of_tokens, training_contents
+from megatron.tasks.lambada import find_correct, read_examples
+from megatron.tasks.wikitext import count_words, detokenize, token_ratio
+from megatron.tokenizer.base import Tokenizer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What all evaluations of a command have in common.
+
+    options:   `tools.evaluate.EvaluateOptions`
+    length:    tokens of a window
+    axis:      ranks that share the work
+    contained: what the training data holds of registered sets; None where it is not known
+    tokenizer: of the run; None where token files are scored and its vocabulary is gone
+    progress:  unit of what is done -> a function that hears how much is done, and of how much
+    """
+
+    options: Any
+    loaded: Loaded
+    length: int
+    axis: Axis
+    contained: Optional[Contained]
+    tokenizer: Optional[Tokenizer]
+    progress: Callable[[str], Callable[[int, int], None]]
+
+
+def prepare(options, loaded: Loaded, given: TokenizerSettings, axis: Axis, progress) -> tuple[Evaluation, list[str]]:
+    """(an evaluation, what the user should hear). given: tokenizer flags.
+
+    Raises SettingsError and DataError for what cannot be scored, before anything is computed.
+    """
+    if recipe_of(loaded.config).arrays is not None:
+        raise SettingsError(
+            f"{options.load} holds a model of type {loaded.config.model.model_type}, whose samples are no rows of tokens",
+            "here texts are scored by the token that comes next",
+            "its own training script evaluates it: --skip-train --load with --eval-iters or --full-validation",
+        )
+    length = options.seq_length or loaded.longest
+    if length > loaded.longest:
+        raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    tokenizer, lost = tokenizer_for(loaded, given, prefixes_of(options))
+    contained, notices = training_contents(loaded.config.data, options.train_data)
+    if contained and tokenizer is None:  # the words of items are needed
+        contained, notices = None, [f"scores are told with all items alone: {lost}"]
+    return Evaluation(options, loaded, length, axis, contained, tokenizer, progress), notices
+
+
+def prefixes_of(options) -> list[str]:
+    """The token files that are scored."""
+    return [prefix for word in options.data_path or () for prefix in datasets_of(word)]
+
+
+def evaluate(work: Evaluation) -> list[dict]:
+    """A record of each dataset, or of the task."""
+    if work.options.data_path:
+        return [held_out(work, prefix) for prefix in prefixes_of(work.options)]
+    return (wikitext if work.options.task == "WIKITEXT103" else lambada)(work)
+
+
+def tokenizer_for(loaded: Loaded, given: TokenizerSettings, prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
+    """(the tokenizer of a run, why there is none): token files are scored without it where nobody gives it and it is gone.
+
+    Raises DataError for token files of another vocabulary than the model has learned.
+    """
+    try:
+        tokenizer = open_tokenizer(loaded, given)
+    except (DataError, SettingsError) as error:
+        if not prefixes or given != TokenizerSettings():
+            raise
+        if (learned := loaded.record.get("vocabulary")) and (kind := loaded.config.tokenizer.tokenizer_type):
+            refuse_another_identity(prefixes, dict(type=kind, fingerprint=learned))
+        return None, error.what
+    refuse_other_vocabulary(prefixes, tokenizer)
+    return tokenizer, ""
+
+
+def held_out(work: Evaluation, prefix: str) -> dict:
+    """Perplexity of all tokens of an indexed dataset, documents one after the other as in training."""
+    dataset, options, loaded = open_tokens(prefix), work.options, work.loaded
+    room, pieces = options.max_tokens or dataset.num_tokens, []
+    for sequence in range(len(dataset)):
+        pieces.append(dataset.get(sequence)[: max(0, room)])
+        room -= len(pieces[-1])
+        if room <= 0:
+            break
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, dataset.dtype)
+    if len(tokens) < 2:
+        raise DataError(f"{prefix} holds {len(tokens)} tokens: nothing to predict")
+    if int(tokens.max()) >= loaded.vocab_size:
+        raise DataError(
+            f"{prefix} holds token {int(tokens.max())}, the model knows ids below {loaded.vocab_size}",
+            do="preprocess the text with the tokenizer that the model was trained with",
+        )
+    judged, clean = judged_documents(work, dataset, len(tokens)) if work.contained else (None, None)
+    result = run_score(work, tokens, options.overlapping_eval or work.length, clean)
+
+    def told(score) -> tuple[str, dict]:
+        line = f"avg loss: {score.loss:.4E} | ppl: {score.perplexity():.4E} | tokens: {score.tokens} |"
+        return line, dict(loss=score.loss, perplexity=score.perplexity(), tokens=score.tokens)
+
+    line, numbers = told(result)
+    return dict(name=prefix, line=line, data=prefix, **numbers) | without(
+        judged, told(result.part) if result.part else None
+    )
+
+
+def judged_documents(work: Evaluation, dataset, count: int):
+    """(judgement of the documents, whether each of the first `count` tokens is of a clean one)."""
+    decode, eod = work.tokenizer.decode, work.tokenizer.eod
+    starts = np.zeros(len(dataset) + 1, np.int64)
+    np.cumsum(dataset.sequence_lengths, out=starts[1:])
+    bounds = starts[dataset.document_indices]
+    bounds = bounds[: int(np.searchsorted(bounds, count, "left")) + 1]
+    texts = []
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
+        ids = dataset.tokens[start:stop]
+        texts.append([decode(ids[:-1] if len(ids) and ids[-1] == eod else ids)])
+    judged = judge(work.contained, texts)
+    return judged, np.repeat(judged.clean, np.diff(bounds))[:count]
+
+
+def without(judged, clean: Optional[tuple[str, dict]]) -> dict:
+    """What is told of the items that the training data does not hold. clean: line and figures of their score."""
+    if judged is None:
+        return {}
+    record = judged.record()
+    if record["not_registered"] == record["items"]:
+        return dict(judged="its items were not looked for in the training data", contamination=record)
+    if clean is None:
+        return dict(judged="there is no score without what the training data holds", contamination=record)
+    line, numbers = clean
+    return dict(judged=str(judged), clean_line=line, contamination=record | dict(without=numbers))
+
+
+def wikitext(work: Evaluation) -> list[dict]:
+    """Perplexity per token, and adjusted: per word of the original text."""
+    options, tokenizer = work.options, work.tokenizer
+    original = Path(options.valid_data).read_text(encoding="utf-8")
+    tokens = np.array(tokenizer.encode(detokenize(original)), np.int64)
+    words = count_words(original)
+    if len(tokens) < 2 or words < 2:
+        raise DataError(f"{options.valid_data} holds {words} words: nothing to predict")
+    ratio = token_ratio(len(tokens), words)
+    judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
+    result = run_score(work, tokens, options.overlapping_eval or 32, clean)
+
+    def told(score) -> tuple[str, dict]:
+        line = (
+            f"avg loss: {score.loss:.4E} | ppl: {score.perplexity():.4E} | "
+            f"adjusted ppl: {score.perplexity(ratio):.4E} | token ratio: {ratio} |"
+        )
+        numbers = dict(
+            loss=score.loss,
+            tokens=score.tokens,
+            token_ratio=ratio,
+            perplexity=score.perplexity(),
+            adjusted_perplexity=score.perplexity(ratio),
+        )
+        return line, numbers
+
+    line, numbers = told(result)
+    found = dict(name=options.task, line=line, data=options.valid_data, **numbers)
+    return [found | without(judged, told(result.part) if result.part else None)]
+
+
+def judged_tokens(work: Evaluation, original: str, tokens, tokenizer):
+    """(judgement of the lines of WikiText, whether each token is of a clean one)."""
+    text = detokenize(original)
+    judged, clean = judge_lines(work.contained, original, text)
+    lines = lines_of_tokens(tokens, tokenizer.decode, text.count("\n"))
+    return judged, None if lines is None else clean[lines]
+
+
+def lambada(work: Evaluation) -> list[dict]:
+    """Accuracy of the last word: strict (all of its tokens) and non-strict (the passage's last token)."""
+    results, options = [], work.options
+    judged = judge_file(work.contained, options.valid_data) if work.contained else None
+    for strict in [True] if options.strict_lambada else [True, False]:
+        examples = read_examples(options.valid_data, work.tokenizer, strict=strict)
+        right = find_correct(
+            work.loaded.model,
+            examples,
+            longest=work.length,
+            batch_size=options.micro_batch_size,
+            axis=work.axis,
+            progress=work.progress("passages"),
+        )
+        mode = "strict" if strict else "non-strict"
+        line, numbers = told_of_answers(right)
+        found = dict(name=f"LAMBADA ({mode})", line=line, data=options.valid_data, mode=mode, **numbers)
+        clean = right[judged.clean] if judged else ()
+        results.append(found | without(judged, told_of_answers(clean) if len(clean) else None))
+    return results
+
+
+def told_of_answers(right) -> tuple[str, dict]:
+    """(line, figures) of whether each passage was answered right."""
+    correct, examples = int(right.sum()), len(right)
+    accuracy = correct / examples
+    line = f"number correct: {correct:.4E} | total examples: {examples:.4E} | avg accuracy: {accuracy:.4E}"
+    return line, dict(correct=correct, examples=examples, accuracy=accuracy)
+
+
+def run_score(work: Evaluation, tokens, stride: int, part=None):
+    return score(
+        work.loaded.model,
+        tokens,
+        length=work.length,
+        stride=min(stride, work.length),
+        batch_size=work.options.micro_batch_size,
+        axis=work.axis,
+        progress=work.progress("tokens"),
+        part=part,
+    )

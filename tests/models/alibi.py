@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPT whose attention looks at distances instead of positions: ALiBi (arXiv:2108.12409)."""
+
+from dataclasses import replace
+
+import torch
+
+import pretrain_gpt
+from megatron.errors import run_main
+from megatron.model.attention import Attention, attention_core
+from megatron.model.block import Block
+from megatron.model.gpt.module import GPT
+from megatron.training.entry import start
+
+
+class AlibiAttention(Attention):
+    def __init__(self, model, layer, tp, weights, **more):
+        super().__init__(model, layer, tp, weights, **more)
+        slopes = 2.0 ** (-8 * torch.arange(1, model.num_attention_heads + 1) / model.num_attention_heads)
+        self.register_buffer("slopes", slopes.chunk(tp.size)[tp.rank], persistent=False)  # of this rank's heads
+        self.core = with_distances
+
+
+def with_distances(query, key, value, layer, context):  # [s, b, g/tp, q, d], and [t, b, g/tp, d]: with a cache t > s
+    places = torch.arange(len(key), device=key.device)
+    distances = places[-len(query) :, None] - places  # [s, t]
+    bias = -layer.slopes[:, None, None] * distances  # [heads/tp, s, t], added to scores
+    return attention_core(query, key, value, layer, replace(context, bias=bias))
+
+
+class AlibiBlock(Block):
+    attention_class = AlibiAttention
+
+
+class AlibiGPT(GPT):
+    block_class = AlibiBlock
+
+
+def recipe():
+    own = dict(defaults={"position_embedding_type": "none"}, shares_sequences=False)
+    return pretrain_gpt.variant("tests.models.alibi", AlibiGPT, **own)
+
+
+if __name__ == "__main__":
+    run_main(lambda argv: start(argv, recipe()))

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What somebody says of a layout is kept by a search of layouts, also where it is a default, and is in what it prints."""
+
+import re
+import shlex
+
+import pytest
+
+from megatron.errors import SettingsError, UsageError
+from megatron.model.arguments import parse_any
+from megatron.planner.choose import automatic, find
+from megatron.planner.command import command_line
+from megatron.settings.plan_file import LAYOUT
+from megatron.tools import plan as plan_tool
+from megatron.tools import pretrain as searched_pretrain
+
+MODEL = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 512 --mock-data --bf16
+    --train-iters 2 --lr 1e-4 --hidden-dropout 0 --attention-dropout 0""".split()
+EIGHT = "--world-size 8 --local-world-size 8 --device-name A100-80GB --global-batch-size 64".split()
+WORDS = """
+--tensor-model-parallel-size 1
+--tp 4
+--pipeline-model-parallel-size 1
+--pp 2
+--context-parallel-size 1
+--data-parallel-size 2
+--data-parallel-size 8
+--dp_degree 2
+--dp_degree 1 --sharding-stage 1
+--sharding-stage 0
+--sharding-stage 2
+--sharding-stage 1 --sharding-degree 2
+--use_sharding false
+--use-distributed-optimizer
+--micro-batch-size 1
+--micro-batch-size 4
+--sequence-parallel --tp 2
+--sequence-parallel false --tp 2
+--pipeline-schedule 1f1b
+--pipeline-schedule zb-h1 --pp 2
+--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2 --pp 2
+--num-layers-per-virtual-pipeline-stage 2 --pp 2
+--pipeline-stage-layers 3,5
+--recompute-activations
+--recompute-activations false
+--recompute-granularity full
+--recompute-granularity full --recompute-method block --recompute-num-layers 1
+--use-recompute --use-recompute false
+--recompute-granularity full --no-recompute-layers 0,1
+--optimizer-cpu-offload
+--optimizer-cpu-offload false
+--optimizer-cpu-offload --optimizer-offload-fraction 0.5
+--param-cpu-offload --sharding-stage 3
+--overlap-grad-reduce
+--no-overlap-grad-reduce
+--overlap-grad-reduce --overlap-param-gather false --sharding-stage 1
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_search_keeps_what_is_given(words):
+    config = parse_any([*MODEL, *EIGHT, "--auto-parallel", *words.split()])
+    said = {name: one.value for name in LAYOUT if (one := config.given(name)) is not None}
+    outcome = find(config)
+    assert outcome.found.plans
+    for plan in outcome.found.plans:
+        chosen = plan.layout.applied(config, plan.job.global_batch)
+        for name, value in said.items():
+            group = next(group for group in chosen.groups.values() if hasattr(group, name))
+            assert getattr(group, name) == value, (name, plan.layout.short())
+    printed = command_line(config, outcome.found.plans[0], outcome.cluster)
+    command = shlex.split(printed.replace("\\\n", " "))
+    again = parse_any(command[command.index("pretrain_gpt.py") + 1 :])
+    assert {name: again.given(name).value for name in said if said[name] is not None} == {
+        name: value for name, value in said.items() if value is not None
+    }
+    logged = []
+    automatic(config, logged.append)
+    text = " ".join(" ".join(logged).split())
+    flags = [word for word in words.split() if word.startswith("--")]
+    assert "kept as given: " in text and all(flag.replace("_", "-") in text for flag in flags[-1:])
+
+
+def test_nothing_given_is_free():
+    config = parse_any([*MODEL, *EIGHT, "--auto-parallel"])
+    layouts = {plan.layout.short() for plan in find(config).found.plans}
+    assert len(layouts) > 20
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_the_command_of_llmacc_keeps_it(words, capsys):
+    """`-m megatron.pretrain --task-type` outside of a job prints the layouts, as the planner's command does."""
+    cluster = [word if word != "--global-batch-size" else "--max-global-batch-size" for word in EIGHT]
+    searched_pretrain.main(["--task-type", "GPT", *MODEL, *cluster, *words.split()], env={})
+    printed = capsys.readouterr().out
+    command = shlex.split(printed[printed.rindex("torchrun ") :].replace("\\\n", " "))
+    config, again = parse_any([*MODEL, *words.split()]), parse_any(command[command.index("pretrain_gpt.py") + 1 :])
+    said = {name: one.value for name in LAYOUT if (one := config.given(name)) is not None and one.value is not None}
+    assert {name: again.given(name).value for name in said} == said
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--account-for-loss-in-pipeline-split", "a search of layouts does not know it"),
+        ("--decoder-first-pipeline-num-layers 3 --pp 2", "a search of layouts does not know it"),
+        ("--data-parallel-size 3", "no layout of 8 ranks is possible with --data-parallel-size 3"),
+        ("--tp 3", "no layout of 8 ranks is possible with --tp 3"),
+        ("--pp 2 --tp 8", "no layout of 8 ranks is possible with --pp 2, --tp 8"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(words, reason):
+    with pytest.raises((SettingsError, UsageError), match=re.escape(reason)):
+        plan_tool.main([*MODEL, *EIGHT, *words.split()])
+
+
+def test_what_does_not_fit_names_what_was_kept():
+    big = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51200".split()
+    with pytest.raises(SettingsError) as error:
+        plan_tool.main([*big, *EIGHT, "--sharding-stage", "0", "--tp", "1"])
+    assert "with --sharding-stage 0, --tp 1 fits 8 x" in str(error.value)
+
+
+def test_a_distributed_optimizer_on_one_rank_is_no_dead_end():
+    one = "--world-size 1 --device-name A100-80GB --max-global-batch-size 4 --use-distributed-optimizer".split()
+    found = find(parse_any([*MODEL, *one])).found
+    assert found.plans and all(plan.layout.zero == 1 for plan in found.plans)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says once and in words, against the figures of its steps."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.training import start_log
+
+VOCABULARY = 64
+FLAGS = (
+    f"--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data --vocab-size {VOCABULARY} "
+    "--micro-batch-size 2 --global-batch-size 4 --device cpu --num-workers 0 --eval-iters 0 --hidden-dropout 0 --lr 1e-3"
+)
+RATE, GUESS = "note: the learning rate is 0", "note: the lm loss of each of the last 10 steps was above"
+
+
+def train(folder, flags, capsys):
+    """(lines of the log, steps, records of notes) of all starts of a folder; the lines are those of the last one."""
+    capsys.readouterr()
+    pretrain_gpt.main(f"{FLAGS} --save {folder} --load {folder} {flags}".split())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kinds = {kind: [one for one in records if one["kind"] == kind] for kind in ("step", "note")}
+    return capsys.readouterr().out.splitlines(), kinds["step"], kinds["note"]
+
+
+def told(lines, words):
+    return [line for line in lines if line.startswith(words)]
+
+
+@pytest.mark.parametrize(
+    "flags, first",
+    [
+        ("--lr-decay-iters 3", 4),
+        ("--lr-decay-iters 3 --lr-decay-style cosine --lr-warmup-iters 1", 4),
+        ("--lr-decay-iters 3 --min-lr 1e-5", None),
+        ("--lr-decay-iters 3 --decoupled-lr 1e-3 --decoupled-min-lr 1e-5", None),
+        ("--lr-warmup-fraction 0.1", None),  # the first step's rate is 0, that of no other
+        ("", None),
+    ],
+)
+def test_a_rate_of_0_for_the_rest_of_a_run(flags, first, tmp_path, capsys):
+    lines, steps, notes = train(tmp_path, f"--train-iters 6 {flags}", capsys)
+    if first is None:
+        assert not told(lines, RATE) and not notes
+        return
+    rates = [step["learning_rate"] for step in steps]
+    assert rates[first - 2] > 0 and rates[first - 1 :] == [0.0] * (7 - first)  # what is said is so
+    [line] = told(lines, RATE)
+    assert (
+        f"from iteration {first} to the last one, 6" in line
+        and "after 3 steps (--lr-decay-iters) at --min-lr 0" in line
+    )
+    assert [(note["iteration"], note["what"]) for note in notes] == [(first, "no learning rate")]
+
+
+def test_a_run_that_goes_on_past_its_decay(tmp_path, capsys):
+    train(tmp_path, "--train-iters 3", capsys)
+    lines, _, notes = train(tmp_path, "--train-iters 6 --lr-decay-iters 3", capsys)
+    assert len(told(lines, RATE)) == 1 and [note["iteration"] for note in notes] == [4]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--train-iters 14 --lr 5 --clip-grad 0", 10),
+        ("--train-iters 14 --lr 5 --clip-grad 0 --lr-warmup-iters 6 --lr-decay-iters 99", None),  # 8 steps behind it
+        ("--train-iters 24 --lr 1e-2", None),
+    ],
+)
+def test_a_loss_above_that_of_a_guess(flags, said, tmp_path, capsys):
+    lines, steps, notes = train(tmp_path, flags, capsys)
+    above = [step["lm loss"] > math.log(VOCABULARY + 1) for step in steps]  # and the end of a document
+    assert len(told(lines, GUESS)) == len(notes) == (said is not None)
+    if said:
+        assert all(above[said - 10 : said]) and "above 4.174, which is ln(65)" in told(lines, GUESS)[0]
+        assert notes[0]["iteration"] == said and notes[0]["what"] == "loss above a guess"
+
+
+@pytest.mark.parametrize(
+    "nodes, quota, words",
+    [
+        ([("a", {0, 1})] * 3, None, "3 ranks of a node share 2 cores"),
+        ([("a", {0, 1})] * 2 + [("b", {0, 1})] * 2, None, None),
+        ([("a", {0}), ("a", {1}), ("a", {2})], None, None),  # each is bound to a core of its own
+        ([("a", {0, 1, 2, 3})] * 2, 1.5, "2 ranks of a node share 1.5 cores"),
+    ],
+)
+def test_more_ranks_than_cores(nodes, quota, words, monkeypatch):
+    monkeypatch.setattr(start_log, "quota", lambda: quota)
+    found = start_log.crowded(SimpleNamespace(device=torch.device("cpu"), all_gather_object=lambda own: nodes))
+    assert len(found) == (words is not None) and all(words in line for line in found)
