@@ -69,6 +69,6 @@ make_vocabulary() { # of so many tokens
 }
 is_made() { [ -e "$1" ] && echo "  already there: $1"; }
 others() { # what other programs take from it, in words; nothing on a quiet machine
-    python -c 'from megatron.mpu.cpu_threads import busy_cores, cores; busy = busy_cores()
-if busy > 0.3: print(f"  other programs use {busy:.1f} of {cores()} cores now, so it will take longer")'
+    python -c 'from megatron.mpu.cpu_threads import cores, crowded, load
+if crowded(cores()): print(f"  other programs keep the {cores()} cores busy (load {load():.1f}), so it will take longer")'
 }

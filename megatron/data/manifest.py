@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.data.formats import LAYOUTS, endings_of
 from megatron.errors import DataError
-from megatron.storage.durable import Damaged, checksum, read_sealed, seal, write_synced
+from megatron.storage.durable import Damaged, checksum, read_sealed, seal, unreadable, write_synced
 
 BLOCK = 1 << 26
 _FORMAT = "checksums of token files"
@@ -44,7 +44,8 @@ def write_manifest(prefix: str, path: str | None = None) -> None:
 def verify(prefix: str, part: int = 0, parts: int = 1) -> list[str]:
     """Compare token files with their manifest: what differs, one sentence each; [] when every byte is good.
 
-    part, parts: read only this rank's share of the blocks. Raises DataError when there is no manifest to compare with.
+    part, parts: read only this rank's share of the blocks. Raises DataError when there is no manifest to compare with,
+    StorageError where this process lacks handles or memory.
     """
     manifest, problems = read_manifest(prefix), []
     block = manifest["block"]
@@ -57,7 +58,10 @@ def verify(prefix: str, part: int = 0, parts: int = 1) -> list[str]:
                 continue
             found = checksums(path, part, parts, block)
         except OSError as error:
-            problems.append(f"{path} cannot be read: {error.strerror}")
+            failure = unreadable(Path(path), error)
+            if not isinstance(failure, Damaged):  # this process lacks something, and the file may be good
+                raise failure from error
+            problems.append(failure.what)
             continue
         for number, (got, wanted) in enumerate(zip(found, entry["sums"][part::parts])):
             if got != wanted:

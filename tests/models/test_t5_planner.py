@@ -160,7 +160,7 @@ REFUSED = {
     "--tensor-model-parallel-size 2 --sequence-parallel --decoder-seq-length 113": "--decoder-seq-length 113 cannot be",
     "--context-parallel-size 2": "needs whole sequences",
     "--position-embedding-type relative --relative-attention-num-buckets 2": "at least 4",
-    "--position-embedding-type relative --relative-attention-max-distance 8": "must be above half",
+    "--position-embedding-type relative --relative-attention-max-distance 8": "must be above 16, half of",
     "--swiglu --feed-forward-proj relu": "two activations",
     "--scale-tied-output --untie-embeddings-and-output-weights": "--scale-tied-output is for",
     "--reset-attention-mask": "--reset-attention-mask: samples",

@@ -11,7 +11,7 @@ import pytest
 
 import pretrain_gpt
 
-WITH_SPIKES = {"spike", "rewind", "throughput"}  # of runs that go back, and with a flag of its own
+WITH_SPIKES = {"spike", "rewind", "throughput", "note"}  # of runs that go back, and with a flag of its own
 
 
 @pytest.fixture(scope="module")

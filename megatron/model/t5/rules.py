@@ -67,23 +67,6 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.position_embedding_type == "relative" and _own(s).relative_attention_num_buckets < 4,
-        lambda s: (
-            f"--relative-attention-num-buckets {_own(s).relative_attention_num_buckets} must be at least 4: half of them "
-            "for either side, half of these for single distances"
-        ),
-    ),
-    Rule(
-        lambda s: (
-            s.position_embedding_type == "relative"
-            and _own(s).relative_attention_max_distance <= _own(s).relative_attention_num_buckets // 2
-        ),
-        lambda s: (
-            f"--relative-attention-max-distance {_own(s).relative_attention_max_distance} must be above half of "
-            f"--relative-attention-num-buckets {_own(s).relative_attention_num_buckets}: these are single distances"
-        ),
-    ),
-    Rule(
         lambda s: _own(s).feed_forward_proj != "gelu" and (s.swiglu or s.squared_relu),
         lambda s: (
             f"--feed-forward-proj {_own(s).feed_forward_proj} and {'--swiglu' if s.swiglu else '--squared-relu'} are two "
