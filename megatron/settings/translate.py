@@ -12,7 +12,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
 
 from megatron.settings import schema
 from megatron.settings.dialects import fleetx
@@ -50,7 +49,6 @@ class Translation:
     kept: list[FlagLine] = field(default_factory=list)
 
 
-@cache
 def spellings() -> dict[str, Spelling]:
     return spellings_of(schema.GROUPS)
 

@@ -192,12 +192,10 @@ def command_for(purpose: str) -> tuple[str, dict[str, type]]:
 
 def of_fleetx_command(command: Command, folder: Path) -> TranslatedRun:
     """tools/train.py, or tools/auto.py, which searches a layout."""
-    of = {"-c": [], "-o": [], "": []}
-    for one in command.sources:
-        of[FLEETX.get(one.key, "")].append(one)
-    paths, overrides = ([word for one in of[flag] for word in one.words] for flag in ("-c", "-o"))
+    named = {flag: [one for one in command.sources if FLEETX.get(one.key, "") == flag] for flag in ("-c", "-o", "")}
+    paths, overrides = ([word for one in named[flag] for word in one.words] for flag in ("-c", "-o"))
     run = of_fleetx([str(folder / path) for path in paths], overrides)
-    run.found.lost += [(one, "no word of PaddleFleetX's tools") for one in of[""]]
+    run.found.lost += [(one, "no word of PaddleFleetX's tools") for one in named[""]]
     if Path(command.program).name == "auto.py" and "--auto-parallel" in run.known:
         run.found.lines.append(FlagLine("--auto-parallel", [], TheirSetting("", [], command.where, command.program)))
     run.start, notes = started(command, run.found)
