@@ -234,7 +234,7 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     (
         "pretrain_gpt",
         f"{REAL} --data-path corpus.jsonl",
-        "corpus.jsonl is a file, not a prefix|preprocess_data.py --input",
+        "corpus.jsonl is a file, not a prefix of token files|preprocess_data.py --input",
     ),
     ("pretrain_gpt", f"{REAL} --data-path tok", "tok.idx: no such file|there is: tokens"),
     ("pretrain_gpt", f"{REAL} --data-path cut", "cut.bin holds 20 tokens, its .idx describes 400"),

@@ -230,18 +230,20 @@ def map_file(path: str, prefix: str) -> mmap.mmap | bytes:
             size = os.fstat(file.fileno()).st_size
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file", *_missing(prefix)) from None
+        raise DataError(f"{path}: no such file", *why_missing(prefix)) from None
     except IsADirectoryError:
         raise DataError(f"{path}: is a directory, not a token file") from None
 
 
-def _missing(prefix: str) -> tuple[str | None, str]:
+def why_missing(prefix: str) -> tuple[str | None, str]:
     """Why a token file may be missing, and what to do: a folder, a text, or a name that starts alike are likely slips."""
     path = Path(prefix)
     if path.is_file():
+        stem = path.name.partition(".")[0]
         return (
-            f"{prefix} is a file, not a prefix",
-            "text becomes .bin/.idx by preprocess_data.py --input; give its prefix",
+            f"{prefix} is a file, not a prefix of token files",
+            f"python preprocess_data.py --input {prefix} --output-prefix {stem} --append-eod and the tokenizer's flags; "
+            f"then --data-path {stem}_text_document (Colossal-AI's samples: --dataset-type webtext)",
         )
     for endings in (ENDINGS[:2], ENDINGS[2:4]):
         there, lost = (Path(f"{prefix}{ending}") for ending in endings)

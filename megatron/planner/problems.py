@@ -135,7 +135,7 @@ def prefixes(words: list[str]) -> list[str]:
 
 def file_problems(config: schema.Config) -> list[str]:
     """Data, vocabulary and checkpoints that the settings name and that are not here, damaged or of another vocabulary."""
-    from megatron.data.indexed import bare_prefix  # it imports numpy, for which a search of layouts need not wait
+    from megatron.data.indexed import bare_prefix, why_missing  # they import numpy, for which a search need not wait
 
     lost = [(flag, path) for flag, path in named_files(config) if not location(path).exists()]
     found, told = [], set()
@@ -145,7 +145,8 @@ def file_problems(config: schema.Config) -> list[str]:
             found.append(f"{flag}: there is no {path}")
         elif prefix not in told:
             lacking = " and no ".join(other for _, other in lost if bare_prefix(other) == prefix != other)
-            found.append(f"{flag}: there is no {lacking}; preprocess_data.py writes them")
+            why = f"there is no {lacking}; preprocess_data.py writes them"
+            found.append(f"{flag}: {'; '.join(why_missing(prefix)) if location(prefix).is_file() else why}")
             told.add(prefix)
     untracked = missing_tracker(config.logging)
     return (

@@ -1,35 +1,139 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings from a Python file, which is read and not run: plain assignments, as the mapping that YAML has of them."""
+"""Settings from a Python file, which is read and not run: assignments of values, arithmetic, and earlier names."""
 
 import ast
+import operator
+from dataclasses import dataclass, field
 
-from megatron.errors import UsageError
+from megatron.errors import UsageError, numbered
+
+ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+LARGEST = 2**64  # of numbers that are computed: 9**9**9 stays as it is written
+
+
+@dataclass
+class PythonFile:
+    """assigned: names and values, these with names and arithmetic replaced by what they stand for; others: what else there
+    is; used: names that another line refers to."""
+
+    assigned: list[tuple[str, ast.expr]] = field(default_factory=list)
+    others: list[ast.stmt] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+
+
+def read_assignments(text: str, path: str) -> PythonFile:
+    """The statements of a Python file. Raises UsageError where it is none."""
+    try:
+        body = ast.parse(text).body
+    except SyntaxError as error:
+        raise UsageError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
+    except ValueError as error:  # a zero byte
+        raise UsageError(f"{path}: not Python: {error}") from None
+    found = PythonFile()
+    plain = _Plain(found.used)
+    for node in body:
+        [target, *others] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        is_plain = isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and not others
+        if is_plain and isinstance(target, ast.Name):
+            plain.names[target.id] = plain.visit(node.value)
+            found.assigned.append((target.id, plain.names[target.id]))
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # a docstring says nothing
+            found.others.append(node)
+    return found
+
+
+class _Plain(ast.NodeTransformer):
+    """Puts values in place of names, and numbers in place of arithmetic.
+
+    >>> ast.unparse(_Plain(set()).visit(ast.parse("4 * 2**5 + f(2 - 3)", mode="eval")))
+    '128 + f(-1)'
+    """
+
+    def __init__(self, used: set[str]):
+        self.names: dict[str, ast.expr] = {}
+        self.used = used
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        value = self.names.get(node.id, node)
+        if value is not node:
+            self.used.add(node.id)
+        return ast.copy_location(ast.Constant(value.value), node) if isinstance(value, ast.Constant) else value
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        left, right, compute = _number(node.left), _number(node.right), ARITHMETIC.get(type(node.op))
+        if left is None or right is None or compute is None or isinstance(node.op, ast.Pow) and abs(right) > 64:
+            return node
+        try:
+            found = compute(left, right)
+        except ArithmeticError:
+            return node
+        small = isinstance(found, (int, float)) and abs(found) < LARGEST
+        return ast.copy_location(ast.Constant(found), node) if small else node
+
+
+def _number(node: ast.expr):
+    """A number, perhaps with its sign."""
+    value = _literal(node)
+    return value if type(value) in (int, float) else None
+
+
+def _literal(node: ast.expr):
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):  # has to be run; {[1]: 2}
+        return ...
+
+
+def items(node: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
+    """(key, value) of `dict(...)` or `{...}`, None for a key that is no text; None of anything else."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+        return [(one.arg, one.value) for one in node.keywords]
+    if isinstance(node, ast.Dict):
+        keys = [getattr(one, "value", None) for one in node.keys]
+        return [(key if isinstance(key, str) else None, value) for key, value in zip(keys, node.values)]
+    return None
 
 
 def compose_python(text: str, path: str):
-    """The file's assignments as a mapping of PyYAML's nodes; None where there are none.
+    """The file's assignments as a mapping of PyYAML's nodes; None where there are none. Its `helpers` are names that other
+    lines use, which need not be settings.
 
-    Raises UsageError with the line of anything else than `name = value`, a value being a number, text, True, False, None, a
-    list of numbers or texts, or a dict of values.
+    Raises UsageError with the lines of anything else than `name = value`, a value being a number, text, True, False,
+    None, a list of numbers or texts, or a dict of values.
     """
-    try:
-        statements = ast.parse(text).body
-    except SyntaxError as error:
-        raise UsageError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
-    reader = _Reader(path)
-    return reader.mapping([reader.assignment(node) for node in statements if not _is_docstring(node)])
+    found, reader = read_assignments(text, path), _Nodes(path)
+    root = reader.mapping(found.assigned)
+    if refused := [*reader.refused, *found.others]:
+        lines = [f"{path}:{node.lineno}: `{ast.unparse(node).splitlines()[0]}`" for node in refused]
+        would = "would have to be run, which nothing here does"
+        raise UsageError(
+            f"{lines[0]} {would}" if len(lines) == 1 else f"{len(lines)} lines {would}:{numbered(lines)}",
+            "of Python files plain assignments are read: name = 1, name = [1, 2], name = dict(x=2**5), name = other",
+            "write the value itself; for another suite's file: "
+            f"python -m megatron.tools.translate --from colossalai {path}",
+        )
+    if root is not None:
+        root.helpers = {name.lstrip("_") for name in found.used}
+    return root
 
 
-class _Reader:
+class _Nodes:
     def __init__(self, path: str):
         import yaml
 
-        self.path, self.yaml = path, yaml
-
-    def assignment(self, node: ast.stmt) -> tuple[str, ast.expr]:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            return node.targets[0].id, node.value
-        raise self.refused(node)
+        self.path, self.yaml, self.refused = path, yaml, []
 
     def mapping(self, pairs: list[tuple[str, ast.expr]]):
         if not pairs:
@@ -38,48 +142,21 @@ class _Reader:
         return self.yaml.MappingNode("", nodes, start_mark=self.mark(pairs[0][1].lineno))
 
     def value(self, node: ast.expr):
-        pairs = _items(node)
-        if pairs is not None:
-            if not all(isinstance(name, str) for name, _ in pairs):
-                raise self.refused(node)
+        pairs = items(node)
+        if pairs is not None and all(name is not None for name, _ in pairs):
             return self.mapping(pairs)
-        try:
-            found = ast.literal_eval(node)
-        except ValueError:
-            raise self.refused(node) from None
+        found = _literal(node)
         if found is None or isinstance(found, bool):
             return self.scalar({None: "null", True: "true", False: "false"}[found], node.lineno)
         if isinstance(found, (int, float, str)):
             return self.scalar(str(found), node.lineno, quoted=isinstance(found, str))
         if isinstance(found, (list, tuple)) and all(isinstance(one, (int, float, str)) for one in found):
             return self.yaml.SequenceNode("", [self.scalar(str(one), node.lineno) for one in found])
-        raise self.refused(node)
+        self.refused.append(node)
+        return self.scalar("", node.lineno)
 
     def scalar(self, text: str, line: int, quoted: bool = False):
         return self.yaml.ScalarNode("", text, start_mark=self.mark(line), style='"' if quoted else None)
 
     def mark(self, line: int):
         return self.yaml.Mark(self.path, 0, line - 1, 0, None, 0)
-
-    def refused(self, node: ast.AST) -> UsageError:
-        line = ast.unparse(node).splitlines()[0]
-        return UsageError(
-            f"{self.path}:{node.lineno}: `{line}` would have to be run, which nothing here does",
-            "of Python files plain assignments are read: name = 1, name = [1, 2], name = dict(other=1)",
-            "write the value itself; for another suite's file: "
-            f"python -m megatron.tools.translate --from colossalai {self.path}",
-        )
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def _items(node: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
-    """(key, value) of `dict(...)` or `{...}`, None for a key that is no text; None of anything else."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
-        return [(one.arg, one.value) for one in node.keywords]
-    if isinstance(node, ast.Dict):
-        keys = [one.value if isinstance(one, ast.Constant) else None for one in node.keys]
-        return list(zip(keys, node.values))
-    return None

@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Optional
 
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, UsageError
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,57 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: Optional[int] = None  # ranks of this node, where the launcher says it
+
+
+# Colossal-AI's words for a rank that somebody starts by hand -> variables of torchrun
+BY_HAND = {
+    "--rank": "RANK",
+    "--world-size": "WORLD_SIZE",
+    "--local-rank": "LOCAL_RANK",
+    "--host": "MASTER_ADDR",
+    "--port": "MASTER_PORT",
+}
+
+
+def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Say in torchrun's words what SLURM says, or the command line does; returns the other words of that.
+
+    `--rank 1 --world_size 2 --host node0 --port 29500` makes this process one of a job. Without --rank, --world-size is
+    that of a plan; where somebody else has numbered the ranks, all these words stay.
+
+    >>> env = {}
+    >>> adopt("--rank 1 --lr 1e-4 --world_size=2".split(), env), env["LOCAL_RANK"], env["MASTER_ADDR"]
+    (['--lr', '1e-4'], '1', 'localhost')
+    """
+    found, rest, words = {}, [], iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        name = BY_HAND.get(flag.replace("_", "-"))
+        if name is None:
+            rest.append(word)
+        else:
+            found[name] = value if equals else next(words, "")
+    if "RANK" in env or "RANK" not in found:
+        adopt_slurm(env)
+        return argv
+    for flag, name in BY_HAND.items():
+        if name != "MASTER_ADDR" and not found.get(name, "0").isdecimal():
+            raise UsageError(
+                f"{flag} {found[name]}: a number is wanted", do="--rank 0 --world-size 2 --host H --port P"
+            )
+    if "WORLD_SIZE" not in found:
+        raise UsageError(
+            f"--rank {found['RANK']} of how many ranks?",
+            "it is one that is started by hand",
+            "say --world-size N as well, and --host and --port of rank 0; or leave both to torchrun",
+        )
+    host = found.setdefault("MASTER_ADDR", "localhost")
+    found.setdefault("MASTER_PORT", "29500")
+    if host in ("localhost", "127.0.0.1", "::1"):
+        found.setdefault("LOCAL_RANK", found["RANK"])
+        found["LOCAL_WORLD_SIZE"] = found["WORLD_SIZE"]
+    env.update(found)
+    return rest
 
 
 def adopt_slurm(env: MutableMapping[str, str] = os.environ) -> None:

@@ -7,7 +7,7 @@ sources are the command line, files of settings (also PaddleFleetX's), a known s
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -144,12 +144,12 @@ class SettingsReader:
         entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word in overrides}
         for path in paths:
-            root = files.compose(path)
-            if root is not None and fleetx.is_fleetx(root):
-                entries = fleetx.over(entries, fleetx.read(path))
-            elif root is not None:
-                for key, words, line in files.read_settings(root, path):
-                    self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
+            if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalais(path)):
+                root = files.compose(path)
+                if root is not None and fleetx.is_fleetx(root):
+                    entries = fleetx.over(entries, fleetx.read(path))
+                elif root is not None:
+                    self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
         for word in overrides:
             key, equals, value = word.partition("=")
             if not equals:
@@ -170,6 +170,31 @@ class SettingsReader:
             self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
+
+    def _read_plain(self, rows: list[tuple[str, list[str], int]], path: str, helpers: Collection[str]) -> None:
+        """Take (key, words, line) of a file. helpers: names in Python that other lines use; they need not be settings."""
+        for key, words, line in rows:
+            if key not in helpers or dashed(key) in self.spellings:
+                self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
+
+    def _read_colossalais(self, path: str) -> bool:
+        """Take a Python file of Colossal-AI's, translated; False where it is none."""
+        from megatron.settings.dialects.colossalai import COLOSSALAI
+        from megatron.settings.sources import read_python
+        from megatron.settings.translate import translate
+
+        sources = read_python(path)
+        if not any(
+            COLOSSALAI.knows(one.key) and dashed(one.key.split(".")[-1]) not in self.spellings for one in sources
+        ):
+            return False
+        found = translate(COLOSSALAI, sources)
+        for line in found.lines:
+            self.read(Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else path))
+        for source, sentence in found.idle:
+            self.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
+        self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in found.lost]
+        return True
 
     def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
         """A key of a file as a word; several words are one where a setting of text wants one: split: [969, 30, 1]"""

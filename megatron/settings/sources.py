@@ -4,22 +4,26 @@
     read_commands("torchrun --nproc_per_node 8 train.py --lr 1e-4", "run.sh")
         -> [Command(["torchrun", "--nproc_per_node", "8"], "train.py", [TheirSetting("--lr", ["1e-4"], "run.sh:1", ...)])]
 
-YAML, JSON and Python are read, and nothing in them is run: of Python, assignments of plain values alone.
+YAML, JSON and Python are read, and nothing in them is run.
 """
 
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.errors import UsageError
-from megatron.settings.dialects.programs import INSTEAD, OURS, TOOLS
+from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import TheirSetting
+from megatron.settings.python_file import items, read_assignments
 from megatron.settings.words import JOINED_LINES
 
 FLAG = re.compile(r"--?[A-Za-z]")
+ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
+REDIRECTION = re.compile(r"\||\|&|&|(\d|&)?>+(&\d)?.*")  # and what follows: `2>&1 | tee log.txt`
+CODE = "code"  # the key of a line that would have to be run
 
 
 @dataclass
@@ -30,12 +34,16 @@ class Command:
     program: str
     sources: list[TheirSetting]
     where: str = ""
-    words: list[str] = field(default_factory=list)  # behind the program
+    words: list[str] = field(default_factory=list)  # after the program
     notes: list[str] = field(default_factory=list)
+    behind: list[str] = field(default_factory=list)  # redirections of the shell
+    places: list[str] = field(default_factory=list)  # of the words of the launcher
+    assigns: bool = False  # it is `export NAME=value`, and `sources` are its names
 
 
 def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[Command]:
-    """The commands of a script, by its lines: those of `programs` and of what prepares their data, else all with flags.
+    """The commands of a script, by its lines: those of `programs` and of what prepares their data, else all with flags; and
+    assignments of variables before them.
 
     A line that ends in a backslash goes on, also where the shell would take its value and the next flag for one word,
     or the backslash for a part of a comment; that is noted.
@@ -52,13 +60,15 @@ def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[
             notes.append(f"{where}: for a shell the command ends here, in the comment")
         tokens += [(word, where, body.removesuffix("\\").strip()) for word in words]
         if not continued or number == len(lines):
-            if tokens:
-                found.append(_command(tokens, programs, notes))
+            for part in _parts(tokens):
+                found.append(_command(part, programs, notes))
+                notes = []
             tokens, notes = [], []
-    wanted = [one for one in found if _is_one_of(one.program, (*programs, *OURS, *TOOLS, *INSTEAD))]
+    wanted = [one for one in found if name_among(one.program, (*programs, *OURS, *INSTEAD))]
     if not wanted and found and all(one.sources and not one.launcher and not one.program for one in found):
         return [Command([], "", [source for one in found for source in one.sources])]  # a list of flags
-    return wanted or [one for one in found if one.sources and not programs]
+    wanted = wanted or [one for one in found if one.sources and not one.assigns and not programs]
+    return [one for one in found if one.assigns or one in wanted] if wanted else []
 
 
 def read_words(words: list[str], programs: tuple[str, ...] = ()) -> Command:
@@ -71,36 +81,76 @@ def read_words(words: list[str], programs: tuple[str, ...] = ()) -> Command:
 
 
 def _words(line: str) -> list[str]:
+    reader = shlex.shlex(line, posix=True, punctuation_chars=";")
+    reader.whitespace_split = True
     try:
-        return shlex.split(line, comments=True)
+        return list(reader)
     except ValueError:  # quotes that another line closes
         return line.replace('"', " ").replace("'", " ").split()
+
+
+def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
+    """`export A=1 && python train.py; ls` as three commands."""
+    part = []
+    for token in [*tokens, (";", "", "")]:
+        if token[0] not in (";", "&&", "||"):
+            part += [token] * (bool(part) or token[0] not in ("do", "then", "else", "exec", "time", "(", "{"))
+        elif part:
+            yield part
+            part = []
 
 
 def _begins_with_a_word(lines: list[str], number: int) -> bool:
     return number < len(lines) and lines[number][:1].strip() != ""
 
 
-def _is_one_of(program: str, programs: tuple[str, ...]) -> bool:
-    return bool(program) and (Path(program).name in programs or program in programs)
+def name_among(program: str, names: Collection[str]) -> str:
+    """By which of the names a program goes, "" for none: ./tools/eval.py by tools/eval.py, x/train.py by train.py."""
+    return next((name for name in names if program == name or program.endswith(f"/{name}")), "")
 
 
 def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], notes: list[str]) -> Command:
-    words = [word for word, _, _ in tokens]
-    at = next((i for i, word in enumerate(words) if _is_one_of(word, (*programs, *OURS, *TOOLS, *INSTEAD))), None)
+    words, place = [word for word, _, _ in tokens], tokens[0][1] if tokens else ""
+    if sources := list(_assigned(tokens)):
+        return Command([], "", sources, place, notes=notes, assigns=True)
+    at = next((i for i, word in enumerate(words) if name_among(word, (*programs, *OURS, *INSTEAD))), None)
     if at is None:
         at = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
     if at is None:
         at = next((i for i, word in enumerate(words) if FLAG.match(word)), len(words)) - 1
     launcher = words[: max(at, 0)]
-    if launcher[-1:] == ["-m"]:
+    if launcher[-1:] in (["-m"], ["--module"]):
         launcher = launcher[:-1]
     program = words[at] if at >= 0 else ""
     place = tokens[max(at, 0)][1] if tokens else ""
-    return Command(launcher, program, list(_flags(tokens[at + 1 :])), place, words[at + 1 :], notes)
+    end = next((i for i in range(at + 1, len(words)) if REDIRECTION.fullmatch(words[i])), len(words))
+    flags, behind = list(flags_of_words(tokens[at + 1 : end])), words[end:]
+    return Command(
+        launcher, program, flags, place, words[at + 1 : end], notes, behind, [where for _, where, _ in tokens]
+    )
 
 
-def _flags(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
+def _assigned(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
+    """The variables of a line that does nothing but `export A=1 B=2`, or `A=$(nproc --all)`."""
+    exported = [word for word, _, _ in tokens[:1] if word == "export"]
+    own = tokens[len(exported) :]
+    if own and re.match(r"[A-Za-z_]\w*=(\$\(|`)", own[0][0]):
+        own = [(" ".join(word for word, _, _ in own), *own[0][1:])]
+    if own and all(ASSIGNED.match(word) for word, _, _ in own):
+        for word, where, _ in own:
+            name, _, value = word.partition("=")
+            yield TheirSetting(name, [value], where, " ".join([*exported, quoted(word)]))
+
+
+def quoted(word: str) -> str:
+    """A word for bash; variables in it stay variables, and NAME=value an assignment."""
+    if ASSIGNED.match(word):
+        name, _, value = word.partition("=")
+        return f"{name}={quoted(value)}" if value else word
+    return f'"{word}"' if "$" in word and '"' not in word else shlex.quote(word)
+
+
+def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
     """Flags and their words; words that belong to none are `key=value` pairs, as hydra has them."""
     flag, words, where = "", [], ""
     for word, place, _ in [*tokens, ("--", "", "")]:
@@ -126,7 +176,7 @@ def read_tree(path: str) -> list[TheirSetting]:
     """
     import yaml
 
-    text = _text(path)
+    text = read_text(path)
     try:
         root = yaml.compose(text.replace("\t", "  ") if path.endswith(".json") else text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
@@ -135,19 +185,19 @@ def read_tree(path: str) -> list[TheirSetting]:
         raise UsageError(f"{where}: neither YAML nor JSON", str(getattr(error, "problem", "") or error)) from None
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}: no settings in it", "keys and values are wanted")
-    lines = text.splitlines()
-    found = {one.key: one for one in _leaves(root, "", path, lines, yaml)}
-    return [one._replace(words=[_resolved(word, one.key, found) for word in one.words]) for one in found.values()]
+    found = list(_leaves(root, "", path, text.splitlines(), yaml))
+    last = {one.key: one for one in found}
+    return [one._replace(words=[_resolved(word, one.key, last) for word in one.words]) for one in found]
 
 
 def _leaves(mapping, prefix: str, path: str, lines: list[str], yaml) -> Iterator[TheirSetting]:
     for key_node, node in mapping.value:
         key, line = f"{prefix}{key_node.value}", key_node.start_mark.line
-        if isinstance(node, yaml.MappingNode):
+        if isinstance(node, yaml.MappingNode) and node.value:
             yield from _leaves(node, f"{key}.", path, lines, yaml)
         else:
-            many = isinstance(node, yaml.SequenceNode)
-            words = [str(item.value) for item in node.value] if many else [str(node.value)]
+            many = isinstance(node, yaml.CollectionNode)
+            words = [str(getattr(item, "value", item)) for item in node.value] if many else [str(node.value)]
             text = lines[line].split(" #")[0].strip().rstrip(",")
             alone = (
                 text.lstrip("\"'").startswith(str(key_node.value)) and text.count(":") == 1 and text[-1] not in ":[{"
@@ -164,66 +214,33 @@ def _resolved(word: str, key: str, found: dict[str, TheirSetting]) -> str:
 
 
 def read_python(path: str) -> list[TheirSetting]:
-    """Assignments of a Python file by dotted keys: constants, lists, `dict(...)`, names that were assigned before.
-
-    A class or a call stands as its name. Raises UsageError where the file is no Python.
+    """Assignments of a Python file by dotted keys: constants, lists, `dict(...)`. A class or a call stands as its name, and
+    a line that would have to be run has the key `CODE`; imports only bring names. Raises UsageError of what is no Python.
     """
-    text = _text(path)
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise UsageError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
-    found: dict[str, TheirSetting] = {}
-    lines = text.splitlines()
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
-            for key, words, line in _values(node.value, node.targets[0].id, found):
-                found[key] = TheirSetting(key, words, f"{path}:{line}", lines[line - 1].strip().rstrip(","))
-    return list(found.values())
+    text = read_text(path)
+    file, lines = read_assignments(text, path), text.splitlines()
+    place = lambda key, words, line: TheirSetting(key, words, f"{path}:{line}", lines[line - 1].strip().rstrip(","))
+    found = [place(*one) for name, value in file.assigned for one in _values(value, name)]
+    code = [node for node in file.others if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    return found + [place(CODE, [], node.lineno) for node in code]
 
 
-def _values(node: ast.expr, key: str, found: dict[str, TheirSetting]) -> Iterator[tuple[str, list[str], int]]:
-    if isinstance(node, ast.Dict):
-        pairs = [
-            (one.value if isinstance(one, ast.Constant) else "?", value) for one, value in zip(node.keys, node.values)
-        ]
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
-        pairs = [(one.arg or "?", one.value) for one in node.keywords]
-    elif isinstance(node, (ast.List, ast.Tuple)):
-        yield key, [_word(one, found) for one in node.elts], node.lineno
-        return
-    else:
-        yield key, [_word(node, found)], node.lineno
-        return
-    for name, value in pairs:
-        yield from _values(value, f"{key}.{name}", found)
+def _values(node: ast.expr, key: str) -> Iterator[tuple[str, list[str], int]]:
+    pairs = items(node)
+    if isinstance(node, (ast.List, ast.Tuple)):
+        yield key, [_word(one) for one in node.elts], node.lineno
+    elif not pairs:
+        yield key, [_word(node)], node.lineno
+    for name, value in pairs or ():
+        yield from _values(value, f"{key}.{name or '?'}")
 
 
-def _word(node: ast.expr, found: dict[str, TheirSetting]) -> str:
-    """A value as a word: `3`, `HybridAdam` for a name or a call of it, a product of numbers as their product."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func)
-    if isinstance(node, ast.Name) and node.id in found:
-        return found[node.id].value
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        try:
-            return str(ARITHMETIC[type(node.op)](*(int(_word(side, found)) for side in (node.left, node.right))))
-        except (ValueError, ZeroDivisionError):
-            return ast.unparse(node)
-    return ast.unparse(node)
+def _word(node: ast.expr) -> str:
+    """A value as a word: `3`, `HybridAdam` for a name or a call of it."""
+    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(getattr(node, "func", node))
 
 
-ARITHMETIC = {
-    ast.Mult: lambda a, b: a * b,
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.FloorDiv: lambda a, b: a // b,
-}
-
-
-def _text(path: str) -> str:
+def read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:

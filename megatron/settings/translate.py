@@ -11,7 +11,7 @@ there is instead. Files are read, and never run.
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from fnmatch import fnmatchcase
 
 from megatron.settings import schema
 from megatron.settings.dialects import fleetx
@@ -21,8 +21,10 @@ from megatron.settings.dialects.deepspeed import DEEPSPEED
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nemo import NEMO
-from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting, sentence
+from megatron.settings.dialects.table import Default, Dialect, FlagLine, TheirSetting, flags_of, sentence
+from megatron.settings.sources import CODE
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
+from megatron.settings.statements import SaidBy, resolve
 
 FLEETX = fleetx.TABLES["train"]
 DIALECTS = {
@@ -35,71 +37,77 @@ EMPTY = ("", "null", "none", "~", "???")
 
 @dataclass
 class Translation:
-    """lines: what this suite is told. idle, lost: (source, sentence) of what has no effect here, and no equivalent."""
+    """lines: what this suite is told. idle, lost: (source, sentence) of what has no effect here, and no equivalent.
+
+    start: words for torchrun, and NAME=value for its environment; kept: words that stand as they are beside ours.
+    """
 
     lines: list[FlagLine] = field(default_factory=list)
     idle: list[tuple[TheirSetting, str]] = field(default_factory=list)
     lost: list[tuple[TheirSetting, str]] = field(default_factory=list)
+    start: list[FlagLine] = field(default_factory=list)
+    kept: list[FlagLine] = field(default_factory=list)
 
 
-@cache
 def spellings() -> dict[str, Spelling]:
     return spellings_of(schema.GROUPS)
 
 
-def translate(dialect: Dialect, sources: Iterable[TheirSetting]) -> Translation:
-    """What the sources mean here; of two that say the same setting, the last one counts, as it does there."""
-    out, sources = Translation(), [one._replace(key=dialect.name_of(one.key)) for one in sources]
+def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translation | None = None) -> Translation:
+    """What the sources mean here; of two that say the same setting, the last one counts, as it does there. out: what stands
+    before them."""
+    out, sources = out or Translation(), [one._replace(key=dialect.name_of(one.key)) for one in sources]
     given, known = {source.key: source for source in sources}, spellings()
-    for source in sources:
-        _one(dialect, source, given, known, out)
     _say_presence(dialect, given, known, out)
+    for source in sources:
+        if given[source.key] is source or source.key == CODE:
+            _one(dialect, source, given, known, out)
+        else:
+            out.idle.append((source, _overruled(source.words, given[source.key])))
     _keep_last(out, known)
-    said = {_setting(line.flag, known) for line in out.lines}
+    said = {_name(line, known) for line in out.lines}
     for default in dialect.defaults:
-        if default.where and not _said((default.where,), given):
-            continue
-        if _setting(default.flag, known) not in said and not _said(default.unless, given):
+        unasked = default.where and not _said((default.where,), given) or _said(default.unless, given)
+        if not unasked and _name(default, known) not in said:
             out.lines.append(FlagLine(default.flag, [default.word], None))
     return out
 
 
+def _overruled(words: list[str], winner: TheirSetting) -> str:
+    return f"{winner.where}: {winner.text} says {'the same' if words == winner.words else 'another value'}"
+
+
 def _said(keys: tuple[str, ...], given: Mapping[str, TheirSetting]) -> bool:
-    """Whether one of the keys is given, itself or something below it, or with its value."""
-    below = {key.split(".")[0] for key in given} | set(given)
-    pairs = {f"{source.key}={source.value.lower()}" for source in given.values()}
-    return bool(set(keys) & (below | pairs))
+    """Whether one of the keys is given, itself or something below it, or with its value, which may be a pattern."""
+    found = {key.split(".")[0] for key in given} | set(given)
+    found |= {f"{source.key}={source.value.lower()}" for source in given.values()}
+    return any(fnmatchcase(one, key) for one in found for key in keys)
 
 
 def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spelling], out: Translation) -> None:
-    empty = source.value.lower() in EMPTY and f"{source.key}={source.value.lower()}" not in dialect.table
-    if empty and not dialect.base:
-        return  # a key without a value says nothing
-    try:
-        flags = dialect.flags(source)
-    except ValueError as error:
-        if source.value != "auto":
-            out.lost.append((source, str(error)))
-            return
-        flags = None
-    section = given.get(f"{source.key.rpartition('.')[0]}.enabled")
-    if section is not None and section.value.lower() == "false" and section is not source:
+    section, value = given.get(f"{source.key.rpartition('.')[0]}.enabled"), source.value.lower()
+    if source.key == CODE:
+        out.lost.append(
+            (source, "it would have to be run, which nothing here does: write what it sets as name = value")
+        )
+    elif source.key in dialect.kept:
+        out.kept.append(FlagLine(dashed(source.key), source.words, source))
+    elif not dialect.base and value in EMPTY and f"{source.key}={value}" not in dialect.table:
+        out.idle.append((source, "it has no value"))
+    elif section is not None and section.value.lower() == "false" and section is not source:
         out.idle.append((source, f"{section.key} is false"))
-    elif source.value == "auto" and not dialect.base:
+    elif value == "auto" and not dialect.base:
         out.lost.append((source, "auto: whoever starts DeepSpeed says it; say it here by its flag"))
-    elif source.key in dialect.computed:
+    elif source.key not in dialect.presence:
         try:
-            flags = dialect.computed[source.key](source.words, given)
-            out.idle += [(source, ANYWAY)] * (not flags)
-            _add(source, flags, dialect, known, out)
+            flags = dialect.flags(source, given)
         except ValueError as error:
             out.lost.append((source, str(error)))
-    elif flags is not None:
-        if not flags:
-            out.idle.append((source, ANYWAY))
+            return
+        if flags is None:
+            return _without_row(dialect, source, known, out)
+        out.idle += [(source, ANYWAY)] * (not flags)
         _add(source, flags, dialect, known, out)
-    else:
-        _without_row(dialect, source, known, out)
 
 
 def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spelling], out: Translation) -> None:
@@ -112,8 +120,10 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
         out.idle.append((source, idle))
     elif dialect.knows(source.key):
         out.lost.append((source, f"'{source.value}' is none of {', '.join(dialect.values(source.key))}"))
-    elif dialect.base:
+    elif dialect.base and source.key.startswith("-"):
         _flag_of_megatron(source, dialect, known, out)
+    elif source.key.startswith("$"):
+        out.lost.append((source, "a variable of the shell: what it holds is not read; translate that"))
     else:
         near = difflib.get_close_matches(source.key, [key.partition("=")[0] for key in dialect.table], n=1, cutoff=0.8)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -122,8 +132,7 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
 
 def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
     flag = dashed(source.key.lstrip("-"))
-    spelling = known.get(flag)
-    if spelling is not None:
+    if flag in known:
         _add(source, [(flag, source.words)], dialect, known, out)
     elif (found := answer(flag, source.words)) is not None:
         target = out.lost if found.refused else out.idle
@@ -134,20 +143,19 @@ def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str
 
 
 def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
-    """Add lines in this suite's main spelling. A value that is none here is told instead."""
+    """Add lines in this suite's main spelling, and words of torchrun. A value that is none here is told instead."""
     for flag, words in flags:
         spelling = known.get(flag)
         if spelling is None:
-            out.lost.append((source, f"there is no {flag}"))
+            out.start.append(FlagLine(flag, words, source))
             continue
         try:
-            value = spelling.value(words)
+            statement = spelling.statement(words, SaidBy.COMMAND)
         except BadValue as bad:
             out.lost.append((source, f"{flag} {bad}"))
             continue
-        if value is not None:
-            changed = dialect.changed.get(source.key, "")
-            out.lines.append(FlagLine(*_canonical(spelling, flag, value, words), source, changed))
+        changed = dialect.changed.get(source.key, "")
+        out.lines.append(FlagLine(*_canonical(spelling, flag, statement.value, words), source, changed, statement))
 
 
 def _canonical(spelling: Spelling, flag: str, value, words: list[str]) -> tuple[str, list[str]]:
@@ -157,43 +165,46 @@ def _canonical(spelling: Spelling, flag: str, value, words: list[str]) -> tuple[
         return (dashed(setting.name), [str(value).lower()]) if value == setting.default else (setting.flag, [])
     if flag in ("--bf16", "--fp16"):
         return flag, []  # as everybody says it
+    if value is None:
+        return flag, words  # --recompute-activations false
     if spelling.implies is not None:
         return dashed(setting.name), [str(value)]
     return dashed(setting.name), [also if isinstance(also := setting.also.get(word), str) else word for word in words]
 
 
 def _say_presence(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
-    """A section that means something by being there: `zero = dict(...)` of Colossal-AI."""
-    for name, made in dialect.computed.items():
-        inside = [source for key, source in given.items() if key.startswith(f"{name}.")]
-        if inside and name not in given:
-            first = inside[0]
-            section = TheirSetting(name, [], first.where, f"{name} = ...")
-            lines = Translation()
-            _add(section, made([], given), dialect, known, lines)
-            said = {_setting(line.flag, known) for line in out.lines}
-            out.lines[:0] = [line for line in lines.lines if _setting(line.flag, known) not in said]
+    """A section that means something by being there: `zero = dict(...)` of Colossal-AI. What stands in it comes after."""
+    for name, meaning in dialect.presence.items():
+        inside = [source for key, source in given.items() if f"{key}.".startswith(f"{name}.")]
+        if inside and inside[0].value.lower() not in EMPTY:
+            section = TheirSetting(name, [], inside[0].where, f"{name} = ...")
+            _add(section, flags_of(meaning, []), dialect, known, out)
 
 
-def _setting(flag: str, known: Mapping[str, Spelling]) -> str:
-    return known[flag].setting.name
+def _name(line: FlagLine | Default, known: Mapping[str, Spelling]) -> str:
+    says = line.says if isinstance(line, FlagLine) else None
+    return says.name if says else known[line.flag].setting.name
 
 
 def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
-    last = {_setting(line.flag, known): number for number, line in enumerate(out.lines)}
-    dropped = [line for number, line in enumerate(out.lines) if last[_setting(line.flag, known)] != number]
-    for line in dropped:
-        winner = out.lines[last[_setting(line.flag, known)]]
-        if line.source is not None and line.source != winner.source:
-            says = "the same" if line.words == winner.words else "another value"
-            out.idle.append((line.source, f"{winner.source.where}: {winner.source.text} says {says}"))
-    out.lines = [line for number, line in enumerate(out.lines) if last[_setting(line.flag, known)] == number]
+    """Of lines that say the same setting the one that would count on a command line of these words."""
+    chosen, _ = resolve([line.says for line in out.lines if line.says])
+    winners = {line.says.name: line for line in out.lines if line.says and line.says is chosen.get(line.says.name)}
+    kept = []
+    for line in out.lines:
+        winner = winners.get(_name(line, known))
+        if line is winner or not line.says and winner is None:
+            kept.append(line)
+        elif line.says and (winner is None or line.says.withdraws):
+            out.idle.append((line.source, ANYWAY))
+        elif line.says and line.source != winner.source:
+            out.idle.append((line.source, _overruled(line.words, winner.source)))
+    out.lines = kept
 
 
 def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> Translation:
     """The same of PaddleFleetX's YAML, which has a reader of its own. known: the flags of the command that it is for."""
     found, out = fleetx.translate(entries, fleetx.purpose_of(entries)), Translation()
-
     for flag, words, one in found.flags:
         spelling = known.get(flag)
         text = spelling is not None and spelling.setting.kind is str and not spelling.setting.many
@@ -206,56 +217,35 @@ def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> 
 
 
 def back(dialect: Dialect, flags: Iterable[tuple[str, list[str]]]) -> tuple[dict[str, list[str]], list[str]]:
-    """({key of the other suite: words}, flags that it has no one word for) of flags of this suite."""
-    known, rows, found, lost = spellings(), _rows_back(dialect), {}, []
+    """({key of the other suite: words}, flags that it has no one word for) of flags of this suite: by the first row that
+    says the same."""
+    known, found, lost = spellings(), {}, []
     for flag, words in flags:
-        spelling = known[flag]
-        setting = spelling.setting
+        name = known[flag].setting.name
         try:
-            value = spelling.value(words)
+            value = known[flag].value(words)
         except BadValue as bad:
             raise BadValue(f"{flag} {bad}") from None
-        for (name, fixed, place), key in rows.items():
-            if name == setting.name and fixed is not None and fixed == value:
-                key, _, word = key.partition("=")
+        shown = [str(one).lower() if isinstance(one, bool) else str(one) for one in words or [value]]
+        for row, meaning in dialect.table.items():
+            key, equals, word = row.partition("=")
+            [first, *others] = meaning.split()
+            names = [known[one].setting.name for one in (first, *others) if one in known]
+            if name not in names or ";" in meaning:
+                continue
+            if len(names) > 1:  # a list, whose other places have this suite's defaults
+                defaults = [str(known[one].setting.default) for one in (first, *others)]
+                found.setdefault(key, defaults)[names.index(name)] = shown[0]
+            elif not equals and not others:
+                found[key] = shown
+            elif known[first].value(others) == value:
                 found[key] = [word] if word else []
-                break
-            if name == setting.name and fixed is None:
-                shown = [str(one).lower() if isinstance(one, bool) else str(one) for one in words or [value]]
-                if place is None:
-                    found[key] = shown
-                else:
-                    found.setdefault(key, _defaults(dialect.table[key], known))[place] = shown[0]
-                break
+            else:
+                continue
+            break
         else:
             if dialect.as_is:
                 found[flag] = words
             else:
                 lost.append(" ".join([flag, *words]))
     return found, lost
-
-
-def _defaults(meaning: str, known: Mapping[str, Spelling]) -> list[str]:
-    """A list of another suite with this one's defaults, of which some places are said then."""
-    return [str(known[flag].setting.default) for flag in meaning.split()]
-
-
-def _rows_back(dialect: Dialect) -> dict[tuple, str]:
-    """(setting, its value or None for any, place in a list) -> the first key that says it."""
-    known, rows = spellings(), {}
-    for key, meaning in dialect.table.items():
-        if meaning == "-" or ";" in meaning:
-            continue
-        words = meaning.split()
-        if any(word.startswith("--") and word not in known for word in words):
-            continue
-        spelling = known[words[0]]
-        if len(words) > 1 and words[1].startswith("--"):
-            for place, flag in enumerate(words):
-                rows.setdefault((known[flag].setting.name, None, place), key)
-        elif "=" in key or len(words) > 1:
-            if len(words) > 1 or spelling.implies is not None or spelling.setting.kind is bool:
-                rows.setdefault((spelling.setting.name, spelling.value(words[1:]), None), key)
-        else:
-            rows.setdefault((spelling.setting.name, None, None), key)
-    return rows

@@ -22,8 +22,7 @@ TASKS = ("GPT",)
 
 def main(argv: list[str], env: Mapping[str, str] = os.environ) -> None:
     """Train, or plan. The command line is that of pretrain_gpt.py and of megatron.tools.plan, and --task-type."""
-    rank_env.adopt_slurm()
-    task, flags = split_task(argv)
+    task, flags = split_task(rank_env.adopt(argv))
     if task.rpartition(".")[2].upper() not in TASKS:
         raise UsageError(f"--task-type {task}: there is {', '.join(TASKS)}", do="leave it out, or say --task-type GPT")
     asked = said(flags)

@@ -10,20 +10,33 @@
 What changed in meaning stands behind a line, what has no effect here and what has no equivalent below. Nothing is run.
 """
 
-import shlex
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
-from megatron.settings.dialects import fleetx, programs
-from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting
+from megatron.settings.dialects import fleetx
+from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
+from megatron.settings.dialects.programs import INSTEAD, OURS
+from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting, sentence
 from megatron.settings.parse import parse
 from megatron.settings.schema import GROUPS, setting
-from megatron.settings.sources import Command, read_commands, read_python, read_tree, read_words
+from megatron.settings.sources import (
+    REDIRECTION,
+    Command,
+    flags_of_words,
+    name_among,
+    quoted,
+    read_commands,
+    read_python,
+    read_text,
+    read_tree,
+    read_words,
+)
 from megatron.settings.spelling import BadValue, Spelling, spellings_of
 from megatron.settings.translate import DIALECTS, Translation, back, spellings, translate, translate_fleetx
 
@@ -89,65 +102,69 @@ def divided(argv: list[str]) -> tuple[list[str], list[str]]:
 
 @dataclass
 class TranslatedRun:
-    """One run: what it was made of, what starts it, and what is odd about the source."""
+    """One run: what it was made of, what starts it, its script, what stands behind it, and what is odd about the source."""
 
     found: Translation
-    launcher: list[str]
+    start: list[str]
     program: str
-    notes: list[str]
+    behind: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     known: Mapping[str, Spelling] = field(default_factory=spellings)
 
 
-def translations(dialect: Dialect, words: list[str]) -> list[TranslatedRun | str]:
-    """What the words name: a file of settings, a script with commands, or one command. Text: of what prepares its data."""
-    if len(words) > 1:
-        return [of_any(dialect, read_words(words, dialect.programs), Path("."))]
-    [name] = words
-    path = Path(name)
-    if not path.is_file():
-        if " " not in name:
-            raise UsageError(f"{name}: no such file", do="give a file, or a command in quotes or as words")
+def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun | str]:
+    """What the words name: a file of settings, a script with commands, or one command. Text: lines of a shell, such as
+    commands that prepare its data."""
+    [name, *others], path = words, Path(words[0])
+    if others:
+        commands = [read_words(words, dialect.programs)]
+    elif path.suffix in (".yaml", ".yml", ".json", ".py") and path.is_file():
+        yield of_file(dialect, name)
+        return
+    elif path.is_file():
+        commands = read_commands(read_text(name), name, dialect.programs)
+    elif " " in name:
         commands = read_commands(name, "command", dialect.programs) or read_commands(name, "command")
-        return [of_any(dialect, one, Path(".")) for one in commands]
-    if path.suffix in (".yaml", ".yml", ".json", ".py"):
-        return [of_file(dialect, name)]
-    commands = read_commands(path.read_text(encoding="utf-8"), name, dialect.programs)
+    else:
+        raise UsageError(f"{name}: no such file", do="give a file, or a command in quotes or as words")
     if not commands:
         raise UsageError(
             f"{name}: no command of {dialect.title} in it", f"it would start {' or '.join(dialect.programs)}"
         )
-    return [of_any(dialect, one, path.parent) for one in commands]
+    variables: list[TheirSetting] = []  # of the environment, which the suite reads
+    for command in commands:
+        if command.assigns:
+            variables += (known := [one for one in command.sources if dialect.names(one.key)])
+            yield from (one.text for one in command.sources if one not in known)
+        elif name_among(command.program, OURS) or name_among(command.program, INSTEAD):
+            yield of_tool(command)
+        else:
+            yield of_command(dialect, command, variables, Path(".") if command.where == "command" else path.parent)
 
 
-def of_any(dialect: Dialect, command: Command, folder: Path) -> TranslatedRun | str:
-    name = Path(command.program).name
-    tool = programs.TOOLS.get(name)
-    if tool and find_spec(f"megatron.tools.{tool}"):
-        ours = f"-m megatron.tools.{tool}"
-    elif name in programs.OURS:
-        ours = programs.OURS[name]
-    elif name in programs.INSTEAD or command.program in programs.INSTEAD:
-        sentence = programs.INSTEAD.get(command.program) or programs.INSTEAD[name]
-        return f"# {command.where}: {command.program}: {sentence}"
-    else:
-        return of_command(dialect, command, folder)
+def of_tool(command: Command) -> str:
+    """A command that prepares data, or uses what was trained, by the program of ours that takes its flags."""
+    place = f"# {command.where}: {command.program}: "
+    if sentence := INSTEAD.get(name_among(command.program, INSTEAD)):
+        return place + sentence
     many = f"\n# {command.where}: once for each file; --input FOLDER takes all of them" if "{}" in command.words else ""
-    return f"# {command.where}: {command.program}: its flags are taken as they are{many}\n" + " ".join(
-        ["python", ours, *map(quoted, command.words)]
-    )
+    found = Translation()
+    start, notes = started(command, found)
+    lost = [f"\n# {note}" for note in [*notes, *(f"{_place(source)}: {text}" for source, text in found.lost)]]
+    words = [*start, OURS[name_among(command.program, OURS)], *map(quoted, command.words), *map(as_is, command.behind)]
+    return f"{place}its flags are taken as they are{many}{''.join(lost)}\n" + " ".join(words)
 
 
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     if dialect.name == "fleetx":
-        return of_fleetx([path], [], ["python"], [])
-    if path.endswith(".py"):
-        sources = read_python(path)
-    else:
-        sources = read_tree(path)
-    return TranslatedRun(translate(dialect, sources), ["python"], "pretrain_gpt.py", [])
+        return of_fleetx([path], [])
+    found = translate(dialect, read_python(path) if path.endswith(".py") else read_tree(path))
+    start, notes = started_by(found) if found.start else (["python"], [])
+    return TranslatedRun(found, start, "pretrain_gpt.py", notes=notes)
 
 
-def of_fleetx(paths: list[str], overrides: list[str], launcher: list[str], notes: list[str]) -> TranslatedRun:
+def of_fleetx(paths: list[str], overrides: list[str]) -> TranslatedRun:
+    """Files, and `Section.key=value` over them, as the command that they are for."""
     entries: fleetx.Entries = {}
     for path in paths:
         entries = fleetx.over(entries, fleetx.read(path))
@@ -156,8 +173,7 @@ def of_fleetx(paths: list[str], overrides: list[str], launcher: list[str], notes
         entries = fleetx.override(entries, key, value)
     program, groups = command_for(fleetx.purpose_of(entries))
     known = spellings_of(groups)
-    found = translate_fleetx(entries, known)
-    return TranslatedRun(found, launcher, program, notes, known)
+    return TranslatedRun(translate_fleetx(entries, known), ["python"], program, known=known)
 
 
 def command_for(purpose: str) -> tuple[str, dict[str, type]]:
@@ -174,36 +190,54 @@ def command_for(purpose: str) -> tuple[str, dict[str, type]]:
     )[purpose]
 
 
-def of_command(dialect: Dialect, command: Command, folder: Path) -> TranslatedRun:
+def of_fleetx_command(command: Command, folder: Path) -> TranslatedRun:
+    """tools/train.py, or tools/auto.py, which searches a layout."""
+    named = {flag: [one for one in command.sources if FLEETX.get(one.key, "") == flag] for flag in ("-c", "-o", "")}
+    paths, overrides = ([word for one in named[flag] for word in one.words] for flag in ("-c", "-o"))
+    run = of_fleetx([str(folder / path) for path in paths], overrides)
+    run.found.lost += [(one, "no word of PaddleFleetX's tools") for one in named[""]]
+    if Path(command.program).name == "auto.py" and "--auto-parallel" in run.known:
+        run.found.lines.append(FlagLine("--auto-parallel", [], TheirSetting("", [], command.where, command.program)))
+    run.start, notes = started(command, run.found)
+    run.behind, run.notes = command.behind, command.notes + notes
+    return run
+
+
+def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting], folder: Path) -> TranslatedRun:
     """A command, with the files that its flags name."""
-    launcher, notes = started(command.launcher)
-    sources, others, program = list(command.sources), [], "pretrain_gpt.py"
     if dialect.name == "fleetx":
-        paths = [word for one in sources if one.key in ("-c", "--config") for word in one.words]
-        overrides = [word for one in sources if one.key in ("-o", "--override") for word in one.words]
-        return of_fleetx([str(folder / path) for path in paths], overrides, launcher, command.notes + notes)
+        return of_fleetx_command(command, folder)
+    own, sources, missing = Translation(), [*variables, *command.sources], []
+    start, notes = started(command, own)
     if not dialect.base:
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
     if dialect.name == "nemo":
         sources, missing = with_hydras_file(sources, folder)
-        others += missing
     for one in list(sources):
-        reader = CONFIGS.get((dialect.name, _bare(one.key)))
-        if reader and one.words:
-            path = next((path for path in (folder / one.value, Path(one.value)) if path.is_file()), None)
-            sources.remove(one)
-            if path is None:
-                others.append((one, f"{one.value}: no such file; translate it by itself"))
-            elif reader == "deepspeed":
-                others.append(translate(DIALECTS["deepspeed"], read_tree(str(path))))
-            else:
-                sources = (read_python(str(path)) if reader == "python" else read_tree(str(path))) + sources
-    found = translate(dialect, sources)
-    for other in others:
-        _join(found, other)
+        reader, name = CONFIGS.get((dialect.name, _bare(one.key))), one.value
+        if reader is None and one.key.endswith(".json"):
+            reader, name = CONFIGS.get((dialect.name, "")), one.key
+        if reader is None or name in ("", "true"):
+            continue
+        sources.remove(one)
+        path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
+        if path is None:
+            missing.append((one, f"{name}: no such file; translate it by itself"))
+        elif reader == "deepspeed":
+            own = translate(DIALECTS["deepspeed"], read_tree(str(path)), own)
+        else:
+            sources = (read_python(str(path)) if reader == "python" else read_tree(str(path))) + sources
+    found, program = translate(dialect, sources, own), "pretrain_gpt.py"
+    found.lost += missing
+    if "torchrun" in start:
+        found.idle += [(line.source, f"the command says {' '.join(start)}") for line in found.start]
+    elif found.start:
+        words, more = started_by(found)
+        interpreter = next(i for i, word in enumerate(start) if PYTHON.fullmatch(word))
+        start, notes = [*start[:interpreter], *words], notes + more
     if dialect.name == "llmacc" and any(one.key in ("--world-size", "--world_size") for one in sources):
-        launcher, program = ["python", "-m"], "megatron.tools.plan"
-    return TranslatedRun(found, launcher, program, command.notes + notes)
+        start, program = [word for word in start if word == "python"] or ["python"], "-m megatron.tools.plan"
+    return TranslatedRun(found, start, program, command.behind, command.notes + notes)
 
 
 def with_hydras_file(sources: list[TheirSetting], folder: Path) -> tuple[list[TheirSetting], list]:
@@ -225,51 +259,67 @@ def _bare(key: str) -> str:
     return key.lstrip("-").replace("-", "_") if key.startswith("-") else key
 
 
+PYTHON = re.compile(r"(.*/)?python[\d.]*")
+FLEETX = {"-c": "-c", "--config": "-c", "-o": "-o", "--override": "-o"}
 # (dialect, flag) -> how the file that it names is read
 CONFIGS = {
     ("colossalai", "config"): "python",
     ("megatron-deepspeed", "deepspeed_config"): "deepspeed",
     ("hf-trainer", "deepspeed"): "deepspeed",
+    ("hf-trainer", ""): "tree",  # run_clm.py args.json
 }
 
 
-def _join(found: Translation, other) -> None:
-    """Add what another file says; where both say a setting, the command's word stays."""
-    if not isinstance(other, Translation):
-        found.lost.append(other)
-        return
-    known = spellings()
-    name = lambda line: known[line.flag].setting.name
-    said = {name(line): line for line in found.lines if line.source is not None}
-    found.lines = [line for line in found.lines if line.source or name(line) not in map(name, other.lines)]
-    found.lines += [line for line in other.lines if name(line) not in said]
-    for line in other.lines:
-        if line.source and name(line) in said:
-            found.idle.append((line.source, f"the command says {said[name(line)].source.text}"))
-    found.idle += other.idle
-    found.lost += other.lost
+# What starts it -------------------------------------------------------------------------------------------------------
 
 
-def started(launcher: list[str]) -> tuple[list[str], list[str]]:
-    """(what starts this suite's script, notes) for what starts another's."""
-    words = [part for word in launcher for part in word.split("=", 1)]
-    values = {_bare(words[i]): words[i + 1] for i in range(len(words) - 1) if words[i][:1] == "-"}
-    torchs = [i for i, word in enumerate(launcher) if word == "torchrun" or word.startswith("torch.distributed")]
-    if torchs:
-        return ["torchrun", *(word for word in launcher[torchs[0] + 1 :] if word != "--use_env")], []
-    ranks = values.get("num_gpus") or values.get("num_processes") or values.get("nproc_per_node")
-    cards = values.get("gpus") or values.get("devices")
-    if cards:
-        ranks = str(len(cards.split(",")))
-    more = ["--nnodes", values[name]] if (name := "nnodes" if "nnodes" in values else "num_nodes") in values else []
-    if "log_dir" in values:
-        more += ["--log-dir", values["log_dir"], "-r", "3"]
-    notes = [
-        f"hosts of {values[name]}: start torchrun on each of them" for name in ("hostfile", "ips") if name in values
+def started(command: Command, found: Translation) -> tuple[list[str], list[str]]:
+    """(what starts this suite's script, notes) for what starts another's. What it says besides goes to found."""
+    words = command.launcher
+    interpreter = next((i for i, word in enumerate(words) if PYTHON.fullmatch(word)), len(words))
+    at, launcher = next(
+        ((i, one) for i, word in enumerate(words) for one in LAUNCHERS if name_among(word, one.programs)),
+        (len(words), None),
+    )
+    before, own = words[: min(at, interpreter)], words[interpreter + 1 : at]
+    notes = [f"{command.where}: {word}: it is kept, and nothing here reads it" for word in before if unread(word)]
+    if launcher is None:
+        if any(word in ("|", "xargs") for word in before):
+            notes, before, own = [*notes, f"{command.where}: what feeds it: {' '.join(before)}"], [], []
+        return [*map(quoted, before), words[interpreter] if own or interpreter < len(words) else "python", *own], notes
+    if "-u" in own:
+        before.append("PYTHONUNBUFFERED=1")
+    notes += [
+        f"{command.where}: python {word}: ranks are started without it" for word in own if word not in ("-u", "-m")
     ]
-    if not ranks and not more:
-        return ["python"], notes
-    return ["torchrun", "--nproc-per-node", ranks or "gpu", *more], notes
+    at += 2 if words[at + 1 : at + 2] in (["launch"], ["run"]) else 1
+    flags, tokens = words[at:], [(word, where, "") for word, where in zip(words, command.places)][at:]
+    sources = [one._replace(words=one.words or ["true"]) for one in flags_of_words(tokens)]
+    if config := next((one for one in sources if one.key == "--config_file" and Path(one.value).is_file()), None):
+        read = [one._replace(key=f"--{one.key.rpartition('.')[2]}") for one in read_tree(config.value)]
+        sources = read + [one for one in sources if one is not config]
+    if launcher is LAUNCHERS[0]:
+        found.idle += [(one, text) for one in sources if (text := sentence(launcher.idle, one.key))]
+        start = [word for word in flags if not sentence(launcher.idle, word)]
+        return [*map(quoted, before), "torchrun", *map(quoted, start)], notes
+    start, told = started_by(translate(launcher, sources, found))
+    return [*map(quoted, before), *start], notes + told
+
+
+def started_by(found: Translation) -> tuple[list[str], list[str]]:
+    """(torchrun with the words found for it, and variables of its environment before it; notes of where they come from)."""
+    notes = [f"{_place(line.source)}: {' '.join([line.flag, *line.words])}" for line in found.start]
+    lines, told = meeting(found.start)
+    variables = [quoted(line.flag) for line in lines if line.flag[0] != "-"]
+    words = [quoted(word) for line in lines if line.flag[0] == "-" for word in (line.flag, *line.words)]
+    count = [] if "--nproc-per-node" in words else ["--nproc-per-node", "gpu"]
+    found.start = []
+    return [*variables, "torchrun", *count, *words], notes + told
+
+
+def unread(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and any(fnmatchcase(name, pattern) for pattern in UNREAD.split())
 
 
 # What is printed ------------------------------------------------------------------------------------------------------
@@ -281,16 +331,25 @@ def shown(one: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
         (as_yaml(line, one.known) if form == "yaml" else as_flag(line), beside(line, dialect, told))
         for line in one.found.lines
     ]
+    kept = [(as_flag(line), beside(line, dialect, told)) for line in one.found.kept]
+    rows += kept if form == "command" else []
     width = max([len(row) for row, _ in rows if len(row) <= 60], default=0)
     body = [f"{row:{width}}  # {comment}" for row, comment in rows]
     head = [f"# from {dialect.title}, by megatron.tools.translate"] + [f"# {note}" for note in one.notes]
-    if form == "command":
-        start = " ".join([*map(quoted, one.launcher), one.program])
-        body = ["FLAGS=(", *(f"    {row}" for row in body), ")", f'{start} "${{FLAGS[@]}}"']
+    if form == "yaml":
+        words = [*one.start, one.program, "--config FILE", *(row for row, _ in kept), *map(as_is, one.behind)]
+        head.append(f"# {' '.join(words)}")
+    else:
+        words = [*one.start, one.program, '"${FLAGS[@]}"', *map(as_is, one.behind)]
+        body = ["FLAGS=(", *(f"    {row}" for row in body), ")", " ".join(words)]
     for title, pairs in (("no effect here", one.found.idle), ("no equivalent", one.found.lost)):
         if pairs:
             body += [f"# {title}:", *(f"#   {_place(source)}: {text}" for source, text in pairs)]
     return head + body
+
+
+def as_is(word: str) -> str:
+    return word if REDIRECTION.fullmatch(word) else quoted(word)
 
 
 def _place(source: TheirSetting) -> str:
@@ -306,7 +365,7 @@ def as_yaml(line: FlagLine, known: Mapping[str, Spelling]) -> str:
     value = spelling.value(line.words)
     if isinstance(value, list):
         return f"{spelling.setting.name}: [{', '.join(map(plain, line.words))}]"
-    word = line.words[0] if line.words and spelling.implies is None else str(value)
+    word = line.words[0] if line.words and spelling.implies is None else "null" if value is None else str(value)
     return f"{spelling.setting.name}: {plain(word.lower() if isinstance(value, bool) else word)}"
 
 
@@ -314,11 +373,6 @@ def plain(word: str) -> str:
     """A word as YAML reads it."""
     safe = word and all(letter.isalnum() or letter in "._/+-" for letter in word) and word[0] not in "-"
     return word if safe else "'" + word.replace("'", "''") + "'"
-
-
-def quoted(word: str) -> str:
-    """A word for bash; variables in it stay variables."""
-    return f'"{word}"' if "$" in word and '"' not in word else shlex.quote(word)
 
 
 def beside(line: FlagLine, dialect: Dialect, told: set[str]) -> str:

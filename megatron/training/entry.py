@@ -14,7 +14,7 @@ from megatron.training.rules import layout_is_open, resolve
 
 def start(argv: list[str], recipe: Recipe) -> None:
     """Check the settings of a recipe, which needs no torch; then look ahead, search what they leave open, or train."""
-    rank_env.adopt_slurm()
+    argv = rank_env.adopt(argv)
     rank_env.ranks()  # numbers of ranks that are none are told first
     refuse_another_module(recipe.model_type, module_of(recipe.model_type))
     config = parse_any(argv, description=f"Pretrain a model of type {recipe.model_type}.", recipe=recipe)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import merge_datasets
 import preprocess_data
 import pretrain_gpt
-from megatron.errors import DataError
+from megatron.errors import DataError, UsageError
 from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import evaluate, translate
@@ -183,6 +184,56 @@ def test_b_trains_by_zero_3_with_offload(calls, desk, capsys):
     flags = flags[:at] + flags[at + 2 :]
     pretrain_gpt.main([*flags, *SMALL, *MOCK, "--fp16"])
     assert losses(capsys.readouterr().out) >= 2
+
+
+def test_b_is_read_by_the_entry_as_it_is(calls, desk, capsys):
+    """Its Python file and words at pretrain_gpt.py; its data, which are lines of text here, are answered with the way."""
+    (desk / "gpt2_configs").mkdir()
+    (desk / "gpt2_configs" / "gpt2_zero3.py").write_bytes((HERE / "B_gpt2_zero3.py").read_bytes())
+    [words] = calls("B_train.sh")
+    own = [*behind(words, "train_gpt.py"), *SMALL[:-1], "1", "--dataset-type", "webtext", *NUMBERS]
+    own[own.index("--train-iters") : own.index("--train-iters") + 2] = []
+    lines = "".join(f'{{"text": "{n} {n + 1}", "url": "u{n}"}}\n' for n in range(40))
+    Path("train_data.json").write_text(lines)
+    with pytest.raises(DataError, match="(?s)file, not a prefix.*--input train_data.json --output-prefix train_data "):
+        pretrain_gpt.main([*own, "--data-path", "train_data.json"])
+    preprocess_data.main(["--input", "train_data.json", "--output-prefix", "train_data", *NUMBERS, "--append-eod"])
+    capsys.readouterr()
+    pretrain_gpt.main([*own, "--data-path", "train_data_text_document", "--train-epochs", "1", "--split", "100,0,0"])
+    said = capsys.readouterr()
+    assert "consumed samples:           40" in said.out and "ZeRO" not in said.err
+    assert "gpt2_zero3.py:7: zero.model_config.shard_strategy has no effect" in said.err
+    Path("gpt2_configs/gpt2_zero3.py").write_text(
+        "from colossalai.x import y\nBATCH_SIZE = 2\nif y:\n    SEQ_LEN = 3\nz = 1\n"
+    )
+    with pytest.raises(UsageError, match="(?s)gpt2_zero3.py:5: z = 1.*gpt2_zero3.py:3: if y:: it would have to be run"):
+        pretrain_gpt.main(own)
+
+
+def test_b_ranks_by_hand_are_one_job(desk):
+    """Colossal-AI's words in two shells: both have the losses of one training."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = [
+        sys.executable,
+        str(ROOT / "pretrain_gpt.py"),
+        *SMALL[1:],
+        *MOCK,
+        "--micro-batch-size",
+        "2",
+        "--lr",
+        "1e-3",
+    ]
+    words = [*common, "--world_size", "2", "--host", "127.0.0.1", "--port", port, "--global-batch-size", "8"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen([*words, "--rank", str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
+        for rank in (0, 1)
+    ]
+    first, second = (one.communicate(timeout=120)[0] for one in started)
+    assert [one.returncode for one in started] == [0, 0]
+    assert "using world size: 2" in first and losses(first) >= 2 and losses(second) == 0
 
 
 def test_b_web_pages_are_translated(capsys):

@@ -197,6 +197,8 @@ NEMO = {
     "--eval-iters": "50",
     "--clip-grad": "1.0",
     "--save": "runs/nemo",
+    "--load": "runs/nemo",
+    "--test-iters": "500",
     "--wandb-project": "nemo_gpt",
     "--wandb-exp-name": "gpt_1b",
     "--auto-resume": "",
@@ -271,7 +273,7 @@ def test_the_yaml_says_the_same_as_the_command(name, capsys, tmp_path):
     dialect, _ = CASES[name]
     words = flags_printed(printed(capsys, "--from", dialect, str(HERE / name)))
     (tmp_path / "run.yaml").write_text(printed(capsys, "--from", dialect, "--format", "yaml", str(HERE / name)))
-    run = dict(task_name="x")
+    run = {name: "x" for name in "task_name WORLD_SIZE RANK MASTER_ADDR MASTER_PORT".split()}
     text = (tmp_path / "run.yaml").read_text()
     (tmp_path / "run.yaml").write_text(re.sub(r"\$(\w+)", lambda found: run[found[1]], text))
     needed = [] if "--num-layers" in words or "--model-name-or-path" in words else SHAPE
@@ -317,7 +319,8 @@ def test_fleetx_names_the_command_that_a_file_is_for(text, program, flags, tmp_p
     (tmp_path / "run.yaml").write_text(text)
     out = printed(capsys, "--from", "fleetx", str(tmp_path / "run.yaml"))
     [words] = run_by_bash(out)
-    assert program in words and flags.items() <= pairs(words).items() and "no equivalent" not in out
+    found = pairs(words[words.index(program) + 1 :])
+    assert flags.items() <= found.items() and "no equivalent" not in out
 
 
 def test_launchers(capsys):
@@ -335,6 +338,99 @@ def test_launchers(capsys):
     ):
         [found] = run_by_bash(printed(capsys, "--from", "paddlenlp", f"{words} --max_lr 1e-4"))
         assert found[: found.index("pretrain_gpt.py")] == started.split()
+
+
+STARTED = {
+    "deepspeed run_pretrain.py": "torchrun --nproc-per-node gpu",
+    "python -u -m paddle.distributed.launch --gpus 0,1 run_pretrain.py": "PYTHONUNBUFFERED=1 torchrun --nproc-per-node 2",
+    "CUDA_VISIBLE_DEVICES=0,1 python -u run_pretrain.py": "CUDA_VISIBLE_DEVICES=0,1 python -u",
+    "A=4 nohup torchrun --nproc_per_node 2 run_pretrain.py": "A=4 nohup torchrun --nproc_per_node 2",
+    "srun --ntasks-per-node 8 python run_pretrain.py": "srun --ntasks-per-node 8 python",
+    "python -m paddle.distributed.launch --ips a,b --gpus 0 run_pretrain.py": "torchrun --nnodes 2 --nproc-per-node 1 "
+    "--rdzv-backend c10d --rdzv-endpoint a:29500",
+}
+
+
+@pytest.mark.parametrize("command", STARTED)
+def test_what_stands_before_a_script_arrives(command, capsys):
+    text = printed(capsys, "--from", "paddlenlp", f"{command} --max_lr 1e-4")
+    [line] = [line for line in text.splitlines() if "FLAGS[@]" in line]
+    assert line == f'{STARTED[command]} pretrain_gpt.py "${{FLAGS[@]}}"'
+
+
+def test_the_environment_of_a_script_and_what_stands_behind_it_arrive(capsys, tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "export NCCL_DEBUG=INFO FLAGS_x=1\ntask_name=a\nHOSTS=$(cat hosts | wc -l)\nls\n"
+        "cd x && PADDLE_Y=1 python run_pretrain.py --output_dir $task_name --max_lr 1e-4 2>&1 | tee $task_name.log\n"
+    )
+    text = printed(capsys, "--from", "paddlenlp", str(tmp_path / "run.sh"))
+    assert text.splitlines()[:3] == ["export NCCL_DEBUG=INFO", "export FLAGS_x=1", "task_name=a"]
+    assert (
+        'HOSTS="$(cat hosts | wc -l)"' in text and "run.sh:5: PADDLE_Y=1: it is kept, and nothing here reads it" in text
+    )
+    assert text.splitlines()[-1] == 'PADDLE_Y=1 python pretrain_gpt.py "${FLAGS[@]}" 2>&1 | tee "$task_name.log"'
+    assert '--save "$task_name"' in text and "--lr 1e-4" in text
+
+
+def test_loops_and_yaml(capsys, tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "for i in 1 2; do python run_pretrain.py --recompute-activations false --seed $i; done\n"
+    )
+    text = printed(capsys, "--from", "paddlenlp", "--format", "yaml", str(tmp_path / "run.sh"))
+    assert "# python pretrain_gpt.py --config FILE" in text and "recompute_granularity: null  " in text
+
+
+def test_accelerates_file_is_read(capsys, tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: node0\nnum_processes: 16\n"
+        "mixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+    )
+    line = f"accelerate launch --config_file {tmp_path / 'a.yaml'} --machine_rank 0 run_clm.py --learning_rate 1e-4"
+    text = printed(capsys, "--from", "hf-trainer", line)
+    [started] = [line for line in text.splitlines() if "FLAGS[@]" in line]
+    wanted = {"--nproc-per-node": "8", "--nnodes": "2", "--master-addr": "node0", "--node-rank": "0"}
+    assert all(f"{flag} {word} " in started for flag, word in wanted.items())
+    assert pairs(flags_printed(text))["--sharding-stage"] == "3" and "--bf16" in text
+
+
+def test_fleetxs_auto_and_tools_keep_their_words(capsys):
+    config = HERE / "E_config.yaml"
+    launch = "python -m paddle.distributed.launch --log_dir log --devices 0,1 ./tools/"
+    text = printed(capsys, "--from", "fleetx", f"{launch}auto.py -c {config} --seed 3")
+    assert "--auto-parallel" in flags_printed(text) and "--seed 3: no word of PaddleFleetX's tools" in text
+    assert "torchrun --log-dir log -r 3 --nproc-per-node 2 pretrain_gpt.py" in text
+    text = printed(capsys, "--from", "fleetx", f"{launch}eval.py -c {config} -o Offline_Eval.batch_size=3")
+    last = text.splitlines()[-1]
+    assert last.startswith("torchrun --log-dir log -r 3 --nproc-per-node 2") and last.endswith(
+        "-o Offline_Eval.batch_size=3"
+    )
+    assert "-m megatron.tools.evaluate" in last
+    text = printed(capsys, "--from", "fleetx", f"{launch}train.py -c {config} -o Model.module=GPTGenerationModule")
+    [words] = run_by_bash(text)
+    assert words[:9] == "torchrun --log-dir log -r 3 --nproc-per-node 2 -m megatron.tools.generate".split()
+
+
+def test_colossal_ais_data_and_losses_are_named(capsys, tmp_path):
+    (tmp_path / "c.py").write_text(
+        "import os\nBATCH_SIZE = 2**3\nSEQ_LEN = 4 * 256\nloss_fn = dict(type=GPTLMLoss)\n"
+        "zero = dict(model_config=dict(tensor_placement_policy='cpu'))\nif os:\n    x = 1\nscale = 2\n"
+    )
+    (tmp_path / "run.sh").write_text(
+        f"export DATA=train_data.json\ntorchrun train_gpt.py --config={tmp_path / 'c.py'} --from_torch --backend nccl\n"
+    )
+    text = printed(capsys, "--from", "colossalai", str(tmp_path / "run.sh"))
+    found = pairs(flags_printed(text))
+    assert (found["--micro-batch-size"], found["--seq-length"]) == ("8", "1024")
+    assert {"--param-cpu-offload", "--optimizer-cpu-offload"} <= set(found) and found["--distributed-backend"] == "nccl"
+    for words in (
+        "run.sh:1: export DATA=train_data.json: lines of text become tokens first: preprocess_data.py",
+        "--dataset-type webtext",
+        "c.py:6: if os:: it would have to be run",
+        "c.py:8: scale = 2: no key that is known",
+        "loss_fn = dict(type=GPTLMLoss): the loss is the next token's",
+        "--from_torch: it is done anyway",
+    ):
+        assert words in text
 
 
 def test_llmacc_launches_and_plans(capsys):
@@ -390,6 +486,7 @@ def test_every_key_is_a_line_or_is_told(name):
     told = {line.source.key for line in found.lines if line.source} | {
         source.key for source, _ in found.idle + found.lost
     }
+    told |= {line.source.key for line in found.start}
     load = json.loads if name.endswith("json") else yaml.safe_load
     assert set(leaves(load((HERE / name).read_text()))) <= told
     assert all(text for _, text in found.idle + found.lost)
@@ -407,6 +504,7 @@ def test_every_flag_of_a_command_is_told(capsys):
     for flag in re.findall(r"(?<![\w-])--\w+|(?<=[41])--\w+", (HERE / "A_train.sh").read_text()):
         assert flag in text or flag in ("--gpus", "--log_dir"), flag
     assert text.count("no blank before the backslash") == 3 and "--log-dir" in text
+    assert "A_train.sh:2: --gpus 0,1,2,3,4,5,6,7: --nproc-per-node 8" in text and "A_train.sh:3: --log_dir" in text
 
 
 def test_what_has_no_equivalent_is_said_with_what_there_is(capsys, tmp_path):
@@ -551,6 +649,8 @@ WRONG = [
     ("--from colossalai bad.py", 2, "bad.py:1: not Python"),
     ("--from nemo latin.yaml", 2, "latin.yaml: not UTF-8 text"),
     ("--from nemo folder", 2, "folder: no such file"),
+    ("--from paddlenlp binary.sh", 2, "binary.sh: not UTF-8 text"),
+    ("--from colossalai zero.py", 2, "zero.py.*not Python"),
     ("--from paddlenlp other.sh", 2, "other.sh: no command of PaddleNLP in it"),
     ("--from fleetx circle.yaml", 2, "builds on itself"),
     ("--from fleetx --format toml circle.yaml", 2, "'toml' is none of command, yaml"),
@@ -570,6 +670,8 @@ def test_wrong_uses_have_one_message_and_their_code(line, code, told, tmp_path, 
     (tmp_path / "lost.json").write_text('{"moe": {"enabled": true}}')
     (tmp_path / "bad.py").write_text("x = = 1")
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9")
+    (tmp_path / "binary.sh").write_bytes(bytes(range(256)))
+    (tmp_path / "zero.py").write_bytes(b"x = 1\0")
     (tmp_path / "circle.yaml").write_text("_base_: circle.yaml\nModel: {num_layers: 1}\n")
     (tmp_path / "other.sh").write_text("ls -l\npython other.py --x 1\n")
     (tmp_path / "folder").mkdir()

@@ -104,6 +104,7 @@ MISTAKES = {  # flags -> what the user reads
     "--device-name V100-32GB": " GB on pipeline rank 0 (and on|--recompute-granularity full|would fit",
     "--tp 1 --world-size 16 --device-memory-gb 999": "--sequence-parallel has no effect without --tensor-model-parallel",
     "--data-path nowhere": "--data-path: there is no nowhere.idx and no nowhere.bin; preprocess_data.py writes them",
+    "--data-path text.jsonl": "--data-path: text.jsonl is a file|--input text.jsonl --output-prefix text ",
     "--data-path cut": "--data-path: cut.bin holds 20 tokens, its .idx describes 400",
     "--world-size 100": "100 ranks cannot be divided by tensor x pipeline x context parallel size 8 x 16 x 1|run on 128",
     "--data-parallel-size 4": "--data-parallel-size 4 is not what there is|run on 512 ranks",
@@ -136,6 +137,7 @@ def folder(tmp_path_factory):
         (np.arange(400) % 290).astype(np.uint16).tofile(made / f"{name}.bin")
         write_index(made / f"{name}.idx", np.uint16, np.full(10, 40), np.arange(11))
     os.truncate(made / "cut.bin", 40)
+    (made / "text.jsonl").write_text('{"text": "a"}')
     return made
 
 

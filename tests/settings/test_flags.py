@@ -281,6 +281,7 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--spec a b", "--model-type MODULE, docs/extending.md"),
         ("--adlr-autoresume", "supervise --on-preempt requeue"),
         ("--use-fsdp2", "use --sharding-stage 3"),
+        ("--shard-strategy foo", "there is tensor and bucket"),
         (
             "--main-grads-dtype bf16",
             "--main-grads-dtype is not supported: main weights, gradients and moments are fp32",

@@ -43,7 +43,7 @@ def test_it_says_what_yaml_says(tmp_path):
     "line, said",
     [
         ("from titans.model import gpt2_small", "run.py:2: `from titans.model import gpt2_small` would have to be run"),
-        ("hidden_size = 2 * 32", "run.py:2: `2 * 32` would have to be run"),
+        ("hidden_size = 9**9**9", "run.py:2: `9 ** 387420489` would have to be run"),
         ("hidden_size = max(1, 2)", "run.py:2: `max(1, 2)` would have to be run"),
         ("model = dict(num_layers=x)", "run.py:2: `x` would have to be run"),
         ("model = {3: 4}", "run.py:2: `{3: 4}` would have to be run"),
@@ -63,3 +63,16 @@ def test_what_would_have_to_be_run(tmp_path, monkeypatch, line, said):
     with pytest.raises(UsageError) as caught:
         parse_pretrain(["--config", "run.py"])
     assert said in str(caught.value) and not (tmp_path / "ran").exists()
+
+
+def test_names_and_arithmetic_are_values(tmp_path):
+    (tmp_path / "run.py").write_text(
+        "width = 2**5\nnum_layers = 2\nhidden_size = 4 * width\nnum_attention_heads = num_layers\nlr = 1 / 4\n"
+        "model = dict(seq_length=width - 1 + 2 % 4)\nmicro_batch_size: int = 7 // 2\n"
+    )
+    config = parse_pretrain(["--config", str(tmp_path / "run.py")])
+    assert (config.model.hidden_size, config.model.num_attention_heads, config.model.seq_length) == (128, 2, 33)
+    assert (config.optimizer.lr, config.batch.micro_batch_size) == (0.25, 3)
+    (tmp_path / "run.py").write_text("num_layers = 2\nwidth = 3\nimport os\nx = os.y\n")
+    with pytest.raises(UsageError, match=r"(?s)2 lines would have to be run.*run.py:4: `os.y`.*run.py:3: `import os`"):
+        parse_pretrain(["--config", str(tmp_path / "run.py")])

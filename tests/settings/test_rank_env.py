@@ -3,7 +3,8 @@
 
 import pytest
 
-from megatron.settings.rank_env import Ranks, adopt_slurm, first_host, ranks
+from megatron.errors import UsageError
+from megatron.settings.rank_env import Ranks, adopt, adopt_slurm, first_host, ranks
 
 STEP = dict(
     SLURM_STEP_ID="3",
@@ -52,3 +53,37 @@ def test_what_is_no_task_for_each_rank_stays_as_it_is(env):
 )
 def test_the_first_host_of_a_list(nodes, first):
     assert first_host(nodes) == first
+
+
+BY_HAND = "--rank 1 --lr 1e-4 --world_size=2 --host 10.0.0.1 --port 29511 --local_rank 0"
+
+
+def test_words_of_a_rank_that_is_started_by_hand():
+    """Colossal-AI's: they are torchrun's variables, and no settings."""
+    env = {}
+    assert adopt(BY_HAND.split(), env) == ["--lr", "1e-4"]
+    assert env == dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="10.0.0.1", MASTER_PORT="29511", LOCAL_RANK="0")
+    env = {}
+    adopt(["--rank=1", "--world-size", "2"], env)
+    assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"], env["MASTER_ADDR"]) == ("1", "2", "localhost")
+
+
+def test_words_that_leave_the_ranks_to_others():
+    """Of a plan, and under a launcher, which has the say."""
+    for words, env in (("--world-size 64 --lr 1e-4", {}), (BY_HAND, dict(RANK="0", WORLD_SIZE="4"))):
+        before = dict(env)
+        assert adopt(words.split(), env) == words.split() and env == before
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--rank 0", "--rank 0 of how many ranks?.*--world-size N"),
+        ("--rank one --world-size 2", "--rank one: a number is wanted"),
+        ("--rank 0 --world-size", "--world-size : a number is wanted"),
+        ("--rank 0 --world-size 2 --port http", "--port http: a number is wanted"),
+    ],
+)
+def test_words_that_are_no_rank(words, said):
+    with pytest.raises(UsageError, match=f"(?s){said}"):
+        adopt(words.split(), {})

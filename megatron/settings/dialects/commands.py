@@ -33,45 +33,29 @@ PADDLENLP = Dialect(
     "paddlenlp",
     "PaddleNLP",
     """
---model_type=gpt                  -
---model_name_or_path              --model-name-or-path
---input_dir                       --data-path
---output_dir                      --save
---max_seq_len                     --seq-length
---micro_batch_size                --micro-batch-size
---global_batch_size               --global-batch-size
---mp_degree                       --tensor-model-parallel-size
---pp_degree                       --pipeline-model-parallel-size
---dp_degree                       --dp-degree
---sharding_degree                 --sharding-degree
---max_lr                          --lr
---min_lr                          --min-lr
---max_steps                       --train-iters
---save_steps                      --save-interval
---decay_steps                     --lr-decay-iters
---weight_decay                    --weight-decay
---warmup_rate                     --lr-warmup-fraction
---grad_clip                       --clip-grad
---logging_freq                    --log-interval
---eval_freq                       --eval-interval
---eval_iters                      --eval-iters
---test_iters                      --test-iters
---adam_beta1                      --adam-beta1
---adam_beta2                      --adam-beta2
---adam_epsilon                    --adam-eps
---split                           --split
---seed                            --seed
---device                          --device
---use_amp=true                    --fp16; --amp-level O1; --initial-loss-scale 32768
---use_amp=false                   -
---use_sharding=true               --sharding-stage 1
---use_sharding=false              -
---use_recompute=true              --recompute-granularity full
---use_recompute=false             -
---check_accuracy=true             --hidden-dropout 0; --attention-dropout 0
---check_accuracy=false            -
---lr_decay_style=cosine           --lr-decay-style cosine
---lr_decay_style=none             --lr-decay-style constant
+=  --model_name_or_path --micro_batch_size --global_batch_size --dp_degree --sharding_degree --min_lr --weight_decay
+=  --eval_iters --test_iters --adam_beta1 --adam_beta2 --split --seed --device
+--input_dir              --data-path
+--output_dir             --save
+--max_seq_len            --seq-length
+--mp_degree              --tensor-model-parallel-size
+--pp_degree              --pipeline-model-parallel-size
+--max_lr                 --lr
+--max_steps              --train-iters
+--save_steps             --save-interval
+--decay_steps            --lr-decay-iters
+--warmup_rate            --lr-warmup-fraction
+--grad_clip              --clip-grad
+--logging_freq           --log-interval
+--eval_freq              --eval-interval
+--adam_epsilon           --adam-eps
+--use_amp=true           --fp16; --amp-level O1; --initial-loss-scale 32768
+--use_sharding=true      --sharding-stage 1
+--use_recompute=true     --recompute-granularity full
+--check_accuracy=true    --hidden-dropout 0; --attention-dropout 0
+--lr_decay_style=cosine  --lr-decay-style cosine
+--lr_decay_style=none    --lr-decay-style constant
+-  --model_type=gpt
 """,
     changed={
         "--input_dir": "token files of preprocess_data.py: their prefix",
@@ -84,7 +68,7 @@ PADDLENLP = Dialect(
         "gradients are added in place anyway": "--enable_addto",
         "text is not read while training": "--tokenizer_name_or_path",
     },
-    lost={"Chinese vocabularies are given as --tokenizer-model FILE": "--model_type"},
+    lost={"Chinese texts have --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE": "--model_type"},
     computed=dict.fromkeys(PROFILER, profiler_options),
     defaults=(
         Default("--lr-decay-style", "cosine"),
@@ -101,13 +85,13 @@ LLMACC = Dialect(
     "llmacc",
     "llmacc (PAI)",
     """
---task-type=llmacc.megatron.gpt   -
---max-global-batch-size           --max-global-batch-size; --auto-parallel
+--max-global-batch-size  --max-global-batch-size; --auto-parallel
+-  --task-type=llmacc.megatron.gpt
 """,
     changed={
         "--max-global-batch-size": "the planner searches the layout, batch included, and says why (docs/planning.md)"
     },
-    lost={"there is one task: pretraining of a GPT": "--task-type"},
+    lost={"the task is a GPT; pretrain_bert.py and pretrain_t5.py take --auto-parallel, too": "--task-type"},
     programs=("llmacc.pretrain",),
     base=True,
     as_is=True,
@@ -117,14 +101,13 @@ MEGATRON_DEEPSPEED = Dialect(
     "megatron-deepspeed",
     "Megatron-DeepSpeed",
     """
---zero-stage                                --sharding-stage
---deepspeed-activation-checkpointing        --recompute-granularity full
---checkpoint-activations                    --recompute-granularity full
---ds-sequence-parallel-size                 --context-parallel-size; --cp-comm-type a2a
---cpu-optimizer                             --optimizer-cpu-offload
---remote-device=cpu                         --param-cpu-offload
---remote-device=none                        -
---no-pipeline-parallel                      -
+--zero-stage                          --sharding-stage
+--deepspeed-activation-checkpointing  --recompute-granularity full
+--checkpoint-activations              --recompute-granularity full
+--ds-sequence-parallel-size           --context-parallel-size; --cp-comm-type a2a
+--cpu-optimizer                       --optimizer-cpu-offload
+--remote-device=cpu                   --param-cpu-offload
+-  --remote-device=none --no-pipeline-parallel
 """,
     changed={"--ds-sequence-parallel-size": "Ulysses' exchange of tokens for heads; sequences stay whole in the data"},
     idle={

@@ -4,75 +4,49 @@
 from megatron.settings.dialects.table import Default, Dialect
 
 WORDS = """
-train_batch_size                                   --global-batch-size
-train_micro_batch_size_per_gpu                     --micro-batch-size
-gradient_accumulation_steps                        --gradient-accumulation-steps
-gradient_clipping                                  --clip-grad
-steps_per_print                                    --log-interval
-wall_clock_breakdown=true                          --timing-log-level 2
-wall_clock_breakdown=false                         -
-optimizer.type=adam                                --optimizer adam
-optimizer.type=adamw                               --optimizer adam
-optimizer.type=sgd                                 --optimizer sgd
-optimizer.type=lion                                --optimizer lion
-optimizer.type=muon                                --optimizer muon
-optimizer.params.lr                                --lr
-optimizer.params.betas                             --adam-beta1 --adam-beta2
-optimizer.params.eps                               --adam-eps
-optimizer.params.weight_decay                      --weight-decay
-optimizer.params.momentum                          --sgd-momentum
-optimizer.params.adam_w_mode=true                  -
-scheduler.type=warmuplr                            --lr-decay-style constant
-scheduler.type=warmupdecaylr                       --lr-decay-style linear
-scheduler.type=warmupcosinelr                      --lr-decay-style cosine
-scheduler.params.warmup_min_lr                     --lr-warmup-init
-scheduler.params.warmup_max_lr                     --lr
-scheduler.params.warmup_num_steps                  --lr-warmup-iters
-scheduler.params.total_num_steps                   --lr-decay-iters
-scheduler.params.warmup_type=linear                -
-fp16.enabled=true                                  --fp16
-fp16.enabled=false                                 -
-fp16.loss_scale=0                                  -
-fp16.loss_scale                                    --loss-scale
-fp16.loss_scale_window                             --loss-scale-window
-fp16.hysteresis                                    --hysteresis
-fp16.min_loss_scale                                --min-loss-scale
-fp16.auto_cast=false                               -
-fp16.fp16_master_weights_and_grads=false           -
-bf16.enabled=true                                  --bf16
-bf16.enabled=false                                 -
-bfloat16.enabled=true                              --bf16
-bfloat16.enabled=false                             -
-amp.enabled=true                                   --fp16; --amp-level O1
-amp.enabled=false                                  -
-data_types.grad_accum_dtype=fp32                   -
-zero_optimization.stage                            --sharding-stage
-zero_optimization.overlap_comm=true                --overlap-grad-reduce
-zero_optimization.overlap_comm=false               -
-zero_optimization.cpu_offload=true                 --optimizer-cpu-offload
-zero_optimization.cpu_offload=false                -
-zero_optimization.offload_optimizer.device=cpu     --optimizer-cpu-offload
-zero_optimization.offload_optimizer.device=nvme    --nvme-offload-fraction 1
-zero_optimization.offload_optimizer.device=none    -
-zero_optimization.offload_optimizer.nvme_path      --nvme-offload-dir
-zero_optimization.offload_optimizer.ratio          --optimizer-offload-fraction
-zero_optimization.offload_param.device=cpu         --param-cpu-offload
-zero_optimization.offload_param.device=none        -
-zero_optimization.mics_shard_size                  --sharding-degree
-flops_profiler.enabled=true                        --log-throughput
-flops_profiler.enabled=false                       -
-tensorboard.enabled=true                           -
-tensorboard.enabled=false                          -
-tensorboard.output_path                            --tensorboard-dir
-wandb.enabled=true                                 -
-wandb.enabled=false                                -
-wandb.project                                      --wandb-project
-csv_monitor.enabled=true                           -
-csv_monitor.enabled=false                          -
-autotuning.enabled=true                            --auto-parallel
-autotuning.enabled=false                           -
-tensor_parallel.autotp_size                        --tensor-model-parallel-size
-sequence_parallel_size                             --context-parallel-size
+=  gradient_accumulation_steps optimizer.params.lr optimizer.params.weight_decay fp16.loss_scale fp16.loss_scale_window
+=  fp16.hysteresis fp16.min_loss_scale
+train_batch_size                                 --global-batch-size
+train_micro_batch_size_per_gpu                   --micro-batch-size
+gradient_clipping                                --clip-grad
+steps_per_print                                  --log-interval
+wall_clock_breakdown=true                        --timing-log-level 2
+optimizer.type=adam|adamw                        --optimizer adam
+optimizer.type=sgd                               --optimizer sgd
+optimizer.type=lion                              --optimizer lion
+optimizer.type=muon                              --optimizer muon
+optimizer.params.betas                           --adam-beta1 --adam-beta2
+optimizer.params.eps                             --adam-eps
+optimizer.params.momentum                        --sgd-momentum
+scheduler.type=warmuplr                          --lr-decay-style constant
+scheduler.type=warmupdecaylr                     --lr-decay-style linear
+scheduler.type=warmupcosinelr                    --lr-decay-style cosine
+scheduler.params.warmup_min_lr                   --lr-warmup-init
+scheduler.params.warmup_max_lr                   --lr
+scheduler.params.warmup_num_steps                --lr-warmup-iters
+scheduler.params.total_num_steps                 --lr-decay-iters
+fp16.enabled=true                                --fp16
+bf16.enabled|bfloat16.enabled=true               --bf16
+amp.enabled=true                                 --fp16; --amp-level O1
+zero_optimization.stage                          --sharding-stage
+zero_optimization.overlap_comm=true              --overlap-grad-reduce
+zero_optimization.cpu_offload=true               --optimizer-cpu-offload
+zero_optimization.offload_optimizer.device=cpu   --optimizer-cpu-offload
+zero_optimization.offload_optimizer.device=nvme  --nvme-offload-fraction 1
+zero_optimization.offload_optimizer.nvme_path    --nvme-offload-dir
+zero_optimization.offload_optimizer.ratio        --optimizer-offload-fraction
+zero_optimization.offload_param.device=cpu       --param-cpu-offload
+zero_optimization.mics_shard_size                --sharding-degree
+flops_profiler.enabled=true                      --log-throughput
+tensorboard.output_path                          --tensorboard-dir
+wandb.project                                    --wandb-project
+autotuning.enabled=true                          --auto-parallel
+tensor_parallel.autotp_size                      --tensor-model-parallel-size
+sequence_parallel_size                           --context-parallel-size; --cp-comm-type a2a
+-  optimizer.params.adam_w_mode=true scheduler.params.warmup_type=linear fp16.loss_scale=0 fp16.auto_cast=false
+-  fp16.fp16_master_weights_and_grads=false data_types.grad_accum_dtype=fp32
+-  zero_optimization.offload_optimizer.device=none zero_optimization.offload_param.device=none
+-  tensorboard.enabled=true|false wandb.enabled=true|false csv_monitor.enabled=true|false
 """
 
 IDLE = {

@@ -164,7 +164,7 @@ def _table(*purposes: str) -> Dialect:
         section = word if word.endswith(":") else section
         rows += [f"{section[:-1]}.{word}  {dashed(word)}"] * (word != section)
     words = "\n".join(rows + [OTHERS[purpose] for purpose in purposes])
-    return Dialect("fleetx", "PaddleFleetX", words, idle=IDLE, lost=REFUSED, programs=("train.py",))
+    return Dialect("fleetx", "PaddleFleetX", words, idle=IDLE, lost=REFUSED, programs=("train.py", "auto.py"))
 
 
 TABLES = {purpose: _table(*of) for purpose, of in dict(train=["train"], task=["train", "task"]).items()}
@@ -329,7 +329,7 @@ def _single(out: Translated, key: str) -> None:
         if (switch := out.is_on(key)) is None:
             return
         words = [str(switch).lower()]
-    flags = table.flags(one._replace(words=words))
+    flags = table.flags(one._replace(words=words), out.given)
     if flags is not None:
         for flag, said in flags:
             out.say(flag, said, key)

@@ -4,82 +4,49 @@
 from megatron.settings.dialects.table import Default, Dialect
 
 WORDS = """
-per_device_train_batch_size                --micro-batch-size
-gradient_accumulation_steps                --gradient-accumulation-steps
-num_train_epochs                           --train-epochs
-max_steps=-1                               -
-max_steps                                  --train-iters
-learning_rate                              --lr
-weight_decay                               --weight-decay
-adam_beta1                                 --adam-beta1
-adam_beta2                                 --adam-beta2
-adam_epsilon                               --adam-eps
-max_grad_norm                              --clip-grad
-label_smoothing_factor                     --label-smoothing
-lr_scheduler_type=linear                   --lr-decay-style linear
-lr_scheduler_type=cosine                   --lr-decay-style cosine
-lr_scheduler_type=constant                 --lr-decay-style constant
-lr_scheduler_type=constant_with_warmup     --lr-decay-style constant
-lr_scheduler_type=inverse_sqrt             --lr-decay-style inverse-square-root
-lr_scheduler_type=warmup_stable_decay      --lr-decay-style WSD
-lr_scheduler_type=cosine_with_min_lr       --lr-decay-style cosine
-lr_scheduler_kwargs.min_lr                 --min-lr
-lr_scheduler_kwargs.num_decay_steps        --lr-wsd-decay-iters
-warmup_ratio                               --lr-warmup-fraction
-optim=adamw_torch                          --optimizer adam
-optim=adamw_torch_fused                    --optimizer adam
-optim=adamw_hf                             --optimizer adam
-optim=adamw_apex_fused                     --optimizer adam
-optim=sgd                                  --optimizer sgd
-optim=lion_32bit                           --optimizer lion
-bf16=true                                  --bf16; --amp-level O1
-bf16=false                                 -
-fp16=true                                  --fp16; --amp-level O1
-fp16=false                                 -
-gradient_checkpointing=true                --recompute-granularity full
-gradient_checkpointing=false               -
-activation_checkpointing=true              --recompute-granularity full
-activation_checkpointing=false             -
-torch_compile=true                         --torch-compile
-torch_compile=false                        -
-logging_strategy=steps                     -
-logging_steps                              --log-interval
-logging_dir                                --tensorboard-dir
-run_name                                   --wandb-exp-name
-project                                    --wandb-project
-report_to=none                             -
-eval_strategy=no                           --eval-iters 0
-eval_strategy=steps                        -
-evaluation_strategy=no                     --eval-iters 0
-evaluation_strategy=steps                  -
-eval_steps                                 --eval-interval
-save_strategy=steps                        -
-save_strategy=no                           -
-save_steps                                 --save-interval
-save_total_limit                           --keep-last
-output_dir                                 --save
-resume_from_checkpoint                     --load
-seed                                       --seed
-use_cpu=true                               --device cpu
-use_cpu=false                              -
-no_cuda=true                               --device cpu
-no_cuda=false                              -
-dataloader_num_workers                     --num-workers
-dataloader_drop_last=true                  -
-fsdp=full_shard                            --sharding-stage 3
-fsdp=full_shard auto_wrap                  --sharding-stage 3
-fsdp=shard_grad_op                         --sharding-stage 2
-fsdp=shard_grad_op auto_wrap               --sharding-stage 2
-fsdp=full_shard offload                    --sharding-stage 3; --param-cpu-offload; --optimizer-cpu-offload
-fsdp=no_shard                              -
-ddp_backend                                --distributed-backend
-full_determinism=true                      --deterministic-mode
-full_determinism=false                     -
-block_size                                 --seq-length
-model_type=gpt2                            -
-do_train=true                              -
-do_eval=true                               -
-do_eval=false                              --eval-iters 0
+=  gradient_accumulation_steps weight_decay adam_beta1 adam_beta2 lr_scheduler_kwargs.min_lr seed
+per_device_train_batch_size                           --micro-batch-size
+max_steps                                             --train-iters
+learning_rate                                         --lr
+adam_epsilon                                          --adam-eps
+max_grad_norm                                         --clip-grad
+label_smoothing_factor                                --label-smoothing
+lr_scheduler_type=linear                              --lr-decay-style linear
+lr_scheduler_type=cosine|cosine_with_min_lr           --lr-decay-style cosine
+lr_scheduler_type=constant|constant_with_warmup       --lr-decay-style constant
+lr_scheduler_type=inverse_sqrt                        --lr-decay-style inverse-square-root
+lr_scheduler_type=warmup_stable_decay                 --lr-decay-style WSD
+lr_scheduler_kwargs.num_decay_steps                   --lr-wsd-decay-iters
+warmup_ratio                                          --lr-warmup-fraction
+optim=adamw_torch|adamw_torch_fused|adamw_hf|adamw_apex_fused  --optimizer adam
+optim=sgd                                             --optimizer sgd
+optim=lion_32bit                                      --optimizer lion
+bf16=true                                             --bf16; --amp-level O1
+fp16=true                                             --fp16; --amp-level O1
+gradient_checkpointing|activation_checkpointing=true  --recompute-granularity full
+torch_compile=true                                    --torch-compile
+logging_strategy=epoch                                --log-epoch
+logging_steps                                         --log-interval
+logging_dir                                           --tensorboard-dir
+run_name                                              --wandb-exp-name
+project                                               --wandb-project
+WANDB_PROJECT                                         --wandb-project
+eval_steps                                            --eval-interval
+save_steps                                            --save-interval
+save_total_limit                                      --keep-last
+output_dir                                            --save
+use_cpu|no_cuda=true                                  --device cpu
+dataloader_num_workers                                --num-workers
+fsdp=full_shard|full_shard auto_wrap                  --sharding-stage 3
+fsdp=shard_grad_op|shard_grad_op auto_wrap            --sharding-stage 2
+fsdp=full_shard offload                               --sharding-stage 3; --param-cpu-offload; --optimizer-cpu-offload
+ddp_backend                                           --distributed-backend
+full_determinism=true                                 --deterministic-mode
+block_size                                            --seq-length
+do_train=false                                        --skip-train
+save_only_model=true                                  --no-save-optim
+-  max_steps=-1 logging_strategy=steps report_to=none dataloader_drop_last=true fsdp=no_shard model_type=gpt2
+-  do_train=true do_eval=true|false
 """
 
 IDLE = {
@@ -95,7 +62,8 @@ IDLE = {
         disable_tqdm log_on_each_node logging_first_step logging_nan_inf_filter include_num_input_tokens_seen
         skip_memory_metrics""",
     "evaluation has the format of training, and begins at the first --eval-interval": """bf16_full_eval fp16_full_eval
-        eval_delay eval_on_start eval_use_gather_object do_predict""",
+        eval_delay eval_on_start eval_use_gather_object""",
+    "the test part of --split is evaluated after training": "do_predict",
     "kernels are this suite's own, and training keeps no cache of keys and values": """use_liger_kernel
         liger_kernel_config use_cache activation_checkpointing_kwargs""",
     "--check-replicas-interval, --on-nan and --debug watch a run": "debug restore_callback_states_from_checkpoint",
@@ -105,14 +73,14 @@ IDLE = {
     "compiled layers take torch's own choices": "torch_compile_backend torch_compile_mode",
 }
 LOST = {
-    "training is counted in steps: say --log-interval, --eval-interval and --save-interval": """logging_strategy
+    "it is counted in steps, or epochs: --save-interval, --save-epoch and their like": """logging_strategy
         eval_strategy evaluation_strategy save_strategy""",
     "token files are made by preprocess_data.py --input FILE.jsonl --output-prefix P; say --data-path P_text_document": """
         train_file validation_file dataset_name dataset_config_name validation_split_percentage max_train_samples
         max_eval_samples keep_linebreaks""",
     "weights of Hugging Face become a checkpoint by python -m megatron.tools.checkpoint, then --load and --finetune": """
         model_name_or_path config_name torch_dtype dtype model_revision token attn_implementation""",
-    "the newest checkpoints are kept (--keep-last, --save-retain-interval); which one is best is not known": """
+    "pretraining keeps the newest checkpoints (--keep-last, --save-retain-interval), finetune.py the best one": """
         load_best_model_at_end metric_for_best_model greater_is_better""",
     "nothing is sent to a hub": "push_to_hub* hub_* trackio_*",
     "translate that file by itself: --from deepspeed FILE": "deepspeed",
@@ -124,7 +92,7 @@ LOST = {
         train_sampling_strategy neftune_noise_alpha auto_find_batch_size""",
     "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "lr_scheduler_*",
     "--optimizer says which there are": "optim optim_args optim_target_modules",
-    "weights, moments and saves are always whole": "save_only_model enable_jit_checkpoint",
+    "checkpoints are saved at steps, and where a signal asks for it: --exit-signal-handler": "enable_jit_checkpoint",
 }
 CHANGED = {
     "per_device_train_batch_size": "samples are rows of --seq-length tokens, cut from all documents one after the other",
@@ -141,11 +109,41 @@ def warmup(words, given):
     return [("--lr-warmup-fraction" if share else "--lr-warmup-iters", [words[0]])]
 
 
+def resume(words, given):
+    """A folder; or, with true, the newest checkpoint of output_dir."""
+    if words[0].lower() == "true" and "output_dir" not in given:
+        raise ValueError("say --load DIR: there is no output_dir")
+    asked = [] if words[0].lower() == "false" else given["output_dir"].words if words[0].lower() == "true" else words
+    return [("--load", asked)] if asked else []
+
+
+def epochs(words, given):
+    """max_steps wins over them."""
+    return [] if is_in_steps(given) else [("--train-epochs", words)]
+
+
+def is_in_steps(given):
+    return "max_steps" in given and given["max_steps"].value != "-1"
+
+
+def each_epoch(each, others):
+    """A strategy whose `epoch` needs a training that is counted in epochs."""
+
+    def computed(words, given):
+        if words[0] == "epoch" and is_in_steps(given):
+            raise ValueError(f"the training has max_steps: say {each[0][0].replace('epoch', 'interval')} STEPS")
+        if words[0] not in ("epoch", *others):
+            raise ValueError(f"'{words[0]}' is none of epoch, {', '.join(others)}")
+        return each if words[0] == "epoch" else others[words[0]]
+
+    return computed
+
+
 def trackers(words, given):
     """wandb has a project, TensorBoard a folder; the other trackers are not there."""
     flags = []
     for word in words:
-        if word == "wandb" and "project" not in given:
+        if word == "wandb" and not {"project", "WANDB_PROJECT"} & set(given):
             flags.append(("--wandb-project", ["huggingface"]))
         elif word == "tensorboard" and "logging_dir" not in given:
             raise ValueError("say --tensorboard-dir DIR")
@@ -160,6 +158,10 @@ def timeout(words, given):
 
 def tokenizer(words, given):
     return [("--tokenizer-type", ["HuggingFaceTokenizer"]), ("--tokenizer-model", words)]
+
+
+NEVER = [("--eval-iters", ["0"])]
+AT_EPOCHS = [("--eval-epoch", ["1"]), ("--eval-interval", ["1000000000"])]  # nowhere else
 
 
 def overrides(words, given):
@@ -190,7 +192,12 @@ HF_TRAINER = Dialect(
     LOST,
     {
         "warmup_steps": warmup,
+        "num_train_epochs": epochs,
         "report_to": trackers,
+        "resume_from_checkpoint": resume,
+        "save_strategy": each_epoch([("--save-epoch", ["1"])], dict(no=[], steps=[])),
+        "eval_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
+        "evaluation_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
         "ddp_timeout": timeout,
         "tokenizer_name": tokenizer,
         "config_overrides": overrides,
@@ -200,10 +207,10 @@ HF_TRAINER = Dialect(
         Default("--weight-decay", "0"),
         Default("--micro-batch-size", "8"),
         Default("--log-interval", "500"),
-        Default("--save-interval", "500", ("save_strategy=no",)),
+        Default("--save-interval", "500", ("save_strategy=no", "save_strategy=epoch")),
         Default("--seed", "42"),
-        Default("--eval-iters", "0", ("eval_strategy", "evaluation_strategy")),
-        Default("--train-epochs", "3", ("max_steps",)),
+        Default("--eval-iters", "0", ("eval_strategy", "evaluation_strategy", "do_eval=true")),
+        Default("--train-epochs", "3", ("max_steps=[1-9]*",)),
         Default("--dataloader-type", "cyclic"),
     ),
     programs=("run_clm.py", "train.py"),

@@ -117,10 +117,8 @@ randomness is a function of seed and position, so there is no random state to tr
 initial weights depend on --seed and their names alone, wherever they are drawn
     --use-cpu-initialization --no-initialization --perform-initialization --init-model-with-meta-device --lazy-mpu-init
     --init-on-meta
-torchrun or srun tells each process its rank and where the first one is
+torchrun or srun tells each process its rank and where the first one is (or --rank and --world-size, in several shells)
     --local-rank --rank --from-torch --from-slurm --host --port
-state is cut into equal ranges of one buffer, whatever its tensors are
-    --shard-strategy
 
 # Checkpoints.
 checkpoints have one format (safetensors with checksums), written and read in parallel, which every layout loads
@@ -216,6 +214,8 @@ long sequences are split by --context-parallel-size, and --cp-comm-type p2p, all
     --sequence-parallel-size
 this is a flag of torchrun: put it before the name of the script
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-* --standalone --max-restarts
+there is tensor and bucket; state is cut into equal ranges of one buffer by both
+    --shard-strategy
 weight sharding across recomputation groups is not part of this suite
     --gtp-* --*-num-weight-shards
 
@@ -361,7 +361,7 @@ NEUTRAL = """
 --main-params-dtype=fp32 --main-grads-dtype=fp32 --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32
 --num-experts=0 --num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1
 --moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1
---fp8-recipe=delayed --moe-aux-loss-coeff=0
+--shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """

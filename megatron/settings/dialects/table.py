@@ -7,16 +7,21 @@ A line of `words` is a key, or a key with one of its values (in small letters), 
     bf16.enabled=true                    --bf16                       for this value alone
     optimizer.params.betas               --adam-beta1 --adam-beta2    a list: one value for each flag
     --use_amp=true                       --fp16; --amp-level O1       several flags at once
-    scheduler.params.warmup_type=linear  -                            what is done here anyway
+    -  scheduler.params.warmup_type=linear x.y=none                   what is done here anyway, several in a line
+    =  optimizer.params.weight_decay seed                              what has the same name here
+    optim=adamw|sgd                      --optimizer ...               several values, or keys, with one meaning
+
+`false` of a key that has a row for `true` asks for nothing, unless that is done anyway.
 
 Keys of the other tables may be patterns (`zero_optimization.stage3_*`).
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
+
+from megatron.settings.statements import Statement
 
 
 class TheirSetting(NamedTuple):
@@ -39,6 +44,7 @@ class FlagLine(NamedTuple):
     words: list[str]
     source: TheirSetting | None
     changed: str = ""
+    says: Statement | None = None
 
 
 Computed = Callable[[list[str], Mapping[str, TheirSetting]], list[tuple[str, list[str]]]]
@@ -68,41 +74,60 @@ class Dialect:
               raises ValueError, whose words are told, where there is none
     defaults: see Default
     programs: scripts or modules whose command lines these are
+    presence: section -> what it means to be there, as a row has it
+    kept:     keys whose words this suite's scripts take as they are
     base:     whether flags that are not named here are Megatron-LM's
     as_is:    whether it takes Megatron-LM's flags by their own names
     """
 
     name: str
     title: str
-    words: str
+    words: str = ""
     changed: Mapping[str, str] = field(default_factory=dict)
     idle: Mapping[str, str] = field(default_factory=dict)
     lost: Mapping[str, str] = field(default_factory=dict)
     computed: Mapping[str, Computed] = field(default_factory=dict)
     defaults: tuple[Default, ...] = ()
     programs: tuple[str, ...] = ()
+    presence: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
     base: bool = False
     as_is: bool = False
     table: dict[str, str] = field(init=False)
 
     def __post_init__(self):
-        rows = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in self.words.splitlines() if line.strip()]
-        assert len({key for key, _ in rows}) == len(rows), f"{self.name}: a key is there twice"
-        object.__setattr__(self, "table", {key: meaning.strip() for key, meaning in rows})
+        rows = [row for line in self.words.splitlines() if line.strip() for row in _rows(*line.strip().split("  ", 1))]
+        assert len(dict(rows)) == len(rows), f"{self.name}: a key is there twice"
+        object.__setattr__(self, "table", dict(rows))
 
-    def flags(self, source: TheirSetting) -> list[tuple[str, list[str]]] | None:
-        """The flags of the row for a key and its value, with their words; None where there is no row."""
-        one = self.table.get(f"{source.key}={source.value.lower() or 'true'}")
-        if one is not None:
+    def flags(self, source: TheirSetting, given: Mapping[str, TheirSetting]) -> list[tuple[str, list[str]]] | None:
+        """The flags for a key and its value, with their words; None where neither a row nor a function makes them.
+
+        given: all keys with what counts of each. Raises ValueError where the value is none.
+        """
+        value, row = source.value.lower() or "true", self.table.get(source.key)
+        if (one := self.table.get(f"{source.key}={value}")) is not None:
             return flags_of(one, [])
-        return flags_of(self.table[source.key], source.words) if source.key in self.table else None
+        if value == "false" and self.table.get(f"{source.key}=true", "-") != "-":
+            return []
+        if source.key in self.computed:
+            if not source.words:
+                raise ValueError("it has no value")
+            return self.computed[source.key](source.words, given)
+        if row is not None and source.words and is_switch(row):
+            if value not in ("true", "false"):
+                raise ValueError(f"it is a switch: '{source.value}' is neither true nor false")
+            return flags_of(row, []) if value == "true" else []
+        return row if row is None else flags_of(row, source.words)
 
     def name_of(self, key: str) -> str:
         """The key as the tables spell it: with dashes or underscores, as they have it."""
-        for name in (key, key.replace("_", "-"), "--" + key.removeprefix("--").replace("-", "_")):
-            if self.knows(name) or name in self.computed or sentence(self.idle, name) or sentence(self.lost, name):
-                return name
-        return key
+        spelled = (key, key.replace("_", "-"), "--" + key.removeprefix("--").replace("-", "_"))
+        return next(filter(self.names, spelled), key)
+
+    def names(self, key: str) -> bool:
+        """Whether it is said somewhere what a key means."""
+        return self.knows(key) or key in self.computed or bool(sentence(self.idle, key) or sentence(self.lost, key))
 
     def knows(self, key: str) -> bool:
         """Whether some value of a key has a row."""
@@ -111,6 +136,25 @@ class Dialect:
     def values(self, key: str) -> list[str]:
         """The values of a key that have rows of their own."""
         return [row.partition("=")[2] for row in self.table if row.startswith(f"{key}=")]
+
+
+def _rows(key: str, meaning: str) -> list[tuple[str, str]]:
+    """(key or key=value, what it means) of a line of words.
+
+    >>> _rows("=", "--seed --eval_iters")
+    [('--seed', '--seed'), ('--eval_iters', '--eval-iters')]
+    """
+    if key in "-=":
+        same = lambda one: "--" + one.lstrip("-").rpartition(".")[2].replace("_", "-")
+        return [row for one in meaning.split() for row in _rows(one, "-" if key == "-" else same(one))]
+    names, equals, values = key.partition("=")
+    return [(f"{name}{equals}{value}", meaning.strip()) for name in names.split("|") for value in values.split("|")]
+
+
+def is_switch(meaning: str) -> bool:
+    """Whether a row of a key without a value says all by itself: `--recompute-granularity full`."""
+    first = meaning.split(";")[0].split()
+    return meaning == "-" or len(first) > 1 and not first[1].startswith("--")
 
 
 def flags_of(meaning: str, words: list[str]) -> list[tuple[str, list[str]]]:
