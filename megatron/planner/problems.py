@@ -8,13 +8,16 @@ from typing import Optional
 
 from megatron.checkpoint.traces import may_begin
 from megatron.errors import CheckpointError, DataError, Failure, SettingsError, numbered
+from megatron.guard.changes import refuse_another_run
 from megatron.model.recipe import facts_of
 from megatron.pipeline import stages
 from megatron.planner import memory, target
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster
 from megatron.settings import batch, schema
+from megatron.settings.from_checkpoint import saved_record
 from megatron.settings.rules import tokenizer_type
+from megatron.storage.durable import Damaged
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.metrics import metrics_path
 from megatron.telemetry.trackers import missing_tracker
@@ -55,8 +58,29 @@ def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
         return Inspection([*found, str(error)], file_problems(config), [])
     job, remark = target.job_of(resolved, cluster, layout.dp)
     return Inspection(
-        found, file_problems(config), memory_problems(job, layout, cluster), resolved, job, layout, remark
+        found + checkpoint_problems(resolved),
+        file_problems(config),
+        memory_problems(job, layout, cluster),
+        resolved,
+        job,
+        layout,
+        remark,
     )
+
+
+def checkpoint_problems(resolved: schema.Config) -> list[str]:
+    """Why the checkpoint in --load is none that a run with these settings can go on from, as far as settings tell."""
+    c = resolved.checkpoint
+    try:
+        record = saved_record(c.load, c.ckpt_step)[1] if c.load and not c.finetune else None
+    except (Damaged, OSError):
+        record = None  # a run that has not saved yet, or what loading will say
+    try:
+        if record is not None:
+            refuse_another_run(resolved, record["config"], same_vocabulary=True)
+    except SettingsError as error:
+        return [f"--load {c.load}: {error.what}: {' '.join(str(error.why).split())}"]
+    return []
 
 
 def refusal(problems: list[str]) -> SettingsError:

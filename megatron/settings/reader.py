@@ -54,7 +54,7 @@ class SettingsReader:
     """Collects statements, and every problem on the way."""
 
     def __init__(self, groups: Mapping[str, type]):
-        self.spellings = spellings_of(groups)
+        self.spellings, self.groups = spellings_of(groups), set(groups)
         self.trains = set(schema.GROUPS) <= set(groups)
         self.purpose = next((one for one in ("task", "generate", "evaluate") if one in groups), "train" * self.trains)
         self.statements: list[Statement] = []
@@ -151,15 +151,11 @@ class SettingsReader:
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
         for word in overrides:
-            key, equals, value = word.partition("=")
-            if not equals:
-                self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
-            elif key.partition(".")[0] in fleetx.SECTIONS:
+            key, _, value = word.partition("=")
+            if key.partition(".")[0] in fleetx.SECTIONS and "=" in word:
                 entries = fleetx.override(entries, key, value)
             else:
-                for one in fleetx.override({}, key, value).values():
-                    read = self._of_key(one.key.rpartition(".")[2], one.words or [], SaidBy.COMMAND, one.where)
-                    placed[word] += [read] * (one.words is not None)
+                placed[word] += self._override(key, value, word)
         found = fleetx.translate(entries, self.purpose)
         for flag, words, one in found.flags:
             by = [word for word in overrides if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
@@ -170,6 +166,23 @@ class SettingsReader:
             self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
+
+    def _override(self, key: str, value: str, word: str) -> list[Word]:
+        """What `-o key=value` says of a setting by its own name, with or without its group."""
+        from megatron.settings.dialects import fleetx
+
+        section, group = key.partition(".")[0], key.rpartition(".")[0].lower()
+        if "=" not in word:
+            self.problems.append(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
+        elif not value.strip():
+            self.problems.append(f"-o {word}: is empty (a shell variable that is not set?)")
+        elif group and group not in self.groups:
+            near = did_you_mean(section, [*self.groups, *fleetx.SECTIONS])
+            self.problems.append(f"-o {key}: there is no section {section}{near}")
+        else:
+            said = [one for one in fleetx.override({}, key, value).values() if one.words is not None]
+            return [self._of_key(one.key.rpartition(".")[2], one.words, SaidBy.COMMAND, one.where) for one in said]
+        return []
 
     def _read_plain(self, rows: list[tuple[str, list[str], int]], path: str, helpers: Collection[str]) -> None:
         """Take (key, words, line) of a file. helpers: names in Python that other lines use; they need not be settings."""
@@ -301,6 +314,8 @@ class SettingsReader:
         values = {name: one.value for name, one in chosen.items()}
         lacks_shape = not {"num_layers", "hidden_size", "num_attention_heads"} <= set(chosen)
         asked = values.get("use_checkpoint_args")
+        if asked and lacks_shape and "load" not in values:
+            self.problems.append("--use-checkpoint-args needs --load: there is no checkpoint to take them from")
         if not self.trains or "load" not in values or not (asked or lacks_shape and values.get("finetune")):
             return
         # Here, because it needs packages, and a python without them is told of that by `run_main`.

@@ -544,7 +544,7 @@ class Recompute:
     recompute_granularity: Optional[Literal["full", "full_attn", "core_attn"]] = setting(
         "what of a layer is computed again in the backward pass instead of kept: all, its attention half, softmax(q k) v",
         None,
-        "--recompute-activations~=core_attn/",
+        "--recompute-activations=core_attn/",
         "--use-recompute~=full/",
         "--checkpoint-activations~=full/",
         also=dict(selective="core_attn"),

@@ -37,7 +37,7 @@ class Statement:
     words        as messages show it: "--tp 8", "--lr 0.1 (run.yaml:3)"
     where        where it stands, if not on the command line: "run.yaml:3", "preset gpt2-medium"
     turn         how many --then stand before it on the command line
-    yields       it gives way to other spellings of the same source and turn: --use-distributed-optimizer
+    yields       it gives way to other spellings that say more: --use-distributed-optimizer to --sharding-stage 2, not to 0
     switch_off   it switches something off (`--x false`, `--no-x`): it contradicts no word before it, and none after it
     withdraws    it says what the value is not, and leaves open what it is: --bf16 false
     default      the value that the setting has without any statement; None where it must be given
@@ -92,12 +92,13 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
     chosen, problems = {}, []
     for name, rivals in by_name.items():
         if rivals:
-            top = _since_switched_off(rivals)
-            chosen[name] = top[-1]
-            for other in top[:-1]:
-                if other.value != top[-1].value and other.flag != top[-1].flag:
+            since = _since_switched_off(rivals)
+            top = [one for one in since if not one.yields] or since
+            chosen[name] = last = top[-1]
+            for other in top[:-1] if last.value != last.default else since:
+                if other.value != last.value and other.flag != last.flag and not last.switch_off:
                     both = f"(both set --{name.replace('_', '-')})"
-                    problems.append(f"{other.words} and {top[-1].words} contradict each other {both}")
+                    problems.append(f"{other.words} and {last.words} contradict each other {both}")
                     break
     return chosen, problems
 
@@ -112,5 +113,4 @@ def _since_switched_off(rivals: list[Statement]) -> list[Statement]:
     last = rivals[-1]
     top = [one for one in rivals if (one.source, one.turn) == (last.source, last.turn)]
     after = max((number for number, one in enumerate(top, 1) if one.switch_off), default=0)
-    top = top[after:] or [last]
-    return [one for one in top if not one.yields] or top
+    return top[after:] or [last]

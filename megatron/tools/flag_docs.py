@@ -23,7 +23,7 @@ suite and of each model; do not edit.
 - A switch may be given a value: `--bf16`, `--bf16 true`, `--bf16=false`. One that is on by default is `--no-...`.
 - A setting comes from the last of: its default, a named shape (`--model-name-or-path gpt2-medium`), a file
   (`--config run.yaml`), the command line. The environment sets nothing. `--print-config` shows each value and who set
-  it, as a file that `--config` reads. Of one source the last word counts, and `--x false` or `--no-x` takes back `--x`.
+  it, as a file that `--config` reads. Of one source the last word counts, and `--x false` takes back `--x`.
   Two words for different values (`--bf16 --fp16`) are an error, unless `--then` stands between them: then those after it
   win, as in scripts, which put it between their own flags and the words that they are given.
 - A file has `key: value` lines, flat or under group names; keys are the names below without `--`, with `_` for `-`.

@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -131,6 +132,10 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     args = parser.parse_args(argv)
     if args.gpus is not None:
         use_gpus(args, parser.get_default("nproc_per_node"))
+    if re.fullmatch(r"0+|-\d+", str(args.nproc_per_node)):
+        raise UsageError(
+            f"--nproc-per-node {args.nproc_per_node}: give the number of ranks on this machine, or gpu, cpu, auto"
+        )
     script = args.training_script
     if not (args.module or args.no_python) and not Path(script).is_file():
         scripts = [str(path) for path in Path(script).parent.glob("*.py")]

@@ -331,3 +331,15 @@ def test_a_file_of_settings_gives_way_to_a_plan_and_ranks_train_in_it(plan_file,
     assert parse_pretrain(line).parallel.tensor_model_parallel_size == 2
     assert run_ranks(4, body, timeout=120) == [True] * 4
     assert "data-parallel size: 2, tensor-model-parallel size: 2" in capfd.readouterr().out
+
+
+def test_a_dry_run_compares_the_settings_with_those_of_the_checkpoint(tmp_path):
+    """A real resume would refuse them, after the ranks have been paid for."""
+    command = (
+        "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --mock-data --vocab-size 31 --lr 1e-3 --device cpu"
+    )
+    pretrain_gpt.main(f"--num-layers 1 {command} --train-iters 1 --save {tmp_path} --eval-iters 0".split())
+    again = f"{command} --train-iters 2 --load {tmp_path} --dry-run"
+    pretrain_gpt.main(f"--num-layers 1 {again}".split())
+    with pytest.raises(SettingsError, match="--num-layers: 1 in the checkpoint, 2 now"):
+        pretrain_gpt.main(f"--num-layers 2 {again}".split())

@@ -59,6 +59,9 @@ WORDS = """
 """.strip().splitlines()
 
 
+SEARCHED = "tp pp dp cp micro_batch_size chunks schedule zero shard sp recompute stage_layers offload disk".split()
+
+
 @pytest.mark.parametrize("words", WORDS)
 def test_a_search_keeps_what_is_given(words):
     config = parse_any([*MODEL, *EIGHT, "--auto-parallel", *words.split()])
@@ -71,7 +74,7 @@ def test_a_search_keeps_what_is_given(words):
             group = next(group for group in chosen.groups.values() if hasattr(group, name))
             assert getattr(group, name) == value, (name, plan.layout.short())
         read = Layout.of(filled(chosen, 8), 8)  # what was searched is what these settings mean
-        for name in "tp pp dp cp micro_batch_size chunks schedule zero shard sp recompute stage_layers offload disk".split():
+        for name in SEARCHED:
             assert getattr(read, name) == getattr(plan.layout, name), (name, plan.layout.short(), read.short())
     printed = command_line(config, outcome.found.plans[0], outcome.cluster)
     command = shlex.split(printed.replace("\\\n", " "))

@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron.errors import Failure
+from megatron.errors import Failure, UsageError
 from megatron.settings.parse import parse_pretrain
 
 
@@ -11,7 +11,8 @@ def test_words_that_mean_a_setting(command):
     shuffled = lambda flags: parse_pretrain(command(flags)).data.dataloader_type
     assert shuffled("--dataloader-shuffle") == "cyclic" == shuffled("--dataloader_shuffle true")
     assert shuffled("--dataloader-shuffle false") == "single" == shuffled("")
-    assert shuffled("--dataloader-type single --dataloader-shuffle") == "single"  # what is said outright wins
+    with pytest.raises(UsageError, match="--dataloader-shuffle and --dataloader-type single contradict each other"):
+        shuffled("--dataloader-type single --dataloader-shuffle")
 
     def dropouts(flags):
         words = " ".join(command(flags)).replace("--hidden-dropout 0 --attention-dropout 0", "")

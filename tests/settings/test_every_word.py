@@ -146,7 +146,7 @@ def test_each_spelling_arrives_from_each_source(group, field, tmp_path):
                 assert given.flag == word.flag and (source != "yaml" or f"{yaml}:2" in given.words)
 
 
-def meant(first: Word, second: Word, same_source: bool, default):
+def meant(first: Word, second: Word, same_source: bool, default):  # noqa: C901
     """The values that may come of two words in order. None of them: the two contradict each other."""
     if second.value is ...:  # not this value
         drops = first.flag == second.flag or not second.yields and first.value == second.not_value
@@ -155,8 +155,9 @@ def meant(first: Word, second: Word, same_source: bool, default):
         return [second.value]
     if first.off or second.off or first.value == second.value:
         return [second.value]
-    if second.yields != first.yields:
-        return [first.value if second.yields else second.value]
+    if second.yields != first.yields:  # to a word that says more; the default says less
+        found = first.value if second.yields else second.value
+        return [found] if found != default else []
     return []
 
 

@@ -85,7 +85,7 @@ class Kinds:
         ("--choice A", "choice", "a"),
         ("--choice bee", "choice", "B"),
         ("--be", "choice", "B"),
-        ("--be --choice a", "choice", "a"),
+        ("--be --choice 3", "choice", 3),
         ("--numbers 1 2 3", "numbers", [1, 2, 3]),
         ("--words 0.5 a", "words", ["0.5", "a"]),
         ("--maybe 2", "maybe", 2),
@@ -122,6 +122,7 @@ def test_a_flag_sets_its_field(line, name, value):
         ("stray --count 3", "'stray' belongs to no flag"),
         ("--count 1 --number 2", "--count 1 and --number 2 contradict each other (both set --count)"),
         ("--count 3 --then --count 1 --number 2", "--count 1 and --number 2 contradict each other"),
+        ("--be --choice a", "--be and --choice a contradict each other"),
         ("--then stray --count 3", "'stray' belongs to no flag"),
         ("--num-layers 3", "--num-layers is a setting of pretraining; this command has no use for it"),
         ("--word=", "--word is empty"),
@@ -487,3 +488,20 @@ def test_answers_come_without_torch_or_numpy(argv, code):
 def test_lengths_in_optimizer_are_flags_too():
     assert Optimizer().lr is None
     assert read("--lr-warmup-samples 1e6").optimizer.lr_warmup_samples == 1_000_000
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("--use-distributed-optimizer --sharding-stage 0", "contradict each other"),
+        ("--recompute-activations --recompute-granularity full", "contradict each other"),
+        ("-o Modle.hidden_size=4", "-o Modle.hidden_size: there is no section Modle; did you mean Model?"),
+        ("-o hidden_dropout=", "-o hidden_dropout=: is empty"),
+    ],
+)
+def test_words_that_were_lost_in_silence(line, words):
+    assert words in refused(line)
+
+
+def test_checkpoint_args_without_a_checkpoint():
+    assert "--use-checkpoint-args needs --load" in refused("--use-checkpoint-args", shape=[])

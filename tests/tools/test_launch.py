@@ -324,3 +324,9 @@ def test_a_layout_without_a_launcher_is_told_the_command(root, tmp_path):
     [command] = re.findall(r"start them: python (.*) \(torchrun takes the same words", alone.stderr)
     done = subprocess.run(f"{sys.executable} {command}", shell=True, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "a run" / "iter_0000001").is_dir(), done.stderr
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_no_ranks_are_refused(number):
+    with pytest.raises(errors.UsageError, match=f"--nproc-per-node {number}: give the number of ranks here"):
+        launch.main(["--nproc-per-node", number, "pretrain_gpt.py"])

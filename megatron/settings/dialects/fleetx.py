@@ -601,5 +601,11 @@ def _offline(out: Translated) -> None:
         out.say("--task", ["LAMBADA" if on else "WIKITEXT103"], cloze, path)
 
 
-TRAINED = (_lengths, _precision, _recompute, _sharding, _profiler, _warmup, _data)
+def _clipping(out: Translated) -> None:
+    """Their optimizers clip nothing without `grad_clip`; --clip-grad does."""
+    if "Optimizer.name" in out.given and "Optimizer.grad_clip.clip_norm" not in out.given:
+        out.flags.append(("--clip-grad", ["0"], out.given["Optimizer.name"]))
+
+
+TRAINED = (_clipping, _lengths, _precision, _recompute, _sharding, _profiler, _warmup, _data)
 JOINTS = dict(train=TRAINED, task=TRAINED, generate=(_weights, _strategy), evaluate=(_weights, _offline))

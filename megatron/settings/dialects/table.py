@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from megatron.settings.spelling import NO, YES
 from megatron.settings.statements import Statement
 
 
@@ -106,6 +107,8 @@ class Dialect:
         given: all keys with what counts of each. Raises ValueError where the value is none.
         """
         value, row = source.value.lower() or "true", self.table.get(source.key)
+        if f"{source.key}=true" in self.table or row is not None and is_switch(row):
+            value = "true" if value in YES else "false" if value in NO else value
         if (one := self.table.get(f"{source.key}={value}")) is not None:
             return flags_of(one, [])
         if value == "false" and self.table.get(f"{source.key}=true", "-") != "-":
