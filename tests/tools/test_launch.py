@@ -328,5 +328,5 @@ def test_a_layout_without_a_launcher_is_told_the_command(root, tmp_path):
 
 @pytest.mark.parametrize("number", ["0", "-1"])
 def test_no_ranks_are_refused(number):
-    with pytest.raises(errors.UsageError, match=f"--nproc-per-node {number}: give the number of ranks here"):
+    with pytest.raises(errors.UsageError, match=f"--nproc-per-node {number}: give the number of ranks on this machine"):
         launch.main(["--nproc-per-node", number, "pretrain_gpt.py"])
