@@ -169,8 +169,10 @@ class Model:
     final_logit_softcapping: Optional[float] = setting(
         "logits become cap x tanh(logit / cap), as in Gemma 2", None, "--output-logit-softcapping", on_resume="refused"
     )
-    hidden_dropout: float = setting("dropout after embedding, attention and MLP; 0: none", 0.1, "--check-accuracy~=0")
-    attention_dropout: float = setting("dropout of attention weights; 0: none", 0.1)
+    hidden_dropout: float = setting(
+        "dropout after embedding, attention and MLP; 0: none", 0.1, "--check-accuracy~=0", "--hidden-dropout-prob"
+    )
+    attention_dropout: float = setting("dropout of attention weights; 0: none", 0.1, "--attention-probs-dropout-prob")
     label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
     z_loss_coeff: float = setting(
         "added to the loss: this x the square of log sum exp of each token's logits, which keeps them from drifting",
@@ -482,6 +484,7 @@ class Precision:
         "--bf16=bf16",
         "--fp16=fp16",
         "--use-amp~=fp16",
+        "--use-pure-fp16=fp16",
     )
     amp_level: Literal["O1", "O2"] = setting(
         "O2: weights in bf16 or fp16, with fp32 ones beside them; O1: weights in fp32, and formats chosen op by op",
@@ -492,7 +495,7 @@ class Precision:
     )
     amp_custom_white_list: Optional[list[str]] = setting("O1: ops to compute in half precision", None)
     loss_scale: Optional[float] = setting("fixed loss scale for fp16 (default: dynamic)", None)
-    initial_loss_scale: float = setting("first dynamic loss scale", 2.0**32)
+    initial_loss_scale: float = setting("first dynamic loss scale", 2.0**32, "--scale-loss")
     min_loss_scale: float = setting("lowest dynamic loss scale", 1.0)
     loss_scale_window: int = setting("good steps before the scale doubles", 1000)
     hysteresis: int = setting("overflows before the scale halves", 2)
