@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
-from megatron.telemetry.host_memory import resident_memory
+from megatron.telemetry.host_memory import most_resident_memory, resident_memory
 
 
 class MemoryUse(NamedTuple):
@@ -27,7 +27,9 @@ def memory_use(device: str) -> MemoryUse:
         kinds = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
         kinds += ("reserved_bytes.all.current", "reserved_bytes.all.peak")
         return MemoryUse(*(sizes.get(kind, 0) for kind in kinds))
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    most = most_resident_memory() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     return MemoryUse(resident_memory() or most, most)
 
 

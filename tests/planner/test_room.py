@@ -66,6 +66,15 @@ def test_what_is_certain_is_less_than_what_runs_take(script, flags, near):
     assert near * most <= certain(flags, recipe=script.recipe()) <= most
 
 
+def test_what_a_parent_held_is_not_what_a_run_takes():
+    """A process that is started by a large one begins with its figure of getrusage, which is that of its parent."""
+    large = bytearray(400 << 20)
+    large[:: 1 << 12] = b"x" * len(large[:: 1 << 12])
+    code = "from megatron.telemetry.memory import memory_use; print(memory_use('cpu').most)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert int(done.stdout) < 200 << 20 and len(large)
+
+
 LAUNCHERS = {"": 3, "-m megatron.tools.launch": 3, "-m torch.distributed.run": 1}  # and how they end
 
 
