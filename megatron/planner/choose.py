@@ -42,10 +42,8 @@ class SearchResult:
 def find(config: schema.Config) -> SearchResult:
     """Search the layouts that settings leave open, on the cluster that they describe. Raises SettingsError, first of all
     for numbers that describe no model and no cluster."""
-    sized = replace(config, batch=batch.smallest(config.batch))
-    if wrong := [
-        words for name in schema.GROUPS for words in out_of_range(getattr(sized, name), sized.given_words).values()
-    ]:
+    sized, given = replace(config, batch=batch.smallest(config.batch)), config.given_words
+    if wrong := [words for name in schema.GROUPS for words in out_of_range(getattr(sized, name), given).values()]:
         raise refusal(wrong)
     cluster, source = target.cluster_of(config)
     return _searched(config, cluster, source, space_of(config, cluster), kept(config))

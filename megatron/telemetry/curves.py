@@ -60,27 +60,22 @@ def _figure(evals: list[dict], name: str) -> Optional[Callable]:
 
 
 def _loss(steps: list[dict], evals: list[dict], name: str) -> Optional[Callable]:
-    points = points_of(steps, name)
-    valid = validation_points(evals, name)
-
-    def draw(axes):
-        _both(axes, points, BLUE, "training, ")
-        if valid:
-            axes.plot(*zip(*valid), color=ORANGE, linewidth=1.4, marker="o", markersize=4, label="validation")
-        axes.set_ylabel("loss (nats a token)" if name == LOSS else name)
-
-    return draw if points else None
+    return _with_validation(steps, evals, name, BLUE, "loss (nats a token)" if name == LOSS else name)
 
 
 def _own(steps: list[dict], evals: list[dict], name: str) -> Optional[Callable]:
+    return _with_validation(steps, evals, name, VIOLET, "mean over the tokens that count")
+
+
+def _with_validation(steps: list[dict], evals: list[dict], name: str, color: str, label: str) -> Optional[Callable]:
     points = points_of(steps, name)
     valid = validation_points(evals, name)
 
     def draw(axes):
-        _both(axes, points, VIOLET, "training, ")
+        _both(axes, points, color, "training, ")
         if valid:
             axes.plot(*zip(*valid), color=ORANGE, linewidth=1.4, marker="o", markersize=4, label="validation")
-        axes.set_ylabel("mean over the tokens that count")
+        axes.set_ylabel(label)
 
     return draw if points else None
 
