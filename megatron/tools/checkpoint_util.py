@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import CheckpointError, SettingsError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.urls import location
+from megatron.tools.positional import parse_one
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,7 @@ class UtilOptions:
 
 def main(argv: list[str]) -> None:
     """Translate the flags and let `megatron.tools.checkpoint` do it."""
-    asked: UtilOptions = parse(
-        argv,
-        dict(util=UtilOptions),
-        prog="python -m megatron.tools.checkpoint_util",
-        description=__doc__.splitlines()[0],
-        common=tuple(UtilOptions.__dataclass_fields__),
-    )["util"]
+    asked = parse_one(argv, UtilOptions, "python -m megatron.tools.checkpoint_util", __doc__)
     from megatron.tools import checkpoint
 
     source = Path(asked.load_dir)

@@ -308,7 +308,7 @@ def explain(words: list[str], asked: CorpusOptions) -> None:
 
 def report(words: list[str], asked: CorpusOptions) -> None:
     """A page of what became of the text."""
-    from megatron.tools.corpus_report import make_page
+    from megatron.corpus.report import make_page
 
     path = Path(asked.html or Path(asked.output) / "report.html")
     path.write_text(make_page(_last_plan(asked), Path(asked.output)), encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from megatron.storage.durable import storage_errors, whole_file
 from megatron.telemetry.curves import data_url
-from megatron.tools.report_page import Grid, Section, page
+from megatron.telemetry.report_page import Grid, Section, page
 
 REFRESH = 10  # seconds between two looks of a browser
 EVERY = 5.0  # seconds between two versions of the page

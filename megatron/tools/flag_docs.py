@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/flags.md, written from the settings themselves: `python -m megatron.tools.flag_docs --output docs/flags.md`."""
+"""Write docs/flags.md from the settings: `python -m megatron.tools.flag_docs --output docs/flags.md`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from megatron.settings.help import placeholder, setting_help, value_text
 from megatron.settings.presets import SHAPES
 from megatron.settings.schema import setting
 from megatron.settings.spelling import Setting, settings_of
+from megatron.tools.positional import parse_one
 
 INTRO = """# Flags
 
@@ -54,12 +55,7 @@ class DocsOptions:
 
 def main(argv: list[str]) -> None:
     """Write or print the page."""
-    from megatron.settings.parse import parse
-
-    what = "Write docs/flags.md from the settings."
-    asked = parse(
-        argv, {"output": DocsOptions}, prog="python -m megatron.tools.flag_docs", description=what, common=("output",)
-    )["output"]
+    asked = parse_one(argv, DocsOptions, "python -m megatron.tools.flag_docs", __doc__)
     if asked.output:
         Path(asked.output).write_text(page(), encoding="utf-8")
     else:

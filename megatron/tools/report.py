@@ -2,7 +2,7 @@
 """One self-contained HTML page about a run: curves, settings, totals, samples. Of several runs: one that compares them.
 
     python -m megatron.tools.report runs/quickstart --output runs/quickstart/report.html
-    python -m megatron.tools.report runs/a runs/b runs/c --output runs/compare.html     (report_compare.py)
+    python -m megatron.tools.report runs/a runs/b runs/c --output runs/compare.html     (telemetry/report_compare.py)
 
 Read from the run's folder: metrics.jsonl (needed); evaluation.jsonl or evaluation.json (of `tools.evaluate --output`),
 and samples.txt or generations.jsonl (shown when there). The page needs no network: the pictures are inside it. The one
@@ -22,10 +22,14 @@ from megatron.settings.schema import setting
 from megatron.tasks.settings import confusion_pictures
 from megatron.telemetry.curves import data_url, memory_plot, plots
 from megatron.telemetry.figures import count, duration, seconds
+from megatron.telemetry.report_compare import figures, page_of
+from megatron.telemetry.report_page import Section, page
 from megatron.telemetry.run_folder import METRICS, find_metrics
 from megatron.telemetry.run_record import LOSS, History, read_history
-from megatron.tools import report_compare, report_facts
-from megatron.tools.report_page import Section, page
+from megatron.tools import report_facts
+from megatron.tools.positional import divide, parse_one
+
+PROG = "python -m megatron.tools.report"
 
 
 @dataclass(frozen=True)
@@ -283,39 +287,19 @@ def _rows(value, name: str = "") -> dict[str, str]:
 
 def main(argv: list[str]) -> None:
     """One run: a page about it. Several: a page that compares them with the first. --json: the figures alone."""
-    from megatron.settings.parse import parse
-
-    names, flags = split_names(argv)
-    asked = parse(
-        flags,
-        {"report": ReportOptions},
-        prog="python -m megatron.tools.report",
-        description="Write an HTML page about a run, or one that compares several: RUN ... [--flag ...]",
-        common=("run", "output", "title", "json"),
-    )["report"]
+    names, flags = divide(argv, ReportOptions, {"-o": "--output"})
+    about = "Write an HTML page about a run, or one that compares several."
+    asked = parse_one(flags, ReportOptions, f"{PROG} RUN ...", about)
     places = [Path(name) for name in [*([asked.run] if asked.run else []), *names] or ["."]]
     if len(places) == 1 and not asked.json:
         folder, metrics_file = (places[0], None) if places[0].is_dir() else (places[0].parent, places[0])
         return write(build(folder, metrics_file, asked.title), asked.output or folder / "report.html")
     runs = {name: read(metrics_of(place)) for name, place in zip(run_names(places), places, strict=True)}
     if asked.json:
-        text = json.dumps(report_compare.figures(runs), indent=1)
+        text = json.dumps(figures(runs), indent=1)
         return write(text + "\n", asked.output) if asked.output else print(text)
     common = Path(os.path.commonpath([place.resolve().parent for place in places]))
-    write(report_compare.page_of(runs, asked.title or " and ".join(runs)), asked.output or common / "compare.html")
-
-
-def split_names(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(the runs, the flags with their values) of a command line: runs may stand before and behind the flags.
-
-    >>> split_names(["runs/a", "--output", "x.html", "runs/b", "--json"])
-    (['runs/a', 'runs/b'], ['--output', 'x.html', '--json'])
-    """
-    names, flags = [], []
-    for before, word in zip(["", *argv], argv):
-        of_flag = before in ("--run", "--output", "--title", "--config", "-c", "-o")
-        (flags if of_flag or word.startswith("-") else names).append(word)
-    return names, flags
+    write(page_of(runs, asked.title or " and ".join(runs)), asked.output or common / "compare.html")
 
 
 def run_names(places: list[Path]) -> list[str]:

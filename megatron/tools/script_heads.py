@@ -24,9 +24,10 @@ from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.speed import Cluster, step
-from megatron.settings.parse import parse, parse_pretrain
+from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import seconds
+from megatron.tools.positional import parse_one
 from megatron.training.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
@@ -45,13 +46,7 @@ class HeadsOptions:
 
 def main(argv: list[str]) -> None:
     """Bring heads up to date, or say which are not."""
-    asked: HeadsOptions = parse(
-        argv,
-        dict(heads=HeadsOptions),
-        prog="python -m megatron.tools.script_heads",
-        description=__doc__.splitlines()[0],
-        common=("scripts", "check"),
-    )["heads"]
+    asked = parse_one(argv, HeadsOptions, "python -m megatron.tools.script_heads", __doc__)
     stale = []
     for path in map(Path, asked.scripts or model_scripts()):
         text = path.read_text(encoding="utf-8")

@@ -27,12 +27,12 @@ from megatron.guard import processes
 from megatron.guard.command import newest_checkpoint
 from megatron.guard.heartbeat import read_beats
 from megatron.settings.batch import total_iterations
-from megatron.settings.parse import parse
 from megatron.settings.schema import Config, from_record, setting
 from megatron.storage.urls import location
 from megatron.telemetry import figures
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
 from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
+from megatron.tools.positional import divide, parse_one
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
 PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps
@@ -69,13 +69,9 @@ class Line:
 
 def main(argv: list[str]) -> None:
     """Look once, or again and again."""
-    names = [
-        word
-        for number, word in enumerate(argv)
-        if not word.startswith("-") and argv[number - 1 : number] != ["--watch"]
-    ]
-    flags = [word for number, word in enumerate(argv) if word not in names]
-    asked = parse(flags, {"status": StatusOptions}, prog=PROG, description=DESCRIPTION, common=COMMON)["status"]
+    names, flags = divide(argv, StatusOptions)
+    about = "What runs do, a line each: FOLDER... are their --save folders, or folders of such."
+    asked = parse_one(flags, StatusOptions, f"{PROG} FOLDER ...", about)
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
     while True:
@@ -92,10 +88,6 @@ def main(argv: list[str]) -> None:
 
 
 PROG = "python -m megatron.tools.status"
-DESCRIPTION = "What runs do, a line each: FOLDER... are their --save folders, or folders of such."
-COMMON = tuple(StatusOptions.__dataclass_fields__)
-
-
 UNREADABLE = "unreadable"
 
 

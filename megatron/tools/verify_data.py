@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 
 from megatron.errors import DataError, UsageError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.tools.positional import divide, parse_one
 
 PIECE = 1 << 20  # sequences checked at a time
 
@@ -27,15 +27,8 @@ class VerifyDataOptions:
 
 def main(argv: list[str]) -> None:
     """Verify the prefixes that stand before the flags."""
-    count = next((n for n, word in enumerate(argv) if word.startswith("-")), len(argv))
-    prefixes, flags = argv[:count], argv[count:]
-    settings = parse(
-        flags,
-        dict(verify=VerifyDataOptions),
-        prog="python -m megatron.tools.verify_data PREFIX ...",
-        description=__doc__.splitlines()[0],
-        common=("write",),
-    )["verify"]
+    prefixes, flags = divide(argv, VerifyDataOptions)
+    settings = parse_one(flags, VerifyDataOptions, "python -m megatron.tools.verify_data PREFIX ...", __doc__)
     if not prefixes:
         raise UsageError("there is nothing to verify", do="python -m megatron.tools.verify_data corpus_text_document")
 

@@ -10,7 +10,7 @@ import xxhash
 
 from megatron.corpus.driver import counts_by_phase
 from megatron.corpus.filtering import KEPT
-from megatron.tools.corpus_report import funnel_of, make_page, read_samples
+from megatron.corpus.report import funnel_of, make_page, read_samples
 
 pytest.importorskip("matplotlib")
 

@@ -17,12 +17,13 @@ import pytest
 import zstandard
 
 from megatron.corpus import explain, registry
+from megatron.corpus import report as corpus_page
 from megatron.corpus.driver import counts_by_phase
 from megatron.corpus.plan import load_plan
 from megatron.corpus.summary import summary
 from megatron.data.contamination import NgramIndex
 from megatron.data.indexed import IndexedDataset
-from megatron.tools import corpus, corpus_report
+from megatron.tools import corpus
 from tests.corpus.test_filters import ARPA, fasttext_model
 
 CHINESE = "\u4eca\u5929\u5929\u6c14\u5f88\u597d\uff0c\u6211\u4eec\u53bb\u516c\u56ed\u6563\u6b65\u3002" * 9
@@ -289,7 +290,7 @@ def test_every_filter(name, folder, monkeypatch, tmp_path, capsys):
 def test_all_stages_one_behind_the_other(folder, monkeypatch, tmp_path, capsys):
     """By one worker and by two with other memory: the same bytes. All commands speak of a run, and of a part of one."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(corpus_report, "HISTOGRAMS", 1)
+    monkeypatch.setattr(corpus_page, "HISTOGRAMS", 1)
     row = ", ".join(map(written, ("gate", "ftfy")))
     stages = f"  - filter: [{row}]\n" + "".join(f"  - {written(name)}\n" for name in STAGES)
     output = tmp_path / "one"
@@ -328,7 +329,7 @@ def test_all_stages_one_behind_the_other(folder, monkeypatch, tmp_path, capsys):
         for folder_of_task in {one for folders in stage.phases.values() for one in folders}:
             shutil.rmtree(output / "tasks" / folder_of_task)
         counts = counts_by_phase(made, output)
-        assert corpus_report.funnel_of(made, counts) and summary(counts)
+        assert corpus_page.funnel_of(made, counts) and summary(counts)
         [history] = explain.explain(made, output, "d0") if stage is not made.stages[0] else [None]
         assert history is None or history.fate in ("kept", "dropped", "changed", "unknown")
     assert "report.html" in said("report")

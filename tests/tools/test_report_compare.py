@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from megatron.errors import DataError, UsageError
+from megatron.telemetry.report_compare import AXES, figures
 from megatron.telemetry.run_record import JsonLines, read_history
 from megatron.tools import report
-from megatron.tools.report_compare import AXES, figures
 from tests.tools.test_report import Wellformed
 from tests.training.test_plain_loop import SIZE, pretrain
 

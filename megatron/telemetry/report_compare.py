@@ -29,8 +29,8 @@ from megatron.telemetry.drawing import (
     svg_of,
 )
 from megatron.telemetry.figures import count, duration
+from megatron.telemetry.report_page import Grid, Section, page
 from megatron.telemetry.run_record import LOSS, History, own_sums
-from megatron.tools.report_page import Grid, Section, page
 
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, INK, SOFT)
 DASHES = ("-", "--", ":", "-.")  # where there are more runs than colours

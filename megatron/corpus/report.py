@@ -15,7 +15,7 @@ from megatron.corpus.filtering import KEPT, SAMPLES
 from megatron.corpus.plan import TASKS, CorpusPlan
 from megatron.telemetry.curves import data_url
 from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, new_figure, plain, svg_of
-from megatron.tools.report_page import Grid, Section, page
+from megatron.telemetry.report_page import Grid, Section, page
 
 SHOWN = 400  # characters of a sample
 PAIRS = 6  # samples of a rule
