@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps read which documents of a run: its datasets as training built them, its steps, and its sources."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Optional
+
+import numpy as np
+
+from megatron.errors import DataError, Failure
+from megatron.settings.schema import Config, TokenizerSettings
+from megatron.training.launches import RunHistory
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass
+class DocumentTrace:
+    """Places in a run's order of samples, the steps that read them, and the documents that they hold.
+
+    split: "train", or the split whose evaluations are asked about. sources: folders of source files
+    that have moved.
+    """
+
+    history: RunHistory
+    split: str
+    tokenizer_settings: TokenizerSettings
+    log: Callable[[str], None]
+    sources: Sequence[str] = ()
+    built: dict[Any, Any] = field(default_factory=dict)  # datasets of launches
+    origins: dict[str, Any] = field(default_factory=dict)  # data.origin.Origins of prefixes, or None
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    @property
+    def launches(self) -> list:
+        """The launches whose data is asked about: evaluations are told of as the last one has them."""
+        return self.history.launches if self.split == "train" else self.history.launches[-1:]
+
+    def dataset(self, launch):
+        """The samples of a launch, of the split that is asked about."""
+        from megatron.training.datasets import dataset_sizes
+
+        config: Config = launch.config
+        sizes = dataset_sizes(config.batch, launch.dp, config.data.full_validation)
+        key = repr((config.data, config.model.seq_length, config.logging.seed, sizes, config.extra))
+        if key not in self.built:
+            self._refuse_own_data(config)
+            which = SPLITS.index(self.split)
+            sizes = tuple(size if number == which else 0 for number, size in enumerate(sizes))
+            made = self._splits(config, sizes)[which]
+            if made is None:
+                raise DataError(f"this run has no {self.split} data", do="see --split and --eval-iters of the run")
+            self.built[key] = made
+        return self.built[key]
+
+    def _splits(self, config: Config, sizes: tuple[int, ...]) -> tuple:
+        """(train, valid, test): rows of tokens, or the arrays that the recipe of a masked model makes of sentences."""
+        from megatron.data.gpt_dataset import build_datasets
+        from megatron.model.recipe import recipe_of
+
+        recipe, log = recipe_of(config), self.log
+        if recipe.arrays is not None:
+            return recipe.build_datasets(config, *self._vocabulary(config), sizes, log)
+        length, seed = config.model.seq_length, config.logging.seed
+        return build_datasets(config.data, length, sizes, seed, eod=self._eod(config), log=log)
+
+    def _vocabulary(self, config: Config) -> tuple[Any, int]:
+        """(tokenizer, size of the vocabulary) of a run: its special tokens are in samples of masked models."""
+        from megatron.training.datasets import build_vocabulary
+
+        return build_vocabulary(replace(config, tokenizer=self.tokenizer_settings), lambda line: None)
+
+    def places(self, launch, prefix: str, sequences: range) -> np.ndarray:
+        """Places of the order of training (or of a split) that hold some sequences of a token file."""
+        from megatron.data.loader import cyclic_order
+        from megatron.data.places import find_places
+
+        dataset = self.dataset(launch)
+        found = find_places(dataset, prefix, sequences)
+        if launch.config.data.dataloader_type != "cyclic" or not len(found):
+            return found
+        ends = launch.bounds()[[0, -1]] if self.split == "train" else [0, self._evaluated()]
+        wanted, size, places = np.zeros(len(dataset), bool), len(dataset), []
+        wanted[found] = True
+        for epoch in range(int(ends[0]) // size, -(-int(ends[1]) // size)):
+            places.append(np.flatnonzero(wanted[cyclic_order(epoch, size)]) + epoch * size)
+        return np.concatenate(places) if places else found[:0]
+
+    def index(self, launch, dataset, place: int) -> int:
+        """The dataset's sample at a place."""
+        from megatron.data.loader import cyclic_order
+        from megatron.data.sampler import cyclic_position
+
+        if launch.config.data.dataloader_type != "cyclic":
+            if place >= len(dataset):
+                raise DataError(f"sample {place:,} is past the end: there are {len(dataset):,}")
+            return place
+        epoch, index = cyclic_position(place, len(dataset))
+        return int(cyclic_order(epoch, len(dataset))[index])
+
+    def when(self, places: np.ndarray, launches=None) -> list[tuple[Any, Any, int]]:
+        """(launch, step or evaluation, place) of all that read some places."""
+        if self.split == "train":
+            return [
+                (launch, step, place)
+                for launch in launches or self.launches
+                for step, place in self.history.steps_with(launch, places)
+            ]
+        launch = self.history.launches[-1]
+        return [
+            (launch, one, int(place))
+            for one in self.history.passes(self.split)
+            for place in places
+            if one.first <= place < one.first + one.size
+        ]
+
+    def ledger(self, launch, step) -> str:
+        """Whether the hash of a step's tokens is the one that training wrote: "agrees", "differs", or "" without one."""
+        if not (step.ledger and step.done):
+            return ""
+        from megatron.data.ledger import sum_hashes, to_hex
+        from megatron.data.loader import MicroBatchLoader
+        from megatron.model.recipe import recipe_of
+
+        config, recipe = launch.config, recipe_of(launch.config)
+        named = {}
+        if recipe.arrays is not None:
+            named = dict(arrays=recipe.arrays(config, self._vocabulary(config)[1]), collate=recipe.collate)
+        batch, eod = replace(config.data, num_workers=0), self._eod(config)
+        with MicroBatchLoader(self.dataset(launch), batch, micro_batch_size=1, eod=eod, **named) as loader:
+            hashes = [loader.sample_hash(place) for place in range(step.first, step.first + step.size)]
+        return "agrees" if to_hex(sum_hashes(hashes)) == step.ledger else "differs"
+
+    def _refuse_own_data(self, config: Config) -> None:
+        from megatron.model.recipe import recipe_of
+
+        if config.data.mock_data:
+            raise DataError("this run was trained on synthetic samples (--mock-data): there are no documents")
+        if recipe_of(config).own_data:
+            raise DataError(f"{config.model.model_type} makes its samples itself: where they come from is not known")
+        if any(getattr(group, "task_mixture", None) for group in config.extra.values()):
+            raise DataError("this run mixes tasks (--task-mixture): which texts its samples come from is not told")
+
+    def _eod(self, config: Config) -> Optional[int]:
+        """The token that ends documents, as preprocessing noted it, or the tokenizer has it."""
+        from megatron.data.blend import parse_blend
+        from megatron.data.vocabulary import identity_of
+
+        words = config.data.data_path or config.data.train_data_path or config.data.valid_data_path
+        for prefix in parse_blend(words, "--data-path").prefixes if words else ():
+            if (made := identity_of(prefix)) and made.get("eod") is not None:
+                return made["eod"]
+        return None if self.tokenizer is None else self.tokenizer.eod
+
+    def _evaluated(self) -> int:
+        return max((one.first + one.size for one in self.history.passes(self.split)), default=0)
+
+    # -- documents -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def files(self) -> dict[str, Any]:
+        """The token files of all launches: prefix -> files."""
+        from megatron.data.places import files_of
+
+        return {key: files for launch in self.launches for key, files in files_of(self.dataset(launch)).items()}
+
+    @cached_property
+    def tokenizer(self):
+        """The run's tokenizer, None where it has none or its files are not there."""
+        from megatron.tokenizer import build_tokenizer
+
+        try:
+            return build_tokenizer(self.tokenizer_settings, lambda line: None)
+        except (Failure, OSError) as error:
+            self.log(f"note: no tokenizer, so no text of tokens: {str(error).splitlines()[0]}")
+            return None
+
+    def origin(self, prefix: str, document: int) -> Optional[dict]:
+        """Source file, byte and hash of a document; None where it is not known."""
+        from megatron.data.origin import open_origins
+
+        if prefix not in self.origins:
+            self.origins[prefix] = open_origins(prefix, self.files[prefix].num_documents)
+        found = self.origins[prefix]
+        return None if found is None else found[document]._asdict()
+
+    def decoded(self, prefix: str, document: int, most: Optional[int] = None) -> str:
+        """The text of a document's tokens."""
+        tokens = self.files[prefix]
+        first, last = tokens.document_indices[document : document + 2].tolist()
+        ids = [id for sequence in range(first, last) for id in tokens.get(sequence).tolist()]
+        return self.tokenizer.decode(ids[:most])
+
+    def source_text(self, prefix: str, document: int) -> Optional[str]:
+        """The text of a document in its source; None where that is gone, has changed, or only a part of it was taken."""
+        from megatron.data.json_input import BadLine, parse_line
+        from megatron.data.origin import find_file, lines_at, text_hash
+
+        origin = self.origin(prefix, document)
+        path = origin and find_file(origin["file"], self.sources or ())
+        if not path or origin["piece"]:
+            return None
+        try:
+            line = lines_at(path, [origin["offset"]], origin["separator"])[origin["offset"]]
+            record = json.loads(line)
+            for key in record if isinstance(record, dict) else ():
+                value = parse_line(line, [key])[0] if isinstance(record[key], (str, list)) else ""
+                if f"{text_hash(value):016x}" == origin["hash"]:
+                    return value if isinstance(value, str) else "\n".join(value)
+        except (BadLine, ValueError, OSError, DataError):
+            return None
+        return None
