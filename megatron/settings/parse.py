@@ -89,7 +89,7 @@ def parse_with_record(
     Raises UsageError with every problem at once.
     """
     settings = settings_of(groups)
-    reader, prog = SettingsReader(groups), prog or Path(sys.argv[0]).name
+    reader, prog = SettingsReader(groups), prog or _command()
     reader.read_command(argv)
     asked = {flag for flag, _ in reader.line.words}
     if asked & {"-h", "--help", "--help-all"}:
@@ -120,6 +120,12 @@ def parse_with_record(
     if plan:
         refuse_another_model(plan, made["model"])
     return made, chosen
+
+
+def _command() -> str:
+    """What runs, as users type it: `pretrain_gpt.py`, or `python -m megatron.pretrain`."""
+    module = getattr(sys.modules["__main__"].__spec__, "name", "")
+    return f"python -m {module}" if module.startswith("megatron.") else Path(sys.argv[0]).name
 
 
 def said(argv: list[str], groups: Mapping[str, type] = MappingProxyType(schema.GROUPS)) -> dict[str, Statement]:

@@ -21,7 +21,7 @@ from megatron.settings.dialects.deepspeed import DEEPSPEED
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nemo import NEMO
-from megatron.settings.dialects.table import Default, Dialect, FlagLine, TheirSetting, flags_of, sentence
+from megatron.settings.dialects.table import Default, Dialect, FlagLine, NoEffect, TheirSetting, flags_of, sentence
 from megatron.settings.sources import CODE
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, resolve
@@ -102,7 +102,8 @@ def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spel
         try:
             flags = dialect.flags(source, given)
         except ValueError as error:
-            out.lost.append((source, str(error)))
+            target = out.idle if isinstance(error, NoEffect) else out.lost
+            target.append((source, str(error)))
             return
         if flags is None:
             return _without_row(dialect, source, known, out)

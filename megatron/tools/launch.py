@@ -123,8 +123,10 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     """torchrun's command line. Raises UsageError, which argparse would say with 40 lines of usage."""
 
     def refuse(problem: str) -> NoReturn:
-        flag = problem.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-        problem += did_you_mean(flag, parser._option_string_actions) if flag.startswith("--") else ""
+        unknown = re.match(r"(?:unrecognized arguments|ambiguous option): (--?[\w-]+)", problem)
+        if unknown and (here := instead_of(unknown[1], argv)):
+            raise UsageError(f"{unknown[1]} is no word of this launcher", do=here)
+        problem += did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
         raise UsageError(problem, do="flags of the launcher stand before the script, and --help lists them")
 
     parser.add_argument("--gpus", "--devices", help="GPUs for the ranks, one each: 2,3 (PaddlePaddle's flag)")
@@ -143,6 +145,22 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     if args.no_python and shutil.which(script) is None:
         raise UsageError(f"{script}: no such program")
     return args
+
+
+def instead_of(flag: str, argv: list[str]) -> str:
+    """What there is for a flag of another suite's launcher; "" for a flag that none has."""
+    from megatron.settings.dialects.launchers import LAUNCHERS, meeting
+    from megatron.settings.sources import flags_of_words
+    from megatron.settings.translate import translate
+
+    given = next(one for one in flags_of_words([(word, "", "") for word in argv]) if one.key == flag)
+    for launcher in LAUNCHERS:
+        if start := translate(launcher, [given._replace(words=given.words[:1])]).start:
+            lines, told = meeting(start)
+            words = " ".join(word for line in lines for word in (line.flag, *line.words))
+            several = "--rdzv-endpoint" in words
+            return "; ".join([f"say {words}{', the same on each machine' if several else ''}", *told])
+    return ""
 
 
 def use_gpus(args: Namespace, unsaid: object) -> None:

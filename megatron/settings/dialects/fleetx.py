@@ -137,7 +137,13 @@ REFUSED = {
     "all texts are searched together": "Generation.num_beam_groups Generation.diversity_rate",
 }
 RECOMPUTED = "Model.recompute_granularity Model.no_recompute_layers Model.use_recompute Engine.use_recompute".split()
-COMPRESSION = "Compress.* Quantization.* Prune.* Distillation.*"
+_COMPRESSION = """Quantization.enable Quantization.pretrained Quantization.weight_quantize_type Quantization.weight_bits
+    Quantization.weight_preprocess_type Quantization.activation_quantize_type Quantization.activation_bits
+    Quantization.activation_preprocess_type Quantization.quantizable_layer_type Quantization.onnx_format Prune.enable
+    Prune.cal_sens Prune.criterion Prune.ratio Distillation.enable Distillation.distill_loss_ratio Distillation.T
+    Distillation.distillation_loss_type""".split()
+COMPRESSION = " ".join(["Compress.pretrained", *_COMPRESSION, *(f"Compress.{key}" for key in _COMPRESSION)])
+TEACHER = " Distillation.Teacher.* Compress.Distillation.Teacher.*"
 # Read by the functions below.
 JOINT = """Model.module Model.use_recompute Engine.use_recompute Engine.run_mode Engine.mix_precision.enable
     Engine.mix_precision.use_pure_fp16 Engine.mix_precision.dtype Engine.mix_precision.level Profiler.scheduler
@@ -169,7 +175,9 @@ def _table(*purposes: str) -> Dialect:
 
 TABLES = {purpose: _table(*of) for purpose, of in dict(train=["train"], task=["train", "task"]).items()}
 TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate")}
-KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(JOINT.split())
+KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(
+    f"{JOINT} {COMPRESSION}".split()
+)
 
 
 def told(one: TheirSetting, why: str) -> str:
@@ -345,7 +353,7 @@ def owners_of(key: str) -> list[str]:
     section, *rest = key.split(".")
     if section == "Data" and rest[0] in ("Eval", "Test") and key not in KNOWN:
         key = ".".join(["Data", "Train", *rest[1:]])
-    known = key in KNOWN or sentence(IDLE | REFUSED | {"-": COMPRESSION}, key)
+    known = key in KNOWN or sentence(IDLE | REFUSED | {"-": COMPRESSION + TEACHER}, key)
     if not known:
         return []
     return ["task"] if key in OTHERS["task"].split() and not sentence(REFUSED, key) else _for(key)
@@ -374,7 +382,7 @@ def _module(out: Translated) -> None:
 
 def _compression(out: Translated) -> None:
     """Sections with a switch; what they ask for is not there."""
-    for key in [key for key in out.given if sentence({"": COMPRESSION}, key) is not None]:
+    for key in [key for key in out.given if sentence({"-": COMPRESSION + TEACHER}, key)]:
         if key == "Compress.pretrained":
             out.refuse(key, "is not supported: compression is not part of pretraining; say --load DIR --finetune")
         elif key.endswith(".enable"):
@@ -392,8 +400,13 @@ def _lengths(out: Translated) -> None:
         f"Engine.{name}" for name in "max_steps num_train_epochs eval_freq eval_iters".split()
     )
     save, save_epoch, mode = "Engine.save_load.save_steps", "Engine.save_load.save_epoch", "Engine.run_mode"
-    unlimited = [key for key in (steps, save, save_epoch) if out.word(key, "-1").startswith("-")]
     auto, by_epochs = out.word("Model.module").endswith("auto"), out.word(mode) == "epoch"
+    unlimited = [key for key in (save, save_epoch) if out.word(key, "-1").startswith("-")]
+    if out.word(steps, "-1") == "-1":
+        unlimited.append(steps)
+    elif out.word(steps).startswith("-") and not by_epochs:
+        out.refuse(steps, f"'{out.word(steps)}' is no number of steps; -1 stands for those of {epochs}")
+        auto = False
     counted = by_epochs or steps in unlimited and epochs in out.given
     if out.word(mode, "step") not in ("step", "epoch"):
         out.refuse(mode, f"'{out.word(mode)}' is neither step nor epoch")
@@ -517,10 +530,10 @@ def _data(out: Translated) -> None:
             out.say("--train-data-path", None, train)
         out.note("training and validation have files of their own, and all of them", split, "Data.Eval.dataset.split")
     if out.purpose == "task":
-        if out.word(NAME) in GLUE:
-            out.say("--task", None, NAME)
-        elif NAME in out.given:
+        if out.word(NAME) == "gptdataset":
             out.note("what is learned is --task", NAME)
+        elif NAME in out.given:
+            out.say("--task", None, NAME)
         out.note("the folder of the task is Data.Train.dataset.root", train)
         own_split = out.word("Data.Eval.dataset.split")
         if own_split.startswith("dev_"):

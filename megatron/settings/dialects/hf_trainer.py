@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrainingArguments of Hugging Face's Trainer, and the words of its run_clm.py, for `settings.translate`."""
 
-from megatron.settings.dialects.table import Default, Dialect
+from megatron.settings.dialects.table import Default, Dialect, counts_steps, epochs_unless
 
 WORDS = """
 =  gradient_accumulation_steps weight_decay adam_beta1 adam_beta2 lr_scheduler_kwargs.min_lr seed
@@ -117,20 +117,11 @@ def resume(words, given):
     return [("--load", asked)] if asked else []
 
 
-def epochs(words, given):
-    """max_steps wins over them."""
-    return [] if is_in_steps(given) else [("--train-epochs", words)]
-
-
-def is_in_steps(given):
-    return "max_steps" in given and given["max_steps"].value != "-1"
-
-
 def each_epoch(each, others):
     """A strategy whose `epoch` needs a training that is counted in epochs."""
 
     def computed(words, given):
-        if words[0] == "epoch" and is_in_steps(given):
+        if words[0] == "epoch" and counts_steps(given, "max_steps"):
             raise ValueError(f"the training has max_steps: say {each[0][0].replace('epoch', 'interval')} STEPS")
         if words[0] not in ("epoch", *others):
             raise ValueError(f"'{words[0]}' is none of epoch, {', '.join(others)}")
@@ -192,7 +183,7 @@ HF_TRAINER = Dialect(
     LOST,
     {
         "warmup_steps": warmup,
-        "num_train_epochs": epochs,
+        "num_train_epochs": epochs_unless("max_steps"),
         "report_to": trackers,
         "resume_from_checkpoint": resume,
         "save_strategy": each_epoch([("--save-epoch", ["1"])], dict(no=[], steps=[])),
