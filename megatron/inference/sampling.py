@@ -108,7 +108,7 @@ class Search:
 
     def check(self, sampling: Sampling, given: Mapping[str, Statement] = NOBODY) -> None:
         """Raise SettingsError for values that mean nothing. given: as of `Sampling.check`."""
-        beams, penalty = (words_of(given, name, getattr(self, name)) for name in ("num_beams", "length_penalty"))
+        beams, penalty = (words_of(given, name, f"{getattr(self, name):g}") for name in ("num_beams", "length_penalty"))
         if self.num_beams < 1:
             raise SettingsError(f"{beams}: has to be at least 1")
         if self.num_beams == 1 and self.length_penalty != 1:

@@ -24,32 +24,12 @@ from megatron.settings.reader import SettingsReader
 from megatron.settings.spelling import settings_of
 from megatron.settings.statements import Statement
 
-COMMON = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "position_embedding_type",
-    "tokenizer_type",
-    "vocab_file",
-    "merge_file",
-    "data_path",
-    "split",
-    "mock_data",
-    "micro_batch_size",
-    "global_batch_size",
-    "train_iters",
-    "eval_interval",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_warmup_iters",
-    "weight_decay",
-    "clip_grad",
-    "precision",
-    "save",
-    "load",
-    "save_interval",
+COMMON = tuple(
+    """
+    num_layers hidden_size num_attention_heads seq_length position_embedding_type tokenizer_type vocab_file merge_file
+    data_path split mock_data micro_batch_size global_batch_size train_iters eval_interval lr min_lr lr_decay_style
+    lr_warmup_iters weight_decay clip_grad precision save load save_interval
+    """.split()
 )
 # Of a recipe: name -> value of settings whose default is another one, or a function of what is said that finds them.
 Defaults = Mapping[str, Any] | Callable[[Mapping[str, Statement]], Mapping[str, Any]]

@@ -65,23 +65,11 @@ class GenerateOptions:
         return here if least <= here <= most else most
 
 
-COMMON = (
-    "load",
-    "prompt",
-    "prompt_file",
-    "num_samples",
-    "tokens_to_generate",
-    "greedy",
-    "temperature",
-    "top_k",
-    "top_p",
-    "repetition_penalty",
-    "sampling_seed",
-    "num_beams",
-    "device",
-    "json",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
+COMMON = tuple(
+    """
+    load prompt prompt_file num_samples tokens_to_generate greedy temperature top_k top_p repetition_penalty
+    sampling_seed num_beams device json tensor_model_parallel_size pipeline_model_parallel_size
+    """.split()
 )
 
 

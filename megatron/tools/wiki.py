@@ -21,6 +21,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> None:
     file_bytes(options.bytes)
     if options.workers is not None and options.workers < 1 or not re.fullmatch(r"\d+(,\d+)*", options.namespaces):
         raise SettingsError("--workers starts at 1; --namespaces are numbers with commas between them")
-    if not os.path.isfile(dump) and not os.path.exists(dump):
+    if not os.path.exists(dump):
         raise DataError(f"{dump}: no such file", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
     try:
         import mwparserfromhell  # noqa: F401  # said before anything is written
@@ -112,7 +113,7 @@ def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
             for path in aside.iterdir():  # of a run that was killed
                 if path.name != ".lock":
                     shutil.rmtree(path)
-            with ArticleFiles(aside, file_bytes(options.bytes), options.compress) as files:
+            with closing(ArticleFiles(aside, file_bytes(options.bytes), options.compress)) as files:
                 for texts, counted, titles in _all_pieces(dump, options):
                     counts.update(counted)
                     set_aside += titles
@@ -138,17 +139,11 @@ class ArticleFiles:
         self._folder, self._size, self._compress = folder, size, compress
         self._number, self._file, self._written = 0, None, 0
 
-    def __enter__(self) -> "ArticleFiles":
-        return self
-
-    def __exit__(self, *of_error) -> None:
-        self._close()
-
     def write(self, text: str) -> None:
         """Write one article."""
         data = text.encode()
         if self._file is None or self._written + len(data) > self._size:
-            self._close()
+            self.close()
             self._file, self._written = self._open(), 0
         self._file.write(data)
         self._written += len(data)
@@ -161,7 +156,7 @@ class ArticleFiles:
         path = self._folder / name / f"wiki_{number:02}"
         return bz2.open(f"{path}.bz2", "wb") if self._compress else open(path, "wb")
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
 

@@ -107,11 +107,6 @@ CHANGED = {
 }
 
 
-def initial_scale(words, given):
-    power = int(words[0])
-    return [("--initial-loss-scale", [str(2**power)])]
-
-
 def share_of_peak(flag):
     """A ratio of the scheduler's highest rate, as a rate."""
 
@@ -132,7 +127,7 @@ DEEPSPEED = Dialect(
     IDLE,
     LOST,
     {
-        "fp16.initial_scale_power": initial_scale,
+        "fp16.initial_scale_power": lambda words, given: [("--initial-loss-scale", [str(2 ** int(words[0]))])],
         "scheduler.params.cos_min_ratio": share_of_peak("--min-lr"),
         "scheduler.params.warmup_min_ratio": share_of_peak("--lr-warmup-init"),
     },

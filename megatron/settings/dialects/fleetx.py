@@ -8,12 +8,11 @@ A key means one flag, or some together with others, or it is noted or refused by
 on the command that reads it. A key that is none of them is unknown, and an error.
 """
 
-import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import UsageError
+from megatron.errors import UsageError, did_you_mean
 from megatron.settings.dialects.table import Dialect, TheirSetting, sentence
 from megatron.settings.files import compose, merged
 from megatron.settings.spelling import NO, YES, dashed
@@ -71,8 +70,7 @@ OTHERS = dict(
         Distributed.schedule_mode=1f1b                   --pipeline-schedule 1f1b
         Distributed.schedule_mode=f-then-b               --pipeline-schedule gpipe
         Distributed.sharding.comm_overlap                --overlap-grad-reduce
-        Optimizer.name=adamw                             --optimizer adam
-        Optimizer.name=fusedadamw                        --optimizer adam
+        Optimizer.name=adamw|fusedadamw                  --optimizer adam
         Optimizer.beta1                                  --adam-beta1
         Optimizer.beta2                                  --adam-beta2
         Optimizer.epsilon                                --adam-eps
@@ -219,17 +217,15 @@ def override(entries: Entries, key: str, text: str) -> Entries:
 
 def over(below: Entries, own: Entries) -> Entries:
     """Entries over others. An empty key empties its section, and a section takes the place of a value."""
-    gone = [f"{key}." for key, one in own.items() if one.words is None]
-    kept = {key: one for key, one in below.items() if key not in own and not key.startswith(tuple(gone))}
-    return kept | own
+    gone = tuple(f"{key}." for key, one in own.items() if one.words is None)
+    return {key: one for key, one in below.items() if key not in own and not key.startswith(gone)} | own
 
 
 def _flat(mapping, origin, prefix: str = "") -> Entries:
     found: Entries = {}
     for key_node, node in merged(mapping):
         key = f"{prefix}{key_node.value}"
-        if key in found or any(name.startswith(f"{key}.") for name in found):
-            first = next(one for name, one in found.items() if name == key or name.startswith(f"{key}."))
+        if first := next((one for name, one in found.items() if f"{name}.".startswith(f"{key}.")), None):
             raise UsageError(f"{origin(key_node)}{key} is given twice (also in {first.where})")
         if key_node.value == INHERITED:
             if str(node.value).lower() in NO:
@@ -328,8 +324,7 @@ def _single(out: Translated, key: str) -> None:
     """A key that means something by itself, or nothing to this command."""
     table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
     if not owners:
-        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.8)
-        return out.refuse(key, "is no known key" + (f"; did you mean {near[0]}?" if near else ""))
+        return out.refuse(key, f"is no known key{did_you_mean(key, KNOWN, 0.8)}")
     if table is None or out.purpose not in owners and not table.knows(key):
         return out.note(BELONGS[owners[0]], key)
     words, values = one.words, table.values(key)
@@ -496,17 +491,14 @@ def _sharding(out: Translated) -> None:
 def _profiler(out: Translated) -> None:
     steps = "Profiler.scheduler"
     if not out.is_on("Profiler.enable"):
-        return out.note(
-            "Profiler.enable is not true", *(key for key in out.left("Profiler.") if key != "Profiler.enable")
-        )
+        return out.note("Profiler.enable is not true", *{*out.left("Profiler.")} - {"Profiler.enable"})
     numbers = out.word(steps).replace(",", " ").split()
     if len(numbers) == 2:
         out.say("--profile-step-start", numbers[:1], steps)
         out.say("--profile-step-end", numbers[1:], steps)
     elif numbers:
-        out.refuse(
-            steps, f"'{out.word(steps)}' is not supported; it is the first step and the one to end before: [1, 5]"
-        )
+        why = "it is the first step and the one to end before: [1, 5]"
+        out.refuse(steps, f"'{out.word(steps)}' is not supported; {why}")
 
 
 def _warmup(out: Translated) -> None:

@@ -29,8 +29,7 @@ logging_strategy=epoch                                --log-epoch
 logging_steps                                         --log-interval
 logging_dir                                           --tensorboard-dir
 run_name                                              --wandb-exp-name
-project                                               --wandb-project
-WANDB_PROJECT                                         --wandb-project
+project|WANDB_PROJECT                                 --wandb-project
 eval_steps                                            --eval-interval
 save_steps                                            --save-interval
 save_total_limit                                      --keep-last
@@ -111,10 +110,10 @@ def warmup(words, given):
 
 def resume(words, given):
     """A folder; or, with true, the newest checkpoint of output_dir."""
-    if words[0].lower() == "true" and "output_dir" not in given:
+    newest = words[0].lower() == "true"
+    if newest and "output_dir" not in given:
         raise ValueError("say --load DIR: there is no output_dir")
-    asked = [] if words[0].lower() == "false" else given["output_dir"].words if words[0].lower() == "true" else words
-    return [("--load", asked)] if asked else []
+    return [("--load", given["output_dir"].words if newest else words)] * (words[0].lower() != "false")
 
 
 def each_epoch(each, others):
@@ -143,35 +142,25 @@ def trackers(words, given):
     return flags
 
 
-def timeout(words, given):
-    return [("--distributed-timeout-minutes", [f"{float(words[0]) / 60:g}"])]
-
-
-def tokenizer(words, given):
-    return [("--tokenizer-type", ["HuggingFaceTokenizer"]), ("--tokenizer-model", words)]
-
-
 NEVER = [("--eval-iters", ["0"])]
 AT_EPOCHS = [("--eval-epoch", ["1"]), ("--eval-interval", ["1000000000"])]  # nowhere else
 
 
+GPT2_CONFIG = dict(
+    pair.split("=")
+    for pair in """n_embd=--hidden-size n_layer=--num-layers n_head=--num-attention-heads vocab_size=--vocab-size
+    n_positions=--max-position-embeddings n_inner=--ffn-hidden-size resid_pdrop=--hidden-dropout
+    attn_pdrop=--attention-dropout""".split()
+)
+
+
 def overrides(words, given):
     """run_clm.py's n_embd=1024,n_layer=24,n_head=16,n_positions=1024."""
-    names = dict(
-        n_embd="--hidden-size",
-        n_layer="--num-layers",
-        n_head="--num-attention-heads",
-        n_positions="--max-position-embeddings",
-        n_inner="--ffn-hidden-size",
-        resid_pdrop="--hidden-dropout",
-        attn_pdrop="--attention-dropout",
-        vocab_size="--vocab-size",
-    )
     pairs = [pair.partition("=") for word in words for pair in word.split(",") if pair]
-    unknown = [name for name, _, _ in pairs if name not in names]
+    unknown = [name for name, _, _ in pairs if name not in GPT2_CONFIG]
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: known are {', '.join(names)}")
-    return [(names[name], [value]) for name, _, value in pairs]
+        raise ValueError(f"{', '.join(unknown)}: known are {', '.join(GPT2_CONFIG)}")
+    return [(GPT2_CONFIG[name], [value]) for name, _, value in pairs]
 
 
 HF_TRAINER = Dialect(
@@ -189,8 +178,11 @@ HF_TRAINER = Dialect(
         "save_strategy": each_epoch([("--save-epoch", ["1"])], dict(no=[], steps=[])),
         "eval_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
         "evaluation_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
-        "ddp_timeout": timeout,
-        "tokenizer_name": tokenizer,
+        "ddp_timeout": lambda words, given: [("--distributed-timeout-minutes", [f"{float(words[0]) / 60:g}"])],
+        "tokenizer_name": lambda words, given: [
+            ("--tokenizer-type", ["HuggingFaceTokenizer"]),
+            ("--tokenizer-model", words),
+        ],
         "config_overrides": overrides,
     },
     (
