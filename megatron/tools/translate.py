@@ -285,7 +285,8 @@ def started(command: Command, found: Translation) -> tuple[list[str], list[str]]
         (len(words), None),
     )
     before, own = words[: min(at, interpreter)], words[interpreter + 1 : at]
-    notes = [f"{command.where}: {word}: it is kept, and nothing here reads it" for word in before if unread(word)]
+    unread = [word for word in before for one in UNREAD.split() if fnmatchcase(word, f"{one}=*")]
+    notes = [f"{command.where}: {word}: it is kept, and nothing here reads it" for word in unread]
     if launcher is None:
         if any(word in ("|", "xargs") for word in before):
             notes, before, own = [*notes, f"{command.where}: what feeds it: {' '.join(before)}"], [], []
@@ -318,11 +319,6 @@ def started_by(found: Translation) -> tuple[list[str], list[str]]:
     count = [] if "--nproc-per-node" in words else ["--nproc-per-node", "gpu"]
     found.start = []
     return [*variables, "torchrun", *count, *words], notes + told
-
-
-def unread(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and any(fnmatchcase(name, pattern) for pattern in UNREAD.split())
 
 
 # What is printed ------------------------------------------------------------------------------------------------------

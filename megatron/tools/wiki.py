@@ -10,11 +10,13 @@ there, with the same bytes for any --workers. What a text keeps of a page: megat
 
 import bz2
 import html
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import string
 import sys
 import time
 from collections import Counter, deque
@@ -137,7 +139,7 @@ class ArticleFiles:
 
     def __init__(self, folder: Path, size: int, compress: bool):
         self._folder, self._size, self._compress = folder, size, compress
-        self._number, self._file, self._written = 0, None, 0
+        self._names, self._file, self._written = (f"{a}/wiki_{n:02}" for a in folders() for n in range(100)), None, 0
 
     def write(self, text: str) -> None:
         """Write one article."""
@@ -149,11 +151,8 @@ class ArticleFiles:
         self._written += len(data)
 
     def _open(self):
-        folder, number = divmod(self._number, 100)
-        self._number += 1
-        name = _letters(folder)
-        (self._folder / name).mkdir(exist_ok=True)
-        path = self._folder / name / f"wiki_{number:02}"
+        path = self._folder / next(self._names)
+        path.parent.mkdir(exist_ok=True)
         return bz2.open(f"{path}.bz2", "wb") if self._compress else open(path, "wb")
 
     def close(self) -> None:
@@ -161,18 +160,15 @@ class ArticleFiles:
             self._file.close()
 
 
-def _letters(number: int) -> str:
-    """0 -> AA, 1 -> AB, 26 -> BA, 676 -> AAA.
+def folders() -> Iterator[str]:
+    """AA, AB ... ZZ, AAA ...
 
-    >>> [_letters(n) for n in (0, 1, 26, 675, 676)]
+    >>> names = [name for name, _ in zip(folders(), range(677))]
+    >>> [names[n] for n in (0, 1, 26, 675, 676)]
     ['AA', 'AB', 'BA', 'ZZ', 'AAA']
     """
-    width, first = 2, 0
-    while number - first >= 26**width:
-        first += 26**width
-        width += 1
-    number -= first
-    return "".join(chr(65 + number // 26**place % 26) for place in reversed(range(width)))
+    for width in itertools.count(2):
+        yield from map("".join, itertools.product(string.ascii_uppercase, repeat=width))
 
 
 # ---- pieces of the dump, in processes ------------------------------------------------------------------------------------

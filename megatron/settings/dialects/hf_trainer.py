@@ -163,38 +163,33 @@ def overrides(words, given):
     return [(GPT2_CONFIG[name], [value]) for name, _, value in pairs]
 
 
+PROGRAMS = ("run_clm.py", "train.py")
+COMPUTED = {
+    "warmup_steps": warmup,
+    "num_train_epochs": epochs_unless("max_steps"),
+    "report_to": trackers,
+    "resume_from_checkpoint": resume,
+    "save_strategy": each_epoch([("--save-epoch", ["1"])], dict(no=[], steps=[])),
+    "eval_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
+    "evaluation_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
+    "ddp_timeout": lambda words, given: [("--distributed-timeout-minutes", [f"{float(words[0]) / 60:g}"])],
+    "tokenizer_name": lambda words, given: [
+        ("--tokenizer-type", ["HuggingFaceTokenizer"]),
+        ("--tokenizer-model", words),
+    ],
+    "config_overrides": overrides,
+}
+DEFAULTS = (
+    Default("--lr", "5e-5"),
+    Default("--weight-decay", "0"),
+    Default("--micro-batch-size", "8"),
+    Default("--log-interval", "500"),
+    Default("--save-interval", "500", ("save_strategy=no", "save_strategy=epoch")),
+    Default("--seed", "42"),
+    Default("--eval-iters", "0", ("eval_strategy", "evaluation_strategy", "do_eval=true")),
+    Default("--train-epochs", "3", ("max_steps=[1-9]*",)),
+    Default("--dataloader-type", "cyclic"),
+)
 HF_TRAINER = Dialect(
-    "hf-trainer",
-    "Hugging Face Trainer",
-    WORDS,
-    CHANGED,
-    IDLE,
-    LOST,
-    {
-        "warmup_steps": warmup,
-        "num_train_epochs": epochs_unless("max_steps"),
-        "report_to": trackers,
-        "resume_from_checkpoint": resume,
-        "save_strategy": each_epoch([("--save-epoch", ["1"])], dict(no=[], steps=[])),
-        "eval_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
-        "evaluation_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
-        "ddp_timeout": lambda words, given: [("--distributed-timeout-minutes", [f"{float(words[0]) / 60:g}"])],
-        "tokenizer_name": lambda words, given: [
-            ("--tokenizer-type", ["HuggingFaceTokenizer"]),
-            ("--tokenizer-model", words),
-        ],
-        "config_overrides": overrides,
-    },
-    (
-        Default("--lr", "5e-5"),
-        Default("--weight-decay", "0"),
-        Default("--micro-batch-size", "8"),
-        Default("--log-interval", "500"),
-        Default("--save-interval", "500", ("save_strategy=no", "save_strategy=epoch")),
-        Default("--seed", "42"),
-        Default("--eval-iters", "0", ("eval_strategy", "evaluation_strategy", "do_eval=true")),
-        Default("--train-epochs", "3", ("max_steps=[1-9]*",)),
-        Default("--dataloader-type", "cyclic"),
-    ),
-    programs=("run_clm.py", "train.py"),
+    "hf-trainer", "Hugging Face Trainer", WORDS, CHANGED, IDLE, LOST, COMPUTED, DEFAULTS, programs=PROGRAMS
 )

@@ -177,25 +177,18 @@ def batches(flag):
     return computed
 
 
-NEMO = Dialect(
-    "nemo",
-    "NeMo",
-    WORDS,
-    CHANGED,
-    IDLE,
-    LOST,
-    {
-        "trainer.val_check_interval": batches("--eval-interval"),
-        "trainer.limit_val_batches": batches("--eval-iters"),
-        "trainer.limit_test_batches": batches("--test-iters"),
-        "trainer.devices": ranks,
-        "trainer.precision": precision,
-        "exp_manager.exp_dir": lambda words, given: [("--save", words)] * (folder_of_runs(given) == words),
-        "trainer.num_nodes": lambda words, given: [("--nnodes", words)],
-        "trainer.max_time": minutes,
-        "exp_manager.resume_if_exists": resume,
-        "exp_manager.resume_ignore_no_checkpoint": lambda words, given: [],  # resume looks at it
-        "model.optim.sched.constant_steps": constant,
-        "model.nsys_profile.end_step": lambda words, given: [("--profile-step-end", [str(int(words[0]) + 1)])],
-    },
-)
+COMPUTED = {
+    "trainer.val_check_interval": batches("--eval-interval"),
+    "trainer.limit_val_batches": batches("--eval-iters"),
+    "trainer.limit_test_batches": batches("--test-iters"),
+    "trainer.devices": ranks,
+    "trainer.precision": precision,
+    "exp_manager.exp_dir": lambda words, given: [("--save", words)] * (folder_of_runs(given) == words),
+    "trainer.num_nodes": lambda words, given: [("--nnodes", words)],
+    "trainer.max_time": minutes,
+    "exp_manager.resume_if_exists": resume,
+    "exp_manager.resume_ignore_no_checkpoint": lambda words, given: [],  # resume looks at it
+    "model.optim.sched.constant_steps": constant,
+    "model.nsys_profile.end_step": lambda words, given: [("--profile-step-end", [str(int(words[0]) + 1)])],
+}
+NEMO = Dialect("nemo", "NeMo", WORDS, CHANGED, IDLE, LOST, COMPUTED)
