@@ -45,14 +45,14 @@ def numbered(lines: Iterable[str]) -> str:
     return "".join(f"\n  {number}. {line}" for number, line in enumerate(lines, 1))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a word that is not among the known ones; "" where none is near.
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a sentence about a word that is not among the known ones; "" where none is near (difflib's ratio).
 
     >>> did_you_mean("Cosin", ["constant", "linear", "cosine"])
     '; did you mean cosine?'
     """
     names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), names, n=1)
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
     return f"; did you mean {names[near[0]]}?" if near else ""
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of text generation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError
 from megatron.settings.schema import setting
+from megatron.settings.statements import NOBODY, Statement, words_of
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Sampling:
         notes = [f"--{name.replace('_', '-')} {value:g} {strategy}" for name, value in without.items()]
         return replace(self, **dict.fromkeys(without, 0)), notes
 
-    def check(self) -> None:
-        """Raise SettingsError for values that mean nothing."""
+    def check(self, given: Mapping[str, Statement] = NOBODY) -> None:
+        """Raise SettingsError for values that mean nothing. given: setting -> who gave it, where that is known."""
         wrong = [
-            f"--{name.replace('_', '-')} {getattr(self, name)}: has to be {words}"
+            f"{words_of(given, name, getattr(self, name))}: has to be {words}"
             for name, good, words in (
                 ("tokens_to_generate", self.tokens_to_generate >= 1, "at least 1"),
                 ("min_tokens_to_generate", self.min_tokens_to_generate >= 0, "0 or more"),
@@ -75,8 +76,8 @@ class Sampling:
             raise SettingsError("\n  ".join(wrong))
         if self.min_tokens_to_generate > self.tokens_to_generate:
             raise SettingsError(
-                f"--min-tokens-to-generate {self.min_tokens_to_generate} is more than --tokens-to-generate "
-                f"{self.tokens_to_generate}",
+                f"{words_of(given, 'min_tokens_to_generate', self.min_tokens_to_generate)} is more than "
+                f"{words_of(given, 'tokens_to_generate', self.tokens_to_generate)}",
                 do="lower one, or raise the other",
             )
 
@@ -105,20 +106,17 @@ class Search:
         "the token that ends targets (default: the tokenizer's [SEP] or </s>, or its end of document)", None
     )
 
-    def check(self, sampling: Sampling) -> None:
-        """Raise SettingsError for values that mean nothing."""
+    def check(self, sampling: Sampling, given: Mapping[str, Statement] = NOBODY) -> None:
+        """Raise SettingsError for values that mean nothing. given: as of `Sampling.check`."""
+        beams, penalty = (words_of(given, name, f"{getattr(self, name):g}") for name in ("num_beams", "length_penalty"))
         if self.num_beams < 1:
-            raise SettingsError(f"--num-beams {self.num_beams}: has to be at least 1")
+            raise SettingsError(f"{beams}: has to be at least 1")
         if self.num_beams == 1 and self.length_penalty != 1:
-            raise SettingsError(
-                f"--length-penalty {self.length_penalty:g} is of beam search", do="add --num-beams, or leave it out"
-            )
+            raise SettingsError(f"{penalty} is of beam search", do="add --num-beams, or leave it out")
         drawn = dict(top_k=sampling.top_k, top_p=sampling.top_p, temperature=sampling.temperature not in (0, 1))
         if self.num_beams > 1 and any(drawn.values()):
-            given = ", ".join(f"--{name.replace('_', '-')}" for name, so in drawn.items() if so)
-            raise SettingsError(
-                f"--num-beams {self.num_beams} draws nothing: {given} has no place in it", do="leave it out"
-            )
+            idle = ", ".join(words_of(given, name, getattr(sampling, name)) for name, so in drawn.items() if so)
+            raise SettingsError(f"{beams} draws nothing: {idle} has no place in it", do="leave it out")
 
 
 GREEDY = Search()  # or sampling: no beams

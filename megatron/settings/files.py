@@ -19,13 +19,9 @@ def compose(path: str):
 
     if not path:
         raise UsageError("--config needs the name of a YAML file")
+    text = read_text(path, "--config ")
     try:
-        text = Path(path).read_text(encoding="utf-8")
         root = compose_python(text, path) if path.endswith(".py") else yaml.compose(text, Loader=yaml.BaseLoader)
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--config {path}: not UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
@@ -35,6 +31,16 @@ def compose(path: str):
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}: a list of `key: value` lines is wanted")
     return root
+
+
+def read_text(path: str, flag: str = "") -> str:
+    """A file of text. flag: what names it, with a blank. Raises UsageError where it is missing, or no text."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{flag}{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{flag}{path}: not UTF-8 text") from None
 
 
 def read_settings(root, path: str) -> list[tuple[str, list[str], int]]:

@@ -2,13 +2,17 @@
 """Answers to what is wrong with a command line."""
 
 import difflib
+import textwrap
 from collections.abc import Collection
+from functools import partial
 
 from megatron.errors import UsageError, numbered
 from megatron.settings.dialects.megatron_lm import known_flags
 from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting
 from megatron.settings.statements import SaidBy
+
+FEW = 4  # words that a note names in its one line
 
 
 def unknown(word, flags: Collection[str]) -> str:
@@ -38,6 +42,27 @@ def missing(settings: list[Setting], loading: bool) -> str:
         there = ", or the checkpoint's: --use-checkpoint-args" if loading else ""
         shape = f" (or a whole shape: --model-name-or-path gpt2-medium{there})"
     return "missing: " + ", ".join(s.flag for s in settings) + shape
+
+
+def without_effect(words: list[str], why: str) -> str:
+    """Words that have no effect, as messages show them: `--x`, `run.yaml:3: x`. Many stand in lines of their own, by files.
+
+    >>> print(without_effect(["run.yaml:1: a", "run.yaml:1: b", "run.yaml:3: c", "--d", "--e"], "why"))
+    5 settings have no effect: why
+        run.yaml: a, b, c
+        --d, --e
+    """
+    if len(words) <= FEW:
+        return f"{', '.join(words)} {'has' if len(words) == 1 else 'have'} no effect: {why}"
+    files: dict[str, list[str]] = {}
+    for word in words:
+        place, _, key = word.rpartition(": ")
+        files.setdefault(place.rpartition(":")[0], []).append(key)
+    rows = [f"{file}: {', '.join(keys)}" if file else ", ".join(keys) for file, keys in files.items()]
+    wrap = partial(textwrap.fill, width=100, initial_indent=" " * 4, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return "\n".join(
+        [f"{len(words)} settings have no effect: {why}", *(wrap(row, break_long_words=False) for row in rows)]
+    )
 
 
 def usage_error(problems: list[str], prog: str) -> UsageError:

@@ -24,32 +24,12 @@ from megatron.settings.reader import SettingsReader
 from megatron.settings.spelling import settings_of
 from megatron.settings.statements import Statement
 
-COMMON = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "position_embedding_type",
-    "tokenizer_type",
-    "vocab_file",
-    "merge_file",
-    "data_path",
-    "split",
-    "mock_data",
-    "micro_batch_size",
-    "global_batch_size",
-    "train_iters",
-    "eval_interval",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_warmup_iters",
-    "weight_decay",
-    "clip_grad",
-    "precision",
-    "save",
-    "load",
-    "save_interval",
+COMMON = tuple(
+    """
+    num_layers hidden_size num_attention_heads seq_length position_embedding_type tokenizer_type vocab_file merge_file
+    data_path split mock_data micro_batch_size global_batch_size train_iters eval_interval lr min_lr lr_decay_style
+    lr_warmup_iters weight_decay clip_grad precision save load save_interval
+    """.split()
 )
 # Of a recipe: name -> value of settings whose default is another one, or a function of what is said that finds them.
 Defaults = Mapping[str, Any] | Callable[[Mapping[str, Statement]], Mapping[str, Any]]
@@ -89,7 +69,7 @@ def parse_with_record(
     Raises UsageError with every problem at once.
     """
     settings = settings_of(groups)
-    reader, prog = SettingsReader(groups), prog or Path(sys.argv[0]).name
+    reader, prog = SettingsReader(groups), prog or _command()
     reader.read_command(argv)
     asked = {flag for flag, _ in reader.line.words}
     if asked & {"-h", "--help", "--help-all"}:
@@ -120,6 +100,12 @@ def parse_with_record(
     if plan:
         refuse_another_model(plan, made["model"])
     return made, chosen
+
+
+def _command() -> str:
+    """What runs, as users type it: `pretrain_gpt.py`, or `python -m megatron.pretrain`."""
+    module = getattr(sys.modules["__main__"].__spec__, "name", "")
+    return f"python -m {module}" if module.startswith("megatron.") else Path(sys.argv[0]).name
 
 
 def said(argv: list[str], groups: Mapping[str, type] = MappingProxyType(schema.GROUPS)) -> dict[str, Statement]:

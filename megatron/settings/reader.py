@@ -344,5 +344,4 @@ class SettingsReader:
                 print(f"note: {note}", file=sys.stderr, flush=True)
             for sentence, flags in self.notices.items():
                 flags = list(dict.fromkeys(flags))
-                verb = "has" if len(flags) == 1 else "have"
-                print(f"note: {', '.join(flags)} {verb} no effect: {sentence}", file=sys.stderr, flush=True)
+                print(f"note: {messages.without_effect(flags, sentence)}", file=sys.stderr, flush=True)

@@ -12,11 +12,11 @@ import re
 import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron.errors import UsageError
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import TheirSetting
+from megatron.settings.files import read_text
 from megatron.settings.python_file import items, read_assignments
 from megatron.settings.words import JOINED_LINES
 
@@ -54,7 +54,8 @@ def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[
         body, continued = raw.rstrip(), raw.rstrip().endswith("\\")
         where = f"{name}:{number}"
         words = _words(body[:-1] if continued else body)
-        if continued and words and not re.search(r"\s\\$", body) and _begins_with_a_word(lines, number):
+        begins_with_a_word = lines[number : number + 1] and lines[number][:1].strip()  # the next line
+        if continued and words and not re.search(r"\s\\$", body) and begins_with_a_word:
             notes.append(f"{where}: no blank before the backslash: for a shell its last word and the next are one")
         if continued and "#" in body and not _words(body[body.index("#") :][:-1]):
             notes.append(f"{where}: for a shell the command ends here, in the comment")
@@ -100,10 +101,6 @@ def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, 
             part = []
 
 
-def _begins_with_a_word(lines: list[str], number: int) -> bool:
-    return number < len(lines) and lines[number][:1].strip() != ""
-
-
 def name_among(program: str, names: Collection[str]) -> str:
     """By which of the names a program goes, "" for none: ./tools/eval.py by tools/eval.py, x/train.py by train.py."""
     return next((name for name in names if program == name or program.endswith(f"/{name}")), "")
@@ -113,11 +110,9 @@ def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], note
     words, place = [word for word, _, _ in tokens], tokens[0][1] if tokens else ""
     if sources := list(_assigned(tokens)):
         return Command([], "", sources, place, notes=notes, assigns=True)
-    at = next((i for i, word in enumerate(words) if name_among(word, (*programs, *OURS, *INSTEAD))), None)
-    if at is None:
-        at = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
-    if at is None:
-        at = next((i for i, word in enumerate(words) if FLAG.match(word)), len(words)) - 1
+    named = [i for i, word in enumerate(words) if name_among(word, (*programs, *OURS, *INSTEAD))]
+    named = named or [i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
+    at = named[0] if named else next((i for i, word in enumerate(words) if FLAG.match(word)), len(words)) - 1
     launcher = words[: max(at, 0)]
     if launcher[-1:] in (["-m"], ["--module"]):
         launcher = launcher[:-1]
@@ -238,12 +233,3 @@ def _values(node: ast.expr, key: str) -> Iterator[tuple[str, list[str], int]]:
 def _word(node: ast.expr) -> str:
     """A value as a word: `3`, `HybridAdam` for a name or a call of it."""
     return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(getattr(node, "func", node))
-
-
-def read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not UTF-8 text") from None

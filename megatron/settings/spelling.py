@@ -216,18 +216,8 @@ def _setting(group: str, field, hint) -> Setting:
         hint = typing.get_args(hint)[0]
     kind = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else hint
     default = field.default_factory() if field.default_factory is not MISSING else field.default
-    meta = field.metadata
-    return Setting(
-        group,
-        field.name,
-        kind,
-        many,
-        optional,
-        default,
-        meta.get("help", ""),
-        meta.get("alias", ()),
-        meta.get("also", {}),
-    )
+    said = [field.metadata.get(name, unsaid) for name, unsaid in dict(help="", alias=(), also={}).items()]
+    return Setting(group, field.name, kind, many, optional, default, *said)
 
 
 def _spellings(setting: Setting):

@@ -11,9 +11,10 @@ setting, by one rule for all: the source of the highest precedence counts, in it
 `Config.said` keeps the result: whoever decides something later asks it, and compares no value with a default.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Optional
 
 
@@ -72,6 +73,14 @@ class Statement:
         """Whether it asks for something. A file may spell out defaults, and `--bf16 false` asks for nothing."""
         on_command = self.source == SaidBy.COMMAND and not isinstance(self.value, bool)
         return self.is_given and (self.value != self.default or on_command)
+
+
+NOBODY: Mapping[str, Statement] = MappingProxyType({})
+
+
+def words_of(given: Mapping[str, Statement], name: str, value: object) -> str:
+    """A setting and its value in the words of whoever gave it: `--top-p 1.5 (-o Generation.top_p)`."""
+    return given[name].words if name in given else f"--{name.replace('_', '-')} {value}"
 
 
 def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list[str]]:

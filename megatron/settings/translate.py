@@ -8,11 +8,11 @@ Nothing is dropped: a source is a line, has no effect here for a reason that is 
 there is instead. Files are read, and never run.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from megatron.errors import did_you_mean
 from megatron.settings import schema
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.colossalai import COLOSSALAI
@@ -21,9 +21,9 @@ from megatron.settings.dialects.deepspeed import DEEPSPEED
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nemo import NEMO
-from megatron.settings.dialects.table import Default, Dialect, FlagLine, TheirSetting, flags_of, sentence
+from megatron.settings.dialects.table import Default, Dialect, FlagLine, NoEffect, TheirSetting, flags_of, sentence
 from megatron.settings.sources import CODE
-from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
+from megatron.settings.spelling import NO, BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, resolve
 
 FLEETX = fleetx.TABLES["train"]
@@ -31,7 +31,6 @@ DIALECTS = {
     one.name: one for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER)
 }
 ANYWAY = "it is done anyway, or asks for nothing"
-NO = ("false", "no", "0")
 EMPTY = ("", "null", "none", "~", "???")
 
 
@@ -102,7 +101,8 @@ def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spel
         try:
             flags = dialect.flags(source, given)
         except ValueError as error:
-            out.lost.append((source, str(error)))
+            target = out.idle if isinstance(error, NoEffect) else out.lost
+            target.append((source, str(error)))
             return
         if flags is None:
             return _without_row(dialect, source, known, out)
@@ -125,9 +125,8 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     elif source.key.startswith("$"):
         out.lost.append((source, "a variable of the shell: what it holds is not read; translate that"))
     else:
-        near = difflib.get_close_matches(source.key, [key.partition("=")[0] for key in dialect.table], n=1, cutoff=0.8)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        out.lost.append((source, f"no key that is known of {dialect.title}{hint}"))
+        near = did_you_mean(source.key, (key.partition("=")[0] for key in dialect.table), 0.8)
+        out.lost.append((source, f"no key that is known of {dialect.title}{near}"))
 
 
 def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
@@ -138,8 +137,7 @@ def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str
         target = out.lost if found.refused else out.idle
         target.append((source, found.sentence or "it asks for nothing"))
     else:
-        near = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
-        out.lost.append((source, "no flag that is known" + (f"; did you mean {near[0]}?" if near else "")))
+        out.lost.append((source, f"no flag that is known{did_you_mean(flag, known, 0.8)}"))
 
 
 def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:

@@ -201,8 +201,11 @@ _NOT_HERE = {
 }
 
 
-def find_task(name: str) -> Task:
-    """A task of the tables (SST-2 and sst2 are SST2, CLUE-TNEWS is TNEWS), or that of a YAML file. Raises UsageError."""
+def find_task(name: str, said: str = "") -> Task:
+    """A task of the tables (SST-2 and sst2 are SST2, CLUE-TNEWS is TNEWS), or that of a YAML file. Raises UsageError.
+
+    said: the words of whoever gave the name
+    """
     if name.endswith(IN_FILES):
         return read_task(Path(name))
     plain = plain_name(name)
@@ -212,7 +215,7 @@ def find_task(name: str) -> Task:
     if plain in _NOT_HERE:
         raise UsageError(f"--task {name}: {_NOT_HERE[plain]}", do="see docs/finetuning.md and docs/masked_data.md")
     raise UsageError(
-        f"--task {name}: there is no such task{did_you_mean(name, TASKS)}",
+        f"{said or f'--task {name}'}: there is no such task{did_you_mean(name, TASKS)}",
         f"there are {', '.join(TASKS)}",
         "or describe one of your own in a YAML file: docs/finetuning.md",
     )

@@ -354,7 +354,7 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     """`Recipe.defaults`: what follows from the task, and from the checkpoint that a run goes on from or begins with."""
     told = {name: one.value for name, one in statements.items()}
     task = told.get("task")
-    of_task = _settings_of(str(task)) if task is not None else {}
+    of_task = _settings_of(str(task), statements["task"].words) if task is not None else {}
     said = {**of_task, **told}.get
     found = {**DEFAULTS, **FLEETX, **of_task} if task is not None else dict(DEFAULTS)
     if said("predictions") and Path(str(said("predictions"))).is_file():
@@ -379,10 +379,10 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     return found
 
 
-def _settings_of(name: str) -> dict[str, Any]:
+def _settings_of(name: str, said: str) -> dict[str, Any]:
     """The settings that a task gives. Raises DataError for one that there is not, or that cannot be a task's."""
     known, found = {one.name: one for one in settings_of({**GROUPS, **groups()})}, {}
-    for setting, value in find_task(name).settings.items():
+    for setting, value in find_task(name, said).settings.items():
         if setting not in known:
             raise DataError(f"--task {name}: settings: there is no setting {setting}{did_you_mean(setting, known)}")
         if setting == "task":

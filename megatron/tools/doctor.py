@@ -94,10 +94,10 @@ def _software() -> dict[str, str]:
 def _processor() -> dict:
     import torch
 
-    flags = _cpu_flags()
+    flags = _cpu_field("flags", "Features").split()
     bf16 = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags]
     return {
-        "name": _cpu_name(),
+        "name": _cpu_field("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads of torch": torch.get_num_threads(),
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
@@ -112,14 +112,6 @@ def _cpu_field(*names: str) -> str:
         if key.strip() in names:
             return value.strip()
     return ""
-
-
-def _cpu_name() -> str:
-    return _cpu_field("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_flags() -> set[str]:
-    return set(_cpu_field("flags", "Features").split())
 
 
 def _memory() -> str:
@@ -179,15 +171,11 @@ def _network() -> dict[str, str]:
     return found
 
 
-CHOSEN = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_DISABLE",
-    "NCCL_IB_HCA",
-    "NCCL_P2P_DISABLE",
-    "NCCL_DEBUG",
+CHOSEN = tuple(
+    """
+    MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME NCCL_IB_DISABLE NCCL_IB_HCA NCCL_P2P_DISABLE
+    NCCL_DEBUG
+    """.split()
 )
 
 

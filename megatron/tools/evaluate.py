@@ -14,14 +14,16 @@ prints.
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings import rank_env
-from megatron.settings.parse import parse
+from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
+from megatron.settings.statements import Statement, words_of
 from megatron.tools.job import check_shares, on_ranks
 
 
@@ -57,7 +59,7 @@ class EvaluateOptions:
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_slurm()
-    groups = parse(
+    groups, given = parse_with_record(
         argv,
         dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.evaluate",
@@ -65,7 +67,7 @@ def main(argv: list[str]) -> None:
         common=tuple(EvaluateOptions.__dataclass_fields__),
     )
     settings = groups["evaluate"]
-    check(settings)
+    check(settings, given)
     tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     on_ranks(parallel, settings.device, lambda context: evaluate(settings, groups["tokenizer"], context))
@@ -104,9 +106,9 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
         path.write_text("".join(json.dumps(dict(iteration=loaded.iteration, **result)) + "\n" for result in results))
 
 
-def check(settings: EvaluateOptions) -> None:
+def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
     """Raise UsageError unless exactly one kind of data is given, DataError when its file is missing, SettingsError for
-    sizes and ranks that cannot be.
+    sizes and ranks that cannot be. given: setting -> who gave it.
     """
     if bool(settings.data_path) == bool(settings.task):
         raise UsageError("what to evaluate on is not clear", "give --data-path, or --task with --valid-data")
@@ -114,8 +116,10 @@ def check(settings: EvaluateOptions) -> None:
         raise UsageError(f"--task {settings.task} needs --valid-data")
     if settings.valid_data and not Path(settings.valid_data).is_file():
         raise DataError(f"--valid-data {settings.valid_data}: no such file")
-    if settings.micro_batch_size < 1 or (settings.seq_length or 1) < 1 or (settings.overlapping_eval or 1) < 1:
-        raise SettingsError("--micro-batch-size, --seq-length and --overlapping-eval have to be at least 1")
+    for name in ("micro_batch_size", "seq_length", "overlapping_eval"):
+        size = getattr(settings, name)
+        if size is not None and size < 1:
+            raise SettingsError(f"{words_of(given, name, size)}: has to be at least 1")
     check_shares(settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size)
 
 

@@ -12,6 +12,7 @@ Everything about the model and its vocabulary is read from the checkpoint, whate
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
@@ -19,8 +20,9 @@ from typing import Literal, Optional
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.settings import rank_env
-from megatron.settings.parse import parse
+from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
+from megatron.settings.statements import Statement, words_of
 from megatron.tools.job import on_ranks
 
 
@@ -63,29 +65,17 @@ class GenerateOptions:
         return here if least <= here <= most else most
 
 
-COMMON = (
-    "load",
-    "prompt",
-    "prompt_file",
-    "num_samples",
-    "tokens_to_generate",
-    "greedy",
-    "temperature",
-    "top_k",
-    "top_p",
-    "repetition_penalty",
-    "sampling_seed",
-    "num_beams",
-    "device",
-    "json",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
+COMMON = tuple(
+    """
+    load prompt prompt_file num_samples tokens_to_generate greedy temperature top_k top_p repetition_penalty
+    sampling_seed num_beams device json tensor_model_parallel_size pipeline_model_parallel_size
+    """.split()
 )
 
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_slurm()
-    groups = parse(
+    groups, given = parse_with_record(
         argv,
         dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.generate",
@@ -93,10 +83,10 @@ def main(argv: list[str]) -> None:
         common=COMMON,
     )
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
-    check(settings)
-    sampling.check()
+    check(settings, given)
+    sampling.check(given)
     sampling, notes = sampling.settled()
-    search.check(sampling)
+    search.check(sampling, given)
     here = rank_env.ranks()
     for note in notes if here.rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
@@ -118,8 +108,8 @@ def main(argv: list[str]) -> None:
     on_ranks(parallel, settings.device, work)
 
 
-def check(settings: GenerateOptions) -> None:
-    """Raise SettingsError for ranks that cannot be, before torch is loaded."""
+def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
+    """Raise SettingsError for ranks that cannot be, before torch is loaded. given: setting -> who gave it."""
     if settings.save_inference_model_then_exist:
         raise SettingsError(
             "--save-inference-model-then-exist: models are saved as weights, not as programs",
@@ -129,11 +119,10 @@ def check(settings: GenerateOptions) -> None:
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)
     for name, size in sizes.items():
         if size < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} {size}: has to be at least 1")
+            raise SettingsError(f"{words_of(given, name, size)}: has to be at least 1")
     if not settings.distributed_timeout_minutes > 0:
-        raise SettingsError(
-            f"--distributed-timeout-minutes {settings.distributed_timeout_minutes:g}: has to be above 0"
-        )
+        minutes = words_of(given, "distributed_timeout_minutes", settings.distributed_timeout_minutes)
+        raise SettingsError(f"{minutes}: has to be above 0")
     if tp * pp != world:
         raise SettingsError(
             f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",

@@ -39,22 +39,15 @@ from megatron.data.plain_text import SEPARATOR_HELP
 from megatron.errors import DataError, SettingsError, run_main
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.storage.durable import replace_file
 
 KINDS = ("topics", "docs", "sources")
 # Tests, generated tables, and packages that a distribution may have added or left out.
-LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-    "encodings",
-    "pydoc_data",
-    "lib2to3",
-    "ensurepip",
-    "this.py",
-}
+LEFT_OUT = set(
+    """
+    site-packages dist-packages test tests idle_test __pycache__ encodings pydoc_data lib2to3 ensurepip this.py
+    """.split()
+)
 SHORTEST = 200  # characters; shorter pages say little
 
 
@@ -146,13 +139,9 @@ def write_corpus(settings: SampleDataOptions) -> dict[str, tuple[int, int]]:
             "install Python's standard library in full",
         )
     for path, chosen in sides.items():
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(target.name + ".partial")
-        with aside.open("w", encoding="utf-8", newline="\n") as out:
-            for document in chosen:
-                out.write(json.dumps(dict(text=document.text, source=document.source), ensure_ascii=False) + "\n")
-        aside.replace(target)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(dict(text=one.text, source=one.source), ensure_ascii=False) + "\n" for one in chosen)
+        replace_file(Path(path), "".join(lines).encode())
     return {path: (len(chosen), sum(len(d.text.encode()) for d in chosen)) for path, chosen in sides.items()}
 
 
@@ -170,15 +159,10 @@ def documents(kinds=KINDS) -> Iterator[Document]:
     if "topics" in kinds:
         yield from topics()
     modules = list(read_modules()) if {"docs", "sources"} & set(kinds) else []
-    if "docs" in kinds:
-        for name, source in modules:
-            page = documentation(name, source)
-            if len(page) >= SHORTEST:
-                yield Document(page, f"docs/{name}", name)
-    if "sources" in kinds:
-        for name, source in modules:
-            if len(source) >= SHORTEST:
-                yield Document(source, f"sources/{name}", name)
+    for kind, text_of in (("docs", documentation), ("sources", lambda name, source: source)):
+        for name, source in modules if kind in kinds else ():
+            if len(text := text_of(name, source)) >= SHORTEST:
+                yield Document(text, f"{kind}/{name}", name)
 
 
 def topics() -> Iterator[Document]:

@@ -123,8 +123,10 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     """torchrun's command line. Raises UsageError, which argparse would say with 40 lines of usage."""
 
     def refuse(problem: str) -> NoReturn:
-        flag = problem.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-        problem += did_you_mean(flag, parser._option_string_actions) if flag.startswith("--") else ""
+        unknown = re.match(r"(?:unrecognized arguments|ambiguous option): (--?[\w-]+)", problem)
+        if unknown and (here := instead_of(unknown[1], argv)):
+            raise UsageError(f"{unknown[1]} is no word of this launcher", do=here)
+        problem += did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
         raise UsageError(problem, do="flags of the launcher stand before the script, and --help lists them")
 
     parser.add_argument("--gpus", "--devices", help="GPUs for the ranks, one each: 2,3 (PaddlePaddle's flag)")
@@ -143,6 +145,22 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     if args.no_python and shutil.which(script) is None:
         raise UsageError(f"{script}: no such program")
     return args
+
+
+def instead_of(flag: str, argv: list[str]) -> str:
+    """What there is for a flag of another suite's launcher; "" for a flag that none has."""
+    from megatron.settings.dialects.launchers import LAUNCHERS, meeting
+    from megatron.settings.sources import flags_of_words
+    from megatron.settings.translate import translate
+
+    given = next(one for one in flags_of_words([(word, "", "") for word in argv]) if one.key == flag)
+    for launcher in LAUNCHERS:
+        if start := translate(launcher, [given._replace(words=given.words[:1])]).start:
+            lines, told = meeting(start)
+            words = " ".join(word for line in lines for word in (line.flag, *line.words))
+            several = "--rdzv-endpoint" in words
+            return "; ".join([f"say {words}{', the same on each machine' if several else ''}", *told])
+    return ""
 
 
 def use_gpus(args: Namespace, unsaid: object) -> None:
@@ -190,7 +208,11 @@ class Launch:
             return [self.ending_in_files()]
         if self.error is not None:
             raise failure_of(self.error)
-        return [ending_of(rank, failure, self.killed) for rank, failure in self.failures.items()]
+        endings = []
+        for rank, failure in self.failures.items():
+            killed = failure.pid in self.killed and failure.exitcode == -signal.SIGKILL
+            endings.append(Ending(rank, failure.exitcode, failure.error_file_data.get("brief", ""), killed=killed))
+        return endings
 
     def work(self) -> None:
         """Of the thread: torch's agent, until all ranks have finished or one has failed."""
@@ -239,9 +261,7 @@ class Launch:
     def ending_in_files(self) -> Ending:
         """How the job ended that was told to, where the agent has not said so: as one of the ranks has written."""
         files = sorted(Path(self.args.log_dir).glob("*/attempt_*/*/error.json"), key=os.path.getmtime)
-        files = [
-            path for path in files if path.stat().st_mtime >= self.began - 1
-        ]  # --log-dir may have been used before
+        files = [path for path in files if path.stat().st_mtime >= self.began - 1]  # not of a run before
         with contextlib.suppress(OSError, ValueError, LookupError):
             words = json.loads(files[-1].read_text())
             return Ending(int(files[-1].parent.name), words["code"], words["brief"], words["told"])
@@ -264,11 +284,10 @@ class Launch:
             said, code = "interrupted: ended at once, nothing was saved\n", Interrupted.code
         elif killed and left is endings:
             said = f"error: {not_answered(killed, self.patience())}\n"
-        elif killed and not told:
+        elif not told:
             said = said or unsaid(rank, code, bool(self.signals), last_checkpoint_of(self.args))
-            said = with_reason(said, not_answered(killed, self.patience()))
-        text = "" if told else said or unsaid(rank, code, bool(self.signals), last_checkpoint_of(self.args))
-        return text, code if code >= 0 else 128 - code, rank
+            said = with_reason(said, not_answered(killed, self.patience())) if killed else said
+        return "" if told else said, code if code >= 0 else 128 - code, rank
 
 
 def start(args: Namespace) -> None:
@@ -301,12 +320,6 @@ def failure_of(error: BaseException) -> BaseException:
     if isinstance(error, (ValueError, AssertionError, RuntimeError)):
         return SettingsError(f"the ranks cannot be started: {text}", do=f"python -m {MODULE} --help")
     return error
-
-
-def ending_of(rank: int, failure, killed: Iterable[int] = ()) -> Ending:
-    """torch's record of a rank that failed. killed: processes that the launcher has killed."""
-    gone = failure.pid in killed and failure.exitcode == -signal.SIGKILL
-    return Ending(rank, failure.exitcode, failure.error_file_data.get("brief", ""), killed=gone)
 
 
 @contextlib.contextmanager
@@ -361,7 +374,13 @@ def last_checkpoint_of(args: Namespace) -> Optional[str]:
     return None
 
 
-CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
+CRASH = "a crash in compiled code"
+# signal that has ended a rank -> what may have been the cause
+CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"), f"{CRASH}: PYTHONFAULTHANDLER=1 shows where") | dict(
+    SIGKILL="if nobody has sent it, memory has run out: dmesg | grep -i oom",
+    SIGABRT=f"{CRASH} (PYTHONFAULTHANDLER=1 shows where), or NCCL's watchdog, which says above that\n"
+    "     a rank has waited for another for longer than --distributed-timeout-minutes",
+)
 
 
 def unsaid(rank: int, code: int, asked: bool, saved: Optional[str] = None) -> str:
@@ -375,21 +394,9 @@ def unsaid(rank: int, code: int, asked: bool, saved: Optional[str] = None) -> st
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    if name == "SIGKILL":
-        hint = "  -> if nobody has sent it, memory has run out: dmesg | grep -i oom\n"
-    elif name == "SIGABRT":
-        hint = (
-            "  -> a crash in compiled code (PYTHONFAULTHANDLER=1 shows where), or NCCL's watchdog, which says above that\n"
-            "     a rank has waited for another for longer than --distributed-timeout-minutes\n"
-        )
-    elif name in CRASHES:
-        hint = "  -> a crash in compiled code: PYTHONFAULTHANDLER=1 shows where\n"
-    elif asked and name == "SIGTERM":
-        hint = "  -> with --exit-signal-handler the ranks save first\n"
-    else:
-        hint = ""
+    hint = "with --exit-signal-handler the ranks save first" if asked and name == "SIGTERM" else CAUSES.get(name)
     where = f"  the last checkpoint: {saved}\n" if saved else ""
-    return f"error: rank {rank} was ended by {name}\n{where}{hint}"
+    return f"error: rank {rank} was ended by {name}\n{where}" + (f"  -> {hint}\n" if hint else "")
 
 
 def signal_groups(ranks: Iterable[int], number: int) -> None:

@@ -23,6 +23,7 @@ from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting, sentence
+from megatron.settings.files import read_text
 from megatron.settings.parse import parse
 from megatron.settings.schema import GROUPS, setting
 from megatron.settings.sources import (
@@ -33,7 +34,6 @@ from megatron.settings.sources import (
     quoted,
     read_commands,
     read_python,
-    read_text,
     read_tree,
     read_words,
 )
@@ -212,7 +212,7 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
     if not dialect.base:
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
     if dialect.name == "nemo":
-        sources, missing = with_hydras_file(sources, folder)
+        sources = with_hydras_file(sources, folder, missing)
     for one in list(sources):
         reader, name = CONFIGS.get((dialect.name, _bare(one.key))), one.value
         if reader is None and one.key.endswith(".json"):
@@ -220,13 +220,12 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         if reader is None or name in ("", "true"):
             continue
         sources.remove(one)
-        path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
-        if path is None:
-            missing.append((one, f"{name}: no such file; translate it by itself"))
-        elif reader == "deepspeed":
-            own = translate(DIALECTS["deepspeed"], read_tree(str(path)), own)
+        if (path := named_file(one, folder, name, missing)) is None:
+            continue
+        if reader == "deepspeed":
+            own = translate(DIALECTS["deepspeed"], read_tree(path), own)
         else:
-            sources = (read_python(str(path)) if reader == "python" else read_tree(str(path))) + sources
+            sources = (read_python(path) if reader == "python" else read_tree(path)) + sources
     found, program = translate(dialect, sources, own), "pretrain_gpt.py"
     found.lost += missing
     if "torchrun" in start:
@@ -240,18 +239,22 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
     return TranslatedRun(found, start, program, command.behind, command.notes + notes)
 
 
-def with_hydras_file(sources: list[TheirSetting], folder: Path) -> tuple[list[TheirSetting], list]:
+def named_file(one: TheirSetting, folder: Path, name: str, missing: list[tuple[TheirSetting, str]]) -> str | None:
+    """The file that a source names, in the folder of its script or here; what is not there goes to `missing`."""
+    found = [str(path) for path in (folder / name, Path(name)) if path.is_file()]
+    missing += [] if found else [(one, f"{name}: no such file; translate it by itself")]
+    return found[0] if found else None
+
+
+def with_hydras_file(sources: list[TheirSetting], folder: Path, missing: list) -> list[TheirSetting]:
     """`--config-path=conf --config-name=c` as what conf/c.yaml says, before the words that override it."""
     named = {one.key: one for one in sources if one.key in ("config_path", "config_name")}
     if "config_name" not in named:
-        return sources, []
+        return sources
     name = named["config_name"].value.removesuffix(".yaml") + ".yaml"
     inside = Path(named["config_path"].value if "config_path" in named else "conf") / name
-    rest = [one for one in sources if one.key not in named]
-    path = next((path for path in (folder / inside, inside) if path.is_file()), None)
-    if path is None:
-        return rest, [(named["config_name"], f"{inside}: no such file; translate it by itself")]
-    return read_tree(str(path)) + rest, []
+    path = named_file(named["config_name"], folder, str(inside), missing)
+    return (read_tree(path) if path else []) + [one for one in sources if one.key not in named]
 
 
 def _bare(key: str) -> str:
@@ -282,7 +285,8 @@ def started(command: Command, found: Translation) -> tuple[list[str], list[str]]
         (len(words), None),
     )
     before, own = words[: min(at, interpreter)], words[interpreter + 1 : at]
-    notes = [f"{command.where}: {word}: it is kept, and nothing here reads it" for word in before if unread(word)]
+    unread = [word for word in before for one in UNREAD.split() if fnmatchcase(word, f"{one}=*")]
+    notes = [f"{command.where}: {word}: it is kept, and nothing here reads it" for word in unread]
     if launcher is None:
         if any(word in ("|", "xargs") for word in before):
             notes, before, own = [*notes, f"{command.where}: what feeds it: {' '.join(before)}"], [], []
@@ -315,11 +319,6 @@ def started_by(found: Translation) -> tuple[list[str], list[str]]:
     count = [] if "--nproc-per-node" in words else ["--nproc-per-node", "gpu"]
     found.start = []
     return [*variables, "torchrun", *count, *words], notes + told
-
-
-def unread(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and any(fnmatchcase(name, pattern) for pattern in UNREAD.split())
 
 
 # What is printed ------------------------------------------------------------------------------------------------------

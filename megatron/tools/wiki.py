@@ -10,17 +10,20 @@ there, with the same bytes for any --workers. What a text keeps of a page: megat
 
 import bz2
 import html
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import string
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -66,7 +69,7 @@ def main(argv: list[str]) -> None:
     file_bytes(options.bytes)
     if options.workers is not None and options.workers < 1 or not re.fullmatch(r"\d+(,\d+)*", options.namespaces):
         raise SettingsError("--workers starts at 1; --namespaces are numbers with commas between them")
-    if not os.path.isfile(dump) and not os.path.exists(dump):
+    if not os.path.exists(dump):
         raise DataError(f"{dump}: no such file", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
     try:
         import mwparserfromhell  # noqa: F401  # said before anything is written
@@ -112,7 +115,7 @@ def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
             for path in aside.iterdir():  # of a run that was killed
                 if path.name != ".lock":
                     shutil.rmtree(path)
-            with ArticleFiles(aside, file_bytes(options.bytes), options.compress) as files:
+            with closing(ArticleFiles(aside, file_bytes(options.bytes), options.compress)) as files:
                 for texts, counted, titles in _all_pieces(dump, options):
                     counts.update(counted)
                     set_aside += titles
@@ -136,48 +139,36 @@ class ArticleFiles:
 
     def __init__(self, folder: Path, size: int, compress: bool):
         self._folder, self._size, self._compress = folder, size, compress
-        self._number, self._file, self._written = 0, None, 0
-
-    def __enter__(self) -> "ArticleFiles":
-        return self
-
-    def __exit__(self, *of_error) -> None:
-        self._close()
+        self._names, self._file, self._written = (f"{a}/wiki_{n:02}" for a in folders() for n in range(100)), None, 0
 
     def write(self, text: str) -> None:
         """Write one article."""
         data = text.encode()
         if self._file is None or self._written + len(data) > self._size:
-            self._close()
+            self.close()
             self._file, self._written = self._open(), 0
         self._file.write(data)
         self._written += len(data)
 
     def _open(self):
-        folder, number = divmod(self._number, 100)
-        self._number += 1
-        name = _letters(folder)
-        (self._folder / name).mkdir(exist_ok=True)
-        path = self._folder / name / f"wiki_{number:02}"
+        path = self._folder / next(self._names)
+        path.parent.mkdir(exist_ok=True)
         return bz2.open(f"{path}.bz2", "wb") if self._compress else open(path, "wb")
 
-    def _close(self) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-def _letters(number: int) -> str:
-    """0 -> AA, 1 -> AB, 26 -> BA, 676 -> AAA.
+def folders() -> Iterator[str]:
+    """AA, AB ... ZZ, AAA ...
 
-    >>> [_letters(n) for n in (0, 1, 26, 675, 676)]
+    >>> names = [name for name, _ in zip(folders(), range(677))]
+    >>> [names[n] for n in (0, 1, 26, 675, 676)]
     ['AA', 'AB', 'BA', 'ZZ', 'AAA']
     """
-    width, first = 2, 0
-    while number - first >= 26**width:
-        first += 26**width
-        width += 1
-    number -= first
-    return "".join(chr(65 + number // 26**place % 26) for place in reversed(range(width)))
+    for width in itertools.count(2):
+        yield from map("".join, itertools.product(string.ascii_uppercase, repeat=width))
 
 
 # ---- pieces of the dump, in processes ------------------------------------------------------------------------------------

@@ -141,7 +141,13 @@ def test_epochs_count_where_steps_do_not(capsys):
 
 
 def test_unknown_keys_are_errors_in_every_section(capsys):
-    for key in ("Engine.mix_precision.levle", "Profiler.enabel", "Data.Train.sampler.shufle", "Engine.save_load.step"):
+    for key in (
+        "Engine.mix_precision.levle",
+        "Profiler.enabel",
+        "Data.Train.sampler.shufle",
+        "Engine.save_load.step",
+        "Compress.X.enabl",
+    ):
         assert f"-o {key} is no known key" in run(f"{key}=1", capsys=capsys)[0]
 
 

@@ -280,6 +280,14 @@ def test_the_yaml_says_the_same_as_the_command(name, capsys, tmp_path):
     assert parse_pretrain([*needed, "--config", str(tmp_path / "run.yaml")]) == parse_pretrain([*needed, *words])
 
 
+def test_steps_win_over_epochs_and_the_output_says_so(capsys):
+    text = printed(capsys, "--from", "paddlenlp", "python run_pretrain.py --num_train_epochs 3 --max_steps 5")
+    assert "# no effect here:\n#   command:1: --num_train_epochs 3: --max_steps 5 says how long training is" in text
+    words = flags_printed(text)
+    batch = parse_pretrain([*SHAPE, *words]).batch
+    assert (batch.train_iters, batch.train_epochs) == (5, None)
+
+
 def test_fleetx_is_what_its_file_is_read_as(capsys):
     direct = parse_pretrain(["-c", str(HERE / "E_config.yaml")])
     words = flags_printed(printed(capsys, "--from", "fleetx", str(HERE / "E_config.yaml")))

@@ -118,7 +118,7 @@ def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
     found = generate(model, PROMPTS, Sampling(12), Search(3), longest=10)
     assert [len(answer) for answer in found] == [5, 8, 3]
     assert generate(model, PROMPTS, Sampling(12, repetition_penalty=3.0), Search(3), longest=10) != found
-    with pytest.raises(SettingsError, match="--top-k has no place"):
+    with pytest.raises(SettingsError, match="--top-k 4 has no place"):
         generate(model, PROMPTS, Sampling(12, top_k=4), Search(3), longest=10)
     with pytest.raises(SettingsError, match="--length-penalty 2 is of beam search"):
         generate(model, PROMPTS, Sampling(12), Search(length_penalty=2.0), longest=10)

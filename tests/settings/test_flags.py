@@ -505,3 +505,10 @@ def test_words_that_were_lost_in_silence(line, words):
 
 def test_checkpoint_args_without_a_checkpoint():
     assert "--use-checkpoint-args needs --load" in refused("--use-checkpoint-args", shape=[])
+
+
+@pytest.mark.parametrize("words", (["-m", "megatron.pretrain"], ["pretrain_gpt.py"]))
+def test_errors_cite_the_command_as_it_is_typed(words, root):
+    done = subprocess.run([sys.executable, *words, "--foo"], cwd=root, capture_output=True, text=True)
+    command = " ".join(["python", *words] if "-m" in words else words)
+    assert done.returncode == 2 and f"-> {command} --help" in done.stderr

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML of PaddleFleetX read as settings: sections, `_base_`, `-c` and `-o`."""
 
+import re
+
 import pytest
 
-from megatron.errors import UsageError
+from megatron.errors import SettingsError, UsageError
 from megatron.inference.sampling import Sampling, Search
+from megatron.model.arguments import parse_any
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.tasks import finetune
+from megatron.tools import evaluate, generate
 from megatron.tools.generate import GenerateOptions
 from megatron.training.rules import filled
 
@@ -127,6 +131,15 @@ def test_overrides(read):
         ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
         ("foo", "-o foo: Section.key=value is wanted"),
         ("model.layers=3", "unknown flag --layers"),
+        ("Compress.X.enabl=yes", "-o Compress.X.enabl is no known key; did you mean Compress.Prune.enable?"),
+        (
+            "Quantization.weight_bit=8",
+            "Quantization.weight_bit is no known key; did you mean Quantization.weight_bits?",
+        ),
+        (
+            "Engine.max_steps=-5",
+            "-o Engine.max_steps: '-5' is no number of steps; -1 stands for those of Engine.num_tr",
+        ),
     ],
 )
 def test_what_cannot_be_read(read, words, told):
@@ -142,6 +155,8 @@ def test_no_compression_and_keys_without_effect_pass(read):
     assert config == plain and set(told.splitlines()) < set(more.splitlines())
     assert "note: -o Compress.Prune.ratio has no effect: Compress.Prune.enable is not true" in more
     assert "note: -o Quantization.weight_bits has no effect: Quantization.enable is not true" in more
+    told = read("-o Engine.run_mode=epoch -o Engine.max_steps=-5")[1]
+    assert re.search("-o Engine.max_steps.* no effect: training is counted in epochs", told)
     unlimited, _ = read("-o Engine.max_steps=-1 -o Engine.num_train_epochs=")
     assert plain.batch.train_iters == 500000 and unlimited.batch.train_iters is None
 
@@ -291,6 +306,39 @@ def test_pretraining_says_which_command_fine_tunes(glue):
         UsageError, match="-o Data.Train.dataset.name: fine-tuning is python finetune.py --task CoLA, with"
     ):
         parse_pretrain(["--preset", "gpt2", "-o", "Data.Train.dataset.name=CoLA"])
+
+
+def test_a_task_that_nobody_knows_is_named(glue):
+    with pytest.raises(UsageError, match="--task FOO .-o Data.Train.dataset.name.: there is no such task"):
+        parse_any(["-c", glue, "-o", "Data.Train.dataset.name=FOO"], recipe=finetune.recipe())
+
+
+@pytest.mark.parametrize(
+    "main, words, text",
+    [
+        (generate.main, "-o Generation.top_p=1.5", "--top-p 1.5 (-o Generation.top_p): has to be between 0 and 1"),
+        (generate.main, "-o Generation.num_return_sequences=0", "--num-samples 0 (-o Generation.num_return_sequences)"),
+        (evaluate.main, "--data-path x -o Offline_Eval.batch_size=0", "--batch-size 0 (-o Offline_Eval.batch_size)"),
+    ],
+)
+def test_what_is_wrong_is_named_as_it_was_written(main, words, text, tmp_path):
+    (tmp_path / "own.yaml").write_text(BASE)
+    with pytest.raises(SettingsError) as refused:
+        main(["-c", str(tmp_path / "own.yaml"), "--load", "x", *words.split()])
+    assert refused.value.what.startswith(text)
+
+
+def test_a_long_note_has_short_lines(tmp_path, capsys):
+    """Of a file for pretraining that another command reads; each key is still named."""
+    (tmp_path / "own.yaml").write_text(BASE)
+    parse(["-c", str(tmp_path / "own.yaml"), "--load", "x"], dict(evaluate=evaluate.EvaluateOptions))
+    told = capsys.readouterr().err
+    [head] = [line for line in told.splitlines() if "settings of training" in line]
+    count = int(head.split()[1])
+    assert head == f"note: {count} settings have no effect: settings of training, which this command does not do"
+    listed = told.partition(head)[2].replace(f"{tmp_path}/own.yaml:", "").replace(",", " ").split()
+    assert len({*listed}) == len(listed) == count > 20 and {"Engine.max_steps", "Optimizer.lr.max_lr"} < {*listed}
+    assert max(map(len, told.splitlines())) <= 120
 
 
 def test_generation_by_beams(tmp_path):

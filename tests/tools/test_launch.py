@@ -252,6 +252,19 @@ def test_a_second_ctrl_c_ends_ranks_that_hear_nothing(start, monkeypatch):
             "unrecognized arguments: --nproc-per-nodes; did you mean --nproc-per-node",
         ),
         (["ranks.py"], "ranks.py: no such script; did you mean rank.py?"),
+        (
+            ["--ips", "10.0.0.1,10.0.0.2", "rank.py"],
+            "--ips is no word of this launcher\n  -> say --nnodes 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500, "
+            "the same on each machine",
+        ),
+        (
+            ["--master=a:300", "rank.py"],
+            "--master is no word of this launcher\n  -> say --master-addr a --master-port 300",
+        ),
+        (
+            ["--num_machines", "2", "rank.py"],
+            "say --nnodes 2; 2 machines: start it on each machine, with --rdzv-backend",
+        ),
         (["--no-python", "no-such-program"], "no-such-program: no such program"),
         (["--max-restarts", "x", "rank.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'"),
         ([], "the following arguments are required: training_script"),

@@ -8,12 +8,10 @@ WORDS = """
 =  zero.optimizer_config.hysteresis
 BATCH_SIZE                                      --micro-batch-size
 NUM_EPOCHS                                      --train-epochs
-SEQ_LEN                                         --seq-length
-SEQ_LENGTH                                      --seq-length
+SEQ_LEN|SEQ_LENGTH                              --seq-length
 VOCAB_SIZE                                      --vocab-size
 HIDDEN_SIZE                                     --hidden-size
-NUM_MICRO_BATCHES                               --gradient-accumulation-steps
-gradient_accumulation                           --gradient-accumulation-steps
+NUM_MICRO_BATCHES|gradient_accumulation         --gradient-accumulation-steps
 clip_grad_norm                                  --clip-grad
 backend                                         --distributed-backend
 optimizer.type=hybridadam|fusedadam|adam|adamw  --optimizer adam
@@ -28,21 +26,17 @@ model.type=gpt2_xl                              --model-name-or-path gpt2-xl
 model.type=gpt3                                 --model-name-or-path gpt3-175B
 model.checkpoint=true                           --recompute-granularity full
 model.num_chunks                                --num-virtual-stages-per-pipeline-rank
-parallel.pipeline                               --pipeline-model-parallel-size
-parallel.pipeline.size                          --pipeline-model-parallel-size
+parallel.pipeline|parallel.pipeline.size        --pipeline-model-parallel-size
 parallel.tensor.size                            --tensor-model-parallel-size
 parallel.tensor.mode=sequence                   --sequence-parallel
 fp16.mode=amp_type.naive                        --fp16; --amp-level O2
 fp16.mode=amp_type.torch|amp_type.apex          --fp16; --amp-level O1
-fp16.initial_scale                              --initial-loss-scale
-fp16.growth_interval                            --loss-scale-window
-fp16.min_scale                                  --min-loss-scale
+fp16.initial_scale|zero.optimizer_config.initial_scale      --initial-loss-scale
+fp16.growth_interval|zero.optimizer_config.growth_interval  --loss-scale-window
+fp16.min_scale|zero.optimizer_config.min_scale              --min-loss-scale
 zero.model_config.offload_config.device=cpu     --param-cpu-offload
 zero.model_config.tensor_placement_policy=cpu   --param-cpu-offload; --optimizer-cpu-offload
 zero.optimizer_config.cpu_offload=true          --optimizer-cpu-offload
-zero.optimizer_config.initial_scale             --initial-loss-scale
-zero.optimizer_config.min_scale                 --min-loss-scale
-zero.optimizer_config.growth_interval           --loss-scale-window
 zero.level                                      --sharding-stage
 -  from_torch=true parallel.tensor.mode=1d|none zero.model_config.offload_config.device=cuda
 -  zero.model_config.tensor_placement_policy=auto|cuda

@@ -4,7 +4,7 @@
 What is not named here is read as `settings.parse` reads it.
 """
 
-from megatron.settings.dialects.table import Default, Dialect
+from megatron.settings.dialects.table import Default, Dialect, epochs_unless
 
 PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_only")
 
@@ -55,7 +55,7 @@ PADDLENLP = Dialect(
 --check_accuracy=true    --hidden-dropout 0; --attention-dropout 0
 --lr_decay_style=cosine  --lr-decay-style cosine
 --lr_decay_style=none    --lr-decay-style constant
--  --model_type=gpt
+-  --model_type=gpt --max_steps=-1|0
 """,
     changed={
         "--input_dir": "token files of preprocess_data.py: their prefix",
@@ -69,7 +69,7 @@ PADDLENLP = Dialect(
         "text is not read while training": "--tokenizer_name_or_path",
     },
     lost={"Chinese texts have --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE": "--model_type"},
-    computed=dict.fromkeys(PROFILER, profiler_options),
+    computed={**dict.fromkeys(PROFILER, profiler_options), "--num_train_epochs": epochs_unless("--max_steps")},
     defaults=(
         Default("--lr-decay-style", "cosine"),
         Default("--lr-decay-iters", "360000"),

@@ -107,11 +107,6 @@ CHANGED = {
 }
 
 
-def initial_scale(words, given):
-    power = int(words[0])
-    return [("--initial-loss-scale", [str(2**power)])]
-
-
 def share_of_peak(flag):
     """A ratio of the scheduler's highest rate, as a rate."""
 
@@ -124,24 +119,17 @@ def share_of_peak(flag):
     return computed
 
 
-DEEPSPEED = Dialect(
-    "deepspeed",
-    "DeepSpeed",
-    WORDS,
-    CHANGED,
-    IDLE,
-    LOST,
-    {
-        "fp16.initial_scale_power": initial_scale,
-        "scheduler.params.cos_min_ratio": share_of_peak("--min-lr"),
-        "scheduler.params.warmup_min_ratio": share_of_peak("--lr-warmup-init"),
-    },
-    (
-        Default("--clip-grad", "0"),
-        Default("--weight-decay", "0", where="optimizer"),
-        *(
-            Default("--lr-warmup-iters", "1000", ("scheduler.params.warmup_num_steps",), f"scheduler.type={name}")
-            for name in ("warmuplr", "warmupdecaylr", "warmupcosinelr")
-        ),
+COMPUTED = {
+    "fp16.initial_scale_power": lambda words, given: [("--initial-loss-scale", [str(2 ** int(words[0]))])],
+    "scheduler.params.cos_min_ratio": share_of_peak("--min-lr"),
+    "scheduler.params.warmup_min_ratio": share_of_peak("--lr-warmup-init"),
+}
+DEFAULTS = (
+    Default("--clip-grad", "0"),
+    Default("--weight-decay", "0", where="optimizer"),
+    *(
+        Default("--lr-warmup-iters", "1000", ("scheduler.params.warmup_num_steps",), f"scheduler.type={name}")
+        for name in ("warmuplr", "warmupdecaylr", "warmupcosinelr")
     ),
 )
+DEEPSPEED = Dialect("deepspeed", "DeepSpeed", WORDS, CHANGED, IDLE, LOST, COMPUTED, DEFAULTS)

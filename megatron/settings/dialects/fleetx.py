@@ -8,12 +8,11 @@ A key means one flag, or some together with others, or it is noted or refused by
 on the command that reads it. A key that is none of them is unknown, and an error.
 """
 
-import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from megatron.errors import UsageError
+from megatron.errors import UsageError, did_you_mean
 from megatron.settings.dialects.table import Dialect, TheirSetting, sentence
 from megatron.settings.files import compose, merged
 from megatron.settings.spelling import NO, YES, dashed
@@ -71,8 +70,7 @@ OTHERS = dict(
         Distributed.schedule_mode=1f1b                   --pipeline-schedule 1f1b
         Distributed.schedule_mode=f-then-b               --pipeline-schedule gpipe
         Distributed.sharding.comm_overlap                --overlap-grad-reduce
-        Optimizer.name=adamw                             --optimizer adam
-        Optimizer.name=fusedadamw                        --optimizer adam
+        Optimizer.name=adamw|fusedadamw                  --optimizer adam
         Optimizer.beta1                                  --adam-beta1
         Optimizer.beta2                                  --adam-beta2
         Optimizer.epsilon                                --adam-eps
@@ -137,7 +135,13 @@ REFUSED = {
     "all texts are searched together": "Generation.num_beam_groups Generation.diversity_rate",
 }
 RECOMPUTED = "Model.recompute_granularity Model.no_recompute_layers Model.use_recompute Engine.use_recompute".split()
-COMPRESSION = "Compress.* Quantization.* Prune.* Distillation.*"
+_COMPRESSION = """Quantization.enable Quantization.pretrained Quantization.weight_quantize_type Quantization.weight_bits
+    Quantization.weight_preprocess_type Quantization.activation_quantize_type Quantization.activation_bits
+    Quantization.activation_preprocess_type Quantization.quantizable_layer_type Quantization.onnx_format Prune.enable
+    Prune.cal_sens Prune.criterion Prune.ratio Distillation.enable Distillation.distill_loss_ratio Distillation.T
+    Distillation.distillation_loss_type""".split()
+COMPRESSION = " ".join(["Compress.pretrained", *_COMPRESSION, *(f"Compress.{key}" for key in _COMPRESSION)])
+TEACHER = " Distillation.Teacher.* Compress.Distillation.Teacher.*"
 # Read by the functions below.
 JOINT = """Model.module Model.use_recompute Engine.use_recompute Engine.run_mode Engine.mix_precision.enable
     Engine.mix_precision.use_pure_fp16 Engine.mix_precision.dtype Engine.mix_precision.level Profiler.scheduler
@@ -169,7 +173,9 @@ def _table(*purposes: str) -> Dialect:
 
 TABLES = {purpose: _table(*of) for purpose, of in dict(train=["train"], task=["train", "task"]).items()}
 TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate")}
-KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(JOINT.split())
+KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(
+    f"{JOINT} {COMPRESSION}".split()
+)
 
 
 def told(one: TheirSetting, why: str) -> str:
@@ -211,17 +217,15 @@ def override(entries: Entries, key: str, text: str) -> Entries:
 
 def over(below: Entries, own: Entries) -> Entries:
     """Entries over others. An empty key empties its section, and a section takes the place of a value."""
-    gone = [f"{key}." for key, one in own.items() if one.words is None]
-    kept = {key: one for key, one in below.items() if key not in own and not key.startswith(tuple(gone))}
-    return kept | own
+    gone = tuple(f"{key}." for key, one in own.items() if one.words is None)
+    return {key: one for key, one in below.items() if key not in own and not key.startswith(gone)} | own
 
 
 def _flat(mapping, origin, prefix: str = "") -> Entries:
     found: Entries = {}
     for key_node, node in merged(mapping):
         key = f"{prefix}{key_node.value}"
-        if key in found or any(name.startswith(f"{key}.") for name in found):
-            first = next(one for name, one in found.items() if name == key or name.startswith(f"{key}."))
+        if first := next((one for name, one in found.items() if f"{name}.".startswith(f"{key}.")), None):
             raise UsageError(f"{origin(key_node)}{key} is given twice (also in {first.where})")
         if key_node.value == INHERITED:
             if str(node.value).lower() in NO:
@@ -320,8 +324,7 @@ def _single(out: Translated, key: str) -> None:
     """A key that means something by itself, or nothing to this command."""
     table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
     if not owners:
-        near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.8)
-        return out.refuse(key, "is no known key" + (f"; did you mean {near[0]}?" if near else ""))
+        return out.refuse(key, f"is no known key{did_you_mean(key, KNOWN, 0.8)}")
     if table is None or out.purpose not in owners and not table.knows(key):
         return out.note(BELONGS[owners[0]], key)
     words, values = one.words, table.values(key)
@@ -345,7 +348,7 @@ def owners_of(key: str) -> list[str]:
     section, *rest = key.split(".")
     if section == "Data" and rest[0] in ("Eval", "Test") and key not in KNOWN:
         key = ".".join(["Data", "Train", *rest[1:]])
-    known = key in KNOWN or sentence(IDLE | REFUSED | {"-": COMPRESSION}, key)
+    known = key in KNOWN or sentence(IDLE | REFUSED | {"-": COMPRESSION + TEACHER}, key)
     if not known:
         return []
     return ["task"] if key in OTHERS["task"].split() and not sentence(REFUSED, key) else _for(key)
@@ -374,7 +377,7 @@ def _module(out: Translated) -> None:
 
 def _compression(out: Translated) -> None:
     """Sections with a switch; what they ask for is not there."""
-    for key in [key for key in out.given if sentence({"": COMPRESSION}, key) is not None]:
+    for key in [key for key in out.given if sentence({"-": COMPRESSION + TEACHER}, key)]:
         if key == "Compress.pretrained":
             out.refuse(key, "is not supported: compression is not part of pretraining; say --load DIR --finetune")
         elif key.endswith(".enable"):
@@ -392,8 +395,13 @@ def _lengths(out: Translated) -> None:
         f"Engine.{name}" for name in "max_steps num_train_epochs eval_freq eval_iters".split()
     )
     save, save_epoch, mode = "Engine.save_load.save_steps", "Engine.save_load.save_epoch", "Engine.run_mode"
-    unlimited = [key for key in (steps, save, save_epoch) if out.word(key, "-1").startswith("-")]
     auto, by_epochs = out.word("Model.module").endswith("auto"), out.word(mode) == "epoch"
+    unlimited = [key for key in (save, save_epoch) if out.word(key, "-1").startswith("-")]
+    if out.word(steps, "-1") == "-1":
+        unlimited.append(steps)
+    elif out.word(steps).startswith("-") and not by_epochs:
+        out.refuse(steps, f"'{out.word(steps)}' is no number of steps; -1 stands for those of {epochs}")
+        auto = False
     counted = by_epochs or steps in unlimited and epochs in out.given
     if out.word(mode, "step") not in ("step", "epoch"):
         out.refuse(mode, f"'{out.word(mode)}' is neither step nor epoch")
@@ -483,17 +491,14 @@ def _sharding(out: Translated) -> None:
 def _profiler(out: Translated) -> None:
     steps = "Profiler.scheduler"
     if not out.is_on("Profiler.enable"):
-        return out.note(
-            "Profiler.enable is not true", *(key for key in out.left("Profiler.") if key != "Profiler.enable")
-        )
+        return out.note("Profiler.enable is not true", *{*out.left("Profiler.")} - {"Profiler.enable"})
     numbers = out.word(steps).replace(",", " ").split()
     if len(numbers) == 2:
         out.say("--profile-step-start", numbers[:1], steps)
         out.say("--profile-step-end", numbers[1:], steps)
     elif numbers:
-        out.refuse(
-            steps, f"'{out.word(steps)}' is not supported; it is the first step and the one to end before: [1, 5]"
-        )
+        why = "it is the first step and the one to end before: [1, 5]"
+        out.refuse(steps, f"'{out.word(steps)}' is not supported; {why}")
 
 
 def _warmup(out: Translated) -> None:
@@ -517,10 +522,10 @@ def _data(out: Translated) -> None:
             out.say("--train-data-path", None, train)
         out.note("training and validation have files of their own, and all of them", split, "Data.Eval.dataset.split")
     if out.purpose == "task":
-        if out.word(NAME) in GLUE:
-            out.say("--task", None, NAME)
-        elif NAME in out.given:
+        if out.word(NAME) == "gptdataset":
             out.note("what is learned is --task", NAME)
+        elif NAME in out.given:
+            out.say("--task", None, NAME)
         out.note("the folder of the task is Data.Train.dataset.root", train)
         own_split = out.word("Data.Eval.dataset.split")
         if own_split.startswith("dev_"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrainingArguments of Hugging Face's Trainer, and the words of its run_clm.py, for `settings.translate`."""
 
-from megatron.settings.dialects.table import Default, Dialect
+from megatron.settings.dialects.table import Default, Dialect, counts_steps, epochs_unless
 
 WORDS = """
 =  gradient_accumulation_steps weight_decay adam_beta1 adam_beta2 lr_scheduler_kwargs.min_lr seed
@@ -29,8 +29,7 @@ logging_strategy=epoch                                --log-epoch
 logging_steps                                         --log-interval
 logging_dir                                           --tensorboard-dir
 run_name                                              --wandb-exp-name
-project                                               --wandb-project
-WANDB_PROJECT                                         --wandb-project
+project|WANDB_PROJECT                                 --wandb-project
 eval_steps                                            --eval-interval
 save_steps                                            --save-interval
 save_total_limit                                      --keep-last
@@ -111,26 +110,17 @@ def warmup(words, given):
 
 def resume(words, given):
     """A folder; or, with true, the newest checkpoint of output_dir."""
-    if words[0].lower() == "true" and "output_dir" not in given:
+    newest = words[0].lower() == "true"
+    if newest and "output_dir" not in given:
         raise ValueError("say --load DIR: there is no output_dir")
-    asked = [] if words[0].lower() == "false" else given["output_dir"].words if words[0].lower() == "true" else words
-    return [("--load", asked)] if asked else []
-
-
-def epochs(words, given):
-    """max_steps wins over them."""
-    return [] if is_in_steps(given) else [("--train-epochs", words)]
-
-
-def is_in_steps(given):
-    return "max_steps" in given and given["max_steps"].value != "-1"
+    return [("--load", given["output_dir"].words if newest else words)] * (words[0].lower() != "false")
 
 
 def each_epoch(each, others):
     """A strategy whose `epoch` needs a training that is counted in epochs."""
 
     def computed(words, given):
-        if words[0] == "epoch" and is_in_steps(given):
+        if words[0] == "epoch" and counts_steps(given, "max_steps"):
             raise ValueError(f"the training has max_steps: say {each[0][0].replace('epoch', 'interval')} STEPS")
         if words[0] not in ("epoch", *others):
             raise ValueError(f"'{words[0]}' is none of epoch, {', '.join(others)}")
@@ -152,66 +142,54 @@ def trackers(words, given):
     return flags
 
 
-def timeout(words, given):
-    return [("--distributed-timeout-minutes", [f"{float(words[0]) / 60:g}"])]
-
-
-def tokenizer(words, given):
-    return [("--tokenizer-type", ["HuggingFaceTokenizer"]), ("--tokenizer-model", words)]
-
-
 NEVER = [("--eval-iters", ["0"])]
 AT_EPOCHS = [("--eval-epoch", ["1"]), ("--eval-interval", ["1000000000"])]  # nowhere else
 
 
+GPT2_CONFIG = dict(
+    pair.split("=")
+    for pair in """n_embd=--hidden-size n_layer=--num-layers n_head=--num-attention-heads vocab_size=--vocab-size
+    n_positions=--max-position-embeddings n_inner=--ffn-hidden-size resid_pdrop=--hidden-dropout
+    attn_pdrop=--attention-dropout""".split()
+)
+
+
 def overrides(words, given):
     """run_clm.py's n_embd=1024,n_layer=24,n_head=16,n_positions=1024."""
-    names = dict(
-        n_embd="--hidden-size",
-        n_layer="--num-layers",
-        n_head="--num-attention-heads",
-        n_positions="--max-position-embeddings",
-        n_inner="--ffn-hidden-size",
-        resid_pdrop="--hidden-dropout",
-        attn_pdrop="--attention-dropout",
-        vocab_size="--vocab-size",
-    )
     pairs = [pair.partition("=") for word in words for pair in word.split(",") if pair]
-    unknown = [name for name, _, _ in pairs if name not in names]
+    unknown = [name for name, _, _ in pairs if name not in GPT2_CONFIG]
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: known are {', '.join(names)}")
-    return [(names[name], [value]) for name, _, value in pairs]
+        raise ValueError(f"{', '.join(unknown)}: known are {', '.join(GPT2_CONFIG)}")
+    return [(GPT2_CONFIG[name], [value]) for name, _, value in pairs]
 
 
+PROGRAMS = ("run_clm.py", "train.py")
+COMPUTED = {
+    "warmup_steps": warmup,
+    "num_train_epochs": epochs_unless("max_steps"),
+    "report_to": trackers,
+    "resume_from_checkpoint": resume,
+    "save_strategy": each_epoch([("--save-epoch", ["1"])], dict(no=[], steps=[])),
+    "eval_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
+    "evaluation_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
+    "ddp_timeout": lambda words, given: [("--distributed-timeout-minutes", [f"{float(words[0]) / 60:g}"])],
+    "tokenizer_name": lambda words, given: [
+        ("--tokenizer-type", ["HuggingFaceTokenizer"]),
+        ("--tokenizer-model", words),
+    ],
+    "config_overrides": overrides,
+}
+DEFAULTS = (
+    Default("--lr", "5e-5"),
+    Default("--weight-decay", "0"),
+    Default("--micro-batch-size", "8"),
+    Default("--log-interval", "500"),
+    Default("--save-interval", "500", ("save_strategy=no", "save_strategy=epoch")),
+    Default("--seed", "42"),
+    Default("--eval-iters", "0", ("eval_strategy", "evaluation_strategy", "do_eval=true")),
+    Default("--train-epochs", "3", ("max_steps=[1-9]*",)),
+    Default("--dataloader-type", "cyclic"),
+)
 HF_TRAINER = Dialect(
-    "hf-trainer",
-    "Hugging Face Trainer",
-    WORDS,
-    CHANGED,
-    IDLE,
-    LOST,
-    {
-        "warmup_steps": warmup,
-        "num_train_epochs": epochs,
-        "report_to": trackers,
-        "resume_from_checkpoint": resume,
-        "save_strategy": each_epoch([("--save-epoch", ["1"])], dict(no=[], steps=[])),
-        "eval_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
-        "evaluation_strategy": each_epoch(AT_EPOCHS, dict(no=NEVER, steps=[])),
-        "ddp_timeout": timeout,
-        "tokenizer_name": tokenizer,
-        "config_overrides": overrides,
-    },
-    (
-        Default("--lr", "5e-5"),
-        Default("--weight-decay", "0"),
-        Default("--micro-batch-size", "8"),
-        Default("--log-interval", "500"),
-        Default("--save-interval", "500", ("save_strategy=no", "save_strategy=epoch")),
-        Default("--seed", "42"),
-        Default("--eval-iters", "0", ("eval_strategy", "evaluation_strategy", "do_eval=true")),
-        Default("--train-epochs", "3", ("max_steps=[1-9]*",)),
-        Default("--dataloader-type", "cyclic"),
-    ),
-    programs=("run_clm.py", "train.py"),
+    "hf-trainer", "Hugging Face Trainer", WORDS, CHANGED, IDLE, LOST, COMPUTED, DEFAULTS, programs=PROGRAMS
 )

@@ -41,8 +41,7 @@ model.use_flash_attention=true                              --attention-backend 
 model.tokenizer.library=huggingface                         --tokenizer-type HuggingFaceTokenizer
 model.tokenizer.library=sentencepiece                       --tokenizer-type SentencePieceTokenizer
 model.tokenizer.type=gpt2bpetokenizer                       --tokenizer-type GPT2BPETokenizer
-model.tokenizer.type                                        --tokenizer-model
-model.tokenizer.model                                       --tokenizer-model
+model.tokenizer.type|model.tokenizer.model                  --tokenizer-model
 model.native_amp_init_scale                                 --initial-loss-scale
 model.native_amp_growth_interval                            --loss-scale-window
 model.activations_checkpoint_granularity=full               --recompute-granularity full
@@ -126,10 +125,6 @@ def folder_of_runs(given):
     return next((words for words in asked if words[0] not in ("", "null")), ["nemo_experiments"])
 
 
-def folder(words, given):
-    return [("--save", words)] * (folder_of_runs(given) == words)
-
-
 def precision(words, given):
     whole = given.get("model.megatron_amp_O2")
     name = words[0].removesuffix("-mixed")
@@ -148,10 +143,8 @@ def resume(words, given):
 
 def ranks(words, given):
     if "," in words[0] or len(words) > 1:
-        return [
-            ("CUDA_VISIBLE_DEVICES=" + ",".join(words), []),
-            ("--nproc-per-node", [str(len(",".join(words).split(",")))]),
-        ]
+        numbers = ",".join(words)
+        return [(f"CUDA_VISIBLE_DEVICES={numbers}", []), ("--nproc-per-node", [str(numbers.count(",") + 1)])]
     return [("--nproc-per-node", ["gpu" if words[0] in ("-1", "auto") else words[0]])]
 
 
@@ -184,29 +177,18 @@ def batches(flag):
     return computed
 
 
-def end_step(words, given):
-    return [("--profile-step-end", [str(int(words[0]) + 1)])]
-
-
-NEMO = Dialect(
-    "nemo",
-    "NeMo",
-    WORDS,
-    CHANGED,
-    IDLE,
-    LOST,
-    {
-        "trainer.val_check_interval": batches("--eval-interval"),
-        "trainer.limit_val_batches": batches("--eval-iters"),
-        "trainer.limit_test_batches": batches("--test-iters"),
-        "trainer.devices": ranks,
-        "trainer.precision": precision,
-        "exp_manager.exp_dir": folder,
-        "trainer.num_nodes": lambda words, given: [("--nnodes", words)],
-        "trainer.max_time": minutes,
-        "exp_manager.resume_if_exists": resume,
-        "exp_manager.resume_ignore_no_checkpoint": lambda words, given: [],  # resume looks at it
-        "model.optim.sched.constant_steps": constant,
-        "model.nsys_profile.end_step": end_step,
-    },
-)
+COMPUTED = {
+    "trainer.val_check_interval": batches("--eval-interval"),
+    "trainer.limit_val_batches": batches("--eval-iters"),
+    "trainer.limit_test_batches": batches("--test-iters"),
+    "trainer.devices": ranks,
+    "trainer.precision": precision,
+    "exp_manager.exp_dir": lambda words, given: [("--save", words)] * (folder_of_runs(given) == words),
+    "trainer.num_nodes": lambda words, given: [("--nnodes", words)],
+    "trainer.max_time": minutes,
+    "exp_manager.resume_if_exists": resume,
+    "exp_manager.resume_ignore_no_checkpoint": lambda words, given: [],  # resume looks at it
+    "model.optim.sched.constant_steps": constant,
+    "model.nsys_profile.end_step": lambda words, given: [("--profile-step-end", [str(int(words[0]) + 1)])],
+}
+NEMO = Dialect("nemo", "NeMo", WORDS, CHANGED, IDLE, LOST, COMPUTED)

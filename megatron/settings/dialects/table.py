@@ -16,6 +16,7 @@ A line of `words` is a key, or a key with one of its values (in small letters), 
 Keys of the other tables may be patterns (`zero_optimization.stage3_*`).
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -48,6 +49,26 @@ class FlagLine(NamedTuple):
     says: Statement | None = None
 
 
+class NoEffect(ValueError):
+    """Raised by a `Computed` for what has no effect here. The message says why."""
+
+
+def epochs_unless(steps: str) -> "Computed":
+    """The number of epochs, unless the key `steps` says how long training is."""
+
+    def computed(words, given):
+        if counts_steps(given, steps):
+            raise NoEffect(f"{steps} {given[steps].value} says how long training is, there as well")
+        return [("--train-epochs", words)]
+
+    return computed
+
+
+def counts_steps(given: Mapping[str, TheirSetting], key: str) -> bool:
+    """Whether the key limits the steps of a training: a number above 0 does."""
+    return key in given and not re.fullmatch(r"-.*|0+", given[key].value)
+
+
 Computed = Callable[[list[str], Mapping[str, TheirSetting]], list[tuple[str, list[str]]]]
 
 
@@ -72,7 +93,7 @@ class Dialect:
     idle:     sentence -> keys without an effect here, because of that
     lost:     sentence -> keys that have no equivalent
     computed: key -> function of (its words, all sources by key) -> [(flag, words)], where a value has to be calculated;
-              raises ValueError, whose words are told, where there is none
+              raises ValueError, whose words are told, where there is none, and NoEffect
     defaults: see Default
     programs: scripts or modules whose command lines these are
     presence: section -> what it means to be there, as a row has it
