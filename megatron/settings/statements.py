@@ -11,10 +11,10 @@ setting, by one rule for all: the source of the highest precedence counts, in it
 `Config.said` keeps the result: whoever decides something later asks it, and compares no value with a default.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Optional
+from typing import Any, Optional
 
 
 class SaidBy(IntEnum):
@@ -101,6 +101,11 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
                     problems.append(f"{other.words} and {last.words} contradict each other {both}")
                     break
     return chosen, problems
+
+
+def given_values(group: type, said: Mapping[str, Statement]) -> dict[str, Any]:
+    """The settings of a group that somebody gave -> their values, those that are the default as well."""
+    return {one.name: said[one.name].value for one in fields(group) if one.name in said}
 
 
 def _withdrawn(other: Statement, by: Statement) -> bool:

@@ -5,7 +5,7 @@ Each evaluation gives records: the line that Megatron-LM prints, its figures, an
 training data holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -20,7 +20,6 @@ from megatron.inference.load import Loaded, open_tokenizer
 from megatron.inference.scoring import score
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Axis
-from megatron.settings.schema import TokenizerSettings
 from megatron.tasks.contaminated import judge, judge_file, judge_lines, lines_of_tokens, training_contents
 from megatron.tasks.lambada import find_correct, read_examples
 from megatron.tasks.wikitext import count_words, detokenize, token_ratio
@@ -48,7 +47,7 @@ class Evaluation:
     progress: Callable[[str], Callable[[int, int], None]]
 
 
-def prepare(options, loaded: Loaded, given: TokenizerSettings, axis: Axis, progress) -> tuple[Evaluation, list[str]]:
+def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progress) -> tuple[Evaluation, list[str]]:
     """(an evaluation, what the user should hear). given: tokenizer flags.
 
     Raises SettingsError and DataError for what cannot be scored, before anything is computed.
@@ -81,7 +80,7 @@ def evaluate(work: Evaluation) -> list[dict]:
     return (wikitext if work.options.task == "WIKITEXT103" else lambada)(work)
 
 
-def tokenizer_for(loaded: Loaded, given: TokenizerSettings, prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
+def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
     """(the tokenizer of a run, why there is none): token files are scored without it where nobody gives it and it is gone.
 
     Raises DataError for token files of another vocabulary than the model has learned.
@@ -89,7 +88,7 @@ def tokenizer_for(loaded: Loaded, given: TokenizerSettings, prefixes: Sequence[s
     try:
         tokenizer = open_tokenizer(loaded, given)
     except (DataError, SettingsError) as error:
-        if not prefixes or given != TokenizerSettings():
+        if not prefixes or given:
             raise
         if (learned := loaded.record.get("vocabulary")) and (kind := loaded.config.tokenizer.tokenizer_type):
             refuse_another_identity(prefixes, dict(type=kind, fingerprint=learned))

@@ -2,12 +2,13 @@
 """The commands of megatron.tools.checkpoint that exchange models with other libraries."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
-from megatron.settings.schema import TokenizerSettings, setting
+from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class ToMegatronOptions:
     unchecked: bool = setting("do not read and compare what was written", False)
 
 
-def to_hf(path: Path, out: Path, which, how: ToHFOptions, tokenizer: TokenizerSettings) -> None:
+def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, Any]) -> None:
     """Export a GPT-2, Llama, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.checkpoint.folder import choose
     from megatron.inference.convert import huggingface
     from megatron.mpu.initialize import DTYPES
 
     choice = choose(path, step=which.ckpt_step)
-    told = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], tokenizer, check=not how.unchecked)
+    told = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], given, check=not how.unchecked)
     print("\n  ".join([*told, *choice.notices]))
 
 

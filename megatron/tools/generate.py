@@ -12,15 +12,17 @@ Everything about the model and its vocabulary is read from the checkpoint, whate
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.settings import rank_env
-from megatron.settings.parse import parse
+from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
+from megatron.settings.statements import given_values
 from megatron.tools.job import on_ranks
 
 
@@ -85,7 +87,7 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_slurm()
-    groups = parse(
+    groups, said = parse_with_record(
         argv,
         dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.generate",
@@ -113,7 +115,7 @@ def main(argv: list[str]) -> None:
         from megatron.mpu.collectives import broadcast_object
 
         texts = broadcast_object(prompts, context.mesh.world)
-        write(settings, sampling, search, groups["tokenizer"], texts, context)
+        write(settings, sampling, search, given_values(TokenizerSettings, said), texts, context)
 
     on_ranks(parallel, settings.device, work)
 
@@ -143,7 +145,7 @@ def check(settings: GenerateOptions) -> None:
 
 
 def write(
-    settings: GenerateOptions, sampling: Sampling, search: Search, given: TokenizerSettings, texts: list[str], context
+    settings: GenerateOptions, sampling: Sampling, search: Search, given: Mapping[str, Any], texts: list[str], context
 ) -> None:
     """Continue texts on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints."""
     from megatron.inference.generation import generate
