@@ -75,6 +75,8 @@ class Setting:
         if len(words) != 1:
             takes = " or ".join(map(str, self.kind)) if isinstance(self.kind, tuple) else _A[self.kind]
             got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+            if not words and self.kind is str:
+                got += f" (of one that begins with a dash, both are one word: {self.flag}=VALUE)"
             raise BadValue(f"takes one value ({takes}), {got}")
         return one_value(self.kind, words[0], self.also)
 

@@ -84,7 +84,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     optimizer = build_optimizer(config, context, stages, dtype)
     heartbeat.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
-    state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint)
+    state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint, vocab_size)
     code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
     refuse_to_mix(config.checkpoint, state.iteration, context.all_gather_object)
     heartbeat.beat("index")

@@ -52,8 +52,10 @@ def load(
     optimizer: DistributedOptimizer,
     fresh: State,
     vocabulary: Optional[str] = None,
+    vocab_size: Optional[int] = None,
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
-    """Fill the optimizer's state from `--load`. vocabulary: fingerprint of this run's; None: it has numbers alone.
+    """Fill the optimizer's state from `--load`. vocabulary: fingerprint of this run's; None: it has numbers alone;
+    vocab_size: its tokens, without padding; None: those of the checkpoint, which this run wrote.
 
     Returns the state to go on from, what the checkpoint says of its run (None without one), and what the user should hear.
     """
@@ -70,6 +72,8 @@ def load(
         return vocabulary is not None and record.get("vocabulary") == vocabulary
 
     def fits(record: dict[str, Any]) -> None:
+        if vocab_size is not None:
+            changes.refuse_other_rows(config, record.get("vocab_size"), vocab_size)
         if settings.finetune:
             _refuse_another_trunk(config, record["config"])
         else:
