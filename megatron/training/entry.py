@@ -58,10 +58,10 @@ def train(config: Config, recipe: Recipe) -> None:
         return print_topology(config)
     from megatron.planner.room import check_room
 
-    check_room(config, recipe)
+    refusal = check_room(config, recipe)
     from megatron.training.loop import pretrain
 
-    pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else ())
+    pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else (), refusal)
 
 
 def planned_memory(config: Config) -> list[int]:
