@@ -284,7 +284,8 @@ class DocumentTrace:
         if key not in self.built:
             self._refuse_own_data(config)
             which = SPLITS.index(self.options.of)
-            sizes = tuple(size if number == which else 0 for number, size in enumerate(sizes))
+            size = sizes[which] if self.options.of == "train" else max(sizes[which], self._evaluated())
+            sizes = tuple(size if number == which else 0 for number in range(3))
             made = self._splits(config, sizes)[which]
             if made is None:
                 raise DataError(f"this run has no {self.options.of} data", do="see --split and --eval-iters of the run")

@@ -99,7 +99,7 @@ def build_run(
     heartbeat.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, log)
-    datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log)
+    datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log, state)
     train, valid, test = build_batches(config, recipe, context, datasets, tokenizer, vocab_size)
     lengths, changed = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), ResumeChanges()
     resumes = bool(record) and not config.checkpoint.finetune
