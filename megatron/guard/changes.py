@@ -6,7 +6,7 @@ order. Those are refused unless `--override` names them. Others (the layout, the
 wanted at times, and told.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple, Optional
 
@@ -85,6 +85,11 @@ def overridden(config: Config) -> set[str]:
     return names
 
 
+def same_vocabulary(record: Mapping[str, Any], vocabulary: Optional[str]) -> bool:
+    """Whether a checkpoint's run had the vocabulary of this fingerprint; None: this run has numbers alone."""
+    return vocabulary is not None and record.get("vocabulary") == vocabulary
+
+
 def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
     allowed = overridden(config)
@@ -92,12 +97,14 @@ def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     _refuse(found, *ANOTHER_MODEL)
 
 
-def refuse_another_run(config: Config, saved: dict[str, dict], same_vocabulary: bool = False) -> None:
-    """Raise SettingsError for every dangerous change that `--override` does not name. same_vocabulary: wherever it lies."""
+def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool = False) -> None:
+    """Raise SettingsError for every dangerous change that `--override` does not name. same_words: the vocabulary
+    has other files, and is the same.
+    """
     refuse_another_model(config, saved)
     dangerous = [change for change in changes(config, saved) if change.dangerous]
     _refuse([change for change in dangerous if _reshapes(config, change)], *ANOTHER_MODEL)
-    allowed = overridden(config) | (VOCABULARY if same_vocabulary else set())
+    allowed = overridden(config) | (VOCABULARY if same_words else set())
     found = [change for change in dangerous if change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(config, found)])
     _refuse(
@@ -162,16 +169,16 @@ def _with_other_samples(config: Config, found: list[Change]) -> list[str]:
     return [ORDER] if any(change.name in deciding for change in found) else []
 
 
-def told(config: Config, saved: dict[str, dict], same_vocabulary: bool = False) -> list[str]:
+def told(config: Config, saved: dict[str, dict], same_words: bool = False) -> list[str]:
     """A sentence for each change that does not stop the run. Values that nobody gave are told by what they change:
     `resumed_schedule.drift`.
     """
     found = [change for change in changes(config, saved) if config.given(change.name) or change.name not in FOLLOWING]
-    return [f"{change}{_because(config, change, same_vocabulary)}" for change in found]
+    return [f"{change}{_because(config, change, same_words)}" for change in found]
 
 
-def _because(config: Config, change: Change, same_vocabulary: bool) -> str:
-    if same_vocabulary and change.name in VOCABULARY:
+def _because(config: Config, change: Change, same_words: bool) -> str:
+    if same_words and change.name in VOCABULARY:
         return ": the same vocabulary"
     if config.checkpoint.resume_schedule == "checkpoint" and change.name in SCHEDULE:
         return ": the checkpoint's is followed (--resume-schedule)"

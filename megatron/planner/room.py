@@ -81,7 +81,7 @@ class Demand:
             jobs = (job, replace(job, precision="bf16")) if open_ else (job,)
             found = cls(jobs, layout, here, recipe.predicts(config) == "state")
             found.on_host(layout)
-        except Exception:  # of facts of a user's own: what is wrong in them is told where they are needed
+        except Exception:  # of facts of a user's own: an error is raised where they are needed
             return None
         return found
 

@@ -64,7 +64,7 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
     tokenizer, lost = tokenizer_for(loaded, given, prefixes_of(options))
     contained, notices = training_contents(loaded.config.data, options.train_data)
     if contained and tokenizer is None:  # the words of items are needed
-        contained, notices = None, [f"scores are told with all items alone: {lost}"]
+        contained, notices = None, [f"scores are of all items together: {lost}"]
     return Evaluation(options, loaded, length, axis, contained, tokenizer, progress), notices
 
 
@@ -117,13 +117,13 @@ def held_out(work: Evaluation, prefix: str) -> dict:
     judged, clean = judged_documents(work, dataset, len(tokens)) if work.contained else (None, None)
     result = run_score(work, tokens, options.overlapping_eval or work.length, clean)
 
-    def told(score) -> tuple[str, dict]:
+    def in_words(score) -> tuple[str, dict]:
         line = f"avg loss: {score.loss:.4E} | ppl: {score.perplexity():.4E} | tokens: {score.tokens} |"
         return line, dict(loss=score.loss, perplexity=score.perplexity(), tokens=score.tokens)
 
-    line, numbers = told(result)
+    line, numbers = in_words(result)
     return dict(name=prefix, line=line, data=prefix, **numbers) | without(
-        judged, told(result.part) if result.part else None
+        judged, in_words(result.part) if result.part else None
     )
 
 
@@ -143,7 +143,7 @@ def judged_documents(work: Evaluation, dataset, count: int):
 
 
 def without(judged, clean: Optional[tuple[str, dict]]) -> dict:
-    """What is told of the items that the training data does not hold. clean: line and figures of their score."""
+    """The results of the items that the training data does not hold. clean: line and figures of their score."""
     if judged is None:
         return {}
     record = judged.record()
@@ -167,7 +167,7 @@ def wikitext(work: Evaluation) -> list[dict]:
     judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
     result = run_score(work, tokens, options.overlapping_eval or 32, clean)
 
-    def told(score) -> tuple[str, dict]:
+    def in_words(score) -> tuple[str, dict]:
         line = (
             f"avg loss: {score.loss:.4E} | ppl: {score.perplexity():.4E} | "
             f"adjusted ppl: {score.perplexity(ratio):.4E} | token ratio: {ratio} |"
@@ -181,9 +181,9 @@ def wikitext(work: Evaluation) -> list[dict]:
         )
         return line, numbers
 
-    line, numbers = told(result)
+    line, numbers = in_words(result)
     found = dict(name=options.task, line=line, data=options.valid_data, **numbers)
-    return [found | without(judged, told(result.part) if result.part else None)]
+    return [found | without(judged, in_words(result.part) if result.part else None)]
 
 
 def judged_tokens(work: Evaluation, original: str, tokens, tokenizer):
