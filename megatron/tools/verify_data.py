@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 
 from megatron.errors import DataError, UsageError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.tools.positional import parse_one
 
 PIECE = 1 << 20  # sequences checked at a time
 
@@ -29,13 +29,8 @@ def main(argv: list[str]) -> None:
     """Verify the prefixes that stand before the flags."""
     count = next((n for n, word in enumerate(argv) if word.startswith("-")), len(argv))
     prefixes, flags = argv[:count], argv[count:]
-    settings = parse(
-        flags,
-        dict(verify=VerifyDataOptions),
-        prog="python -m megatron.tools.verify_data PREFIX ...",
-        description=__doc__.splitlines()[0],
-        common=("write",),
-    )["verify"]
+    prog = "python -m megatron.tools.verify_data PREFIX ..."
+    settings = parse_one(flags, VerifyDataOptions, prog, __doc__, ("write",))
     if not prefixes:
         raise UsageError("there is nothing to verify", do="python -m megatron.tools.verify_data corpus_text_document")
 
