@@ -79,11 +79,16 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
-    from megatron.settings.parse import parse
+    from megatron.settings.parse import parse_with_record
 
     groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
-    parsed = parse(argv, groups, prog="preprocess_data.py", description=__doc__.split("\n")[0], common=COMMON)
+    parsed, said = parse_with_record(
+        argv, groups, prog="preprocess_data.py", description=__doc__.split("\n")[0], common=COMMON
+    )
     settings = check(parsed["preprocess"])
+    for name in () if settings.split_sentences else ("lang", "keep_newlines", "sentence_splitter"):
+        if name in said and said[name].is_request:
+            print(f"warning: --{name.replace('_', '-')} has no effect without --split-sentences")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.data.json_input import find_sources
@@ -121,9 +126,6 @@ def check(settings: PreprocessOptions) -> PreprocessOptions:
     if settings.on_contamination != "count" and not settings.contamination:
         raise SettingsError(f"--on-contamination {settings.on_contamination} needs --contamination INDEX")
     keys = list(dict.fromkeys(settings.json_keys or ["text"]))
-    for name in ("lang", "keep_newlines", "sentence_splitter"):
-        if getattr(settings, name) != getattr(PreprocessOptions, name) and not settings.split_sentences:
-            print(f"warning: --{name.replace('_', '-')} has no effect without --split-sentences")
     if settings.dataset_impl != "mmap":
         print(f"--dataset-impl {settings.dataset_impl}: files are written in the mmap format, which is the only one")
     return replace(settings, json_keys=keys)

@@ -72,7 +72,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 
 def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Clean a shard. Counts beside those of every stage: documents that hold any n-gram; passages and bytes that were cut,
+    """Clean a shard. Counts, with those of every stage: documents that hold any n-gram; passages and bytes that were cut,
     out of how many documents, which became how many pieces; and items found of each set: those of this shard, so that
     sums over shards count some of them again.
     """

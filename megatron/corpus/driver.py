@@ -98,8 +98,8 @@ def _remove_dead(plan: CorpusPlan, output: Path) -> None:
 def _refuse_empty(plan: CorpusPlan, output: Path) -> None:
     folders = list(plan.phases.values())[-1]
     if not any(read_receipt(output / TASKS / folder)["counts"].get("documents", 1) for folder in folders):
-        told = "\n  ".join(became_of(counts_by_phase(plan, output)))
-        raise DataError(f"{output}: no document is left", told, "change the recipe or its input; final/ is as it was")
+        counts = "\n  ".join(became_of(counts_by_phase(plan, output)))
+        raise DataError(f"{output}: no document is left", counts, "change the recipe or its input; final/ is as it was")
 
 
 def set_aside_error(plan: CorpusPlan, output: Path, quarantined: dict[str, str], blocked: int) -> DataError:

@@ -12,8 +12,8 @@ MOST_RULES, MOST_FILES = 8, 20  # shown one by one; the others as a sum
 def summary(counts: Mapping[str, dict[str, Any]]) -> list[str]:
     """A few lines about phases (`driver.counts_by_phase`): what came in, what became of it, what goes out."""
     last = counts[list(counts)[-1]]
-    told = [f"{last[name]:,} {name}" for name in ("documents", "tokens") if name in last]
-    return [*became_of(counts), f"final: {', '.join(told) or 'see final/'}"]
+    found = [f"{last[name]:,} {name}" for name in ("documents", "tokens") if name in last]
+    return [*became_of(counts), f"final: {', '.join(found) or 'see final/'}"]
 
 
 def became_of(counts: Mapping[str, dict[str, Any]]) -> list[str]:

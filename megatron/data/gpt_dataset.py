@@ -40,6 +40,7 @@ from megatron.settings.schema import Data
 SPLITS = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)
 VERSION = 2  # of the index maps: when their meaning or form changes, older caches are not looked at
+MORE = "take more documents (a .txt is one; preprocess_data.py --document-separator parts it into several)"
 
 
 def build_datasets(
@@ -318,7 +319,7 @@ def _empty_split(tokens: TokenFiles, split: int, config: GPTDatasetConfig) -> Da
     ends = [sequences_of(share, total).stop if share else None for share in config.shares[:2]]
     ends = (ends[0] or 0, ends[0] or 0 if ends[1] is None else ends[1])
     counts = suggest_split(lengths, ends, [size > 0 for size in config.sizes])
-    do = f"--split {','.join(map(str, counts))} gives each its part" if counts else "take more documents"
+    do = f"--split {','.join(map(str, counts))} gives each its part" if counts else MORE
     return DataError(
         f"{tokens.prefix}: --split leaves nothing for {SPLITS[split]}",
         f"it has {total:,} {unit}; {SPLITS[split]} gets {len(mine)} of them, without a {what}",

@@ -99,14 +99,14 @@ def expand(given: str) -> list[str]:
 
 
 def _in_folder(folder: str) -> list[str]:
-    """The files of a folder that are input by their names. Plain text beside JSON lines is what says something of them."""
+    """The files of a folder that are input by their names. A name says what plain text next to JSON lines is."""
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
     found = sorted(
         str(path) for path in paths if _is_lines(path.name) or not _is_ours(path.name) and _is_tar(path.name)
     )
     texts = sorted(str(path) for path in paths if _is_text(path.name))
     if found and texts:
-        words = f"{len(texts)} files of plain text beside the JSON lines are left out: {texts[0]} ..."
+        words = f"{len(texts)} files of plain text next to the JSON lines are left out: {texts[0]} ..."
         note(f"--input {folder}: {words} (a glob takes them: '{folder}/**/*.txt')")
     if not found and not texts:
         do = f"files of a folder are taken by their names: {NAMES}, or *.tar"
@@ -288,9 +288,9 @@ def _as_lines(stream: "Ahead", name: str, source: Source) -> "Ahead":
 
 
 def _lines_of_archive(stream: "Ahead", source: Source) -> Iterator["Ahead"]:
-    """The members of a tar archive that hold documents by their names, decompressed; others are told on stderr.
+    """The members of a tar archive that hold documents by their names, decompressed; others are named on stderr.
 
-    As in a folder, plain text beside JSON lines is left out; which of them an archive is of, its first such file says.
+    As in a folder, plain text next to JSON lines is left out; which of them an archive is of, its first such file says.
     """
     path, taken, left_out, of_text = source.path, 0, [], False
     for name, packed in members(stream):
@@ -300,7 +300,7 @@ def _lines_of_archive(stream: "Ahead", source: Source) -> Iterator["Ahead"]:
             continue
         if of_text and not _is_text(base):
             do = "unpack it, and give the files that are meant"
-            raise DataError(f"{path}: {name} comes behind plain text: the archive is of both", do=do)
+            raise DataError(f"{path}: {name} comes after plain text: the archive has both", do=do)
         taken, member, of_text = taken + 1, f"{path}:{name}", _is_text(base)
         packed, says = Ahead(packed), claimed(name)
         kind = refuse_another_format(member, packed.peek(HEAD), says)

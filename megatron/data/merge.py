@@ -53,7 +53,8 @@ def merge(
     identity = common_identity(prefixes)
     dtype, sizes = common_dtype(prefixes)
     form = FORMATS[output_format]
-    replaced(output_prefix, form)
+    if words := replaced(output_prefix, form):
+        log(f"note: {words}")
     check_modes(prefixes, multimodal)
     if multimodal and form is not FORMATS["megatron"]:
         raise SettingsError("--multimodal: files of --output-format paddle hold no modes", do="leave out one of them")

@@ -62,7 +62,7 @@ def _decoded(stream, path: str) -> Iterator[str]:
 
 def _whole(texts: Iterator[str], path: str) -> Iterator[tuple[str, bool]]:
     """(a part of the one document, whether the document ends there)."""
-    held, found = "", False  # white space at the start: there may be no text behind it
+    held, found = "", False  # white space at the start: there may be no text after it
     for text in texts:
         held, found = held + text, found or bool(text.strip())
         if found:

@@ -43,7 +43,7 @@ def same_order(dataset, data: Data, samples: int) -> Optional[range]:
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The least number from low on for which something holds that holds for all behind it, and for `high`."""
+    """The least number from low on for which something holds, as it does for all numbers after it up to `high`."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

@@ -6,12 +6,12 @@ order. Those are refused unless `--override` names them. Others (the layout, the
 wanted at times, and told.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from megatron.errors import SettingsError, UsageError, did_you_mean
-from megatron.model.recipe import recipe_of
+from megatron.model.recipe import facts_of, recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
 
@@ -20,6 +20,10 @@ BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "g
 MODEL, REFUSED, REFUSED_IN_TRAINING, TOLD, _ = ON_RESUME
 DANGEROUS = (MODEL, REFUSED)
 VOCABULARY = {"vocab_file", "merge_file", "tokenizer_model"}  # where it lies, whatever it is
+ANOTHER_MODEL = (
+    "the checkpoint is of another model than the settings",
+    "give the checkpoint's settings, or another --load",
+)
 ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
 
 
@@ -81,27 +85,62 @@ def overridden(config: Config) -> set[str]:
     return names
 
 
+def same_vocabulary(record: Mapping[str, Any], vocabulary: Optional[str]) -> bool:
+    """Whether a checkpoint's run had the vocabulary of this fingerprint; None: this run has numbers alone."""
+    return vocabulary is not None and record.get("vocabulary") == vocabulary
+
+
 def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
     allowed = overridden(config)
     found = [change for change in changes(config, saved) if change.what == MODEL and change.name not in allowed]
-    _refuse(
-        found,
-        "the checkpoint is of another model than the settings",
-        "give the checkpoint's settings, or another --load",
-    )
+    _refuse(found, *ANOTHER_MODEL)
 
 
-def refuse_another_run(config: Config, saved: dict[str, dict], same_vocabulary: bool = False) -> None:
-    """Raise SettingsError for every dangerous change that `--override` does not name. same_vocabulary: wherever it lies."""
+def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool = False) -> None:
+    """Raise SettingsError for every dangerous change that `--override` does not name. same_words: the vocabulary
+    has other files, and is the same.
+    """
     refuse_another_model(config, saved)
-    allowed = overridden(config) | (VOCABULARY if same_vocabulary else set())
-    found = [change for change in changes(config, saved) if change.dangerous and change.name not in allowed]
+    dangerous = [change for change in changes(config, saved) if change.dangerous]
+    _refuse([change for change in dangerous if _reshapes(config, change)], *ANOTHER_MODEL)
+    allowed = overridden(config) | (VOCABULARY if same_words else set())
+    found = [change for change in dangerous if change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(config, found)])
     _refuse(
         found,
         "the checkpoint is of a run whose results depend on other settings",
         f"give the checkpoint's settings, or --override {names} to go on with these",
+    )
+
+
+def _reshapes(config: Config, change: Change) -> bool:
+    """Whether weights have another shape by a change, so that --override cannot make them fit."""
+    if change.what == MODEL or not hasattr(config.model, change.name):
+        return False
+    before, now = (facts_of(one, 1).weights for one in (config.derive("", **{change.name: change.was}), config))
+    return any(name in now and now[name].shape != weight.shape for name, weight in before.items())
+
+
+def refuse_other_rows(config: Config, was: Optional[int], now: int) -> None:
+    """Raise SettingsError where the embedding of a checkpoint has another number of rows than this run's."""
+    if was in (None, now) or all(
+        weight.shape == facts_of(config, now).weights[name].shape
+        for name, weight in facts_of(config, was).weights.items()
+    ):
+        return
+    tokenizer = config.tokenizer
+    numbers = tokenizer.tokenizer_type == "NullTokenizer"
+    if numbers or tokenizer.tokenizer_type is None or was > now:
+        do = f"give --vocab-size {was - numbers}"
+    else:
+        do = "give the tokenizer of its run, and its --vocab-size and --vocab-extra-ids"
+    raise SettingsError(
+        f"the checkpoint has a vocabulary of {was}, this run one of {now}",
+        f"NullTokenizer has the numbers below --vocab-size {tokenizer.vocab_size}, and one more that ends documents"
+        if numbers
+        else "",
+        do,
     )
 
 
@@ -130,16 +169,16 @@ def _with_other_samples(config: Config, found: list[Change]) -> list[str]:
     return [ORDER] if any(change.name in deciding for change in found) else []
 
 
-def told(config: Config, saved: dict[str, dict], same_vocabulary: bool = False) -> list[str]:
+def told(config: Config, saved: dict[str, dict], same_words: bool = False) -> list[str]:
     """A sentence for each change that does not stop the run. Values that nobody gave are told by what they change:
     `resumed_schedule.drift`.
     """
     found = [change for change in changes(config, saved) if config.given(change.name) or change.name not in FOLLOWING]
-    return [f"{change}{_because(config, change, same_vocabulary)}" for change in found]
+    return [f"{change}{_because(config, change, same_words)}" for change in found]
 
 
-def _because(config: Config, change: Change, same_vocabulary: bool) -> str:
-    if same_vocabulary and change.name in VOCABULARY:
+def _because(config: Config, change: Change, same_words: bool) -> str:
+    if same_words and change.name in VOCABULARY:
         return ": the same vocabulary"
     if config.checkpoint.resume_schedule == "checkpoint" and change.name in SCHEDULE:
         return ": the checkpoint's is followed (--resume-schedule)"

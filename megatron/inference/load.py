@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trained model out of a checkpoint, whatever layout wrote it: `loaded = load_model("runs/quickstart/checkpoints")`."""
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -20,6 +21,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import located, refuse_lost
+from megatron.settings.parse import NONE
 from megatron.settings.rules import violations
 from megatron.storage.urls import UrlPath, location
 
@@ -136,26 +138,24 @@ def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
     return record
 
 
-def tokenizer_settings(loaded: Loaded, given: Optional[schema.TokenizerSettings] = None) -> schema.TokenizerSettings:
-    """Those of the training run, with `given` flags on top where its files have moved. Raises DataError when its files are
-    gone, SettingsError when it had none (mock data).
+def tokenizer_settings(loaded: Loaded, given: Mapping[str, Any] = NONE) -> schema.TokenizerSettings:
+    """Those of the training run, and in their place the `given` ones (setting -> value, see `given_values`). Raises
+    DataError when its files are gone, SettingsError when it had none (mock data).
     """
     from megatron.tokenizer import tokenizer_type
     from megatron.tokenizer.named import with_files
 
-    given = given or schema.TokenizerSettings()
-    changed = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) != f.default}
-    if "tokenizer_model" in changed:  # a folder, or a file, that stands for all of them
-        changed = dict(vocab_file=None, merge_file=None) | changed
-    settings = replace(loaded.config.tokenizer, **changed)
+    if given.get("tokenizer_model"):  # a folder, or a file, that stands for all of them
+        given = dict(vocab_file=None, merge_file=None) | dict(given)
+    settings = replace(loaded.config.tokenizer, **given)
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         raise SettingsError(f"{loaded.path} was trained without a tokenizer", do="give one: --vocab-file, --merge-file")
-    refuse_lost(loaded.record, "tokenizer", set(changed))
+    refuse_lost(loaded.record, "tokenizer", set(given))
     kind = tokenizer_type(settings)
     return with_files(replace(settings, tokenizer_type=kind), kind)
 
 
-def open_tokenizer(loaded: Loaded, given: Optional[schema.TokenizerSettings] = None, log=lambda text: None):
+def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda text: None):
     """The tokenizer of `tokenizer_settings`. Raises SettingsError for another vocabulary than the model has learned: its
     numbers would stand for other words, and every score would be wrong.
     """

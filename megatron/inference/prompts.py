@@ -37,9 +37,9 @@ def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
     lacking = [number for number, source in enumerate(sources, 1) if marks and not marks & set(source)]
     if not lacking:
         return []
-    told = f"prompt {lacking[0]} has" if len(lacking) == 1 else f"{len(lacking)} prompts have"
+    some = f"prompt {lacking[0]} has" if len(lacking) == 1 else f"{len(lacking)} prompts have"
     return [
-        f"{told} no <extra_id_0>: a model that was pretrained on masked spans, and nothing else, fills in those alone"
+        f"{some} no <extra_id_0>: a model that was pretrained on masked spans, and nothing else, fills in those alone"
     ]
 
 

@@ -251,7 +251,7 @@ class LanguageModel(nn.Module):
         return (self.gather_input(x, self.tp) if gather else x), sums
 
     def head_sums(self, x: torch.Tensor, batch) -> Sums:
-        """Sums over tokens of heads beside the output layer, from the last stage's states [s, b, h], or [s/tp, b, h]
+        """Sums over tokens of heads other than the output layer, from the last stage's states [s, b, h], or [s/tp, b, h]
         under sequence parallelism.
         """
         return {}

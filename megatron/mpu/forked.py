@@ -103,8 +103,8 @@ def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -
     except BaseException as error:
         _flush()
         with contextlib.suppress(OSError):
-            told = traceback.format_exc(), explain(error), with_place(error)
-            send.send_bytes(pickle.dumps((False, (time.monotonic(), *told))))
+            texts = traceback.format_exc(), explain(error), with_place(error)
+            send.send_bytes(pickle.dumps((False, (time.monotonic(), *texts))))
     finally:
         os._exit(0)
 

@@ -82,7 +82,7 @@ def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
 
 
 def zero_to_the_end(settings: Optimizer, lengths: Lengths, samples: int) -> bool:
-    """Whether the rate of all steps behind so many samples is 0, looked at in 32 places up to the end of the run."""
+    """Whether the rate of all steps after so many samples is 0, looked at in 32 places up to the end of the run."""
     rest = range(samples, max(samples, lengths.total) + 1, max(1, (lengths.total - samples) // 32))
     return not any(learning_rate(settings, lengths, place) for place in rest)
 

@@ -15,7 +15,7 @@ from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
 from megatron.planner.layout import Job, Layout
 from megatron.planner.problems import inspect, memory_problems, refusal
-from megatron.planner.search import Plan, SearchedPlans, Space, divisors, search
+from megatron.planner.search import NOT_OFFLOADED, Plan, SearchedPlans, Space, divisors, search
 from megatron.planner.speed import Cluster
 from megatron.planner.text import parts, plans, resting_on, sizes
 from megatron.settings import batch, schema
@@ -154,6 +154,9 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
         return any(config.given(name) is not None for name in names)
 
     cp = p.context_parallel_size if given("context_parallel_size") else None
+    offload = (o.host_share, o.nvme_offload_fraction, o.param_cpu_offload)
+    if not given(*OFFLOADS):
+        offload = None if cluster.device.kind == "cuda" and not knows_matrices(o) else NOT_OFFLOADED
     return Space(
         **_global_batch(config),
         **{axis: getattr(p, name) for name, axis in AXES.items() if given(name)},
@@ -163,8 +166,7 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
         if given("micro_batch_size") and b.micro_batch_size != schema.AUTO
         else None,
         recompute=config.recompute if given(*RECOMPUTE) else None,
-        offload=cluster.device.kind == "cuda" and not knows_matrices(o),
-        offloaded=(o.host_share, o.nvme_offload_fraction, o.param_cpu_offload) if given(*OFFLOADS) else None,
+        offload=offload,
         overlap=p.overlap_grad_reduce or p.overlap_param_gather if given(*OVERLAPS) else None,
     )
 

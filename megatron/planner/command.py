@@ -8,48 +8,31 @@ from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
 from megatron.planner.text import resting_on
 from megatron.settings import schema
-from megatron.settings.plan_file import LAYOUT
 from megatron.settings.presets import preset
-from megatron.settings.spelling import Setting, dashed, negated, settings_of
+from megatron.settings.spelling import settings_of
 from megatron.settings.statements import SaidBy
 from megatron.telemetry.figures import WIDTH, seconds, size
 
 
-def training_flags(config: schema.Config, leave_out: frozenset[str] = frozenset()) -> list[str]:
-    """The flags of every setting that somebody gave, or that is not at its default, apart from those of the planner."""
+def training_flags(config: schema.Config, always: tuple[str, ...] = ()) -> list[str]:
+    """The flags of every setting that somebody gave, that is not at its default, or that is `always` said, apart from those
+    of the planner.
+    """
     words, own = [], config.groups
     groups = schema.GROUPS | recipe_of(config).setting_groups
     for setting in settings_of({name: group for name, group in groups.items() if name != "planner"}):
         value, said = getattr(own[setting.group], setting.name), config.said(setting.name)
         default = said.value if said and said.source == SaidBy.RECIPE else setting.default
-        if setting.name not in {*leave_out, "model_type"} and (value != default or config.given(setting.name)):
-            words += _words(setting, value)
+        if setting.name == "model_name_or_path" and preset(str(value)):
+            continue  # what it stands for is said flag by flag
+        if setting.name != "model_type" and (value != default or setting.name in always or config.given(setting.name)):
+            words += setting.words(value)
     return words
-
-
-def _words(setting: Setting, value) -> list[str]:
-    if setting.name == "model_name_or_path" and preset(str(value)):
-        return []  # what it stands for is said flag by flag
-    value = setting.word(value)
-    if value is True:
-        return [dashed(setting.name)]
-    if value is False:
-        return [negated(setting.name)]
-    if isinstance(value, list):
-        return [dashed(setting.name), *map(str, value)]
-    return [] if value is None else [dashed(setting.name), f"{value:g}" if isinstance(value, float) else str(value)]
 
 
 def planned_flags(config: schema.Config, plan: Plan) -> list[str]:
     """The command line of a training in a plan's layout."""
-    words = training_flags(config, LAYOUT)
-    words += plan.layout.flags() + ["--global-batch-size", str(plan.job.global_batch)]
-    for setting in settings_of({name: group for name, group in schema.GROUPS.items() if name != "planner"}):
-        said = config.given(setting.name)  # also where it is a default: what was asked for is in the command
-        if setting.name in LAYOUT and said and (setting.kind is bool or dashed(setting.name) not in words):
-            words = [word for word in words if word != dashed(setting.name)]
-            words += _words(setting, getattr(config.groups[setting.group], setting.name))
-    return words
+    return training_flags(plan.layout.applied(config, plan.job.global_batch), always=("micro_batch_size",))
 
 
 def launcher(cluster: Cluster) -> list[str]:

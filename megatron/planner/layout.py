@@ -6,7 +6,7 @@ settings of a run, `Layout.flags` says it in flags. Numbers of tokens, bytes and
 
     >>> layout = Layout(tp=8, pp=16, micro_batch_size=1, sp=True, recompute=Recompute("core_attn"))
     >>> " ".join(layout.flags())
-    '--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16 --micro-batch-size 1 \
+    '--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --sequence-parallel --micro-batch-size 1 \
 --recompute-granularity core_attn'
 """
 
@@ -19,7 +19,8 @@ from megatron.optimizer.kinds import knows_matrices, state_of
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
-from megatron.settings.schema import Config, Optimizer, Parallel, Recompute
+from megatron.settings.schema import GROUPS, Config, Optimizer, Parallel, Recompute
+from megatron.settings.spelling import settings_of
 
 ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 
@@ -200,63 +201,40 @@ class Layout:
             overlap_param_gather=self.overlap and self.zero > 0,
         )
 
-    def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
-        """Settings of a run with this layout in place of their own."""
-        made, own = self._parallel(), config.parallel
-        same_way = self.cp > 1 and self.by_heads == (set(own.cp_comm_types) == {"a2a"})  # in the words that were given
-        kept = {"distributed_backend", "distributed_timeout_minutes", "pipeline_timeline", "print_topology"}
-        kept |= {"cp_comm_type"} if same_way else set()
-        kept |= {name for name in vars(made) if config.given(name)}  # to which a search keeps, in other words perhaps
-        if config.given("num_layers_per_virtual_pipeline_stage"):
-            kept.add("num_virtual_stages_per_pipeline_rank")
-        return config.derive(
-            "--auto-parallel",
-            **{name: value for name, value in vars(made).items() if name not in kept},
+    def settings(self) -> dict[str, object]:
+        """The settings of a run in this layout, but for its global batch."""
+        return dict(
+            **vars(self._parallel()),
             **vars(self.recompute),
             micro_batch_size=self.micro_batch_size,
-            global_batch_size=global_batch or config.batch.global_batch_size,
-            optimizer=config.optimizer.rule,
             optimizer_cpu_offload=self.offload > 0,
             param_cpu_offload=self.param_offload,
             optimizer_offload_fraction=self.offload or 1.0,
             nvme_offload_fraction=self.disk,
         )
 
+    def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
+        """Settings of a run with this layout in place of their own."""
+        made, own = vars(self._parallel()), config.parallel
+        same_way = self.cp > 1 and self.by_heads == (set(own.cp_comm_types) == {"a2a"})  # in the words that were given
+        kept = {"distributed_backend", "distributed_timeout_minutes", "pipeline_timeline", "print_topology"}
+        kept |= {"cp_comm_type"} if same_way else set()
+        kept |= {name for name in made if config.given(name)}  # to which a search keeps, in other words perhaps
+        if config.given("num_layers_per_virtual_pipeline_stage"):
+            kept.add("num_virtual_stages_per_pipeline_rank")
+        return config.derive(
+            "--auto-parallel",
+            **{name: value for name, value in self.settings().items() if name not in kept},
+            global_batch_size=global_batch or config.batch.global_batch_size,
+            optimizer=config.optimizer.rule,
+        )
+
     def flags(self) -> list[str]:
         """The command line that asks for this layout."""
-        p, words = self._parallel(), []
-        if self.tp > 1:
-            words += ["--tensor-model-parallel-size", str(self.tp)] + ["--sequence-parallel"] * self.sp
-        if self.cp > 1:
-            words += ["--context-parallel-size", str(self.cp)] + ["--cp-comm-type", "a2a"] * self.by_heads
-        if self.pp > 1:
-            words += ["--pipeline-model-parallel-size", str(self.pp)]
-            words += ["--pipeline-schedule", self.schedule] * (self.schedule != "1f1b")
-            if p.num_virtual_stages_per_pipeline_rank:
-                words += ["--num-virtual-stages-per-pipeline-rank", str(self.chunks)]
-            if self.stage_layers:
-                words += ["--pipeline-stage-layers", self.stage_layers]
-        if self.zero == 1:
-            words += ["--use-distributed-optimizer"]
-        elif self.zero:
-            words += ["--sharding-stage", str(self.zero)]
-        if p.sharding_degree:
-            words += ["--sharding-degree", str(p.sharding_degree)]
-        words += ["--overlap-grad-reduce"] * self.overlap + ["--overlap-param-gather"] * (
-            self.overlap and self.zero > 0
-        )
-        words += ["--optimizer-cpu-offload"] * (self.offload > 0)
-        words += ["--optimizer-offload-fraction", f"{self.offload:g}"] * (0 < self.offload < 1)
-        words += ["--nvme-offload-fraction", f"{self.disk:g}"] * (self.disk > 0)
-        words += ["--param-cpu-offload"] * self.param_offload + ["--micro-batch-size", str(self.micro_batch_size)]
-        r = self.recompute
-        for name in ("granularity", "method", "num_layers") if r.recompute_granularity else ():
-            value = getattr(r, f"recompute_{name}")
-            if value is not None:
-                words += [f"--recompute-{name.replace('_', '-')}", str(value)]
-        if r.recompute_granularity and r.no_recompute_layers:
-            words += ["--no-recompute-layers", r.no_recompute_layers]
-        return words
+        made = self.settings()
+        known = [one for one in settings_of(GROUPS) if one.name in made]
+        said = [one for one in known if made[one.name] != one.default or one.name == "micro_batch_size"]
+        return [word for one in said for word in one.words(made[one.name])]
 
     def short(self) -> str:
         """One word for tables, such as tp8sp-pp16vp2-dp4-zero1."""

@@ -77,7 +77,7 @@ def checkpoint_problems(resolved: schema.Config) -> list[str]:
         record = None  # a run that has not saved yet, or what loading will say
     try:
         if record is not None:
-            refuse_another_run(resolved, record["config"], same_vocabulary=True)
+            refuse_another_run(resolved, record["config"], same_words=True)
     except SettingsError as error:
         return [f"--load {c.load}: {error.what}: {' '.join(str(error.why).split())}"]
     return []

@@ -3,7 +3,9 @@
 in its first steps, without a word about which setting is too large.
 
 What counts is a lower bound (`memory.certain`): estimates on the safe side would refuse what trains. Each rank decides from
-the same settings, those of a node about all of them together, and before any of them takes memory.
+the same settings, those of a node about all of them together, and before any of them takes memory. All ranks of one machine
+come to the same, and end there. On several machines one may have too little while the others wait for it to join: then
+ranks join first, and `training.build` ends all of them.
 """
 
 import time
@@ -28,22 +30,32 @@ PATIENCE = 5  # seconds that the memory of a job which has just ended may take t
 OVERCOMMIT = "--allow-memory-overcommit"
 
 
-def check_room(config: Config, recipe: Recipe, log: Callable[[str], None] = print) -> None:
-    """Raise SettingsError where a memory of this rank is too small, with what would fit; a note where that is allowed."""
+def check_room(config: Config, recipe: Recipe, log: Callable[[str], None] = print) -> Optional[SettingsError]:
+    """Why a memory of this rank is too small, with what would fit: for all ranks to raise (`training.build`). Raised here
+    where this machine has all of them. A note where too little is allowed.
+    """
+    refusal, here = _refusal_of(config, recipe, log), rank_env.ranks()
+    if refusal and here.world_size in (1, here.local_world_size):
+        raise refusal
+    return refusal
+
+
+def _refusal_of(config: Config, recipe: Recipe, log: Callable[[str], None]) -> Optional[SettingsError]:
     if config.batch.skip_train or recipe.predicts(config) == "nothing":
-        return
+        return None
     here = rank_env.ranks()
     device = "cuda" if _has_gpu(config.kernels.device) else "cpu"
     if not _lacking(Demand.of(config, recipe, device, here, MANY_TOKENS)):
-        return
+        return None
     demand, waited = Demand.of(config, recipe, device, here), 0
     while lacking := _lacking(demand):
         if config.planner.allow_memory_overcommit:
             return log(f"note: {lacking}; {OVERCOMMIT}") if here.local_rank == 0 else None
         if lacking.needed > lacking.total or waited == PATIENCE:
-            raise _refusal(demand, lacking)
+            return _refusal(demand, lacking)
         time.sleep(1)
         waited += 1
+    return None
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ class Demand:
             jobs = (job, replace(job, precision="bf16")) if open_ else (job,)
             found = cls(jobs, layout, here, recipe.predicts(config) == "state")
             found.on_host(layout)
-        except Exception:  # of facts of a user's own: what is wrong in them is told where they are needed
+        except Exception:  # of facts of a user's own: an error is raised where they are needed
             return None
         return found
 

@@ -21,6 +21,7 @@ from megatron.planner.stage_cut import fastest, in_stages
 from megatron.settings.schema import Recompute
 
 GRANULARITIES = (None, "core_attn", "full_attn", "full")
+NOT_OFFLOADED = (0.0, 0.0, False)
 REFINED = 40  # best plans that are refined
 
 
@@ -29,7 +30,7 @@ class Space:
     """What is searched. A value narrows an axis to it; None leaves it free.
 
     replicas: copies of each shard, as --dp-degree counts; chunk_layers: layers of a model chunk
-    offloaded: (share of the optimizer's state in the host's memory, share on disk, whether shards of parameters are there)
+    offload: (share of the optimizer's state in the host's memory, share on disk, whether shards of parameters are there)
     overlap: whether data parallel communication runs next to computation
     """
 
@@ -50,8 +51,7 @@ class Space:
     chunk_layers: Optional[int] = None
     stage_layers: Optional[str] = None
     recompute: Optional[Recompute] = None
-    offload: bool = True
-    offloaded: Optional[tuple[float, float, bool]] = None
+    offload: Optional[tuple[float, float, bool]] = None
     overlap: Optional[bool] = None
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # memory of the host for each rank
@@ -357,7 +357,7 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
 
 def _shared(base: Layout, zero: int, shard: int, offload: float, space: Space, device) -> Layout:
     overlap = base.weight_ranks > 1 and device.kind == "cuda" if space.overlap is None else space.overlap
-    _, disk, parameters = space.offloaded or (offload, 0.0, False)
+    _, disk, parameters = space.offload or NOT_OFFLOADED
     return replace(base, zero=zero, shard=shard, offload=offload, disk=disk, param_offload=parameters, overlap=overlap)
 
 
@@ -374,14 +374,11 @@ def _state_choices(base: Layout, space: Space) -> Iterator[tuple[int, int, float
             shard = 1 if zero == 0 else n * base.cp
             if zero and shard == 1 and not alone or space.replicas not in (None, base.dp // n):
                 continue
-            if space.offloaded is not None:
-                offload, _, parameters = space.offloaded
-                if zero == 3 or not parameters:
-                    yield zero, shard, offload
-                continue
-            yield zero, shard, 0.0
-            if space.offload:
+            if space.offload is None:
+                yield zero, shard, 0.0
                 yield zero, shard, 1.0
+            elif zero == 3 or not space.offload[2]:
+                yield zero, shard, space.offload[0]
 
 
 def _fullest(layout: Layout, job: Job) -> list[int]:

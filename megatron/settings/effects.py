@@ -72,6 +72,13 @@ EFFECTS: dict[str, Needs] = {
     "sequence_parallel": Needs("--tensor-model-parallel-size above 1", lambda s: s.tp > 1),
     "account_for_embedding_in_pipeline_split": STAGES,
     "account_for_loss_in_pipeline_split": STAGES,
+    "num_layers_per_virtual_pipeline_stage": Needs(
+        "several model chunks a rank (fewer layers than a rank has): nothing is interleaved",
+        lambda s: (
+            s.num_layers_per_virtual_pipeline_stage * s.pp
+            < s.num_layers + s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
+        ),
+    ),
     "pipeline_stage_layers": STAGES,
     "decoder_first_pipeline_num_layers": STAGES,
     "decoder_last_pipeline_num_layers": STAGES,

@@ -5,7 +5,7 @@
 
 A setting gets its value from the last of: its default, the recipe's, a preset (`--model-name-or-path gpt2-medium`), a file
 (`--config run.yaml`), the command line. The environment sets nothing. Underscores in flags are dashes, every switch may be
-given a value (`--bf16 true`), and every problem of a command line is reported at once.
+given a value (`--bf16 true`), and all problems of a command line are reported together.
 
     words.py       the command line as words            files.py, dialects/   files as words
     reader.py      words to statements                  statements.py         which statement counts

@@ -318,7 +318,7 @@ class SettingsReader:
             self.problems.append("--use-checkpoint-args needs --load: there is no checkpoint to take them from")
         if not self.trains or "load" not in values or not (asked or lacks_shape and values.get("finetune")):
             return
-        # Here, because it needs packages, and a python without them is told of that by `run_main`.
+        # Here, because it needs packages, which a python may lack: `run_main` says so.
         from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
 
         by_folder = asked and chosen["use_checkpoint_args"].source == SaidBy.PRESET

@@ -33,7 +33,7 @@ ON_RESUME = ("another model", "refused", "refused in training", "told", "irrelev
 def setting(help: str, default=MISSING, *alias: str, **metadata):
     """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
     `--other~=value` one that gives way to any other spelling. `--other false` says that the value is not this one;
-    `--other=value/off` that it is `off`, or with nothing behind the slash the default. `also={"gpu": "cuda"}`: other words
+    `--other=value/off` that it is `off`, or with nothing after the slash the default. `also={"gpu": "cuda"}`: other words
     for a value.
     `on_resume`: one of ON_RESUME (default: as `guard/changes.py` says of the group)."""
     return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
@@ -443,7 +443,7 @@ class Batch:
     eval_epoch: Optional[int] = setting("epochs between evaluations (--train-epochs), beside --eval-interval", None)
     eval_iters: int = setting("batches of an evaluation; 0: there is none", 100)
     test_iters: Optional[int] = setting(
-        "batches of the evaluation on test data, behind training; 0: there is none (default: --eval-iters)", None
+        "batches of the evaluation on test data, after training; 0: there is none (default: --eval-iters)", None
     )
     eval_same_samples: bool = setting(
         "every validation takes the first --eval-iters batches; otherwise each goes on behind the one before", False

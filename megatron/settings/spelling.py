@@ -56,6 +56,16 @@ class Setting:
         words = [word for word, other in self.also.items() if other == value and isinstance(other, int) and other < 0]
         return words[0] if words else value
 
+    def words(self, value) -> list[str]:
+        """What a command line says for a value; nothing for None."""
+        value = self.word(value)
+        if self.name == "sharding_stage" and value == 1:
+            return ["--use-distributed-optimizer"]  # as Megatron-LM has it
+        if value is None or isinstance(value, bool):
+            return [] if value is None else [dashed(self.name) if value else negated(self.name)]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return [dashed(self.name), *(f"{one:g}" if isinstance(one, float) else str(one) for one in values)]
+
     def checked(self, value):
         """A value out of Python or JSON as the setting has it: `3.0 -> 3`. Raises BadValue."""
         if value is None and self.optional:
@@ -75,6 +85,8 @@ class Setting:
         if len(words) != 1:
             takes = " or ".join(map(str, self.kind)) if isinstance(self.kind, tuple) else _A[self.kind]
             got = f"got {len(words)}: {' '.join(words)}" if words else "got none"
+            if not words and self.kind is str:
+                got += f" (of one that begins with a dash, both are one word: {self.flag}=VALUE)"
             raise BadValue(f"takes one value ({takes}), {got}")
         return one_value(self.kind, words[0], self.also)
 
@@ -84,7 +96,7 @@ class Spelling:
     """A flag that sets a setting.
 
     implies   the value that the flag stands for: --bf16
-    off       the value that `false` behind it stands for, if it is known: --use-sharding false
+    off       the value that `false` after it stands for, if it is known: --use-sharding false
     negates   --no-x
     yielding  it gives way to other spellings: --use-distributed-optimizer, where --sharding-stage 2 is said, too
     """

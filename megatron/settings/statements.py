@@ -12,10 +12,10 @@ setting, by one rule for all: the source of the highest precedence counts, in it
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Optional
+from typing import Any, Optional
 
 
 class SaidBy(IntEnum):
@@ -110,6 +110,11 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
                     problems.append(f"{other.words} and {last.words} contradict each other {both}")
                     break
     return chosen, problems
+
+
+def given_values(group: type, said: Mapping[str, Statement]) -> dict[str, Any]:
+    """The settings of a group that somebody gave -> their values, those that are the default as well."""
+    return {one.name: said[one.name].value for one in fields(group) if one.name in said}
 
 
 def _withdrawn(other: Statement, by: Statement) -> bool:

@@ -39,7 +39,8 @@ def split(argv: list[str], flags: Collection[str]) -> CommandLine:
     line = CommandLine()
     argv = [with_dashes(part) for word in argv if not _refused(word, flags, line) for part in _parts(word, flags, line)]
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    parser._negative_number_matcher = re.compile(r"-[.\d]")  # -1e-4 is a value, which argparse doubts before 3.14
+    # Values, not flags: -1e-4, which argparse doubts before 3.14, and dashes alone (--document-separator ---).
+    parser._negative_number_matcher = re.compile(r"-[.\d]|-{3,}$")
     met = [word.partition("=")[0] for word in argv if re.match("--?[A-Za-z]", word)]
     for flag in dict.fromkeys([*OWN, *met]):
         parser.add_argument(flag, nargs="*", action=_Record, dest="words")

@@ -4,7 +4,7 @@
 The tasks of GLUE and CLUE are in tables, any other one is a YAML file of the same fields:
 
     name: reviews
-    train: train.tsv                # in --data-path, or here, or beside this file; also valid, test; .tsv, .csv, .jsonl
+    train: train.tsv                # in --data-path, or here, or next to this file; also valid, test; .tsv, .csv, .jsonl
     valid: dev.tsv
     text: review                    # a column, or a key of JSON lines
     text_pair: title                # of tasks on pairs

@@ -41,7 +41,7 @@ class Examples:
 
 def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Optional[str] = None) -> Optional[Path]:
     """The file of a set: the one that was given (a path, or a name in the folder); or the first of these names there
-    or in the task's own folder below it. Without a folder a YAML file's are looked for here, then beside it.
+    or in the task's own folder below it. Without a folder a YAML file's are looked for here, then next to it.
     """
     if given is not None:
         if Path(given).exists():

@@ -352,10 +352,10 @@ def measures(config):
 
 def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     """`Recipe.defaults`: what follows from the task, and from the checkpoint that a run goes on from or begins with."""
-    told = {name: one.value for name, one in statements.items()}
-    task = told.get("task")
+    values = {name: one.value for name, one in statements.items()}
+    task = values.get("task")
     of_task = _settings_of(str(task), statements["task"].words) if task is not None else {}
-    said = {**of_task, **told}.get
+    said = {**of_task, **values}.get
     found = {**DEFAULTS, **FLEETX, **of_task} if task is not None else dict(DEFAULTS)
     if said("predictions") and Path(str(said("predictions"))).is_file():
         raise StorageError(f"--predictions {said('predictions')} is a file, not a folder", do="give another path")
@@ -368,11 +368,11 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     kind = found.get("backbone") or said("backbone")
     if kind in BACKBONES:
         found = {**BACKBONES[str(kind)].recipe.defaults, **found}
-    asked = [name for name in LENGTHS if name in told] or [name for name in LENGTHS if name in of_task]
+    asked = [name for name in LENGTHS if name in values] or [name for name in LENGTHS if name in of_task]
     asked = asked or ["train_epochs"]
     found = {name: value for name, value in found.items() if name not in LENGTHS or name in asked}
     for name, others in SAID_OTHERWISE.items():
-        if set(others) & set(told):
+        if set(others) & set(values):
             found.pop(name, None)
     if "train_epochs" in asked:
         found.setdefault("eval_epoch", 1)

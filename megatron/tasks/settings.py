@@ -215,8 +215,8 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
     found = [(name, file_of(task, settings.task_data, files)) for name, files in sets.items()]
     missing = [" or ".join(sets[name]) for name, file in found if file is None]
     # Test sets are there or not; without data at all a checkpoint is looked at.
-    beside = task.home if split == "valid" and not settings.train_data and _files(task, settings, "train") else None
-    where = f"--data-path {settings.task_data}" if settings.task_data else beside
+    home = task.home if split == "valid" and not settings.train_data and _files(task, settings, "train") else None
+    where = f"--data-path {settings.task_data}" if settings.task_data else home
     if missing and where and split != "test":
         raise DataError(
             f"{where} has no {', '.join(missing)}",

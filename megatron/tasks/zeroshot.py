@@ -5,7 +5,7 @@ Each evaluation gives records: the line that Megatron-LM prints, its figures, an
 training data holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -20,7 +20,6 @@ from megatron.inference.load import Loaded, open_tokenizer
 from megatron.inference.scoring import score
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Axis
-from megatron.settings.schema import TokenizerSettings
 from megatron.tasks.contaminated import judge, judge_file, judge_lines, lines_of_tokens, training_contents
 from megatron.tasks.lambada import find_correct, read_examples
 from megatron.tasks.wikitext import count_words, detokenize, token_ratio
@@ -48,7 +47,7 @@ class Evaluation:
     progress: Callable[[str], Callable[[int, int], None]]
 
 
-def prepare(options, loaded: Loaded, given: TokenizerSettings, axis: Axis, progress) -> tuple[Evaluation, list[str]]:
+def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progress) -> tuple[Evaluation, list[str]]:
     """(an evaluation, what the user should hear). given: tokenizer flags.
 
     Raises SettingsError and DataError for what cannot be scored, before anything is computed.
@@ -65,7 +64,7 @@ def prepare(options, loaded: Loaded, given: TokenizerSettings, axis: Axis, progr
     tokenizer, lost = tokenizer_for(loaded, given, prefixes_of(options))
     contained, notices = training_contents(loaded.config.data, options.train_data)
     if contained and tokenizer is None:  # the words of items are needed
-        contained, notices = None, [f"scores are told with all items alone: {lost}"]
+        contained, notices = None, [f"scores are of all items together: {lost}"]
     return Evaluation(options, loaded, length, axis, contained, tokenizer, progress), notices
 
 
@@ -81,7 +80,7 @@ def evaluate(work: Evaluation) -> list[dict]:
     return (wikitext if work.options.task == "WIKITEXT103" else lambada)(work)
 
 
-def tokenizer_for(loaded: Loaded, given: TokenizerSettings, prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
+def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
     """(the tokenizer of a run, why there is none): token files are scored without it where nobody gives it and it is gone.
 
     Raises DataError for token files of another vocabulary than the model has learned.
@@ -89,7 +88,7 @@ def tokenizer_for(loaded: Loaded, given: TokenizerSettings, prefixes: Sequence[s
     try:
         tokenizer = open_tokenizer(loaded, given)
     except (DataError, SettingsError) as error:
-        if not prefixes or given != TokenizerSettings():
+        if not prefixes or given:
             raise
         if (learned := loaded.record.get("vocabulary")) and (kind := loaded.config.tokenizer.tokenizer_type):
             refuse_another_identity(prefixes, dict(type=kind, fingerprint=learned))
@@ -118,13 +117,13 @@ def held_out(work: Evaluation, prefix: str) -> dict:
     judged, clean = judged_documents(work, dataset, len(tokens)) if work.contained else (None, None)
     result = run_score(work, tokens, options.overlapping_eval or work.length, clean)
 
-    def told(score) -> tuple[str, dict]:
+    def in_words(score) -> tuple[str, dict]:
         line = f"avg loss: {score.loss:.4E} | ppl: {score.perplexity():.4E} | tokens: {score.tokens} |"
         return line, dict(loss=score.loss, perplexity=score.perplexity(), tokens=score.tokens)
 
-    line, numbers = told(result)
+    line, numbers = in_words(result)
     return dict(name=prefix, line=line, data=prefix, **numbers) | without(
-        judged, told(result.part) if result.part else None
+        judged, in_words(result.part) if result.part else None
     )
 
 
@@ -144,7 +143,7 @@ def judged_documents(work: Evaluation, dataset, count: int):
 
 
 def without(judged, clean: Optional[tuple[str, dict]]) -> dict:
-    """What is told of the items that the training data does not hold. clean: line and figures of their score."""
+    """The results of the items that the training data does not hold. clean: line and figures of their score."""
     if judged is None:
         return {}
     record = judged.record()
@@ -168,7 +167,7 @@ def wikitext(work: Evaluation) -> list[dict]:
     judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
     result = run_score(work, tokens, options.overlapping_eval or 32, clean)
 
-    def told(score) -> tuple[str, dict]:
+    def in_words(score) -> tuple[str, dict]:
         line = (
             f"avg loss: {score.loss:.4E} | ppl: {score.perplexity():.4E} | "
             f"adjusted ppl: {score.perplexity(ratio):.4E} | token ratio: {ratio} |"
@@ -182,9 +181,9 @@ def wikitext(work: Evaluation) -> list[dict]:
         )
         return line, numbers
 
-    line, numbers = told(result)
+    line, numbers = in_words(result)
     found = dict(name=options.task, line=line, data=options.valid_data, **numbers)
-    return [found | without(judged, told(result.part) if result.part else None)]
+    return [found | without(judged, in_words(result.part) if result.part else None)]
 
 
 def judged_tokens(work: Evaluation, original: str, tokens, tokenizer):

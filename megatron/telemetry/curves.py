@@ -203,6 +203,6 @@ def _picture(draw: Callable, history: History) -> str:
 
 
 def data_url(picture: str | bytes) -> str:
-    """A picture, SVG or PNG, as the address of itself: the page needs no file beside it."""
+    """A picture, SVG or PNG, as the address of itself: the page needs no other file."""
     kind, data = ("svg+xml", picture.encode()) if isinstance(picture, str) else ("png", picture)
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import CheckpointError, UsageError, did_you_mean, run_main
-from megatron.settings.parse import parse
+from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
+from megatron.settings.statements import given_values
 from megatron.storage.urls import UrlPath, location
 from megatron.tools.checkpoint_convert import (
     FromHFOptions,
@@ -107,7 +108,7 @@ def main(argv: list[str]) -> None:
     group, operands, run, *more = COMMANDS[name]
     groups = dict(which=WhichCheckpoint, command=group, **{kind.__name__: kind for kind in more})
     prog = f"python -m megatron.tools.checkpoint {name} {' '.join(operands)}"
-    settings = parse(
+    settings, said = parse_with_record(
         flags,
         groups,
         prog=prog,
@@ -124,7 +125,7 @@ def main(argv: list[str]) -> None:
     for operand, place in zip(operands, places):
         if isinstance(place, UrlPath) and (name.startswith("from-") or (name.startswith("to-") and operand == "OUT")):
             raise UsageError(f"{name}: {operand} must be a folder, and {place} is a URL", do="reshard copies to a URL")
-    run(*places, *settings.values())
+    run(*places, settings["which"], settings["command"], *(given_values(kind, said) for kind in more))
 
 
 def inspect(path: Path, which: WhichCheckpoint, how: InspectOptions) -> None:

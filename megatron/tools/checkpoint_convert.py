@@ -2,12 +2,13 @@
 """The commands of megatron.tools.checkpoint that exchange models with other libraries."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
-from megatron.settings.schema import TokenizerSettings, setting
+from megatron.settings.schema import setting
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,15 @@ class ToMegatronOptions:
     unchecked: bool = setting("do not read and compare what was written", False)
 
 
-def to_hf(path: Path, out: Path, which, how: ToHFOptions, tokenizer: TokenizerSettings) -> None:
+def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, Any]) -> None:
     """Export a GPT-2, Llama, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.checkpoint.folder import choose
     from megatron.inference.convert import huggingface
     from megatron.mpu.initialize import DTYPES
 
     choice = choose(path, step=which.ckpt_step)
-    told = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], tokenizer, check=not how.unchecked)
-    print("\n  ".join([*told, *choice.notices]))
+    notes = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], given, check=not how.unchecked)
+    print("\n  ".join([*notes, *choice.notices]))
 
 
 def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
@@ -78,7 +79,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
     from megatron.mpu.initialize import DTYPES
 
     choice = choose(path, step=which.ckpt_step)
-    told = megatron_export.to_megatron(
+    notes = megatron_export.to_megatron(
         choice.paths[0],
         out,
         tp=tp,
@@ -88,15 +89,15 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
         check=not how.unchecked,
         log=lambda text: print(text, file=sys.stderr),
     )
-    print("\n  ".join([*told, *choice.notices]))
+    print("\n  ".join([*notes, *choice.notices]))
 
 
 def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
     """Import a GPT-2, Llama, T5 or BERT of Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.inference.convert import huggingface
 
-    told = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked)
-    print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
+    notes = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked)
+    print("\n  ".join([*notes, f"train on with --load {out} --finetune"]))
 
 
 def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> None:
@@ -108,8 +109,8 @@ def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> Non
     open_model = megatron_dist.open_distributed if distributed else megatron_lm.open_classic
     log = lambda text: print(text, file=sys.stderr)
     asked = (which.ckpt_step, how.vocab_size, how.num_attention_heads)
-    told = write_import(partial(open_model, path, *asked, log), out, fresh_state())
-    print("\n  ".join([*told, f"train on with --load {out} --finetune"]))
+    notes = write_import(partial(open_model, path, *asked, log), out, fresh_state())
+    print("\n  ".join([*notes, f"train on with --load {out} --finetune"]))
 
 
 def fresh_state() -> dict:

@@ -161,12 +161,12 @@ def run(words: list[str], asked: CorpusOptions) -> None:
         )
     started = time.perf_counter()
     with _Bar() as bar:
-        told = [bar]
+        shown = [bar]
         if asked.status_page:
             from megatron.tools.corpus_status import StatusPage
 
-            told.append(StatusPage(Path(asked.status_page), asked.output))
-        drive(plan, output, runner, lambda progress: [tell(progress) for tell in told], whole=asked.verify)
+            shown.append(StatusPage(Path(asked.status_page), asked.output))
+        drive(plan, output, runner, lambda progress: [tell(progress) for tell in shown], whole=asked.verify)
     print(f"done in {time.perf_counter() - started:.1f} s: {output / FINAL}")
     print("\n".join(summary(counts_by_phase(plan, output))))
 

@@ -17,13 +17,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.settings.statements import Statement, words_of
+from megatron.settings.statements import Statement, given_values, words_of
 from megatron.tools.job import check_shares, on_ranks
 
 
@@ -70,10 +70,12 @@ def main(argv: list[str]) -> None:
     check(settings, given)
     tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    on_ranks(parallel, settings.device, lambda context: evaluate(settings, groups["tokenizer"], context))
+    on_ranks(
+        parallel, settings.device, lambda context: evaluate(settings, given_values(TokenizerSettings, given), context)
+    )
 
 
-def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -> None:
+def evaluate(settings: EvaluateOptions, given: Mapping[str, Any], context) -> None:
     """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results."""
     from megatron.inference.load import load_model
     from megatron.tasks import zeroshot
@@ -88,7 +90,7 @@ def evaluate(settings: EvaluateOptions, tokenizer: TokenizerSettings, context) -
         settings.load, device=context.device, precision=settings.precision, step=settings.ckpt_step, mesh=context.mesh
     )
     progress = ProgressLine if context.mesh.dp.rank == 0 else lambda unit: lambda done, total: None
-    work, notices = zeroshot.prepare(settings, loaded, tokenizer, context.mesh.dp, progress)
+    work, notices = zeroshot.prepare(settings, loaded, given, context.mesh.dp, progress)
     say(f" > {loaded.path}, iteration {loaded.iteration}")
     for notice in [*loaded.notices, *notices]:
         say(f"note: {notice}", sys.stderr)

@@ -15,14 +15,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.settings.statements import Statement, words_of
+from megatron.settings.statements import Statement, given_values, words_of
 from megatron.tools.job import on_ranks
 
 
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> None:
         from megatron.mpu.collectives import broadcast_object
 
         texts = broadcast_object(prompts, context.mesh.world)
-        write(settings, sampling, search, groups["tokenizer"], texts, context)
+        write(settings, sampling, search, given_values(TokenizerSettings, given), texts, context)
 
     on_ranks(parallel, settings.device, work)
 
@@ -132,7 +132,7 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
 
 
 def write(
-    settings: GenerateOptions, sampling: Sampling, search: Search, given: TokenizerSettings, texts: list[str], context
+    settings: GenerateOptions, sampling: Sampling, search: Search, given: Mapping[str, Any], texts: list[str], context
 ) -> None:
     """Continue texts on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints."""
     from megatron.inference.generation import generate

@@ -12,14 +12,16 @@ a model together; more ranks share the batches.
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, Failure, SettingsError, did_you_mean, run_main
 from megatron.settings import rank_env
-from megatron.settings.parse import parse
+from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
+from megatron.settings.statements import given_values
 from megatron.tools.job import check_shares, on_ranks
 
 
@@ -45,7 +47,7 @@ class HarnessOptions:
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_slurm()
-    groups = parse(
+    groups, said = parse_with_record(
         argv,
         dict(lm_eval=HarnessOptions, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.lm_eval",
@@ -57,7 +59,9 @@ def main(argv: list[str]) -> None:
     check(options)
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    on_ranks(parallel, options.device, lambda context: evaluate(options, groups["tokenizer"], context))
+    on_ranks(
+        parallel, options.device, lambda context: evaluate(options, given_values(TokenizerSettings, said), context)
+    )
 
 
 def names_in(word: str) -> list[str]:
@@ -85,7 +89,7 @@ def check(options: HarnessOptions) -> None:
         os.environ |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 
-def evaluate(options: HarnessOptions, tokenizer: TokenizerSettings, context) -> dict:
+def evaluate(options: HarnessOptions, given: Mapping[str, Any], context) -> dict:
     """Evaluate on the ranks of a job; the first of them prints and writes the results, which all return."""
     try:
         import lm_eval
@@ -108,7 +112,7 @@ def evaluate(options: HarnessOptions, tokenizer: TokenizerSettings, context) -> 
     from megatron.tasks.harness import HarnessModel
 
     model = HarnessModel(
-        loaded.model, open_tokenizer(loaded, tokenizer), context, longest=length, batch_size=options.micro_batch_size
+        loaded.model, open_tokenizer(loaded, given), context, longest=length, batch_size=options.micro_batch_size
     )
     tasks, manager = find_tasks(options)
     found = lm_eval.simple_evaluate(

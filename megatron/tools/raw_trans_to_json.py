@@ -25,9 +25,9 @@ from pathlib import Path
 
 from megatron.corpus.processes import process_pool
 from megatron.errors import DataError, Failure, SettingsError, run_main
-from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors, sync_folder, whole_file
+from megatron.tools.positional import parse_one
 
 PROG = "python -m megatron.tools.raw_trans_to_json"
 
@@ -52,13 +52,7 @@ class RawTextOptions:
 
 def main(argv: list[str]) -> None:
     """Convert, merge, shuffle."""
-    options = parse(
-        _without_blank_splitter(argv),
-        dict(raw=RawTextOptions),
-        prog=PROG,
-        description=__doc__.split("\n")[0],
-        common=tuple(RawTextOptions.__dataclass_fields__),
-    )["raw"]
+    options = parse_one(_without_blank_splitter(argv), RawTextOptions, PROG, __doc__)
     if min(options.workers, options.log_interval) < 1 or options.min_doc_length < 0:
         raise SettingsError("--workers and --log_interval start at 1, --min_doc_length at 0")
     if options.max_doc_mb <= 0 or options.memory_gb < 0.01:

@@ -25,7 +25,7 @@ from typing import Literal, Optional
 from megatron.data.json_input import find_sources, read_texts
 from megatron.data.plain_text import SEPARATOR_HELP
 from megatron.errors import DataError, SettingsError, run_main
-from megatron.settings.parse import parse
+from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
 from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER, END_OF_TEXT
@@ -34,6 +34,12 @@ SMALLEST = len(BYTE_TO_CHARACTER) + 2  # the bytes, one merge, end of text
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # the first of BERT's tokens
 ENDS = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=3, pad_piece="<pad>")  # of a model of unigrams; T5's numbers
 OF_UNIGRAMS = ("max_piece_length", "spaces_apart", "character_coverage")  # settings of these alone
+FILES = {
+    "byte-level": ("vocab.json", "merges.txt"),
+    "word-piece": ("vocab.txt",),
+    "word-piece-cased": ("vocab.txt",),
+    "unigram": ("tokenizer.model",),
+}
 SPACE = "\u2581"  # what SentencePiece makes of one
 
 
@@ -62,14 +68,20 @@ class TrainTokenizerOptions:
 
 
 def main(argv: list[str]) -> None:
-    settings = parse(
+    groups, said = parse_with_record(
         argv,
         dict(training=TrainTokenizerOptions),
         prog="python -m megatron.tools.train_tokenizer",
         description="Train a vocabulary: byte-level BPE as GPT-2's, word pieces as BERT's, or SentencePiece's unigrams.",
         common=tuple(TrainTokenizerOptions.__dataclass_fields__),
-    )["training"]
+    )
+    settings = groups["training"]
     check(settings)
+    for name in OF_UNIGRAMS if settings.kind != "unigram" else ("min_frequency",):
+        if name in said and said[name].is_request:
+            print(f"warning: --{name.replace('_', '-')} has no effect with --kind {settings.kind}")
+    if there := [path for name in FILES[settings.kind] if (path := Path(settings.output) / name).exists()]:
+        print(f"note: replaces {' and '.join(map(str, there))}", flush=True)
     start = time.perf_counter()
     train = {"byte-level": train_byte_level, "unigram": train_unigrams}.get(settings.kind, train_word_pieces)
     path, size = train(settings, texts_of(settings))
@@ -79,15 +91,11 @@ def main(argv: list[str]) -> None:
 
 
 def check(settings: TrainTokenizerOptions) -> None:
-    """Raise SettingsError for what cannot be, and tell what has no effect."""
+    """Raise SettingsError for what cannot be."""
     if not 1 <= settings.max_piece_length <= 512:
         raise SettingsError(f"--max-piece-length {settings.max_piece_length} has to be from 1 to 512")
     if not 0.98 <= settings.character_coverage <= 1:
         raise SettingsError(f"--character-coverage {settings.character_coverage} has to be from 0.98 to 1")
-    others = OF_UNIGRAMS if settings.kind != "unigram" else ("min_frequency",)
-    for name in others:
-        if getattr(settings, name) != getattr(TrainTokenizerOptions, name):
-            print(f"warning: --{name.replace('_', '-')} has no effect with --kind {settings.kind}")
 
 
 def train_byte_level(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tuple[Path, int]:

@@ -5,7 +5,7 @@
 
 Each layout trains a few steps on CPU processes of this machine, from the same weights and data as one process, and is
 compared with it in loss, gradient norm and every parameter. Exit code 0: all agree; 1: one does not, or the model's own
-code raises, which is told with its file and line (--debug: with its traceback).
+code raises, reported with its file and line (--debug: with its traceback).
 """
 
 import math

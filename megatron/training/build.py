@@ -56,11 +56,20 @@ from megatron.training.start_log import crowded, end_of_document, left_out, noth
 from megatron.training.state import Run, State
 
 
-def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbeat] = None) -> Run:
-    """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together."""
+def build_run(
+    config: schema.Config,
+    recipe: Recipe,
+    heartbeat: Optional[Heartbeat] = None,
+    refusal: Optional[SettingsError] = None,
+) -> Run:
+    """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together.
+
+    refusal: why this rank cannot train
+    """
     heartbeat = heartbeat or Heartbeat()
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
+    refuse_together(refusal, context)
     console = build_console(config.logging, context)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     log = console.log
@@ -84,13 +93,13 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     optimizer = build_optimizer(config, context, stages, dtype)
     heartbeat.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
-    state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint)
+    state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint, vocab_size)
     code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
     refuse_to_mix(config.checkpoint, state.iteration, context.all_gather_object)
     heartbeat.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, log)
-    datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log)
+    datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log, state)
     train, valid, test = build_batches(config, recipe, context, datasets, tokenizer, vocab_size)
     lengths, changed = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), ResumeChanges()
     resumes = bool(record) and not config.checkpoint.finetune
@@ -156,6 +165,18 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         best_manager=best_manager(config, measures, context, log),
         reads_late=reads_late(config, context, optimizer),
     )
+
+
+def refuse_together(refusal: Optional[SettingsError], context: RankContext) -> None:
+    """Raise SettingsError on all ranks where one of them has a reason: otherwise the others would wait for it."""
+    reasons = context.all_gather_object(refusal)
+    if refusal:
+        raise refusal
+    for rank, reason in enumerate(reasons):
+        if reason:
+            error = SettingsError(f"rank {rank}, on another machine: {reason.what}", reason.why, reason.do)
+            error.about = reason.about
+            raise error
 
 
 def build_console(logging: schema.Logging, context: RankContext) -> Console:

@@ -52,8 +52,10 @@ def load(
     optimizer: DistributedOptimizer,
     fresh: State,
     vocabulary: Optional[str] = None,
+    vocab_size: Optional[int] = None,
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
-    """Fill the optimizer's state from `--load`. vocabulary: fingerprint of this run's; None: it has numbers alone.
+    """Fill the optimizer's state from `--load`. vocabulary: fingerprint of this run's; None: it has numbers alone;
+    vocab_size: its tokens, without padding; None: those of the checkpoint, which this run wrote.
 
     Returns the state to go on from, what the checkpoint says of its run (None without one), and what the user should hear.
     """
@@ -66,14 +68,13 @@ def load(
     )  # an evaluation updates nothing
     pieces, recipe = optimizer.pieces(moments=not weights_only), recipe_of(config)
 
-    def same_vocabulary(record: dict[str, Any]) -> bool:
-        return vocabulary is not None and record.get("vocabulary") == vocabulary
-
     def fits(record: dict[str, Any]) -> None:
+        if vocab_size is not None:
+            changes.refuse_other_rows(config, record.get("vocab_size"), vocab_size)
         if settings.finetune:
             _refuse_another_trunk(config, record["config"])
         else:
-            changes.refuse_another_run(config, record["config"], same_vocabulary(record))
+            changes.refuse_another_run(config, record["config"], changes.same_vocabulary(record, vocabulary))
         if not weights_only and record["optimizer_steps"] is None:
             raise CheckpointError(f"{settings.load} holds no optimizer state", do="add --no-load-optim or --finetune")
         if not weights_only:
@@ -101,7 +102,7 @@ def load(
     record = all_gather_object(restored.state)[0]
     optimizer.copy_main_params_to_model_params()
     notices = [*restored.notices, f"loaded checkpoint {restored}"]
-    if vocabulary and record.get("vocabulary") and not same_vocabulary(record):
+    if vocabulary and record.get("vocabulary") and not changes.same_vocabulary(record, vocabulary):
         notices.append(
             "the checkpoint has learned another vocabulary than this run's: for the same numbers it knows other words"
         )

@@ -17,6 +17,7 @@ from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
 from megatron.tokenizer import build_tokenizer, unused_rows
+from megatron.training.state import State
 
 
 def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
@@ -70,28 +71,43 @@ def verify_data(data: schema.Data, context: RankContext, log) -> None:
     log(f" > verified {len(prefixes)} dataset{'s' * (len(prefixes) > 1)} in {time.perf_counter() - started:.1f} s")
 
 
-def dataset_sizes(batch: schema.Batch, dp: int, full_validation: bool = False) -> tuple[int, int, int]:
+def dataset_sizes(
+    batch: schema.Batch, dp: int, full_validation: bool = False, state: Optional[State] = None
+) -> tuple[int, int, int]:
     """Samples that training, validation and testing ask for, as Megatron-LM counts them.
 
     full_validation: a dataset decides itself how many it has; this is how many are made up where it has none.
+    state: of a run that goes on. Its validations go on after the samples of those before, which may have had other sizes.
     """
     iterations = total_iterations(batch, dp)
     evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
+    if batch.eval_epoch and batch.train_epochs:
+        evaluations += batch.train_epochs // batch.eval_epoch
     each, test = (count * batch.global_batch_size for count in (batch.eval_iters, batch.tested_batches))
+    valid = evaluations * each
+    if state:
+        done = state.iteration // batch.eval_interval if batch.eval_interval else 0
+        to_come = max(1, evaluations - done) + state.evaluation_due
+        valid = max(valid, state.consumed_valid_samples + to_come * each)
     if full_validation:
         return total_samples(batch, dp), each or batch.global_batch_size, test
-    return total_samples(batch, dp), each if batch.eval_same_samples else evaluations * each, test
+    return total_samples(batch, dp), each if batch.eval_same_samples else valid, test
 
 
-def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int, context: RankContext, log):
-    """(train, valid, test) of the recipe; synthetic ones where `--mock-data` stands in for samples of its own."""
-    sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation)
+def build_datasets(
+    config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int, context: RankContext, log, state: State
+):
+    """(train, valid, test) of the recipe; synthetic ones where `--mock-data` stands in for samples of its own.
+
+    state: where the run begins
+    """
+    sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation, state)
     if recipe.own_data and config.data.mock_data and recipe.arrays is None:
         eod = tokenizer.eod if tokenizer else None
         length, seed = config.model.seq_length, config.logging.seed
         return gpt_dataset.build_datasets(config.data, length, sizes, seed, eod=eod, vocab_size=vocab_size, log=log)
     datasets = recipe.build_datasets(config, tokenizer, vocab_size, sizes, log)
-    check_datasets(config, recipe, datasets, sizes)
+    check_datasets(config, recipe, datasets, sizes, state.consumed_valid_samples)
     if datasets[0] is None and total_iterations(config.batch, context.mesh.dp.size):
         if recipe.own_data:
             raise SettingsError("there is no training data", f"{recipe.model_type} gives none for {sizes[0]:,} samples")
@@ -99,8 +115,13 @@ def build_datasets(config: schema.Config, recipe: Recipe, tokenizer, vocab_size:
     return datasets
 
 
-def check_datasets(config: schema.Config, recipe: Recipe, datasets, sizes: tuple[int, int, int]) -> None:
-    """Raise DataError unless a recipe's datasets are three, each None or long enough: not when a run comes to their end."""
+def check_datasets(
+    config: schema.Config, recipe: Recipe, datasets, sizes: tuple[int, int, int], validated: int = 0
+) -> None:
+    """Raise DataError unless a recipe's datasets are three, each None or long enough: not when a run comes to their end.
+
+    validated: samples of validations before this launch
+    """
     if not isinstance(datasets, (tuple, list)) or len(datasets) != 3:
         told = f"{len(datasets)} of them" if isinstance(datasets, (tuple, list)) else type(datasets).__name__
         raise DataError(
@@ -115,8 +136,9 @@ def check_datasets(config: schema.Config, recipe: Recipe, datasets, sizes: tuple
         count += f" x --global-batch-size {size}"
     once = f"--eval-iters {batch.eval_iters} x --global-batch-size {size}"
     test = once if batch.test_iters is None else f"--test-iters {batch.test_iters} x --global-batch-size {size}"
-    evaluations = sizes[1] // max(batch.eval_iters * size, 1)
-    needs = count, f"{evaluations} evaluations x {once}" if evaluations > 1 else once, test
+    evaluations = (sizes[1] - validated) // max(batch.eval_iters * size, 1)
+    valid = f"{evaluations} evaluations x {once}" if evaluations > 1 else once
+    needs = count, f"{validated:,} before the checkpoint, then {valid}" if validated else valid, test
     fewer = "a shorter run", "--eval-same-samples or fewer of --eval-iters", f"fewer of {test.split()[0]}"
     for dataset, split, wanted, need, do in zip(datasets, ("training", "validation", "testing"), sizes, needs, fewer):
         if dataset is None or wanted == 0 or (split == "validation" and config.data.full_validation):

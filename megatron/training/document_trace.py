@@ -49,7 +49,8 @@ class DocumentTrace:
         if key not in self.built:
             self._refuse_own_data(config)
             which = SPLITS.index(self.split)
-            sizes = tuple(size if number == which else 0 for number, size in enumerate(sizes))
+            size = sizes[which] if self.split == "train" else max(sizes[which], self._evaluated())
+            sizes = tuple(size if number == which else 0 for number in range(3))
             made = self._splits(config, sizes)[which]
             if made is None:
                 raise DataError(f"this run has no {self.split} data", do="see --split and --eval-iters of the run")

@@ -15,7 +15,7 @@ from megatron.training.rules import layout_is_open, resolve
 def start(argv: list[str], recipe: Recipe) -> None:
     """Check the settings of a recipe, which needs no torch; then look ahead, search what they leave open, or train."""
     argv = rank_env.adopt(argv)
-    rank_env.ranks()  # numbers of ranks that are none are told first
+    rank_env.ranks()  # wrong numbers of ranks are reported first
     refuse_another_module(recipe.model_type, module_of(recipe.model_type))
     config = parse_any(argv, description=f"Pretrain a model of type {recipe.model_type}.", recipe=recipe)
     if config.model.model_type != recipe.model_type:
@@ -58,10 +58,10 @@ def train(config: Config, recipe: Recipe) -> None:
         return print_topology(config)
     from megatron.planner.room import check_room
 
-    check_room(config, recipe)
+    refusal = check_room(config, recipe)
     from megatron.training.loop import pretrain
 
-    pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else ())
+    pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else (), refusal)
 
 
 def planned_memory(config: Config) -> list[int]:

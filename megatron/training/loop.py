@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Optional
 
+from megatron.errors import SettingsError
 from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
 from megatron.guard.stopping import Stop
@@ -32,14 +33,17 @@ from megatron.training.state import Run, due
 from megatron.training.step import record_step, train_step
 
 
-def pretrain(config: schema.Config, recipe: Recipe, planned_memory: Sequence[int] = ()) -> None:
+def pretrain(
+    config: schema.Config, recipe: Recipe, planned_memory: Sequence[int] = (), refusal: Optional[SettingsError] = None
+) -> None:
     """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load.
 
-    planned_memory: bytes on the device of each pipeline rank as they were planned, to be told beside what is used
+    planned_memory: bytes on the device of each pipeline rank as they were planned, to be logged with what is used
+    refusal: why this rank cannot train, which all ranks then say
     """
     with guarded(config.guard, config) as heartbeat:
         makers = hook_makers(config, recipe.hooks)  # names that nobody finds are told first
-        run = build_run(config, recipe, heartbeat)
+        run = build_run(config, recipe, heartbeat, refusal)
         try:
             run.hooks = make_hooks(makers, run.config)
             with Listening.with_timers(run.metrics.timers):

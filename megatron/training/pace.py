@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that begin to crawl beside other programs: threads that spin while they wait are the usual reason on a CPU."""
+"""Steps that slow down while other programs run: threads that spin while they wait are the usual reason on a CPU."""
 
 import math
 from collections import deque
@@ -14,7 +14,7 @@ from megatron.settings import rank_env
 CRAWLS = 3.0  # times the median
 IN_A_ROW = 3  # steps that crawl before anybody looks at the machine
 ENOUGH = 8  # steps that make a median
-FIRST_LOOK = 5.0  # seconds behind the first step: programs that came with this run were in no average at its start
+FIRST_LOOK = 5.0  # seconds after the first step: programs that came with this run were in no average at its start
 
 
 class Pace:
@@ -33,7 +33,7 @@ class Pace:
         return cls(threads, rank_env.ranks().local_world_size or 1)
 
     def after(self, seconds: float, now: float) -> str:
-        """What to say behind a step of so many seconds, which ended now: once, that waiting threads sleep; else nothing."""
+        """What to say after a step of so many seconds, which ended now: once, that waiting threads sleep; else nothing."""
         if not self._watches:
             return ""
         usual = median(self._times) if len(self._times) >= ENOUGH else math.inf
@@ -58,10 +58,10 @@ class Pace:
             if seconds > CRAWLS * usual
             else f"{seconds:.2g} s a step"
         )
-        beside = f"other programs use the cores ({slower}; load {cpu_threads.load():.1f}, {cpu_threads.cores()} cores)"
+        others = f"other programs use the cores ({slower}; load {cpu_threads.load():.1f}, {cpu_threads.cores()} cores)"
         if cpu_threads.sleep_from_now_on(self.threads):
-            return f"{beside}: threads that wait for each other sleep from here on, and spin no more; no result changes"
+            return f"{others}: threads that wait for each other sleep from here on, and spin no more; no result changes"
         return (
-            f"{beside}, and threads that spin while they wait keep each other from them: stop, and go on from the last "
+            f"{others}, and threads that spin while they wait keep each other from them: stop, and go on from the last "
             "checkpoint with OMP_WAIT_POLICY=PASSIVE in the environment (2.1 s a step became 0.3: docs/benchmarks.md)"
         )

@@ -45,7 +45,7 @@ def resume(
     """(settings with the schedule that the run follows, its lengths, what changes). record: a checkpoint's state;
     vocabulary: fingerprint of this run's.
     """
-    same = vocabulary is not None and record.get("vocabulary") == vocabulary
+    same = changes.same_vocabulary(record, vocabulary)
     settings, chosen = changes.told(config, record["config"], same), config.checkpoint.resume_schedule
     found = [] if config.batch.skip_train else drift(config, record, dp)  # an evaluation follows no schedule
     if chosen == "checkpoint":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps show and no figure of the log says in words: each is told once a start, in the log and in metrics.jsonl."""
+"""What steps show and no figure of the log says in words: each is said once a start, in the log and in metrics.jsonl."""
 
 import contextlib
 import math
@@ -11,7 +11,7 @@ from megatron.optimizer.lr_schedule import zero_to_the_end
 from megatron.telemetry.step_metrics import StepMetrics
 from megatron.training.pace import Pace
 
-IN_A_ROW = 10  # steps behind the warm-up whose losses are all above that of a guess
+IN_A_ROW = 10  # steps after the warm-up whose losses are all above that of a guess
 
 
 class StepNotes:

@@ -251,6 +251,8 @@ def test_mistakes_are_answered(tmp_path):
     broken(tmp_path, "has no tokens", data_path=["P"], lengths=[0, 0])
     broken(tmp_path, "has no tokens", data_path=["P"], lengths=[])
     assert "more documents" in broken(tmp_path, "leaves nothing", data_path=["P"], lengths=[9, 0, 0], sizes=(1, 1, 1))
+    one = broken(tmp_path, "leaves nothing for valid", data_path=["P"], lengths=[99], sizes=(9, 1, 0), split="95,5,0")
+    assert "it has 1 sequences; valid gets 0" in one and "--document-separator" in one  # of a .txt without separators
     broken(tmp_path, "nothing.idx: no such file", data_path=["nothing"])
     broken(tmp_path, "weight 0 of", data_path=["0", "P", "1", "P"])
     broken(tmp_path, "weight -1 of", data_path=["-1", "P"])

@@ -47,6 +47,14 @@ def test_equals_preprocessing_the_whole(parts, tmp_path):
     assert contents(tmp_path / "merged") == contents(whole)
 
 
+def test_files_that_are_replaced_are_named(parts, tmp_path, capsys):
+    words = ["--input", str(parts[0]), "--output-prefix", str(tmp_path / "merged")]
+    merge_datasets.main(words)
+    assert "replaces" not in capsys.readouterr().out
+    merge_datasets.main(words)
+    assert f"note: replaces {tmp_path}/merged (21 tokens)\n" in capsys.readouterr().out
+
+
 def test_prefixes_instead_of_folders(parts, tmp_path, monkeypatch):
     folder, whole = parts
     monkeypatch.chdir(tmp_path)  # a bare prefix has no folder

@@ -184,7 +184,7 @@ WRONG = {
     "utf16.txt": ("text".encode("utf-16-le"), "utf16.txt, line 1: binary data"),
     "zip.txt": (b"PK\x03\x04", "zip.txt holds a zip archive"),
     "packed.txt": (gzip.compress(b"1 2"), "its name says plain text, its bytes are gzip"),
-    "both.tar": (archive({"a.txt": b"1 2", "b.jsonl": b'{"text": "1"}'}), "b.jsonl comes behind plain text"),
+    "both.tar": (archive({"a.txt": b"1 2", "b.jsonl": b'{"text": "1"}'}), "b.jsonl comes after plain text"),
 }
 
 
@@ -219,7 +219,7 @@ def test_text_beside_json_lines_says_something_of_them(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "1"}')
     (tmp_path / "README.txt").write_text("read me")
     assert [Path(source.path).name for source in find_sources([str(tmp_path)])] == ["a.jsonl"]
-    assert "1 files of plain text beside the JSON lines are left out" in capsys.readouterr().err
+    assert "1 files of plain text next to the JSON lines are left out" in capsys.readouterr().err
 
 
 def test_an_evaluation_set_has_an_item_a_line(tmp_path):

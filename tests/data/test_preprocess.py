@@ -174,7 +174,7 @@ def test_sentences(vocab, tmp_path):
 
 
 def test_settings_of_sentences_without_sentences_are_told(vocab, corpus, tmp_path, capsys):
-    run(vocab, corpus, tmp_path / "out", "--lang", "german", "--keep-newlines")
+    run(vocab, corpus, tmp_path / "out", "--lang", "english", "--keep-newlines")  # english: the default
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert told == [f"warning: --{name} has no effect without --split-sentences" for name in ("lang", "keep-newlines")]
 

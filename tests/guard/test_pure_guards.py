@@ -133,7 +133,8 @@ def test_codes_are_read_from_torchruns_last_words():
 
 
 def _config(**changed):
-    record = dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2), data=dict(data_path=["a"]))
+    model = dict(num_layers=2, hidden_size=8, num_attention_heads=2, max_position_embeddings=512)
+    record = dict(model=model, data=dict(data_path=["a"]))
     for group, values in changed.items():
         record.setdefault(group, {}).update(values)
     return from_record(record)
@@ -168,6 +169,37 @@ def test_dangerous_changes_are_refused_unless_overridden(group, name, value):
     allowed = _config(**{group: {name: value}}, guard=dict(override=f"--seed,{flag}"))
     changes.refuse_another_run(allowed, saved)
     assert any(flag in text and "(--override)" in text for text in changes.told(allowed, saved))
+
+
+def test_no_override_is_advised_where_weights_have_another_shape():
+    """Learned positions are rows of a table; rotary ones are none."""
+    for name, value in (("max_position_embeddings", 1024), ("max_position_embeddings", None)):
+        now = _config(model={name: value}, guard=dict(override="max-position-embeddings"))
+        with pytest.raises(
+            SettingsError, match=f"of another model(.|\n)*512 in the checkpoint, {value} now"
+        ) as refused:
+            changes.refuse_another_run(now, _record(_config()))
+        assert "--override" not in str(refused.value)
+    rope = dict(position_embedding_type="rope")
+    with pytest.raises(SettingsError, match="--override max-position-embeddings to go on"):
+        changes.refuse_another_run(_config(model=rope | {name: 1024}), _record(_config(model=rope)))
+
+
+@pytest.mark.parametrize(
+    "tokenizer, was, now, advice",
+    [
+        (dict(tokenizer_type="NullTokenizer", vocab_size=100), 100, 101, "give --vocab-size 99"),
+        (dict(vocab_size=90), 100, 90, "give --vocab-size 100"),
+        (dict(tokenizer_type="GPT2BPETokenizer"), 120, 100, "give --vocab-size 120"),
+        (dict(tokenizer_type="GPT2BPETokenizer"), 90, 100, "give the tokenizer of its run"),
+    ],
+)
+def test_another_number_of_tokens_is_said_in_the_words_of_flags(tokenizer, was, now, advice):
+    config = _config(tokenizer=tokenizer)
+    with pytest.raises(SettingsError, match=f"a vocabulary of {was}, this run one of {now}(.|\n)*-> {advice}"):
+        changes.refuse_other_rows(config, was, now)
+    changes.refuse_other_rows(config, now, now)
+    changes.refuse_other_rows(config, None, now)  # a checkpoint that does not say
 
 
 def test_harmless_changes_are_told_and_unchanged_settings_are_not():

@@ -65,8 +65,8 @@ def vocabulary(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory, vocabulary, small_gpt):
-    """A folder with one checkpoint as training writes it (300 ids at most, 32 positions)."""
+def new_checkpoint(tmp_path_factory, vocabulary, small_gpt):
+    """`new_checkpoint(**tokenizer)`: a folder with one checkpoint as training writes it (300 ids at most, 32 positions)."""
     from megatron.checkpoint.boxes import Box
     from megatron.checkpoint.folder import Saver
     from megatron.checkpoint.store import Piece
@@ -81,10 +81,18 @@ def checkpoint(tmp_path_factory, vocabulary, small_gpt):
     ]
     groups = {name: group() for name, group in schema.GROUPS.items() if name not in ("model", "tokenizer")}
     files = dict(vocab_file=str(vocabulary / "vocab.json"), merge_file=str(vocabulary / "merges.txt"))
-    config = schema.Config(
-        model=schema.Model(**settings), tokenizer=schema.TokenizerSettings("GPT2BPETokenizer", **files), **groups
-    )
-    folder = tmp_path_factory.mktemp("checkpoints")
-    with Saver(folder) as saver:
-        saver.save(7, pieces, dict(config=asdict(config), vocab_size=vocab_size))
-    return folder
+
+    def new(**tokenizer):
+        own = schema.TokenizerSettings("GPT2BPETokenizer", **files | tokenizer)
+        config = schema.Config(model=schema.Model(**settings), tokenizer=own, **groups)
+        folder = tmp_path_factory.mktemp("checkpoints")
+        with Saver(folder) as saver:
+            saver.save(7, pieces, dict(config=asdict(config), vocab_size=vocab_size))
+        return folder
+
+    return new
+
+
+@pytest.fixture(scope="session")
+def checkpoint(new_checkpoint):
+    return new_checkpoint()

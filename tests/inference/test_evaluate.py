@@ -16,6 +16,7 @@ from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.scoring import Score, score, windows
 from megatron.tasks.lambada import Example, count_correct
 from megatron.tools import evaluate as tool
+from megatron.tools import generate
 
 
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 40))
@@ -135,6 +136,20 @@ def test_mistakes(checkpoint, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "fine words"}\n{"text": "one"}\n')
     with pytest.raises(DataError, match="line 2"):
         run(checkpoint, "--task", "LAMBADA", "--valid-data", str(tmp_path / "bad.jsonl"))
+
+
+def test_a_tokenizer_flag_at_its_default_wins_over_the_checkpoints(new_checkpoint, tmp_path, capsys):
+    """The run put 40 sentinels after its vocabulary, says its record; the model has learned none."""
+    checkpoint = new_checkpoint(vocab_extra_ids=40)
+    path = tmp_path / "wiki.valid.tokens"
+    path.write_text(" the cat sat on the mat , they say . \n" * 9)
+    words = ["--task", "WIKITEXT103", "--valid-data", str(path)]
+    with pytest.raises(SettingsError, match="the tokenizer has 329 ids, the model 283"):
+        run(checkpoint, *words)
+    run(checkpoint, *words, "--vocab-extra-ids", "0")
+    assert "validation results on WIKITEXT103" in capsys.readouterr().out
+    generate.main(["--load", str(checkpoint), "--device", "cpu", "--prompt", "the cat", "--vocab-extra-ids", "0"])
+    assert capsys.readouterr().out.startswith("the cat")
 
 
 def test_lambada_with_a_real_model_equals_its_definition(small_gpt):

@@ -3,15 +3,13 @@
 
 import json
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import pretrain_gpt
-from megatron.data.mock import MockDataset
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
@@ -22,7 +20,7 @@ from megatron.mpu.random import seed_of
 from megatron.settings.parse import parse_pretrain
 from megatron.training.entry import start
 from megatron.training.rules import resolve
-from tests.models import gpt_variant
+from tests.models import gpt_variant, plain_gpt
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
@@ -42,13 +40,7 @@ LAYOUTS = {
 def network(weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [b, s] -> (logits [b, s, vocabulary], sum over layers of the mean squares of what they add, [b, s])."""
 
-    def linear(name, x):
-        weight = weights[f"{name}.weight"]
-        return x @ weight.reshape(-1, weight.shape[-1]).T + weights[f"{name}.bias"].reshape(-1)
-
-    def norm(name, x):
-        return F.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
-
+    linear, norm = (partial(layer, weights) for layer in (plain_gpt.linear, plain_gpt.norm))
     b, s = tokens.shape
     x, sizes = weights["embedding.word.weight"][tokens] + weights["embedding.position.weight"][:s], 0
     for n in range(LAYERS):
@@ -76,26 +68,13 @@ def drawn() -> dict[str, torch.Tensor]:
 @cache
 def plain() -> tuple[list[dict], dict[str, torch.Tensor]]:
     """({lm loss, added, grad_norm} of each step, weights at the end) of the training of LINE."""
-    weights = {name: values.requires_grad_() for name, values in drawn().items()}
-    matrices = {name for name in weights if name.endswith("weight") and "norm" not in name}
-    groups = [
-        dict(params=[v for name, v in weights.items() if (name in matrices) == decays], weight_decay=0.01 * decays)
-        for decays in (True, False)
-    ]
-    adam, steps = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), []
-    data = MockDataset(1 << 20, LENGTH, VOCABULARY, EOD, 1234, 0)
-    for number in range(STEPS):
-        samples = torch.from_numpy(np.stack([data[place] for place in range(8 * number, 8 * number + 8)]))
+
+    def losses(weights, samples, counts):
         logits, sizes = network(weights, samples[:, :-1])
-        counts = samples[:, :-1] != EOD
-        losses = F.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten(), reduction="none").view(counts.shape)
-        loss, added = losses[counts].mean(), sizes[counts].mean()
-        adam.zero_grad()
-        (loss + COEFF * added).backward()
-        norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0).item()
-        adam.step()
-        steps.append({"lm loss": loss.item(), "added": added.item(), "grad_norm": norm})
-    return steps, {name: values.detach() for name, values in weights.items()}
+        each = plain_gpt.cross_entropies(logits, samples[:, 1:])
+        return {"lm loss": each[counts].mean(), "added": sizes[counts].mean()}
+
+    return plain_gpt.train(drawn(), losses, STEPS, COEFF)
 
 
 def pretrain(rank: int, flags: str) -> None:

@@ -12,7 +12,6 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.huggingface import from_hf, to_hf
 from megatron.inference.load import load_model
 from megatron.model.recipe import named_recipe
-from megatron.settings.schema import TokenizerSettings
 from megatron.tools.checkpoint_convert import fresh_state
 from megatron.training.entry import start
 
@@ -46,7 +45,7 @@ def tensors(folder) -> dict[str, torch.Tensor]:
 )
 def test_there_and_back_keeps_every_bit(tmp_path, name):
     path = trained(tmp_path / "ours", name)
-    told = to_hf(path, tmp_path / "hf", torch.float32, TokenizerSettings())
+    told = to_hf(path, tmp_path / "hf", torch.float32, {})
     assert any("both models agree" in line for line in told)
     told = from_hf(tmp_path / "hf", tmp_path / "back", fresh_state())
     assert any("both models agree" in line for line in told)
@@ -61,7 +60,7 @@ def test_a_tied_output_that_is_not_scaled_is_theirs_with_a_copy_of_the_table(tmp
     """Their T5 divides by the root of its width where it shares the table, and there alone; so it does when saved again."""
     start(f"{SIZES} {T5} --feed-forward-proj relu --save {tmp_path / 'ours'}".split(), named_recipe("T5"))
     path = tmp_path / "ours" / "iter_0000001"
-    told = to_hf(path, tmp_path / "hf", dtype, TokenizerSettings())
+    told = to_hf(path, tmp_path / "hf", dtype, {})
     assert any("lm_head.weight is a copy of the embedding" in line for line in told)
     source, target = torch.randint(50, (2, 24, 3), generator=torch.Generator().manual_seed(0)).split(1)
     ours = load_model(path, precision="fp32").model.eval()
@@ -84,7 +83,7 @@ def test_a_tied_output_that_is_not_scaled_is_theirs_with_a_copy_of_the_table(tmp
 def test_a_model_of_another_shape_is_refused(tmp_path):
     start(f"{SIZES} --num-layers 1 --save {tmp_path / 'bert'}".split(), named_recipe("BERT"))
     with pytest.raises(SettingsError, match="BERT is no model of this shape") as refusal:
-        to_hf(tmp_path / "bert" / "iter_0000001", tmp_path / "hf", torch.float32, TokenizerSettings())
+        to_hf(tmp_path / "bert" / "iter_0000001", tmp_path / "hf", torch.float32, {})
     assert "no --post-norm" in str(refusal.value) and not (tmp_path / "hf").exists()
 
 

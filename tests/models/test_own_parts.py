@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What docs/extending.md adds to a GPT, ALiBi and a second head, against the same networks in plain torch."""
 
-from functools import cache
+from functools import cache, partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.reader import Reader
-from megatron.data.mock import MockDataset
 from megatron.errors import SettingsError
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
@@ -17,7 +15,7 @@ from megatron.inference.sampling import Sampling
 from megatron.mpu.random import seed_of
 from megatron.tools import checkpoint as tool
 from megatron.training.entry import start
-from tests.models import alibi, own_head
+from tests.models import alibi, own_head, plain_gpt
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, initial_weights
 from tests.training.test_plain_loop import ADAM, FLAGS, records
 
@@ -36,13 +34,7 @@ PARTS = {"alibi": (alibi, ""), "head": (own_head, f"--ahead-loss-coeff {COEFF}")
 def states(part: str, weights, tokens: torch.Tensor) -> torch.Tensor:
     """Tokens [b, s] -> hidden states [b, s, h] behind the final norm."""
 
-    def linear(name, x):
-        weight = weights[f"{name}.weight"]
-        return x @ weight.reshape(-1, weight.shape[-1]).T + weights[f"{name}.bias"].reshape(-1)
-
-    def norm(name, x):
-        return F.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
-
+    linear, norm = (partial(layer, weights) for layer in (plain_gpt.linear, plain_gpt.norm))
     b, s = tokens.shape
     x, bias = weights["embedding.word.weight"][tokens], torch.zeros(HEADS, s, s).double()
     if part == "alibi":  # the paper's figure 3: of head i of n -2^(-8 i/n) for each step back
@@ -64,11 +56,6 @@ def states(part: str, weights, tokens: torch.Tensor) -> torch.Tensor:
     return norm("final_norm", x)
 
 
-def cross_entropies(weights, x, labels):
-    scores = x @ weights["embedding.word.weight"].T
-    return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-
-
 @cache
 def plain(part: str) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """({its losses, grad_norm} of each step, weights at the end) of the training of LINE."""
@@ -79,28 +66,20 @@ def plain(part: str) -> tuple[list[dict], dict[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(seed_of(1234, "ahead.weight", 0))
         drawn = torch.empty(HIDDEN, HIDDEN).normal_(0.0, 0.02, generator=generator)
         weights["ahead.weight"] = drawn.double()
-    weights = {name: values.requires_grad_() for name, values in weights.items()}
-    matrices = {name for name in weights if name.endswith("weight") and "norm" not in name}
-    groups = [
-        dict(params=[v for name, v in weights.items() if (name in matrices) == decays], weight_decay=0.01 * decays)
-        for decays in (True, False)
-    ]
-    adam, steps = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4), []
-    data = MockDataset(1 << 20, LENGTH, VOCABULARY, EOD, 1234, 0)
-    for number in range(STEPS):
-        samples = torch.from_numpy(np.stack([data[place] for place in range(8 * number, 8 * number + 8)]))
-        x, counts = states(part, weights, samples[:, :-1]), samples[:, :-1] != EOD
-        losses = {"lm loss": cross_entropies(weights, x, samples[:, 1:])[counts].sum() / counts.sum()}
+
+    def losses(weights, samples, counts):
+        def mean(x, labels, counts_there):
+            each = plain_gpt.cross_entropies(x @ weights["embedding.word.weight"].T, labels)
+            return each[counts_there].sum() / counts.sum()
+
+        x = states(part, weights, samples[:, :-1])
+        found = {"lm loss": mean(x, samples[:, 1:], counts)}
         if part == "head":
             ahead = x + x @ weights["ahead.weight"].T
-            each = cross_entropies(weights, ahead[:, :-1], samples[:, 2:])
-            losses["ahead loss"] = each[counts[:, 1:]].sum() / counts.sum()
-        adam.zero_grad()
-        (losses["lm loss"] + COEFF * losses.get("ahead loss", 0.0)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0).item()
-        adam.step()
-        steps.append({name: loss.item() for name, loss in losses.items()} | {"grad_norm": norm})
-    return steps, {name: values.detach() for name, values in weights.items()}
+            found["ahead loss"] = mean(ahead[:, :-1], samples[:, 2:], counts[:, 1:])
+        return found
+
+    return plain_gpt.train(weights, losses, STEPS, COEFF)
 
 
 def pretrain(rank: int, part: str, flags: str) -> None:

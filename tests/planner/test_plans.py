@@ -17,7 +17,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.live import most_held, span
 from megatron.planner.memory import memory_report
 from megatron.planner.problems import inspect
-from megatron.planner.search import Space, search
+from megatron.planner.search import NOT_OFFLOADED, Space, search
 from megatron.planner.speed import Cluster, split_even, step
 from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step
@@ -191,7 +191,7 @@ def test_a_search_for_175_billion_parameters_takes_seconds():
 
 def best_layout(shape, ranks: int, batch: int, **space) -> Layout:
     job = Job(GPTFacts(Model(*shape, **LONG, hidden_dropout=0.0, attention_dropout=0.0), 51200), batch)
-    return search(job, Cluster(A100, ranks), Space(global_batch=batch, offload=False, **space)).plans[0].layout
+    return search(job, Cluster(A100, ranks), Space(global_batch=batch, offload=NOT_OFFLOADED, **space)).plans[0].layout
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,8 @@ def test_alternatives_of_a_model_on_64_small_cards():
 
 
 def test_nothing_fits():
-    found = search(
-        Job(GPTFacts(Model(96, 12288, 96, **LONG), 51200), 64), Cluster(A100, 8), Space(global_batch=64, offload=False)
-    )
+    space = Space(global_batch=64, offload=NOT_OFFLOADED)
+    found = search(Job(GPTFacts(Model(96, 12288, 96, **LONG), 51200), 64), Cluster(A100, 8), space)
     assert not found.plans and found.rejected[0].over <= found.rejected[-1].over
 
 
@@ -249,7 +248,7 @@ def test_given_values_narrow_the_search():
 def test_layers_are_spared_from_recomputation_as_far_as_memory_goes():
     job = Job(GPTFacts(Model(24, 2048, 16, 2048, attention_dropout=0.0), 50304), 16)
     small = Device("small", "cuda", 38.0, A100.flops, A100.attention)
-    best = search(job, Cluster(small, 1), Space(global_batch=16, micro_batch_size=8, offload=False)).plans[0]
+    best = search(job, Cluster(small, 1), Space(global_batch=16, micro_batch_size=8, offload=NOT_OFFLOADED)).plans[0]
     assert best.layout.recompute.recompute_granularity and best.layout.recompute.no_recompute_layers
     assert 0.85 * small.usable_bytes < best.bytes <= small.usable_bytes
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does not fit is refused before ranks join, with what would fit; what trains is not."""
 
+import os
 import re
 import subprocess
 import sys
@@ -139,6 +140,22 @@ def test_memory_that_comes_back_is_waited_for(monkeypatch, free):
     free(1e5, 1e12)
     with pytest.raises(SettingsError):
         check_room(settings(SMALL), GPT)
+
+
+def start_on_two_machines(rank: int) -> str:
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    room.available_memory = lambda otherwise: 1e5 if rank else 1e12
+    room.total_memory = lambda: 1e5 if rank else 1e12
+    with pytest.raises(SettingsError) as refused:
+        pretrain_gpt.main(SMALL.split())
+    return str(refused.value)
+
+
+def test_all_machines_end_where_one_has_too_little(run_ranks):
+    """The other one would wait for it until --distributed-timeout-minutes."""
+    other, own = run_ranks(2, start_on_two_machines, timeout=60)
+    assert own.startswith("training needs at least 0.0 GB of this machine's memory")
+    assert other == f"rank 1, on another machine: {own}"
 
 
 class Wrong(gpt_variant.VariantFacts):

@@ -15,7 +15,7 @@ from megatron.pipeline.simulate import bubble_of
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Job, Layout
-from megatron.planner.search import Space, search
+from megatron.planner.search import NOT_OFFLOADED, Space, search
 from megatron.planner.speed import Cluster, step
 from megatron.planner.stage_cut import fastest
 from megatron.planner.unequal import unequal_span
@@ -62,7 +62,7 @@ def test_a_training_is_cut_by_time(micro, more):
 
 def test_what_a_search_finds_is_as_fast_as_the_training():
     job, layout, cluster = looked_at(f"{TWELVE} --micro-batch-size 4 --global-batch-size 64")
-    space = Space(global_batch=64, tp=1, pp=4, schedule="1f1b", micro_batch_size=4, zero=0, offload=False)
+    space = Space(global_batch=64, tp=1, pp=4, schedule="1f1b", micro_batch_size=4, zero=0, offload=NOT_OFFLOADED)
     [plan] = search(job, cluster, space).plans
     assert plan.step.seconds == pytest.approx(step(job, layout, cluster).seconds)
     assert plan.step.bubble == pytest.approx(step(job, layout, cluster).bubble)

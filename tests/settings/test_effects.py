@@ -24,7 +24,7 @@ ALWAYS = """
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size dp_degree
     pipeline_schedule
-    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank pipeline_timeline print_topology
+    num_virtual_stages_per_pipeline_rank pipeline_timeline print_topology
     tokenizer_type vocab_size vocab_extra_ids
     data_path train_data_path mock_data full_validation dataloader_type collate_fn num_workers reset_attention_mask
     eod_mask_loss
@@ -93,6 +93,11 @@ CASES = {
     "sequence_parallel": ("--sequence-parallel", "2:", "2: --tp 2"),
     "account_for_embedding_in_pipeline_split": ("--account-for-embedding-in-pipeline-split", "2:", "2: --pp 2"),
     "account_for_loss_in_pipeline_split": ("--account-for-loss-in-pipeline-split", "2:", "2: --pp 2"),
+    "num_layers_per_virtual_pipeline_stage": (
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "2: --pp 2",
+        "2: --pp 2 --num-layers 4 --gradient-accumulation-steps 2",
+    ),
     "pipeline_stage_layers": ("--pipeline-stage-layers 1,1", "", "2: --pp 2"),
     "decoder_first_pipeline_num_layers": ("--decoder-first-pipeline-num-layers 1", "", "2: --pp 2"),
     "decoder_last_pipeline_num_layers": ("--decoder-last-pipeline-num-layers 1", "", "2: --pp 2"),

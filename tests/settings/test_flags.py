@@ -88,6 +88,7 @@ class Kinds:
         ("--be --choice 3", "choice", 3),
         ("--numbers 1 2 3", "numbers", [1, 2, 3]),
         ("--words 0.5 a", "words", ["0.5", "a"]),
+        ("--words --- a -----", "words", ["---", "a", "-----"]),
         ("--maybe 2", "maybe", 2),
         ("--count 1 --count 2", "count", 2),
         ("--count 2 --number 2", "count", 2),
@@ -126,6 +127,10 @@ def test_a_flag_sets_its_field(line, name, value):
         ("--then stray --count 3", "'stray' belongs to no flag"),
         ("--num-layers 3", "--num-layers is a setting of pretraining; this command has no use for it"),
         ("--word=", "--word is empty"),
+        (
+            "--word --x-",
+            "--word takes one value (a word), got none (of one that begins with a dash, both are one word: ",
+        ),
     ],
 )
 def test_a_wrong_flag_is_answered(line, words):

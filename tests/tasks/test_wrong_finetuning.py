@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import finetune
+import pretrain_gpt
 from megatron.errors import Failure, SettingsError
 from megatron.tools import checkpoint, generate, lm_eval
 from tests.tasks.classification import SIZE, Toy
@@ -165,6 +166,20 @@ def test_a_run_goes_on_with_the_same_task_alone(places, tmp_path):
     )
     with pytest.raises(Failure, match="task"):
         tune(0, f"--task {other.yaml} --data-path {other.folder} --load {save} {TUNE}")
+
+
+def test_a_vocabulary_of_the_checkpoints_rows(places, tmp_path):
+    """--vocab-size of NullTokenizer is one less than the rows, which state.json has. The advice works."""
+    (tmp_path / "run.yaml").write_text("tokenizer_type: NullTokenizer\nvocab_size: 100\n")
+    toy, model = places["toy"], tmp_path / "model"
+    size = f"{SIZE} --then --vocab-size 99"
+    pretrain_gpt.main(f"{size} --mock-data --train-iters 1 --lr 1 --save {model}".split())
+    line = f"-c {tmp_path / 'run.yaml'} --task {toy}/toy.yaml --data-path {toy} --load {model} {TUNE}"
+    with pytest.raises(
+        SettingsError, match=r"of 100, this run one of 101\n(.*) one more (.*)\n  -> give --vocab-size 99"
+    ):
+        tune(0, line)
+    tune(0, f"{line} --vocab-size 99")
 
 
 def test_a_head_has_no_words(places, tmp_path, monkeypatch):

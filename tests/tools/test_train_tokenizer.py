@@ -96,6 +96,14 @@ def test_spaces_apart_words_are_the_same_pieces_everywhere(tmp_path):
             assert model.DecodeIds(model.EncodeAsIds("of news")) == "of news"
 
 
+def test_files_that_are_replaced_are_named(corpus, tmp_path, capsys):
+    (tmp_path / "vocab.txt").touch()  # of another kind
+    train(corpus, tmp_path, "--vocab-size", "300")
+    assert "replaces" not in capsys.readouterr().out
+    train(corpus, tmp_path, "--vocab-size", "300")
+    assert f"note: replaces {tmp_path}/vocab.json and {tmp_path}/merges.txt\n" in capsys.readouterr().out
+
+
 def test_unigrams_that_cannot_be(corpus, tmp_path, capsys):
     pytest.importorskip("sentencepiece")
     (tmp_path / "bad.jsonl").write_text('{"text": "a b c"}\n{"body": 1}\n')
@@ -113,6 +121,9 @@ def test_unigrams_that_cannot_be(corpus, tmp_path, capsys):
     assert not (tmp_path / "v").exists()
     train_tokenizer.main(["--input", str(corpus), "--output", str(tmp_path), "--vocab-size", "300", "--spaces-apart"])
     assert "warning: --spaces-apart has no effect with --kind byte-level\n" in capsys.readouterr().out
+    words = ["--vocab-size", "300", "--max-piece-length", "16"]  # the default
+    train_tokenizer.main(["--input", str(corpus), "--output", str(tmp_path), *words])
+    assert "warning: --max-piece-length has no effect with --kind byte-level\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind, name", [("word-piece", "LowerCase"), ("word-piece-cased", "Case")])

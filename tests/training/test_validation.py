@@ -172,6 +172,33 @@ def test_a_recipes_set_that_ends_before_the_run_does_is_refused_at_the_start(tmp
         assert records(tmp_path / f"{number}", "eval")[-1]["samples"] == min(held, 8)
 
 
+def test_a_longer_validation_after_a_resume_has_its_samples(document, tmp_path):
+    """4 validations and the final one of 3 x 8 samples, the last of them after the save: 96. Then one of 9 x 8 samples,
+    where a launch of its own would ask for 72 in all.
+    """
+    files = f"--train-data-path {document('a', 99, 1)[0]} --valid-data-path {document('b', 30, 2)[0]} --mock-data false"
+    line = f"{STILL} {files} --tokenizer-type NullTokenizer --save {tmp_path / 'run'} --load {tmp_path / 'run'}"
+    pretrain(0, f"{line} --eval-interval 1 --eval-iters 3")
+    pretrain(0, f"{line} --train-iters 5 --eval-interval 100 --eval-iters 9 --override data-order")
+    last = records(tmp_path / "run", "eval")[-1]
+    assert (last["iteration"], last["first_sample"], last["samples"]) == (5, 96, 72)
+
+
+def test_a_set_too_short_for_validations_after_a_resume_is_refused_before_training(tmp_path):
+    def datasets(config, tokenizer, vocab_size, sizes, log):
+        train, valid, _ = (MockDataset(size, LENGTH, vocab_size, EOD, 1234, n) for n, size in enumerate((80, 48, 1)))
+        return train, valid, None
+
+    mine = replace(own_dataset.recipe(), build_datasets=datasets)
+    line = f"{FLAGS} {STILL} --mock-data false --save {tmp_path} --load {tmp_path}"
+    start(f"{line} --eval-interval 1 --eval-iters 1".split(), mine)  # 32, and 8 after the save
+    wanted = r"48 samples for validation, 56 are needed \(32 before the checkpoint, then --eval-iters 3 x"
+    with pytest.raises(DataError, match=wanted):
+        start(f"{line} --train-iters 5 --eval-interval 100 --eval-iters 3".split(), mine)
+    assert records(tmp_path, "step")[-1]["iteration"] == 4
+    start(f"{line} --train-iters 5 --eval-interval 100 --eval-iters 2".split(), mine)
+
+
 def test_a_loss_that_is_reached_ends_training(tmp_path, capsys):
     """The run is that without the flag, up to the first validation that is good enough; a run that goes on knows it."""
     flags = "--lr 3e-3 --lr-decay-style constant --global-batch-size 8 --eval-interval 2 --eval-iters 2 --test-iters 0"

@@ -8,7 +8,7 @@ tensor at a time; the comparison holds one whole model at a time (and can be lef
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,7 +26,6 @@ from megatron.inference.convert.families import Family, exported, imported, prom
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.model.recipe import config_of
-from megatron.settings import schema
 from megatron.settings.from_checkpoint import located
 
 BOUND = 2e-5  # two fp32 programs are within 1e-6; tanh GeLU instead of erf makes more than 5e-5
@@ -39,7 +38,7 @@ PROBES = (
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 
-def to_hf(path: Path, out: Path, dtype: torch.dtype, given: schema.TokenizerSettings, check: bool = True) -> list[str]:
+def to_hf(path: Path, out: Path, dtype: torch.dtype, given: Mapping[str, Any], check: bool = True) -> list[str]:
     """Write a checkpoint directory as a folder that `transformers` loads as it is; returns what the user should hear.
 
     given: tokenizer flags, where the files of the training run have moved.
@@ -87,10 +86,10 @@ def refuse_unknown(reader: Reader, family: Family) -> None:
 
 
 def _export_vocabulary(
-    loaded: Loaded, folder: Path, given: schema.TokenizerSettings, check: bool
+    loaded: Loaded, folder: Path, given: Mapping[str, Any], check: bool
 ) -> tuple[Optional[int], list[str]]:
     """Copy the tokenizer; (id that ends a document, notices)."""
-    if (given.tokenizer_type or loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
+    if given.get("tokenizer_type", loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
         return None, ["the run had no tokenizer, so the export has none"]
     tokenizer = open_tokenizer(loaded, given)
     settings, longest = tokenizer_settings(loaded, given), loaded.config.model.position_table

@@ -107,10 +107,10 @@ class Fetcher:
 
     async def delay(self, url: str) -> float:
         """Seconds between two requests that the server's robots.txt asks for; 0 where it was not read or says nothing."""
-        told = self._robots.get(_origin(url))
-        if told is None or not told.done() or told.exception():
+        known = self._robots.get(_origin(url))
+        if known is None or not known.done() or known.exception():
             return 0.0
-        return float(told.result().crawl_delay(self._limits.agent) or 0)
+        return float(known.result().crawl_delay(self._limits.agent) or 0)
 
     async def _timed(self, request):
         try:
@@ -188,8 +188,8 @@ class Fetcher:
 
     async def _may_be_fetched(self, url: str) -> None:
         """Raise Refused unless robots.txt of its server lets us."""
-        told = self._robots.get(_origin(url))
-        kind = NotAsked if told is not None and told.done() else Refused  # robots.txt is a request, too
+        known = self._robots.get(_origin(url))
+        kind = NotAsked if known is not None and known.done() else Refused  # robots.txt is a request, too
         if not (await self._rules(_origin(url))).can_fetch(url, self._limits.agent):
             raise kind("robots")
 
