@@ -547,11 +547,11 @@ def _contend(rank, folder):
     for name, value in dict(LASTS=30.0, RENEWED=0.2, LOOKED=0.05).items():
         setattr(lease, name, value)
     try:
-        Lease(location(folder))
-        time.sleep(3)  # until all others have looked
-        return "held"
+        own = Lease(location(folder))  # which is kept until all others have looked
     except Locked:
-        return "refused"
+        own = None
+    torch.distributed.barrier()
+    return "held" if own else "refused"
 
 
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
