@@ -20,6 +20,7 @@ import threading
 import time
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -200,7 +201,7 @@ def server():
     made.server_close()
 
 
-LIMITS = Limits(timeout=1.0, max_bytes=1 << 20, allow_private=True)
+LIMITS = Limits(timeout=30, max_bytes=1 << 20, allow_private=True)  # a busy machine is slow, too
 
 
 def get(url: str, limits: Limits = LIMITS):
@@ -253,7 +254,8 @@ PAGES = {
 
 @pytest.mark.parametrize("path", PAGES)
 def test_what_comes_of_a_page(server, path):
-    assert get(server.url(path)) == PAGES[path]
+    limits = replace(LIMITS, timeout=1.0) if PAGES[path] == "timeout" else LIMITS
+    assert get(server.url(path), limits) == PAGES[path]
 
 
 def test_redirects_in_a_circle_are_met_once(server):
