@@ -268,7 +268,7 @@ def test_a_kill_at_any_write_of_a_save_leaves_what_was_there(kind, after, bucket
     assert seen == allowed and at > 8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "bucket, kind", [*(("memory", kind) for kind in SAVES), ("s3", "with retention")], indirect=["bucket"]
 )
