@@ -21,6 +21,9 @@ format:          ## let ruff repair format and imports
 test:            ## set-up and the tests
 	bash scripts/test.sh
 
+test-unit:       ## the tests without the files that take long, for daily work (2 minutes)
+	bash scripts/test.sh --unit
+
 test-full:       ## set-up and all tests, the slow ones too
 	bash scripts/test.sh --full
 
@@ -37,4 +40,4 @@ screenshots:     ## reports of runs/ and drawings of docs/ in a browser, into ru
 clean:           ## remove what running left behind, but not .venv
 	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help check format test test-full gpu quickstart screenshots clean
+.PHONY: help check format test test-unit test-full gpu quickstart screenshots clean

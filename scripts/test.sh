@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Set up .venv, then run the tests, three files at a time: on two cores, because many wait for processes most of the time.
-# What takes long needs --full (make test-full): some tests, and two of three cases of long families (`sampled` in conftest.py).
+# --unit (make test-unit) leaves out the files of tests/long_files.txt, which take long. What takes longest needs --full
+# (make test-full). Of long families (`sampled` in conftest.py) every second or third case runs: the number of the commit
+# chooses, so that each has its turn in three submissions, and TEST_PART=N does, which the end of the output names.
 # Arguments go to pytest:  bash scripts/test.sh tests/data -k blend
 # They start, stop and kill some thousand processes. A test that fails is tried once more, at most two of them in a run
 # (over all workers; the third fails at once). What passed then is no pass: the end of the output lists it under "rerun
@@ -16,7 +18,8 @@ if ! cmp -s requirements-test.txt .venv/requirements-test.installed; then
     cp requirements-test.txt .venv/requirements-test.installed
 fi
 case $* in
-    "") echo "All tests: about 10 minutes on two cores ..." ;;
-    --full) echo "All tests, the slow ones too: much longer than the 10 minutes on two cores of the others ..." ;;
+    "") echo "All tests: about 9 minutes on two cores ..." ;;
+    --unit) echo "The tests of files that take little time: about 2 minutes on two cores ..." ;;
+    --full) echo "All tests, the slow ones too: much longer than the 9 minutes on two cores of the others ..." ;;
 esac
 exec python -m pytest -n 3 --dist loadfile --reruns 1 --max-suite-reruns 2 --rerun-show-tracebacks "$@"

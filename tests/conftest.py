@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 import zlib
 from collections import defaultdict
@@ -98,8 +99,17 @@ def most_allocated(tmp_path_factory):
     return measure
 
 
+# ---- tiers: which tests run, and which first -------------------------------------------------------------------------
+
+LONG = ROOT / "tests" / "long_files.txt"  # "seconds file" a line: what starts first, and what --unit leaves out
+LEAST = 4.0  # seconds of a long file
+PART = "TEST_PART"  # environment: the number that chooses the cases of `sampled` tests
+
+
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the tests marked `full`, too, which take long")
+    parser.addoption("--unit", action="store_true", help=f"without the files of {LONG.name}, which take long")
+    parser.addoption("--note-long-files", action="store_true", help=f"write {LONG.name} from how long this run took")
 
 
 @pytest.hookimpl(trylast=True)
@@ -107,14 +117,42 @@ def pytest_configure(config):
     """A worker asks for the tries of each test in small messages (pytest-rerunfailures): TCP would hold each for 40 ms."""
     if connection := getattr(getattr(config, "failures_db", None), "sock", None):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    os.environ.setdefault(PART, str(number_of_submission()))  # for the workers, too, which start later
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # xdist would start with the files of the most tests
+
+
+def number_of_submission() -> int:
+    """How many commits or merges the branch has; where git does not know, the number of the day."""
+    git = lambda *words: subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True).stdout.strip()
+    try:
+        whole = (ROOT / ".git").exists() and git("rev-parse", "--is-shallow-repository") == "false"
+        counted = git("rev-list", "--count", "--first-parent", "HEAD") if whole else ""
+    except OSError:  # no git
+        counted = ""
+    return int(counted) if counted.isdecimal() else int(time.time() // 86400)
+
+
+def long_files() -> dict[str, float]:
+    return {name: float(seconds) for seconds, name in map(str.split, LONG.read_text().splitlines())}
+
+
+def pytest_ignore_collect(collection_path, config):
+    left_out = config.getoption("--unit") and collection_path.suffix == ".py"
+    return True if left_out and collection_path.relative_to(ROOT).as_posix() in long_files() else None
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `full` are skipped without --full, and of those marked `sampled(n)` all but one of n cases; those marked
+    """The longest files come first, so that no worker is alone with one at the end.
+
+    Tests marked `full` are skipped without --full, and of those marked `sampled(n)` all but one of n cases; those marked
     `gpu` where torch sees no GPU.
     """
+    long = long_files()
+    items.sort(key=lambda item: -long.get(item.nodeid.partition("::")[0], 0.0))
     if not config.getoption("--full"):
-        for item in [*(item for item in items if item.get_closest_marker("full")), *_left_out(items)]:
+        full = [item for item in items if item.get_closest_marker("full")]
+        for item in [*full, *left_out(items, int(os.environ[PART]))]:
             item.add_marker(pytest.mark.skip(reason="takes long: make test-full"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
@@ -126,18 +164,34 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
 
 
-def _left_out(items) -> list:
-    """The cases of `sampled` tests that --full alone runs: by a hash of their names, so that all parameters are met."""
+def left_out(items, part: int) -> list:
+    """The cases of `sampled(n)` tests that do not run in this part: each runs in one part of n that follow each other.
+
+    Ordered by a hash of their names, so that all parameters are met in each part.
+    """
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("full"):
-            cases[item.function].append(item)
+            cases[item.nodeid.partition("[")[0]].append(item)
     left = []
     for found in cases.values():
         [each] = found[0].get_closest_marker("sampled").args
+        assert each in (2, 3), f"{found[0].nodeid}: each case is to run in every third submission, at least"
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        left += found[-(-len(found) // each) :]
+        left += [item for number, item in enumerate(found) if number % each != part % each]
     return left
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("--full"):
+        terminalreporter.write_line(f"sampled cases of this run: {PART}={os.environ[PART]}")
+    if config.getoption("--note-long-files"):
+        seconds = defaultdict(float)
+        for report in (one for reports in terminalreporter.stats.values() for one in reports):
+            if hasattr(report, "duration"):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+        rows = sorted(((value, name) for name, value in seconds.items() if value >= LEAST), reverse=True)
+        LONG.write_text("".join(f"{value:.0f} {name}\n" for value, name in rows))
 
 
 # ---- processes of a test that failed ---------------------------------------------------------------------------------

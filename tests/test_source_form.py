@@ -4,6 +4,7 @@
 import ast
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,35 @@ CODE += [ROOT / f"{name}.py" for name in ENTRIES]  # what else lies there is a u
 PRIVATE = re.compile(r"(/home/\w+|/root/|/work/|index-url|extra-index)")
 
 
-@pytest.mark.parametrize("path", CODE, ids=[str(path.relative_to(ROOT)) for path in CODE])
-def test_form(path):
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("# SPDX-License-Identifier: Apache-2.0\n"), "the first line names the licence"
-    assert [line for line in text.splitlines() if not line.isascii()] == []
-    tree = ast.parse(text)
-    if len(tree.body) > 1 and "tests" not in path.parts:
-        assert ast.get_docstring(tree), "the file does not say what it is for"
+@cache
+def sources() -> dict[str, str]:
+    """{file: text} of all code, read once."""
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in CODE}
+
+
+def assert_none(problem: str, places: list[str]):
+    """One failure names every place."""
+    assert not places, "\n".join([f"{problem}:", *places])
+
+
+def test_the_first_line_names_the_licence():
+    head = "# SPDX-License-Identifier: Apache-2.0\n"
+    assert_none(
+        f"the first line is not {head!r}", [f"{n}:1" for n, text in sources().items() if not text.startswith(head)]
+    )
+
+
+def test_code_is_ascii():
+    lines = [(f"{name}:{n}", line) for name, text in sources().items() for n, line in enumerate(text.splitlines(), 1)]
+    assert_none("not ASCII", [f"{place}: {line.strip()}" for place, line in lines if not line.isascii()])
+
+
+def test_a_module_says_what_it_is_for():
+    trees = {name: ast.parse(text) for name, text in sources().items() if not name.startswith("tests/")}
+    assert_none(
+        "no docstring says what the file is for",
+        [f"{name}:1" for name, tree in trees.items() if len(tree.body) > 1 and not ast.get_docstring(tree)],
+    )
 
 
 def test_nothing_private_is_published():
@@ -36,5 +58,6 @@ def test_nothing_private_is_published():
     texts = [path for path in texts if path.suffix in (".py", ".md", ".sh", ".toml", ".txt", ".yaml", "")]
     texts = [path for path in texts if path.is_file() and path != Path(__file__)]
     assert ROOT / "README.md" in texts
-    found = {path: PRIVATE.findall(path.read_text(encoding="utf-8")) for path in texts}
-    assert {path: words for path, words in found.items() if words} == {}
+    lines = [(path, n, line) for path in texts for n, line in enumerate(path.read_text("utf-8").splitlines(), 1)]
+    found = [f"{path.relative_to(ROOT)}:{n}: {line.strip()}" for path, n, line in lines if PRIVATE.search(line)]
+    assert_none("private", found)

@@ -121,7 +121,7 @@ STATE = State(
 )
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
 def test_every_layout_loads_what_every_other_wrote(before, after, saved_by, ranks_of):

@@ -148,6 +148,7 @@ def test_a_step_with_documents_runs_in_torchs_kernel_and_waits_for_nothing(found
     assert (found[name].get("waits"), found[name].get("calls")) == ([], IN_VARLEN[name][3]), found[name]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_found_with_its_place(found, name):
     said = found[name]

@@ -146,7 +146,7 @@ def check(device, dtype, order, masked, dropped, shape, softcap=None, window=Non
     return fitting_equal(case, how, inputs, wanted)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
@@ -155,7 +155,7 @@ def test_fp32(device, order, masked, dropped):
         assert "reference" in check(device, torch.float32, order, masked, dropped, shape)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])

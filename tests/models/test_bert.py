@@ -154,6 +154,7 @@ RECOMPUTE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case",
     [" ".join(case.split()) for case in LAYOUTS]

@@ -54,6 +54,7 @@ FULL = """
 """.strip().splitlines()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case",
     [" ".join(case.split()) for case in CASES]

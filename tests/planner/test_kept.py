@@ -8,6 +8,7 @@ import pytest
 
 from megatron.errors import SettingsError, UsageError
 from megatron.model.arguments import parse_any
+from megatron.planner import choose
 from megatron.planner.choose import automatic, find
 from megatron.planner.command import command_line
 from megatron.planner.layout import Layout
@@ -62,8 +63,22 @@ WORDS = """
 SEARCHED = "tp pp dp cp micro_batch_size chunks schedule zero shard sp recompute stage_layers offload disk".split()
 
 
+@pytest.fixture
+def searched_once(monkeypatch):
+    """A search of the same space for the same job is made once: it takes most of the time."""
+    found = {}
+
+    def search(*space, real=choose.search):
+        if (key := repr(space)) not in found:
+            found[key] = real(*space)
+        return found[key]
+
+    monkeypatch.setattr(choose, "search", search)
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", WORDS)
-def test_a_search_keeps_what_is_given(words):
+def test_a_search_keeps_what_is_given(words, searched_once):
     config = parse_any([*MODEL, *EIGHT, "--auto-parallel", *words.split()])
     said = {name: one.value for name in LAYOUT if (one := config.given(name)) is not None}
     outcome = find(config)
@@ -95,6 +110,7 @@ def test_nothing_given_is_free():
     assert len(layouts) > 20
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("words", WORDS)
 def test_the_command_of_llmacc_keeps_it(words, capsys):
     """`-m megatron.pretrain --task-type` outside of a job prints the layouts, as the planner's command does."""

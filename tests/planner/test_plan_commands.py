@@ -120,7 +120,8 @@ def test_a_colour_of_a_picture_has_one_meaning(tmp_path, capsys):
 
 
 def test_json(capsys):
-    plan.main([*GPT_22B, "--world-size", "16", "--max-global-batch-size", "32", "--device-name", "a100-80", "--json"])
+    flags = "--world-size 16 --max-global-batch-size 32 --device-name a100-80 --tp 4 --json".split()
+    plan.main([*GPT_22B, *flags])
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 22_068_480_000 and found["plans"][0]["seconds"] > 0
     best = found["plans"][0]

@@ -72,7 +72,7 @@ def test_all_tasks_of_clue_that_are_there(tmp_path):
 # ---- each script -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_head_is_what_the_planner_says(name):
     text = SCRIPTS[name].read_text()
@@ -102,7 +102,7 @@ def test_the_head_that_the_guide_shows():
 SEARCHED = ("auto_gpt_1.3B_dp8", "pretrain_gpt_22B_auto")  # another search is long enough to see that it needs no torch
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -183,6 +183,7 @@ def test_the_shrunk_job_trains(name, first_with, capfd):
     assert "iteration        2/       2" in out and "nan" not in out.replace("number of nan iterations:   0", "")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "line",
     [  # tests/scripts/test_readme.py runs those of the README and looks for the same words

@@ -200,6 +200,7 @@ def theirs(kind: str, folder, pairs: bool):
         return steps, torch.stack([scores_of(model, head, kind, row) for row in toy.rows["valid"]])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind, layout", CASES)
 def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_path, tmp_path_factory, run_ranks):
     world, words = LAYOUTS[layout]
@@ -261,6 +262,7 @@ DROPOUT = f"""--backbone T5 --encoder-num-layers 2 --decoder-num-layers 2 --posi
     --attention-dropout 0.3 --no-best-checkpoint --make-vocab-size-divisible-by 8 {WORDS} {TUNE}"""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "words", ["", "--pet-pattern {text}{label} --pet-verbalizer words.json --decoder-seq-length 3"]
 )

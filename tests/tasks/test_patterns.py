@@ -118,6 +118,7 @@ def run(rank: int, line: list[str]) -> None:
     finetune.main(line)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind, learned, layout", CASES)
 def test_words_in_a_gap_are_hugging_faces(kind, learned, layout, given, tmp_path, run_ranks):  # noqa: F811
     (world, words), trunk = LAYOUTS[layout], given(kind)

@@ -55,6 +55,7 @@ def without_their_basis(lines: list[str], basis: str) -> list[str]:
     return [line for line in lines if FIGURE.search(line) and not OWN.search(line) and basis not in line]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("line", PLANS)
 def test_plan(line, capsys):
     lines = told_by(plan.main, line, capsys)

@@ -51,6 +51,7 @@ def loss_of(*files) -> float:
     return losses[counts].mean().item()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "samples, world, layout",
     [

@@ -20,6 +20,7 @@ import threading
 import time
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -200,7 +201,7 @@ def server():
     made.server_close()
 
 
-LIMITS = Limits(timeout=1.0, max_bytes=1 << 20, allow_private=True)
+LIMITS = Limits(timeout=30, max_bytes=1 << 20, allow_private=True)  # a busy machine is slow, too
 
 
 def get(url: str, limits: Limits = LIMITS):
@@ -253,7 +254,8 @@ PAGES = {
 
 @pytest.mark.parametrize("path", PAGES)
 def test_what_comes_of_a_page(server, path):
-    assert get(server.url(path)) == PAGES[path]
+    limits = replace(LIMITS, timeout=1.0) if PAGES[path] == "timeout" else LIMITS
+    assert get(server.url(path), limits) == PAGES[path]
 
 
 def test_redirects_in_a_circle_are_met_once(server):
@@ -275,7 +277,7 @@ PRIVATE = dict(
 
 @pytest.mark.parametrize("url, reason", [(url, reason) for reason, urls in PRIVATE.items() for url in urls])
 def test_the_private_network_is_out_of_reach(url, reason):
-    assert get(url, Limits(timeout=2)) == reason
+    assert get(url, Limits(timeout=30)) == reason
 
 
 def test_a_redirect_into_the_private_network_is_refused(server, monkeypatch):
@@ -283,7 +285,7 @@ def test_a_redirect_into_the_private_network_is_refused(server, monkeypatch):
     from megatron.tools.openwebtext import fetch
 
     monkeypatch.setattr(fetch, "is_public", lambda address: str(address) == "127.0.0.1")
-    public = Limits(timeout=2)
+    public = Limits(timeout=30)
     assert get(server.url("/some/page"), public).startswith("The text")
     assert get(server.url(f"/redirect?{server.url('/secret', host=2)}"), public) == "private_address"
     assert server.met["/secret"] == 0
@@ -371,7 +373,7 @@ def test_addresses_that_are_refused_without_a_request_cost_no_pause(server, tmp_
     source = make(tmp_path, [*forbidden[:20], good[0], good[1], *forbidden[20:], good[2], *nonsense])
     began = time.monotonic()
     run(source, "--output", str(tmp_path / "raw.json"), "--delay", "0.5")
-    assert 1.5 <= time.monotonic() - began < 8  # robots.txt and three pages; 100 addresses would take 50 s
+    assert 1.5 <= time.monotonic() - began < 25  # robots.txt and three pages; 100 addresses would take 50 s
     assert set(read(tmp_path / "raw.json")) == set(good) and not any("private" in path for path in server.met)
     slow = server.times["127.0.0.9"][-4:]
     assert min(after - at for at, after in zip(slow, slow[1:], strict=False)) >= 0.49
@@ -379,8 +381,8 @@ def test_addresses_that_are_refused_without_a_request_cost_no_pause(server, tmp_
     assert "99 addresses were refused without a request and without a pause: robots 39, bad_url 30, scheme 30" in said
     began = time.monotonic()
     (tmp_path / "private.txt").write_text("".join(f"{url}\n" for url in private))
-    download.main([str(tmp_path / "private.txt"), "--output", str(tmp_path / "none.json"), "--delay", "0.5"])
-    assert time.monotonic() - began < 8 and "29 addresses were refused without a request" in capsys.readouterr().out
+    download.main([str(tmp_path / "private.txt"), "--output", str(tmp_path / "none.json"), "--delay", "2"])
+    assert time.monotonic() - began < 30 and "29 addresses were refused without a request" in capsys.readouterr().out
 
 
 def test_what_failed_for_a_while_is_tried_again_when_asked(server, tmp_path):
