@@ -130,7 +130,7 @@ def test_there_are_ten_questions_and_the_readme_leads_to_them():
     assert len(QUESTIONS) == 10
     assert "docs/design.md#where-to-look" in README
     first = README[README.index("## Where to go from here") :]
-    assert re.search(r"\]\((docs/[\w.]+)\)", first)[1] == "docs/design.md"
+    assert re.search(r"\]\((docs/[\w.]+)\)", first)[1] == "docs/tutorial.md"
 
 
 @pytest.mark.parametrize("row", QUESTIONS, ids=[row[0].rstrip("?") for row in QUESTIONS])
