@@ -5,6 +5,9 @@ import re
 
 import pytest
 
+from megatron.settings.parse import parse_pretrain
+from megatron.training.rules import check
+
 
 def blocks(page: str, kind: str) -> list[str]:
     return [text for found, text in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.S | re.M) if found == kind]
@@ -33,3 +36,14 @@ def test_its_commands_run_and_come_to_its_figures(copy, bash, root):
     assert float(re.search(perplexity, out)[1]) == pytest.approx(float(re.search(perplexity, shown)[1]), rel=0.1)
     for name in ("gpt/report.html", "tuned/best", "tuned/predictions"):
         assert (copy / "runs" / "tutorial" / name).exists(), name
+
+
+def test_its_settings_are_possible(root, tmp_path, monkeypatch):
+    """Without training: the page's YAML on one rank, and on the two of the resumed run."""
+    page = (root / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    name, text = re.search(r"cat > (\S+gpt\.yaml) <<'END'\n(.*?)^END\n", page, re.S | re.M).groups()
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    for line in re.findall(rf"pretrain_gpt\.py (--config {name}.*)", page):
+        assert check(parse_pretrain(line.split()), 1) == check(parse_pretrain(line.split()), 2) == []
