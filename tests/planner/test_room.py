@@ -142,7 +142,7 @@ def test_memory_that_comes_back_is_waited_for(monkeypatch, free):
 
 
 class Wrong(gpt_variant.VariantFacts):
-    def branches(self, share, kind):
+    def layer_ops(self, share, kind):
         return 1 / 0
 
 
