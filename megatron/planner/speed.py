@@ -288,9 +288,9 @@ def _tensor_parallel_sums(job: Job, share: RankSetup, ops, cluster: Cluster) -> 
     its weight's gradient runs beside another product.
     """
     found = [op for op in ops if isinstance(op, Collective) and op.axis == "tp"]
-    sums = sum(call != "all_gather" for op in found for call in op.ahead)
+    sums = max(1, sum(call != "all_gather" for op in found for call in op.ahead))
     row = job.facts.settings.hidden_size * job.element
-    tokens = sum(op.size for op in found) // (2 * max(1, sums) * row)
+    tokens = sum(op.size for op in found) // (2 * sums * row)
     return sums, _tensor_parallel_seconds(job, share, cluster, tokens)
 
 

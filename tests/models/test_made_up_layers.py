@@ -397,6 +397,23 @@ def test_time_is_the_sum_over_the_list(name):
     assert seconds(bandwidth=1.0) == 4 * moved[name]
 
 
+class TwoRanks(Job):
+    def rank_setup(self, *args, **kwargs):
+        return replace(share_of("experts", 2, False), micro_batch_size=1)
+
+
+def test_time_of_messages_is_that_of_their_bytes():
+    """Two ranks, one byte a second: half of a tensor leaves a rank, and again where it is a sum."""
+    device = Device("slow", "cpu", flops={"fp32": math.inf}, attention={"fp32": math.inf}, bandwidth=math.inf, launch=0)
+    cluster = Cluster(replace(device, inner=1.0, latency=0.0), 2)
+    facts = {name: facts for name, (facts, _) in LAYERS.items()}
+    sent = lambda name, sp: speed.layer_costs(Job(facts[name], 4, "fp32", "cpu"), Layout(tp=2, sp=sp), cluster)[0]
+    assert sent("scan", False) == S * (H + H) * 4  # a sum each way
+    assert sent("scan", True) == S * (2 * H + 2 * H) * 4 / 2  # gathered and scattered each way
+    assert sent("latent attention", False) == S * (H + 6 + 2 + H) * 4
+    assert speed.layer_seconds(TwoRanks(facts["experts"], 4, "fp32", "cpu"), cluster) == 2 * (4 * 2) * H * 4 / 2
+
+
 @pytest.mark.parametrize("again", [None, "full"])
 @pytest.mark.parametrize("name", ["latent attention", "scan"])
 def test_the_planner_knows_them_in_a_layout(name, again):
