@@ -262,7 +262,7 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     repeated = work if granularity == LAYER else sum(_arithmetic(job, op, d) for op in again)
     sums, each = _tensor_parallel_sums(job, share, ops, cluster)
     messages = sums * (granularity == LAYER)
-    if granularity == ATTENTION:
+    if granularity == ATTENTION:  # no sum runs again; what is gathered counts as one
         messages = share.sp * sum(isinstance(op, CoreAttention) for op in again)
     others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
     sent = lambda op, calls: sum(cluster.seconds(call, op.size, 1, op.ranks, share.tp) for call in calls)
