@@ -146,7 +146,7 @@ class PlainFacts(Facts):
     def describe(self, count: str) -> str:
         return f"{self.name} of {count} parameters, sequence {self.seq_length}, vocabulary {self.vocab_size}"
 
-    def flops(self, context=None) -> float:
+    def flops(self) -> float:
         """Two for each parameter and token forward, and twice that backward."""
         return 6.0 * self.parameters
 
@@ -160,5 +160,5 @@ class PlainFacts(Facts):
     def layer_weights(self, kind: str, sequence_parallel: bool):
         return self.units((), True, True)
 
-    def branches(self, share, kind: str):
+    def layer_ops(self, share, kind: str):
         return self.units((), True, True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
 
-from megatron.model.facts import RankSetup
+from megatron.model.layer_ops import CoreAttention, RankSetup
 from megatron.pipeline.schedule import SCHEDULES
 from megatron.planner import memory, speed
 from megatron.planner.layout import Job, Layout
@@ -221,8 +221,8 @@ def _recomputations(share: RankSetup, job: Job, space: Space) -> list[Recompute]
     """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores."""
     if space.recompute is not None:
         return [space.recompute]
-    branches = (branch for kind in job.facts.layer_kinds for branch in job.facts.branches(share, kind))
-    cores = [branch.core for branch in branches if branch.core]
+    ops = (op for kind in job.facts.layer_kinds for op in job.facts.layer_ops(share, kind))
+    cores = [op for op in ops if isinstance(op, CoreAttention)]
     useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) else set()
     return [Recompute(one) for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
 

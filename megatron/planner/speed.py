@@ -10,9 +10,10 @@ the update comes behind it.
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
-from megatron.model.facts import Branch, CoreAttention, Facts, RankSetup
+from megatron.model.facts import Facts
+from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
@@ -24,7 +25,6 @@ from megatron.planner.traffic import Transfer, once_a_step
 from megatron.planner.unequal import unequal_span
 from megatron.settings.schema import Recompute
 
-OPS = 15  # kernels that a branch of a layer starts
 DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
 
 
@@ -226,19 +226,7 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
     """layers: ((kind, granularity of recomputation), how many), ..."""
     total, sp = Pass(), share.sp
     for (kind, granularity), count in layers:
-        work, branches = _layer(job, share, kind, cluster), job.facts.branches(share, kind)
-        repeated, messages = _repeated(job, share, kind, granularity, cluster)
-        tokens = sum(job.facts.tokens_of(share, branch) + (branch.memory or (0,))[0] / 2 for branch in branches)
-        tp_seconds = _tensor_parallel_seconds(job, share, cluster, int(tokens / len(branches)))
-        waiting = 2 * len(branches) * tp_seconds
-        ahead, back = _context_parallel_seconds(share, branches, granularity, cluster)
-        layer = Pass(
-            work + waiting / 2 + ahead,
-            2 * work + waiting / 2 + repeated + messages * tp_seconds + back,
-            waiting + messages * tp_seconds,
-            ahead + back,
-        )
-        total += layer.times(count)
+        total += _layer(job, share, kind, granularity, cluster).times(count)
     facts, h, e, d = job.facts, job.facts.settings.hidden_size, job.element, cluster.device
     if first:
         n = facts.embedded_tokens(share)
@@ -260,44 +248,50 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
 
 def layer_seconds(job: Job, cluster: Cluster) -> float:
     """The forward pass of one layer on one rank, for a micro-batch of one."""
-    return _layer(job, job.rank_setup(), job.facts.layer_kind(0), cluster)
+    return _layer(job, job.rank_setup(), job.facts.layer_kind(0), "", cluster).forward
 
 
 @lru_cache(maxsize=65536)
-def _layer(job: Job, share: RankSetup, kind: str, cluster: Cluster) -> float:
-    """Seconds of a forward pass of a layer, without its messages."""
-    return sum(_branch(job, share, branch, cluster.device) for branch in job.facts.branches(share, kind))
+def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Cluster) -> Pass:
+    """A micro-batch through a layer: its ops one after another, and those again that are recomputed."""
+    ops, d = job.facts.layer_ops(share, kind), cluster.device
+    kernels = [op for op in ops if isinstance(op, Kernel)]
+    elementwise = d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
+    work = sum(_arithmetic(job, op, d) for op in ops) + elementwise + sum(op.starts for op in kernels) * d.launch
+    again = [op for op in ops if op.runs_again(granularity)]
+    repeated = work if granularity == LAYER else sum(_arithmetic(job, op, d) for op in again)
+    sums, each = _tensor_parallel_sums(job, share, ops, cluster)
+    messages = sums * (granularity == LAYER)
+    if granularity == ATTENTION:  # no sum runs again; what is gathered counts as one
+        messages = share.sp * sum(isinstance(op, CoreAttention) for op in again)
+    others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
+    sent = lambda op, calls: sum(cluster.seconds(call, op.size, 1, op.ranks, share.tp) for call in calls)
+    ahead = sum(sent(op, op.ahead) for op in others)
+    back = sum(sent(op, op.back) + sent(op, op.ahead) * op.runs_again(granularity) for op in others)
+    return Pass(
+        work + sums * each + ahead,
+        2 * work + sums * each + repeated + messages * each + back,
+        (2 * sums + messages) * each,
+        ahead + back,
+    )
 
 
-def _branch(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
-    n, h = job.facts.tokens_of(share, branch), job.facts.settings.hidden_size
-    drops = job.facts.settings.hidden_dropout
-    rest = n // (share.tp if share.sp else 1)
-    # Elements read and written: a norm, a residual addition with its dropout, and what lies between.
-    moved = rest * h * (5 + 0.5 * (drops > 0)) + branch.moved
-    elementwise = d.unfused * moved * job.element / d.bandwidth
-    return _products(job, share, branch, d) + _core(job, branch.core, d) + elementwise + OPS * d.launch
+def _arithmetic(job: Job, op: LayerOp, d: Device) -> float:
+    """Seconds of a product, or of attention."""
+    if isinstance(op, Product):
+        return op.flops / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
+    return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
 
 
-def _products(job: Job, share: RankSetup, branch: Branch, d: Device) -> float:
-    """Seconds of a branch's matrix products."""
-    n, h = job.facts.tokens_of(share, branch), job.facts.settings.hidden_size
-    sizes = [(n, h, columns) for columns in branch.outputs] + [(n, branch.inputs, h)]
-    sizes += [(branch.memory[0], h, branch.memory[1])] if branch.memory else []
-    return sum(2 * a * b * c / d.reached(job.precision, min(a, b, c)) for a, b, c in sizes)
-
-
-def _repeated(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Cluster) -> tuple[float, float]:
-    """What recomputation adds to a layer's backward pass: (seconds, messages)."""
-    branches = job.facts.branches(share, kind)
-    if granularity == "full":
-        return _layer(job, share, kind, cluster), len(branches)
-    found = [branch for branch in branches if branch.core and granularity]
-    core = sum(_core(job, branch.core, cluster.device) for branch in found)
-    if granularity == "full_attn":
-        products = sum(_products(job, share, branch, cluster.device) for branch in found)
-        return core + products, len(found) * share.sp
-    return core, 0
+def _tensor_parallel_sums(job: Job, share: RankSetup, ops, cluster: Cluster) -> tuple[int, float]:
+    """Tensor parallel sums of a layer each way, and seconds of one, of their tokens as a mean. What a product gathers for
+    its weight's gradient runs beside another product.
+    """
+    found = [op for op in ops if isinstance(op, Collective) and op.axis == "tp"]
+    sums = max(1, sum(call != "all_gather" for op in found for call in op.ahead))
+    row = job.facts.settings.hidden_size * job.element
+    tokens = sum(op.size for op in found) // (2 * sums * row)
+    return sums, _tensor_parallel_seconds(job, share, cluster, tokens)
 
 
 def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster, tokens: int) -> float:
@@ -308,29 +302,17 @@ def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster, token
     return cluster.seconds(op, (2 if share.sp else 1) * size, 2 if share.sp else 1, share.tp, 1)
 
 
-def _context_parallel_seconds(share: RankSetup, branches, granularity: str, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of what ranks that share sequences send for a layer, forward and backward: neighbours but for those of tp."""
-    ahead = total = 0.0
-    for exchange in (branch.exchange for branch in branches if branch.exchange):
-        for op, size, calls in exchange.calls(granularity):
-            each = cluster.seconds(op, size, 1, share.cp, share.tp)
-            total += calls * each
-            ahead += each if op != "reduce_scatter" else 0.0
-    return ahead, total - ahead
-
-
-def _core(job: Job, core: Optional[CoreAttention], device: Device) -> float:
+def _core(job: Job, core: CoreAttention, device: Device) -> float:
     """Seconds of attention between its two linear layers."""
-    if core is None:
-        return 0.0
     reached = device.attention.get(job.precision) or min(device.attention.values())
+    work = 2.0 * core.pairs * sum(core.widths)
     if core.kernel == "flash":
-        return core.work / 2 / reached
+        return work / 2 / reached
     half = core.kernel == "block-causal"  # of the scores never exists
     if half and job.device == "cpu" and not core.dropout:
-        return core.work / 2 / reached * 1.2
-    moved = device.unfused * core.scores * job.element * (4 + 2 * core.dropout) / device.bandwidth
-    return (core.work / device.reached(job.precision, core.width) + moved) / (2 if half else 1)
+        return work / 2 / reached * 1.2
+    moved = device.unfused * int(core.pairs) * job.element * (4 + 2 * core.dropout) / device.bandwidth
+    return (work / device.reached(job.precision, min(core.widths)) + moved) / (2 if half else 1)
 
 
 def _message(job: Job, layout: Layout, cluster: Cluster) -> float:

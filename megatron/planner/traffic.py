@@ -6,8 +6,10 @@ a message holds. Tests compare with what runs send. Legend as in `model/facts.py
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+from megatron.model.layer_ops import Collective, LayerOp, Residual, ops_again
 from megatron.model.recompute_plan import recompute_groups
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import starts
@@ -28,8 +30,8 @@ class Transfer:
 
 def transfers(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> list[Transfer]:
     """Of one step of a pipeline rank (and of one place on the shard axis)."""
-    found = _tensor_parallel(job, layout, rank) if layout.tp > 1 else []
-    found += _context_parallel(job, layout, rank) if layout.cp > 1 else []
+    found = _in_layers(job, layout, rank) + (_of_loss(job, layout, rank) if layout.tp > 1 else [])
+    found.sort(key=lambda transfer: transfer.axis != "tp")
     found += _messages(job, layout, rank) if layout.pp > 1 else []
     return [transfer for transfer in found if transfer.bytes] + once_a_step(job, layout, rank, shard_rank)
 
@@ -52,88 +54,50 @@ def totals(found: list[Transfer]) -> dict[tuple[str, str], int]:
 # Inside a micro-batch -------------------------------------------------------------------------------------------------
 
 
-def _tensor_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    num_microbatches, pipeline, share = (
-        layout.num_microbatches(job),
-        layout.pipeline(job.facts.num_layers),
-        layout.rank_setup(job),
-    )
-    facts, n, scores = job.facts, job.facts.loss_tokens(share), job.facts.score_sums(share)
-    row = facts.settings.hidden_size * job.element
-    reduces, gathers, scatters = Counter(), Counter(), Counter()  # tokens of a call -> calls
+def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+    """What the collectives among the ops of layers send, and those of embedding and output layer."""
+    pipeline, facts, share = layout.pipeline(job.facts.num_layers), job.facts, layout.rank_setup(job)
+    sent, counts, number = Counter(), Counter(), layout.num_microbatches(job)
+    stream = lambda tokens: Residual(facts.settings, share, tokens)
     for stage in pipeline.stages_of(rank):
-        layers = pipeline.layers[stage]
-        twice = recomputed(job, layout, layers)
-        ends = Counter({facts.embedded_tokens(share): stage == 0})
-        ends.update({n: stage == len(pipeline.stages) - 1 and scores is None})
-        reduces.update(ends), gathers.update(ends), scatters.update(ends)
-        reduces.update(twice[1]), gathers.update(twice[0]), scatters.update(twice[1])
-        for branch in (branch for layer in layers for branch in facts.branches(share, facts.layer_kind(layer))):
-            tokens = facts.tokens_of(share, branch)
-            gathers[tokens] += 3  # inputs of column-parallel layers twice
-            reduces[tokens] += 2
-            scatters[tokens] += 2
-            if branch.memory:  # the input of another product
-                gathers[branch.memory[0]] += 2
-                reduces[branch.memory[0]] += 1
-                scatters[branch.memory[0]] += 1
-    asked = (("all_gather", gathers), ("reduce_scatter", scatters)) if layout.sp else (("all_reduce", reduces),)
-    found = []
-    for op, sizes in asked:
-        whole, calls = sum(tokens * count for tokens, count in sizes.items()), sum(sizes.values())
-        found.append(Transfer("activations", op, "tp", num_microbatches * whole * row, num_microbatches * calls))
-    if pipeline.stages[-1][0] == rank and scores is not None:
-        calls = num_microbatches * len(scores)
-        return [*found, Transfer("scores", "all_reduce", "tp", num_microbatches * sum(scores), calls)]
-    if pipeline.stages[-1][0] == rank:
-        chunks = num_microbatches * job.facts.loss_chunks(share)
-        found.append(Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * num_microbatches, chunks))
-        found.append(Transfer("loss", "all_reduce", "tp", 4 * n * num_microbatches, chunks))
-    return found
-
-
-def _context_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    """What ranks that share sequences send of each layer with attention: keys and values of all tokens, gathered, and their
-    gradients; or queries, keys and values, and what they attend to, for other heads.
-    """
-    num_microbatches, pipeline, share = (
-        layout.num_microbatches(job),
-        layout.pipeline(job.facts.num_layers),
-        layout.rank_setup(job),
-    )
-    sent, calls = Counter(), Counter()
-    for stage in pipeline.stages_of(rank):
+        found = []
         for group in recompute_groups(pipeline.layers[stage], layout.recompute):
-            for layer in group.layers:
-                branches = job.facts.branches(share, job.facts.layer_kind(layer))
-                for exchange in (branch.exchange for branch in branches if branch.exchange):
-                    for op, size, times in exchange.calls(group.granularity):
-                        sent[op] += times * size
-                        calls[op] += times
+            ops = [op for layer in group.layers for op in facts.layer_ops(share, facts.layer_kind(layer))]
+            found += calls_of(ops, group.granularity)
+        if stage == 0:
+            found += calls_of([stream(facts.embedded_tokens(share)).summed], "")
+        if stage == len(pipeline.stages) - 1 and facts.score_sums(share) is None:
+            found += calls_of([replace(stream(facts.loss_tokens(share)).copied, beside=())], "")
+        for op, call in found:
+            sent[op.axis, call, op.name] += number * op.size
+            counts[op.axis, call, op.name] += number
     return [
-        Transfer("attention", op, "cp", num_microbatches * sent[op], num_microbatches * calls[op])
-        for op in sorted(sent)
+        Transfer(name, call, axis, size, counts[axis, call, name]) for (axis, call, name), size in sorted(sent.items())
     ]
 
 
-def recomputed(job: Job, layout: Layout, layers) -> tuple[Counter, Counter]:
-    """(gatherings, sums) that recomputing these layers of a stage repeats, tokens of one -> how many; it stops at the last
-    tensor that is needed.
-    """
-    gathers, sums, share, facts = Counter(), Counter(), layout.rank_setup(job), job.facts
-    for group in recompute_groups(layers, layout.recompute):
-        kinds = [facts.layer_kind(layer) for layer in group.layers]
-        branches = [branch for kind in kinds for branch in facts.branches(share, kind)]
-        whole = group.granularity == "full"
-        for branch in branches if whole else []:
-            sums[facts.tokens_of(share, branch)] += 1
-        if whole and not facts.keeps_last_sum(kinds[-1]):  # nothing behind it keeps anything
-            sums[facts.tokens_of(share, branches[-1])] -= 1
-        for branch in branches:
-            if whole or group.granularity == "full_attn" and branch.core is not None:
-                gathers[facts.tokens_of(share, branch)] += 1
-                gathers.update({branch.memory[0]: 1} if branch.memory else {})
-    return gathers, sums
+def calls_of(ops: list[LayerOp], granularity: str) -> Iterator[tuple[Collective, str]]:
+    """(collective, its call) of a forward and a backward pass of layers that are recomputed together."""
+    for op in ops:
+        if isinstance(op, Collective) and op.ranks > 1:
+            yield from ((op, call) for call in (*op.ahead, *op.back, *op.beside))
+    for op in ops_again(ops, granularity):
+        if isinstance(op, Collective) and op.ranks > 1:
+            yield from ((op, call) for call in op.ahead)
+
+
+def _of_loss(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+    """What the ranks of tp tell each other of the loss, or of scores."""
+    number, share = layout.num_microbatches(job), layout.rank_setup(job)
+    if layout.pipeline(job.facts.num_layers).stages[-1][0] != rank:
+        return []
+    if (scores := job.facts.score_sums(share)) is not None:
+        return [Transfer("scores", "all_reduce", "tp", number * sum(scores), number * len(scores))]
+    n, chunks = job.facts.loss_tokens(share), number * job.facts.loss_chunks(share)
+    return [
+        Transfer("loss", "all_gather", "tp", 4 * n * layout.tp * number, chunks),
+        Transfer("loss", "all_reduce", "tp", 4 * n * number, chunks),
+    ]
 
 
 def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:

@@ -3,8 +3,8 @@ import dataclasses
 
 import pytest
 
-from megatron.model.facts import RankSetup
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.layer_ops import CoreAttention, RankSetup
 from megatron.settings.schema import Model
 from megatron.telemetry.peak_flops import peak_flops
 
@@ -65,22 +65,21 @@ def test_flops_equal_the_papers_formula(name):
 
 
 def test_flops_counted_by_hand_for_grouped_queries_and_gates():
-    model = Model(
-        num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=5, swiglu=True
-    )
+    model = Model(1, 8, num_attention_heads=4, seq_length=7, num_query_groups=2, ffn_hidden_size=5, swiglu=True)
     linear = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 5)
-    assert GPTFacts(model, 11).flops(context=7) == 3 * (linear + 2 * 2 * 7 * 8 + 2 * 8 * 11)
+    assert GPTFacts(model, 11).flops() == 3 * (linear + 2 * 2 * 7 * 8 + 2 * 8 * 11)
     model = dataclasses.replace(model, kv_channels=3)  # heads of 3 channels: 12 over all heads, while the model has 8
     linear = 2 * (8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 5)
-    assert GPTFacts(model, 11).flops(context=7) == 3 * (linear + 2 * 2 * 7 * 12 + 2 * 8 * 11)
+    assert GPTFacts(model, 11).flops() == 3 * (linear + 2 * 2 * 7 * 12 + 2 * 8 * 11)
 
 
 def test_flops_of_windows_counted_by_hand():
     """Of four layers the third sees everything; the others see their own key and four before it."""
-    model = Model(num_layers=4, hidden_size=8, num_attention_heads=4, window_size="4,0", window_attn_skip_freq=3)
+    shape = dict(num_layers=4, hidden_size=8, num_attention_heads=4, window_size="4,0", window_attn_skip_freq=3)
+    model = Model(**shape, seq_length=100)
     linear = 4 * 2 * (3 * 8 * 8 + 8 * 8 + 2 * 8 * 32)
-    assert GPTFacts(model, 11).flops(context=100) == 3 * (linear + 2 * 2 * (3 * 5 + 100) * 8 + 2 * 8 * 11)
-    assert GPTFacts(model, 11).flops(context=3) == 3 * (linear + 2 * 2 * (4 * 3) * 8 + 2 * 8 * 11)
+    assert GPTFacts(model, 11).flops() == 3 * (linear + 2 * 2 * (3 * 5 + 100) * 8 + 2 * 8 * 11)
+    assert GPTFacts(Model(**shape, seq_length=3), 11).flops() == 3 * (linear + 2 * 2 * (4 * 3) * 8 + 2 * 8 * 11)
     assert GPTFacts(dataclasses.replace(model, window_size="-1,0"), 11).layer_kinds == {"layer"}
     assert [GPTFacts(model, 11).layer_kind(n) for n in range(4)] == ["layer", "layer", "layer without window", "layer"]
 
@@ -91,8 +90,9 @@ def test_work_of_a_window_is_that_of_its_pairs():
         model = Model(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=s, window_size=f"{left},0")
         pairs = sum(min(i + 1, left + 1) for i in range(s))
         for share in (RankSetup(micro_batch_size=3, device="cpu"), RankSetup(micro_batch_size=3, backend="flash")):
-            [core, _] = [branch.core for branch in GPTFacts(model, 11).branches(share, "layer")]
-            assert core.work / 2 == pytest.approx(3 * pairs * 2 * 2 * 8, rel=0.01)
+            ops = GPTFacts(model, 11).layer_ops(share, "layer")
+            [core] = [op for op in ops if isinstance(op, CoreAttention)]
+            assert core.pairs / 2 == pytest.approx(3 * pairs * 2, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from torch import nn
 import pretrain_gpt
 from megatron.errors import SettingsError, run_main
 from megatron.fused_kernels.autocast import autocast_of
-from megatron.model.facts import Branch, Facts, RankSetup
+from megatron.model.facts import Facts
 from megatron.model.language_model import LanguageModel
+from megatron.model.layer_ops import Kernel, LayerOp, RankSetup, Residual
 from megatron.model.norms import NORMS
 from megatron.model.recipe import Recipe
 from megatron.model.weights import Table, add_prefix, column, norm, output_std, row, take_prefix
@@ -59,11 +60,16 @@ class MLPFacts(Facts):
             **add_prefix("down", down),
         }
 
-    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
-        n, f = self.settings.seq_length * share.micro_batch_size, self.settings.ffn_size // share.tp
-        kept = 2 * n * f * share.element  # the inputs of the mixing and of GeLU
-        workspace = (3 * f + self.settings.hidden_size) * n * share.element
-        return (Branch("mlp", (f,), f, n * f * (2 + 2 * self.window), kept, workspace),)
+    def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
+        x = Residual(self.settings, share, self.settings.seq_length * share.micro_batch_size)
+        n, f, h = x.tokens, self.settings.ffn_size // share.tp, self.settings.hidden_size
+        mixing = Kernel(
+            "mlp",
+            kept=2 * n * f * share.element,  # the inputs of the mixing and of GeLU
+            moved=n * f * (2 + 2 * self.window),
+            workspace=n * (3 * f + h) * share.element,
+        )
+        return x.norm(), *x.column("mlp", f), mixing, *x.row("mlp", f), x.add()
 
 
 # ---- the module ------------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_all_machines_end_where_one_has_too_little(run_ranks):
 
 
 class Wrong(gpt_variant.VariantFacts):
-    def branches(self, share, kind):
+    def layer_ops(self, share, kind):
         return 1 / 0
 
 

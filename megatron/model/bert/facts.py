@@ -15,9 +15,10 @@ from functools import lru_cache
 from typing import Optional
 
 from megatron.model.bert.settings import BertSettings, own_settings
-from megatron.model.facts import Branch, Bytes, RankSetup
-from megatron.model.gpt.facts import GPTFacts
-from megatron.model.t5.facts import full_attention_kernel, scores_workspace, unordered_core
+from megatron.model.facts import Bytes
+from megatron.model.gpt.facts import GPTFacts, mlp_ops, self_attention
+from megatron.model.layer_ops import ATTENTION, LayerOp, RankSetup, Residual
+from megatron.model.t5.facts import full_attention_kernel, unordered_core
 from megatron.model.weights import Unit, add_prefix, norm, positions, vocab_embedding
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Config, Model
@@ -80,11 +81,8 @@ class BertFacts(GPTFacts):
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         return full_attention_kernel(self.settings, share)
 
-    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
-        return _branches(self, share)
-
-    def keeps_last_sum(self, kind: str) -> bool:
-        return self.own.post_norm or super().keeps_last_sum(kind)
+    def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
+        return _layer_ops(self, share)
 
     @property
     def output_flops(self) -> float:
@@ -93,12 +91,12 @@ class BertFacts(GPTFacts):
 
     def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
         kept = super().ends_saved_bytes(share, first, last)
-        rest, h = self._between(share, self._tokens(share)), self.settings.hidden_size
+        x = Residual(self.settings, share, self.loss_tokens(share))
         if last and self.word_head:  # inputs of the product and of GeLU, and the norm behind
-            kept["output layer and loss"] += 2 * rest * h * share.element
-            kept["norms"] += self.norm_saved_bytes(share, rest * h, h)
+            kept["output layer and loss"] += 2 * x.nbytes
+            kept["norms"] += x.norm().kept
         if first and self.own.post_norm:
-            kept["norms"] += self.norm_saved_bytes(share, rest * h, h)
+            kept["norms"] += x.norm().kept
         return kept
 
 
@@ -112,15 +110,10 @@ def dense(model: Model, outputs: int, sequence_parallel: bool = False) -> dict[s
 
 
 @lru_cache(maxsize=4096)
-def _branches(facts: BertFacts, share: RankSetup) -> tuple[Branch, ...]:
-    m, e, h, s = facts.settings, share.element, facts.settings.hidden_size, facts.settings.seq_length
-    n, width, ffn = s * share.micro_batch_size, m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
-    keys = m.query_groups * m.head_dim // share.tp
-    core = unordered_core(m, share, s, s, fused=True)
-    up = (ffn, ffn) if m.swiglu else (ffn,)
-    workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e
-    kept, moved = n * ffn * (3 if m.swiglu else 1) * e, n * ffn * (5 if m.swiglu else 4 if m.squared_relu else 2)
-    return (
-        Branch("attention", (width + 2 * keys,), width, n * 4 * width, 0, scores_workspace(m, share, s, s), core),
-        Branch("mlp", up, ffn, moved, kept, workspace),
-    )
+def _layer_ops(facts: BertFacts, share: RankSetup) -> tuple[LayerOp, ...]:
+    m, s = facts.settings, facts.settings.seq_length
+    x = Residual(m, share, s * share.micro_batch_size)
+    attended = x.norm(ATTENTION), *self_attention(x, unordered_core(m, share, s, s, fused=True)), x.add()
+    mlp = *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
+    # --post-norm: the norm behind attention counts as its half's, wherever it stands.
+    return (*attended, *mlp, x.norm()) if facts.own.post_norm else (*attended, x.norm(), *mlp)

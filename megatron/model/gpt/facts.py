@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
-from megatron.model.facts import Branch, CoreAttention, Exchange, Facts, RankSetup
+from megatron.model.facts import Facts
+from megatron.model.layer_ops import ATTENTION, CORE, Collective, CoreAttention, Kernel, LayerOp, RankSetup, Residual
 from megatron.model.weights import Table, add_prefix, attention, mlp, norm
 from megatron.mpu.chunks import own_chunks
 from megatron.settings.kernel_sizes import JOINED, causal_pairs
@@ -36,8 +37,8 @@ class GPTFacts(Facts):
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
         return _layer_weights(self.settings, sequence_parallel)
 
-    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
-        return _branches(self, share, None if kind == FULL else self.settings.window)
+    def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
+        return _layer_ops(self, share, None if kind == FULL else self.settings.window)
 
     def layer_kind(self, layer: int) -> str:
         """Among layers with a sliding window, those without are of a kind of their own."""
@@ -94,12 +95,6 @@ class GPTFacts(Facts):
             f"{self.name} of {count} parameters: {m.num_layers} layers, hidden {m.hidden_size}, "
             f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {self.vocab_size}"
         )
-
-    def attention_flops(self, context: int) -> float:
-        m = self.settings
-        windows = (m.window_of(layer) for layer in range(m.num_layers))
-        keys = sum(context if window is None else min(context, window + 1) for window in windows)
-        return 2 * 2 * keys * m.num_attention_heads * m.head_dim  # scores, and their mean of values
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         """The kernel that `fused_kernels.choose_kernel` will take."""
@@ -162,40 +157,51 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
 
 
 @lru_cache(maxsize=65536)
-def _branches(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple[Branch, ...]:
-    m, e, s, h = facts.settings, share.element, facts.settings.seq_length, facts.settings.hidden_size
-    n, b = s // share.cp * share.micro_batch_size, share.micro_batch_size
-    width, ffn = m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
-    keys = m.query_groups * m.head_dim // share.tp
-    fused = width + 2 * keys
-    core, scores = _core(facts, share, window), 0
-    for call in _calls(facts, share, window):
-        if core.kernel == "flash":
-            masked = _masked(share, window) or (call.queries < call.keys and share.device == "cpu")
-            found = call.queries * call.keys * e if masked else 0
-            found += 2 * n * fused * e if share.documents and share.device == "cpu" else 0  # gradients, joined twice
-        else:
-            whole = window is None or core.kernel == "reference"
-            seen = call.keys if whole else min(call.keys, window + 256)  # by a block of queries
-            found = (3 if m.attn_logit_softcapping else 2) * b * call.heads * call.queries * seen * e
-        scores = max(scores, found)
-    exchange = None
-    if share.by_heads:
-        exchange = Exchange(into=n * fused * e, out_of=n * width * e)
-        scores += 2 * exchange.into  # their gradients, on their way
-    elif share.cp > 1:
-        exchange = Exchange(rows=2 * s * b * keys * e, again=core.kernel == "flash")
-        scores += (
-            4 * exchange.rows
-        )  # gathered again; gradients of each chunk, their sum, and that in the order of ranks
-    up = (ffn, ffn) if m.swiglu else (ffn,)
-    mlp_workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e  # sp: with the input, gathered
-    kept = n * ffn * (3 if m.swiglu else 1) * e  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
-    moved = n * ffn * (5 if m.swiglu else 4 if m.squared_relu else 2)
-    return (
-        Branch("attention", (fused,), width, n * 4 * width, 0, scores, core, exchange),
-        Branch("mlp", up, ffn, moved, kept, mlp_workspace),
+def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple[LayerOp, ...]:
+    m = facts.settings
+    x = Residual(m, share, m.seq_length // share.cp * share.micro_batch_size)
+    attended = self_attention(x, *_exchanged(facts, share, _core(facts, share, window)))
+    return x.norm(ATTENTION), *attended, x.add(), x.norm(), *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
+
+
+def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
+    """One product for queries, keys and values, softmax(q k) v, and the output's product."""
+    m, tp = x.model, x.share.tp
+    queries, keys = m.num_attention_heads * m.head_dim // tp, m.query_groups * m.head_dim // tp
+    fused = x.column("attention", queries + 2 * keys, again=ATTENTION)
+    return *fused, *core, *x.row("attention", queries, again=ATTENTION)
+
+
+def mlp_ops(x: Residual, gated: bool, squared: bool = False) -> tuple[LayerOp, ...]:
+    n, e, ffn = x.tokens, x.share.element, x.model.ffn_size // x.share.tp
+    up = 2 if gated else 1
+    activation = Kernel(
+        "mlp",
+        kept=n * ffn * (3 if gated else 1) * e,  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
+        moved=n * ffn * (5 if gated else 4 if squared else 2),
+        workspace=n * (ffn + up * ffn + x.h * (2 if x.share.sp else 1)) * e,  # sp: with the input, gathered
     )
+    return *x.column("mlp", ffn, up), activation, *x.row("mlp", ffn)
+
+
+def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention) -> tuple[LayerOp, ...]:
+    """Attention with what ranks that share a sequence send: keys and values of all its tokens; or rows for heads."""
+    m, e, b = facts.settings, share.element, share.micro_batch_size
+    queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
+    n = m.seq_length // share.cp * b
+    if share.by_heads:
+        swap = Collective(
+            "attention", "cp", share.cp, n * queries * e, ("all_to_all",), ("all_to_all",), again=ATTENTION
+        )
+        into = replace(swap, size=n * (queries + 2 * keys) * e, again=CORE)
+        return into, replace(core, workspace=core.workspace + 2 * into.size), swap  # their gradients, on their way
+    if share.cp == 1:
+        return (core,)
+    again = "" if core.kernel == "flash" else CORE  # a flash kernel would keep them as they are
+    size = 2 * m.seq_length * b * keys * e
+    gathered = Collective("attention", "cp", share.cp, size, ("all_gather",), ("reduce_scatter",), again=again)
+    # Gathered again; gradients of each chunk, their sum, and that in the order of ranks.
+    return gathered, replace(core, workspace=core.workspace + 4 * size)
 
 
 def _masked(share: RankSetup, window: Optional[int]) -> bool:
@@ -207,17 +213,31 @@ def _masked(share: RankSetup, window: Optional[int]) -> bool:
 
 
 def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAttention:
-    m, s = facts.settings, facts.settings.seq_length
-    n, heads = s // share.cp * share.micro_batch_size, m.num_attention_heads // share.tp
+    m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
+    n, heads, d = s // share.cp * b, m.num_attention_heads // share.tp, m.head_dim
     kernel, calls = facts.attention_kernel(share, window), _calls(facts, share, window)
     keys = s  # twice the mean number of those that a query sees
     if window is not None and kernel != "reference":
         reach = min(window + 1, s)
         seen = 2 * sum(call.keys for call in calls) // len(calls)
         keys = seen if kernel == "flash" and _masked(share, window) else min(s, 2 * reach - reach * (reach - 1) / s)
-    work = 4.0 * n * keys * heads * m.head_dim
-    kept, recomputed = _core_kept(facts, share, kernel, window)
-    return CoreAttention(kernel, work, int(n * keys * heads), m.head_dim, m.attention_dropout > 0, kept, recomputed)
+    if kernel == "flash":
+        masked = [
+            call for call in calls if _masked(share, window) or call.queries < call.keys and share.device == "cpu"
+        ]
+        workspace = max((call.queries * call.keys * e for call in masked), default=0)
+        if share.documents and share.device == "cpu":  # gradients of queries, keys and values, joined twice
+            workspace += 2 * n * (heads + 2 * (m.query_groups // share.tp)) * d * e
+    else:
+        whole = window is None or kernel == "reference"
+        of_block = lambda call: call.keys if whole else min(call.keys, window + 256)  # that it sees
+        matrices = 3 if m.attn_logit_softcapping else 2
+        workspace = max(matrices * b * call.heads * call.queries * of_block(call) * e for call in calls)
+    kept, given = _core_kept(facts, share, kernel, window)
+    all_keys = s if window is None else min(s, window + 1)
+    sizes = dict(kept=kept, given=given, moved=4 * n * heads * d, flops=4.0 * n * all_keys * heads * d)
+    pairs, drops = n * keys * heads, m.attention_dropout > 0
+    return CoreAttention("attention core", kernel, pairs, (d, d), drops, workspace=workspace, **sizes)
 
 
 def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
@@ -230,8 +250,8 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
     own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are tensors of their own
     if m.qk_layernorm:
         turned += fused
-        turned += facts.norm_saved_bytes(share, n * heads * d, d, shared_input=True)
-        turned += facts.norm_saved_bytes(share, n * groups * d, d, shared_input=True)
+        turned += share.norm_bytes(m, n * heads * d, d, shared_input=True)
+        turned += share.norm_bytes(m, n * groups * d, d, shared_input=True)
     views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
     recomputed = turned + views
     gathers, queries = share.cp > 1 and not share.by_heads, m.num_attention_heads // m.query_groups

@@ -17,10 +17,10 @@ Legend: s tokens of a source, t of a target, b micro-batch, h hidden, e bytes of
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Optional
+from typing import Any
 
-from megatron.model.facts import Branch, Bytes, CoreAttention, RankSetup
-from megatron.model.gpt.facts import GPTFacts, stored_weights
+from megatron.model.gpt.facts import GPTFacts, mlp_ops, self_attention, stored_weights
+from megatron.model.layer_ops import ATTENTION, CORE, CoreAttention, Kernel, LayerOp, RankSetup, Residual
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
 from megatron.model.weights import (
     Table,
@@ -177,66 +177,21 @@ class T5Facts(GPTFacts):
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 
-    def layer_flops(self, layer: int, causal: float = 1.0) -> float:
-        """FLOPs of a layer's forward pass for one sample. causal: the share of pairs that causal attention computes; 1: as
-        throughputs are counted.
-        """
-        m, (s, t) = self.settings, (self.source, self.target)
-        each = 2 * m.hidden_size  # of a column for a token
-        queries, keys = m.num_attention_heads * m.head_dim, m.query_groups * m.head_dim
-        of_mlp = (3 if self.gated else 2) * m.ffn_size
-        pairs = 4 * m.num_attention_heads * m.head_dim
-        own = each * (2 * queries + 2 * keys + of_mlp)
-        if layer < self.encoder_layers:
-            return s * own + s * s * pairs
-        cross = each * (t * 2 * queries + s * 2 * keys) + t * s * pairs
-        return t * own + causal * t * t * pairs + cross
-
-    def flops(self, context: Optional[int] = None) -> float:
-        """Of one of a sample's tokens, as a mean over those of source and target."""
-        layers = sum(map(self.layer_flops, range(self.num_layers)))
-        return 3.0 * (layers / self.seq_length + self.output_flops)
-
     @property
     def output_flops(self) -> float:
         return super().output_flops * self.target / self.seq_length
 
-    def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
-        """Of the decoder's own attention; relative positions are a reason for explicit ones on no device."""
-        return super().attention_kernel(share, window)
-
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def branches(self, share: RankSetup, kind: str) -> tuple[Branch, ...]:
-        return _branches(self, share, kind)
-
-    def keeps_last_sum(self, kind: str) -> bool:
-        return kind == ENCODER_END or super().keeps_last_sum(kind)
+    def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
+        return _layer_ops(self, share, kind)
 
     def embedded_tokens(self, share: RankSetup) -> int:
         return self.seq_length * share.micro_batch_size
 
-    def _tokens(self, share: RankSetup) -> int:
-        """Tokens of a micro-batch that the output layer and the loss see: those of targets."""
+    def loss_tokens(self, share: RankSetup) -> int:
+        """Those of targets."""
         return self.target * share.micro_batch_size
-
-    def layer_saved_bytes(self, share: RankSetup, kind: str, granularity: str = "") -> Bytes:
-        kept = super().layer_saved_bytes(share, kind, granularity)
-        if kind == ENCODER_END and not granularity:
-            h = self.settings.hidden_size
-            kept["norms"] += self.norm_saved_bytes(
-                share, self._between(share, self.source * share.micro_batch_size) * h, h
-            )
-        return kept
-
-    def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
-        kept = super().ends_saved_bytes(share, False, last)
-        if first:
-            n = self.seq_length * share.micro_batch_size
-            kept["token numbers"] += 8 * n + (n if share.tp > 1 else 0)
-            if self.settings.hidden_dropout > 0:
-                kept["dropout masks"] += self._between(share, n) * self.settings.hidden_size
-        return kept
 
 
 @lru_cache(maxsize=1024)
@@ -271,27 +226,21 @@ def cross_attention(model: Model, sequence_parallel: bool) -> dict[str, Placemen
 
 
 @lru_cache(maxsize=4096)
-def _branches(facts: T5Facts, share: RankSetup, kind: str) -> tuple[Branch, ...]:
-    m, e, h, b = facts.settings, share.element, facts.settings.hidden_size, share.micro_batch_size
-    s, t = facts.source, facts.target
+def _layer_ops(facts: T5Facts, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
+    m, s, t, b = facts.settings, facts.source, facts.target, share.micro_batch_size
     rows = t if kind == DECODER else s
-    n, memory = rows * b, s * b
-    width, ffn = m.num_attention_heads * m.head_dim // share.tp, m.ffn_size // share.tp
-    keys = m.query_groups * m.head_dim // share.tp
+    x, memory = Residual(m, share, rows * b), Residual(m, share, s * b)
     causal = facts.attention_kernel(share) if kind == DECODER else ""
-    core, own = unordered_core(m, share, rows, rows, fused=True, causal=causal), scores_workspace(m, share, rows, rows)
-    found = [Branch("attention", (width + 2 * keys,), width, n * 4 * width, 0, own, core, tokens=n)]
+    own = self_attention(x, unordered_core(m, share, rows, rows, fused=True, causal=causal))
+    ops = [x.norm(ATTENTION), *own, x.add()]
     if kind == DECODER:
-        cross, work = unordered_core(m, share, t, s, fused=False), scores_workspace(m, share, t, s)
-        found.append(
-            Branch("attention", (width,), width, n * 4 * width, 0, work, cross, tokens=n, memory=(memory, 2 * keys))
-        )
-    up = (ffn, ffn) if facts.gated else (ffn,)
-    workspace = n * (ffn + sum(up) + h * (2 if share.sp else 1)) * e
-    kept = n * ffn * (3 if facts.gated else 1) * e
-    moved = n * ffn * (5 if facts.gated else 2)
-    found.append(Branch("mlp", up, ffn, moved, kept, workspace, tokens=n))
-    return tuple(found)
+        queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
+        ops += [x.norm(ATTENTION), *x.column("attention", queries, again=ATTENTION)]
+        ops += memory.column("attention", 2 * keys, keeps=False, again=ATTENTION)
+        ops += [unordered_core(m, share, t, s, fused=False), *x.row("attention", queries, again=ATTENTION), x.add()]
+    ops += [x.norm(), *mlp_ops(x, facts.gated), x.add()]
+    # The encoder's norm counts where nothing is recomputed.
+    return (*ops, Kernel("norms", kept=x.norm().kept, again=CORE)) if kind == ENCODER_END else tuple(ops)
 
 
 def full_attention_kernel(model: Model, share: RankSetup) -> str:
@@ -302,12 +251,6 @@ def full_attention_kernel(model: Model, share: RankSetup) -> str:
         if share.backend == "sdpa" or (share.device == "cuda" or share.plain_softmax) and share.backend != "explicit":
             return "flash"
     return "reference" if share.plain_softmax else "block-full"
-
-
-def scores_workspace(model: Model, share: RankSetup, s: int, t: int) -> int:
-    """Bytes that the backward pass of attention of s queries over t keys needs beside what is kept."""
-    of_each = 3 if model.attn_logit_softcapping else 2  # capped, the scores are made again
-    return of_each * share.micro_batch_size * (model.num_attention_heads // share.tp) * s * t * share.element
 
 
 def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: bool, causal: str = "") -> CoreAttention:
@@ -332,7 +275,14 @@ def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: boo
     whole = 1 if causal else 2  # `CoreAttention` counts twice the pairs of causal order
     kind = "block-causal" if kernel == "block-full" else kernel
     pairs = b * s * t * heads
-    return CoreAttention(kind, 4.0 * pairs * d * whole, pairs * whole, d, m.attention_dropout > 0, kept, views)
+    sizes = dict(
+        kept=kept,
+        given=views,
+        workspace=(3 if m.attn_logit_softcapping else 2) * pairs * e,  # capped, the scores are made again
+        moved=4 * s * b * heads * d,
+        flops=4.0 * pairs * d,
+    )
+    return CoreAttention("attention core", kind, pairs * whole, (d, d), m.attention_dropout > 0, bool(causal), **sizes)
 
 
 def _pairs(s: int, t: int, shared: int, causal: bool) -> int:
