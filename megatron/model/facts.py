@@ -275,7 +275,7 @@ class Facts:
 
     @property
     def weights(self) -> dict[str, Placement]:
-        """All weights of the whole model by their full names: what a checkpoint holds."""
+        """All weights and buffers of the whole model by their full names: what a checkpoint holds."""
         return logical(self.whole)
 
     @property
@@ -453,4 +453,5 @@ def _parameters(facts: Facts) -> int:
 def _matrices(facts: Facts) -> int:
     """Elements of the matrices of all layers, which a token is multiplied with."""
     tables = [unit.weights for unit in facts.whole if unit.layer is not None]
-    return sum(math.prod(placed.shape) for table in tables for placed in table.values() if placed.decay)
+    placements = [placed for table in tables for placed in table.values() if not placed.buffer]
+    return sum(math.prod(placed.shape) for placed in placements if placed.decay)

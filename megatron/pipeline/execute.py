@@ -174,8 +174,11 @@ class _Work:
                 self.wire.send(y.detach(), place.after, "F", op.micro, place.stage + 1)
         if training:
             own = self.loss_func(sums, self.batches[op.micro]) if sums else None
-            # Of an output that is sent only the graph is kept: its data is no part of the backward pass.
-            self.live[op[1:]] = x, None if place.after is None else get_gradient_edge(y), own
+            # Of an output that is sent only the graph is kept: its data is no part of the backward pass. There is none
+            # where all that it was made of is frozen.
+            graph = place.after is not None and y.requires_grad
+            own = own if own is not None and own.requires_grad else None
+            self.live[op[1:]] = x, get_gradient_edge(y) if graph else None, own
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
         """Note a stage's sums of a micro-batch."""
@@ -192,7 +195,8 @@ class _Work:
         if own is not None:
             roots, gradients = [*roots, own], [*gradients, None]
         with self.deferred.collect() if op.kind == "I" else nullcontext() as products:
-            torch.autograd.backward(roots, gradients)
+            if roots:
+                torch.autograd.backward(roots, gradients)
         if op.kind == "I":
             self.products[op[1:]] = products
         if place.before is not None:

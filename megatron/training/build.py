@@ -20,6 +20,7 @@ from megatron.guard.watch import Watch
 from megatron.model.attention import told_of_kernel
 from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe, module_of, sums_of
+from megatron.model.selection import Selection
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
 from megatron.optimizer.kinds import knows_matrices
@@ -77,8 +78,9 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
     dtype = weight_format(config.precision)
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
-    stages = build_stages(build, pipeline, context.mesh)
-    facts = recipe.facts(config, vocab_size)
+    facts, selection = recipe.facts(config, vocab_size), Selection.of(config.optimizer)
+    selection.check(facts.weights)
+    stages = build_stages(build, pipeline, context.mesh, selection)
     refuse_idle(config.optimizer, facts)
     check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
     optimizer = build_optimizer(config, context, stages, dtype)
@@ -155,6 +157,7 @@ def build_run(config: schema.Config, recipe: Recipe, heartbeat: Optional[Heartbe
         measures=measures,
         best_manager=best_manager(config, measures, context, log),
         reads_late=reads_late(config, context, optimizer),
+        saved_hooks=(record.get("hooks") or {}) if resumes else None,
     )
 
 

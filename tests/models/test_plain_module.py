@@ -17,7 +17,7 @@ from megatron.inference.load import load_model
 from megatron.model.plain import plain_recipe
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import placements
+from megatron.mpu.placement import Normal, Placement, placements
 from megatron.mpu.random import seed_of
 from megatron.optimizer.sharded import sharded_init
 from megatron.settings.schema import Parallel
@@ -141,7 +141,7 @@ def test_a_parameter_without_placement_is_told():
         placements(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     assert re.search(r"0\.bias, 0\.weight.*Linear lists nothing.*model\.plain", str(told.value), re.S)
     module = torch.nn.Linear(2, 2, bias=False)
-    module.placements = dict(weight=None, other=None)
+    module.placements = dict(weight=Placement((2, 2), Normal(1.0)), other=Placement((2,), Normal(1.0)))
     with pytest.raises(SettingsError, match="not the same: other"):
         placements(module)
 
