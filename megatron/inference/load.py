@@ -20,7 +20,6 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placed_buffers
 from megatron.optimizer.buffers import buffer_pieces, fill_buffers
 from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
-from megatron.pipeline.build import place_persistent_buffers
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import located, refuse_lost
 from megatron.settings.rules import violations
@@ -105,7 +104,6 @@ def load_model(
     else:
         model = build()
         chunks = [model]
-        place_persistent_buffers(chunks)
     fill_buffers(chunks, mesh.coordinates)
     for chunk in chunks:
         place_buffers(chunk, device)

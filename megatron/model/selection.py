@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from megatron.errors import SettingsError
-from megatron.model.weights import Table
+from megatron.model.weights import Table, elements
 from megatron.mpu.placement import Placement
 from megatron.settings.schema import Optimizer
 
@@ -53,6 +53,12 @@ class Selection:
         """A table whose placements say which parameters are frozen. prefix: of their full names."""
         names = self.frozen(table, prefix) if self else ()
         return {name: replace(placed, frozen=True) if name in names else placed for name, placed in table.items()}
+
+    def sizes(self, weights: Mapping[str, Placement]) -> tuple[int, int]:
+        """(parameters that are trained, parameters that are frozen) of weights by their full names."""
+        names = self.frozen(weights)
+        frozen = elements({name: weights[name] for name in names})
+        return elements(weights) - frozen, frozen
 
     def check(self, weights: Mapping[str, Placement]) -> None:
         """Raise SettingsError for a pattern that no parameter's name matches, and where nothing is left to train.

@@ -239,6 +239,18 @@ def register_buffer(
     module.placements = {**getattr(module, "placements", {}), name: placed}
 
 
+def place_persistent_buffers(chunks: Iterable[nn.Module]) -> None:
+    """Give each buffer that is part of a module's state a placement, where it has none: the same on all ranks, whole; of
+    the running statistics of torch's norms the mean.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        listed = getattr(module, "placements", {})
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in listed and name not in module._non_persistent_buffers_set:
+                statistic = isinstance(module, nn.modules.batchnorm._NormBase) and buffer.is_floating_point()
+                register_buffer(module, name, buffer, "mean" if statistic else "same")
+
+
 def map_buffers(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace every buffer of a module tree by function(buffer); what is one buffer in two places stays one."""
     found: dict[int, tuple] = {}

@@ -19,6 +19,7 @@ import torch
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.store import Piece
 from megatron.mpu import collectives
+from megatron.mpu.layers import place_persistent_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Own, PlacedBuffer, Placement, placed_buffers
 from megatron.mpu.random import init_parameter
@@ -158,7 +159,10 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def fill_buffers(chunks: Sequence[torch.nn.Module], place: dict[str, int]) -> None:
-    """Give the placed buffers on the meta device memory on the CPU, and the initial values of their placement."""
+    """Give the placed buffers on the meta device memory on the CPU, and the initial values of their placement; and those
+    that are part of a module's state a placement.
+    """
+    place_persistent_buffers(chunks)
     for name, (module, attribute, placement) in placed_buffers(list(chunks)).items():
         tensor: Any = module._buffers[attribute]
         if tensor.is_meta and not isinstance(placement.init, Own):

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.model.selection import ALL, Selection
-from megatron.mpu.layers import register_buffer
+from megatron.mpu.layers import place_persistent_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Own, placed_buffers, placements
 from megatron.pipeline.stages import Pipeline
@@ -39,16 +39,15 @@ def build_stages(
     return stages
 
 
-def place_persistent_buffers(stages: list[nn.Module]) -> None:
-    """Give each buffer that is part of a module's state a placement, where it has none: the same on all ranks, whole; of
-    the running statistics of torch's norms the mean.
-    """
-    for module in (module for stage in stages for module in stage.modules()):
-        listed = getattr(module, "placements", {})
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if name not in listed and name not in module._non_persistent_buffers_set:
-                statistic = isinstance(module, nn.modules.batchnorm._NormBase) and buffer.is_floating_point()
-                register_buffer(module, name, buffer, "mean" if statistic else "same")
+def needs_gradient(stages: list[nn.Module], pipeline: Pipeline, mesh: Mesh, all_gather_object: Callable) -> list[bool]:
+    """Of each chunk of this rank, whether a stage before it has parameters that are trained. All ranks together."""
+    numbers = pipeline.stages_of(mesh.pp.rank)
+    own = {
+        number: any(not placed.frozen for _, placed in placements(stage).values())
+        for number, stage in zip(numbers, stages)
+    }
+    trained = {number for found in all_gather_object(own) for number, some in found.items() if some}
+    return [bool(trained) and min(trained) < number for number in numbers]
 
 
 def _mark_frozen(stages: list[nn.Module], selection: Selection) -> None:

@@ -139,6 +139,7 @@ class Run:
     validated: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation of this start
     hooks: Hooks = field(default_factory=Hooks)
     saved_hooks: Optional[Mapping[str, Any]] = None  # what the checkpoint keeps of hooks that this run goes on from
+    needs_gradient: Optional[list[bool]] = None  # of each chunk, whether anything before it is trained
     counts: Mapping[str, str] = field(
         default_factory=dict
     )  # what else than tokens some sums are divided by for the log

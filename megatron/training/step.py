@@ -178,6 +178,7 @@ def forward_backward(
     record = run.recorder.record() if run.recorder else None
     run.optimizer.set_num_microbatches(len(batches))
     more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
+    more |= dict(needs_gradient=run.needs_gradient)
     sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, **more)
     if record is not None:
         run.recorder.write(record)

@@ -193,13 +193,11 @@ def test_another_choice_is_another_run(tmp_path):
     flags = f"--save {tmp_path} --load {tmp_path} --freeze blocks.0.*"
     pretrain(0, f"{flags} --exit-interval 2")
     for words in ("blocks.1.*", "blocks.0.* blocks.1.*"):
-        with pytest.raises(
-            SettingsError, match=r"--freeze was \['blocks.0.\*'\] in the checkpoint.*--override freeze"
-        ) as found:
+        with pytest.raises(SettingsError, match="--freeze: .*blocks.0.*in the checkpoint") as found:
             pretrain(0, f"--save {tmp_path} --load {tmp_path} --freeze {words}")
-        assert found.value.code == 3
+        assert found.value.code == 3 and "--override freeze" in found.value.do
     other = f"--save {tmp_path} --load {tmp_path} --freeze blocks.1.* --override freeze"
-    with pytest.raises(CheckpointError, match="blocks.1.*unknown|unknown"):
+    with pytest.raises(CheckpointError, match="does not fit this model"):
         pretrain(0, other)
     pretrain(0, f"{other} --load-strictness warn-all")
     moments = {name for name in weights_of(tmp_path) if name.startswith("optimizer.")}
@@ -216,4 +214,5 @@ def test_what_a_checkpoint_says(tmp_path, capsys):
     tool.main(["verify", str(tmp_path)])
     tool.main(["diff", str(tmp_path), str(tmp_path)])
     tool.main(["reshard", str(tmp_path), str(tmp_path / "new"), "--tp", "2"])
-    assert f"{12 * 2 + 4 + 36 * 2} tensors are equal" in capsys.readouterr().out or True
+    said = capsys.readouterr().out
+    assert ": good" in said and "132 tensors are equal to the bit" in said and "132 tensors in 2 files" in said
