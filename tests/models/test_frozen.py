@@ -13,9 +13,15 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
+from megatron.model.arguments import parse_any
+from megatron.model.recipe import recipe_of
 from megatron.mpu.forked import run_ranks
+from megatron.mpu.placement import placements
 from megatron.tools import checkpoint as tool
+from megatron.training import build
 from megatron.training.entry import start
+from megatron.training.rules import resolve
+from megatron.training.step import train_step
 from tests.models import adapters
 from tests.models.plain_state import LINE, STEPS, WIDTH, freezing, initial_weights, scores, train
 from tests.training.test_plain_loop import records
@@ -99,6 +105,33 @@ def test_adapters_are_trained_alone(layout, tmp_path):
     check(tmp_path, "adapters")
 
 
+@pytest.mark.parametrize("flags", ["", "--sharding-stage 3 --bf16", f"{PP} --pipeline-schedule zb-h1"])
+def test_nothing_is_made_for_what_is_frozen(flags):
+    """No gradient, no main weights, no moments; and first stages whose inputs nobody learns from send zeros back."""
+
+    def step(rank):
+        config = resolve(parse_any(f"{LINE} --freeze embedding.* blocks.[012].* {flags}".split()), 1 + bool(flags))
+        run = build.build_run(config, recipe_of(config))
+        train_step(run)
+        run.optimizer.weights.end_step()
+        found = placements(run.stages)
+        assert not any(
+            parameter.requires_grad or parameter.grad is not None for parameter, p in found.values() if p.frozen
+        )
+        sizes, held = run.optimizer.memory(), run.optimizer.units
+        trained = sum(unit.size for unit in held if not unit.frozen)
+        element, shards = (2, 2) if "bf16" in flags else (4, 1)
+        assert sizes["gradients"] == 4 * trained // shards
+        if PP not in flags:
+            assert sizes["state"] == 4 * 3 * trained // shards
+            whole = sizes["shards"] if shards > 1 else sizes["parameters"]
+            assert whole == element * sum(unit.size for unit in held) // shards
+        return run.needs_gradient
+
+    found = run_ranks(1 + bool(flags), step)
+    assert found == ([[False], [False]] if PP in flags else [[False]] * (1 + bool(flags)))
+
+
 # ---- what the words mean ---------------------------------------------------------------------------------------------
 
 
@@ -164,6 +197,22 @@ def test_fine_tuning_begins_with_any_checkpoint(tmp_path):
     assert all(
         values.dtype == torch.float32 and not torch.equal(values, base[n]) for n, values in after.items() if n in base
     )
+
+
+@pytest.mark.parametrize("layout", ["one process", "zero1", "zero3", "pp2"])
+def test_what_is_loaded_is_what_passes_use(layout, tmp_path):
+    """A base that is not this run's initial values, against the plain loop from there."""
+    pretrain(0, f"--save {tmp_path / 'base'}")
+    world, words = LAYOUTS[layout]
+    run_ranks(
+        world, pretrain, f"{words} --freeze blocks.* --finetune --load {tmp_path / 'base'} --save {tmp_path / 'tuned'}"
+    )
+    base = {n: values.double() for n, values in weights_of(tmp_path / "base").items() if not n.startswith("optimizer.")}
+    steps, wanted = train(base, freezing("blocks.*"))
+    found = [{name: step[name] for name in steps[0]} for step in records(tmp_path / "tuned", "step")]
+    assert found == [pytest.approx(step, rel=2e-5) for step in steps]
+    tuned = weights_of(tmp_path / "tuned")
+    assert all((tuned[name].double() - values).abs().max() < 2e-5 for name, values in wanted.items())
 
 
 def test_adapters_begin_with_a_gpts_checkpoint(tmp_path, capsys):
