@@ -19,6 +19,7 @@ from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
 from megatron.model.plain import plain_recipe
 from megatron.model.recipe import facts_of
+from megatron.model.recompute import recompute
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.layers import register_buffer
 from megatron.mpu.mesh import Mesh
@@ -387,3 +388,31 @@ def test_a_hook_changes_a_mask(world, flags, tmp_path, monkeypatch):
     assert run_ranks(world, train, "--exit-interval 2")[0] == [HIDDEN - 1.0, float(HIDDEN)]
     assert run_ranks(world, train, f"--load {tmp_path}")[0] == [HIDDEN - 2.0]
     assert (read_all(tmp_path, 3)["blocks.2.mask"] == 0).nonzero().flatten().tolist() == [1, 2, 3]
+
+
+class Reads(torch.nn.Module):
+    """Reads what it changes: in place, or as another tensor."""
+
+    def __init__(self, in_place: bool):
+        super().__init__()
+        self.in_place = in_place
+        register_buffer(self, "scale", torch.ones(3), "max")
+
+    def forward(self, x):
+        y = (x * self.scale.clone()).tanh()
+        if self.in_place:
+            self.scale += 1
+        else:
+            self.scale = self.scale + 1
+        return y
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_second_run_has_the_values_of_the_first(in_place):
+    x, found = torch.linspace(-1, 1, 3).requires_grad_(), []
+    for again in (False, True):
+        module = Reads(in_place)
+        passes = [recompute(module, x, of=[module]) if again else module(x) for _ in range(3)]
+        found.append([torch.autograd.grad(y.sum(), x)[0] for y in reversed(passes)])
+        assert module.scale.tolist() == [4.0] * 3
+    assert all(map(torch.equal, *found))

@@ -265,3 +265,26 @@ def test_what_a_checkpoint_says(tmp_path, capsys):
     tool.main(["reshard", str(tmp_path), str(tmp_path / "new"), "--tp", "2"])
     said = capsys.readouterr().out
     assert ": good" in said and "132 tensors are equal to the bit" in said and "132 tensors in 2 files" in said
+
+
+def test_figures_of_the_log(tmp_path):
+    """The norm of all parameters, frozen ones too; the zeros in gradients of the others."""
+    words = "--bf16 --log-params-norm --log-num-zeros-in-grad --sharding-stage 1 --freeze embedding.word.*"
+    run_ranks(2, pretrain, f"{words} --save {tmp_path}")
+    weights = [values for name, values in weights_of(tmp_path).items() if not name.startswith("optimizer.")]
+    last = records(tmp_path, "step")[-1]
+    assert last["params_norm"] == pytest.approx(sum(w.double().square().sum().item() for w in weights) ** 0.5, rel=1e-5)
+    assert last["num_zeros"] < 100
+
+
+@pytest.mark.parametrize(
+    "flags", ["--optimizer-cpu-offload --bf16", "--async-save", "--optimizer muon", "--optimizer sgd"]
+)
+def test_other_ways_to_keep_state(flags, tmp_path):
+    """Where state lies, and which, is nothing to what is frozen."""
+    run_ranks(2, pretrain, f"{flags} --sharding-stage 2 --freeze blocks.[02].* --save {tmp_path}")
+    first, tensors = initial_weights(), weights_of(tmp_path)
+    for name, values in first.items():
+        still = torch.equal(tensors[name], values.to(tensors[name].dtype))
+        assert still == name.startswith(("blocks.0.", "blocks.2.")), name
+    assert not any(re.search(r"^optimizer.*blocks\.[02]\.", name) for name in tensors)
