@@ -62,8 +62,8 @@ class BufferStore:
         fill_buffers(chunks, mesh.coordinates)
         units = {name: unit for chunk in chunks for name, unit in units_of(chunk).items()}
         self.held = [_held(name, place, units[name].axes) for name, place in placed_buffers(list(chunks)).items()]
-        updating = (module for chunk in chunks for module in chunk.modules() if hasattr(module, "update_buffers"))
-        self.updating = list(dict.fromkeys(updating))
+        modules = dict.fromkeys(module for chunk in chunks for module in chunk.modules())
+        self.updating = [one for one in modules if hasattr(one, "update_buffers") and placed_buffers(one)]
         self.before: dict[str, torch.Tensor] = {}  # their values at the end of the last step
         self.combined = False
 
@@ -81,7 +81,7 @@ class BufferStore:
     @torch.no_grad()
     def combine(self) -> None:
         """Make the values of ranks one, and let modules update their buffers; all ranks together, once a step."""
-        if self.combined or not self.held and not self.updating:
+        if self.combined or not self.held:
             return
         for axes in dict.fromkeys(held.axes for held in self.held):
             self._combine(axes, [held for held in self.held if held.axes == axes])

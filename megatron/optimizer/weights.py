@@ -212,7 +212,8 @@ class ParameterBuffers:
         for memory in block:
             memory.in_backward = True
         self._need(*block)
-        self._ahead(before)
+        if not block[0].with_it:  # else it ends here
+            self._ahead(before)
 
     def _attach_block(
         self,

@@ -181,7 +181,8 @@ class _Work:
             # Of an output that is sent only the graph is kept: its data is no part of the backward pass. There is none
             # where all that it was made of is frozen.
             graph = place.after is not None and y.requires_grad
-            own = own if own is not None and own.requires_grad else None
+            if own is not None and place.after is not None and not own.requires_grad:
+                own = None
             self.live[op[1:]] = x, get_gradient_edge(y) if graph else None, own
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:

@@ -146,6 +146,17 @@ def test_a_parameter_without_placement_is_told():
         placements(module)
 
 
+def test_a_loss_without_a_gradient_is_no_frozen_stage():
+    class Detached(plain_module.PlainModule):
+        def forward(self, x, batch):
+            _, sums = super().forward(x, batch)
+            return None, sums | {"lm loss": sums["lm loss"].detach()}
+
+    build = lambda config, vocab_size: Detached(24, vocab_size)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        start(FLAGS.split(), plain_recipe("tests.models.plain_module", build, pretrain_gpt.build_datasets))
+
+
 # ---- initial values --------------------------------------------------------------------------------------------------
 
 
