@@ -175,7 +175,7 @@ def restore(
     step: Optional[int] = None,
     allow_empty: Union[bool, Callable[[], bool]] = False,
     names: Optional[Collection[str]] = None,
-    cast: bool = False,
+    cast: Union[bool, Collection[str]] = False,
     strictness: Strictness = "strict",
     anew: Callable[[str, bool], bool] = lambda name, stored: False,
     check: Callable[[dict[str, Any]], None] = lambda state: None,

@@ -114,13 +114,14 @@ class Reader:
         pieces: Iterable[Piece],
         *,
         names: Optional[Collection[str]] = None,
-        cast: bool = False,
+        cast: bool | Collection[str] = False,
         strictness: Strictness = "strict",
     ) -> list[str]:
         """Fill the memory of all pieces. Nothing is touched unless all of them are there with shape and dtype.
 
         names:       all logical names of the job, over all ranks; given them, other tensors in the checkpoint are an error
-        cast:        convert where the stored dtype differs, instead of calling it an error
+        cast:        convert where the stored dtype differs, instead of calling it an error; or the names of tensors that
+                     are converted with a notice
         strictness:  what is a notice instead of an error
         Returns notices. Raises CheckpointError when the checkpoint is another model's, Damaged when its bytes are not what
         was written.
@@ -166,10 +167,14 @@ class Reader:
         return tensor
 
     def _require(
-        self, pieces: list[Piece], names: Optional[Collection[str]], cast: bool, strictness: Strictness
+        self,
+        pieces: list[Piece],
+        names: Optional[Collection[str]],
+        cast: bool | Collection[str],
+        strictness: Strictness,
     ) -> list[str]:
         """Raise one CheckpointError that lists every missing, extra and different tensor; returns what is a notice."""
-        missing, different = {}, {}
+        missing, different, converted = {}, {}, {}
         for name, shape, box, tensor in pieces:
             assert tuple(tensor.shape) == box.extent and box.fits(shape), (name, tensor.shape, box, shape)
             found = self.tensors.get(name)
@@ -177,10 +182,11 @@ class Reader:
                 missing[name] = f"{name} {tuple(shape)}: not in the checkpoint"
             elif found.shape != tuple(shape):
                 different[name] = f"{name}: {found.shape} in the checkpoint, {tuple(shape)} in this run"
-            elif found.dtype != tensor.dtype and not cast:
-                different[name] = f"{name}: {found.dtype} in the checkpoint, {tensor.dtype} in this run"
+            elif found.dtype != tensor.dtype and cast is not True:
+                where = converted if cast and name in cast else different
+                where[name] = f"{name}: {found.dtype} in the checkpoint, {tensor.dtype} in this run"
         extra = {} if names is None else {name: f"{name}: not in this run" for name in set(self.tensors) - set(names)}
-        notices = []
+        notices = [f"{len(converted)} tensors are converted: {_listed(converted.values())}"] if converted else []
         if strictness in ("warn-missing", "warn-all") and missing:
             notices.append(f"{len(missing)} tensors keep their first values: {_listed(missing.values())}")
             missing = {}

@@ -10,16 +10,21 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.storage.durable import Damaged
 
+FROZEN = "frozen"
+
 
 def summary(reader: Reader) -> dict[str, Any]:
     """A checkpoint as a dict that JSON can hold: what inspect prints, and what scripts want."""
-    state = reader.state
-    weights = {name: t for name, t in reader.tensors.items() if not name.startswith(OPTIMIZER)}
+    state, kinds = reader.state, kinds_of(reader.state.get("untrained"))
+    parameters = {name: prod(t.shape) for name, t in reader.tensors.items() if not name.startswith(OPTIMIZER)}
+    parameters = {name: size for name, size in parameters.items() if kinds.get(name, FROZEN) == FROZEN}
     return dict(
         path=str(reader.folder),
         iteration=state.get("iteration"),
         consumed_samples=state.get("state", {}).get("consumed_samples"),
-        parameters=sum(prod(tensor.shape) for tensor in weights.values()),
+        parameters=sum(parameters.values()),
+        frozen=sum(size for name, size in parameters.items() if name in kinds),
+        buffers=sum(kind != FROZEN and name in reader.tensors for name, kind in kinds.items()),
         bytes=sum(size for size, _ in reader.index.files.values()),
         files={name: size for name, (size, _) in reader.index.files.items()},
         layout=state.get("mesh"),
@@ -29,11 +34,22 @@ def summary(reader: Reader) -> dict[str, Any]:
         config=state.get("config", {}),
         tensors={
             name: dict(
-                dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), boxes=len(tensor.stored)
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                boxes=len(tensor.stored),
+                **({"kind": kinds[name]} if name in kinds else {}),
             )
             for name, tensor in reader.tensors.items()
         },
     )
+
+
+def kinds_of(untrained: object) -> dict[str, str]:
+    """Name -> what it is, of tensors that are no trained parameters, as a checkpoint's state says."""
+    found = untrained if isinstance(untrained, dict) else {}
+    frozen, buffers = found.get("frozen"), found.get("buffers")
+    kinds = dict.fromkeys(map(str, frozen), FROZEN) if isinstance(frozen, list) else {}
+    return kinds | {name: f"buffer, {rule}" for name, rule in (buffers.items() if isinstance(buffers, dict) else ())}
 
 
 def code_of(code: object) -> dict[str, Any]:
@@ -48,10 +64,12 @@ def describe(reader: Reader, changed: Optional[dict[str, Any]] = None) -> str:
     told = summary(reader)
     moments = sorted({name.split(".", 2)[1] for name in told["tensors"] if name.startswith(OPTIMIZER)})
     layout = told["layout"] or {}
+    frozen = f", {told['frozen']:,} of them frozen" if told["frozen"] else ""
+    buffers = f", {told['buffers']} buffers" if told["buffers"] else ""
     lines = [
         told["path"],
         f"  iteration {told['iteration']}, consumed samples {told['consumed_samples']}",
-        f"  {told['parameters']:,} parameters, optimizer state: {', '.join(moments) or 'none'}",
+        f"  {told['parameters']:,} parameters{frozen}{buffers}, optimizer state: {', '.join(moments) or 'none'}",
         f"  {told['bytes']:,} bytes in {len(told['files'])} files",
         "  saved by " + (" x ".join(f"{axis} {size}" for axis, size in layout.items()) or "an unknown layout"),
     ]
@@ -65,7 +83,8 @@ def describe(reader: Reader, changed: Optional[dict[str, Any]] = None) -> str:
     lines.append("tensors (dtype, shape, boxes):")
     width = max(map(len, told["tensors"]), default=0)
     for name, tensor in told["tensors"].items():
-        lines.append(f"  {name:<{width}}  {tensor['dtype']:<8} {tensor['shape']} {tensor['boxes']}")
+        kind = f"  {tensor['kind']}" if "kind" in tensor else ""
+        lines.append(f"  {name:<{width}}  {tensor['dtype']:<8} {tensor['shape']} {tensor['boxes']}{kind}")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
 from megatron.optimizer.zero import DistributedOptimizer
 
-AXES = ("replicate", "shard", "expert_dp", "tp", "tied")
+AXES = ("replicate", "shard", "dp_cp", "expert_dp", "tp", "tied")
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,13 +31,38 @@ class Copy(NamedTuple):
 
 
 def check_replicas(optimizer: DistributedOptimizer, iteration: int) -> None:
-    """Compare parameters and main weights with those of other ranks; all ranks together, between two steps.
+    """Compare parameters, main weights and buffers with those of other ranks; all ranks together, between two steps.
 
     Raises NumericsError, on every rank, that names each tensor that differs and the ranks whose bits are in the minority.
     """
-    mesh = optimizer.mesh
     with torch.no_grad(), optimizer.gathered_parameters():
         found = checksums(optimizer)
+    _refuse_differences(
+        optimizer,
+        found,
+        f"iteration {iteration}: ranks that hold the same parameters hold different bits",
+        "go back to a checkpoint from before (--ckpt-step); then look at the hardware of the ranks "
+        "named, and at the last change of the code",
+    )
+
+
+def check_buffers(optimizer: DistributedOptimizer, iteration: int) -> None:
+    """`check_replicas` of buffers alone, before they are saved: of those that no rule makes one, nobody else knows."""
+    if not optimizer.buffers.held:
+        return
+    _refuse_differences(
+        optimizer,
+        [_summed(optimizer, copy) for copy in buffer_copies(optimizer)],
+        f"iteration {iteration}: ranks hold different values of a buffer, and a checkpoint has room for one",
+        "register it with a rule that makes one value of theirs: max, min, sum or mean (docs/extending.md#buffers)",
+    )
+
+
+def _refuse_differences(
+    optimizer: DistributedOptimizer, found: list[tuple[str, tuple[str, ...], torch.Tensor]], what: str, do: str
+) -> None:
+    """Raise NumericsError where checksums differ on any rank. found: as `checksums` gives it."""
+    mesh = optimizer.mesh
     different = [
         text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in found if axis in axes])
     ]
@@ -46,31 +71,40 @@ def check_replicas(optimizer: DistributedOptimizer, iteration: int) -> None:
         return
     lines = sorted({line for lines in collectives.all_gather_object(different, mesh.world) for line in lines})
     more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
-    raise NumericsError(
-        f"iteration {iteration}: ranks that hold the same parameters hold different bits",
-        "\n  ".join(lines[:8] + more),
-        "go back to a checkpoint from before (--ckpt-step); then look at the hardware of the ranks "
-        "named, and at the last change of the code",
-    )
+    raise NumericsError(what, "\n  ".join(lines[:8] + more), do)
 
 
 def checksums(optimizer: DistributedOptimizer) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
     """(name, axes, checksum) of what this rank holds together with others; checksums on the device, from which they
     are sent, also those of state in the memory of the host.
     """
-    return [(copy.name, copy.axes, checksum(copy.values).to(optimizer.device)) for copy in copies(optimizer)]
+    return [_summed(optimizer, copy) for copy in copies(optimizer)]
+
+
+def _summed(optimizer: DistributedOptimizer, copy: Copy) -> tuple[str, tuple[str, ...], torch.Tensor]:
+    return copy.name, copy.axes, checksum(copy.values).to(optimizer.device)
+
+
+def buffer_copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
+    """The buffers that this rank holds together with others."""
+    for held, axes in optimizer.buffers.shared():
+        yield Copy(held.name, held.tensor, axes)
 
 
 def copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
-    """What this rank holds together with others: parameters as the model uses them, and shards of main weights."""
+    """What this rank holds together with others: parameters as the model uses them, and shards of main weights, or of
+    frozen ones, and buffers.
+    """
+    yield from buffer_copies(optimizer)
     for unit in optimizer.units if optimizer.weights.keep else ():
         for slot in unit.slots:
             yield Copy(slot.name, slot.parameter, (*unit.axes, *_shared(slot.placement)))
-    for state in optimizer.states:
+    for state in optimizer.states if optimizer.weights.keep else optimizer.everything:
         for own in state.owned:
+            kind = "shard" if own.unit.frozen else "main weights"
             for slot, where in own.slots():
                 values = state.main[where.start - state.span.start : where.stop - state.span.start]
-                yield Copy(f"{slot.name} (main weights)", values, (own.unit.replicate, *_shared(slot.placement)))
+                yield Copy(f"{slot.name} ({kind})", values, (own.unit.replicate, *_shared(slot.placement)))
 
 
 def _shared(placement: Placement) -> tuple[str, ...]:

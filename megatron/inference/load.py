@@ -18,6 +18,8 @@ from megatron.mpu import collectives
 from megatron.mpu.initialize import DTYPES
 from megatron.mpu.layers import place_buffers
 from megatron.mpu.mesh import Mesh
+from megatron.mpu.placement import placed_buffers
+from megatron.optimizer.buffers import buffer_pieces, fill_buffers
 from megatron.optimizer.units import flat_units_of, materialise, owned_ranges, pieces_of
 from megatron.settings import schema
 from megatron.settings.from_checkpoint import located, refuse_lost
@@ -104,6 +106,7 @@ def load_model(
     else:
         model = build()
         chunks = [model]
+    fill_buffers(chunks, mesh.coordinates)
     for chunk in chunks:
         place_buffers(chunk, device)
     axis_of = partial(getattr, mesh)
@@ -113,6 +116,8 @@ def load_model(
     for own in owned_ranges(units, axis_of):
         materialise(own.unit, weights[own.unit.buffer_slice])
         pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
+    for name, buffer in placed_buffers(chunks).items():
+        pieces += buffer_pieces(name, buffer, mesh.coordinates)
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all take the same one
     restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
     return Loaded(

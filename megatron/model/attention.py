@@ -177,7 +177,7 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
         if self.recompute_core:
-            attended = recompute(self.core, query, key, value, self, context, inside=context.region)
+            attended = recompute(self.core, query, key, value, self, context, inside=context.region, of=(self,))
         else:
             attended = self.core(query, key, value, self, context)
         return self.project(attended, x)

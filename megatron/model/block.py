@@ -87,7 +87,7 @@ class Block(nn.Module):
 
     def _attended(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         if self.recompute_attention:
-            return recompute(self._attention_half, x, context, inside=context.region)
+            return recompute(self._attention_half, x, context, inside=context.region, of=(self,))
         return self._attention_half(x, context)
 
     def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:

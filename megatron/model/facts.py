@@ -190,7 +190,7 @@ class Facts:
 
     @property
     def weights(self) -> dict[str, Placement]:
-        """All weights of the whole model by their full names: what a checkpoint holds."""
+        """All weights and buffers of the whole model by their full names: what a checkpoint holds."""
         return logical(self.whole)
 
     @property
@@ -328,6 +328,6 @@ def _layer_flops(facts: Facts, kind: str, causal: float) -> float:
     ops = facts.layer_ops(RankSetup(), kind)
     found = sum(op.flops * (causal if isinstance(op, CoreAttention) and op.causal else 1.0) for op in ops)
     # A variant may have a matrix that no op names: each token is multiplied with it.
-    matrices = sum(math.prod(p.shape) for p in facts.layer_weights(kind, False).values() if p.decay)
+    matrices = sum(math.prod(p.shape) for p in facts.layer_weights(kind, False).values() if p.decay and not p.buffer)
     matrices -= sum(op.inputs * op.outputs * op.times for op in ops if isinstance(op, Product))
     return found + 2.0 * max(0, matrices) * facts.seq_length

@@ -288,10 +288,15 @@ class LanguageModel(nn.Module):
         sums: Sums = {}
         for group in self.recompute_groups:
             if group.granularity == "full":
-                x, sums = recomputed(self._layers, group.layers, x, sums, context, inside=self.region)
+                x, sums = recomputed(
+                    self._layers, group.layers, x, sums, context, inside=self.region, of=self._blocks(group.layers)
+                )
             else:
                 x, sums = self._layers(group.layers, x, sums, context)
         return x, sums
+
+    def _blocks(self, layers: Sequence[int]) -> list[nn.Module]:
+        return [self.blocks[str(n)] for n in layers]
 
     def _layers(self, layers, x: torch.Tensor, sums: Sums, context) -> tuple[torch.Tensor, Sums]:
         for n in layers:

@@ -18,8 +18,9 @@ import torch
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe
+from megatron.model.weights import elements
 from megatron.mpu.layers import map_buffers, place_buffers
-from megatron.mpu.placement import Constant, Normal, Own, Placement, placements
+from megatron.mpu.placement import Constant, Normal, Own, Placement, placed_buffers, placements
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Config
 
@@ -51,11 +52,14 @@ def plain_recipe(model_type: str, build: Callable, build_datasets: Callable, *, 
     def facts(config: Config, vocab_size: int) -> PlainFacts:
         module = make(config, vocab_size)
         table = {name: placement for name, (_, placement) in placements(module).items()}
+        table |= {name: held.placement for name, held in placed_buffers(module).items()}
         return PlainFacts(config.model, vocab_size, table)
 
     def build_model(config: Config, mesh, vocab_size: int, *, layers=None, first=True, last=True, dtype, device):
         module = make(config, vocab_size)
-        map_buffers(module, lambda buffer: buffer.to(dtype) if buffer.is_floating_point() else buffer)
+        own = {id(held.tensor) for held in placed_buffers(module).values()}
+        cast = lambda buffer: buffer.to(dtype) if buffer.is_floating_point() and id(buffer) not in own else buffer
+        map_buffers(module, cast)
         return module
 
     made = Recipe(model_type, facts, build_model, build_datasets, predicts=lambda config: "nothing", **more)
@@ -84,18 +88,21 @@ def build_stage(
 
 
 def as_stage(module: torch.nn.Module, init_std: float = 0.02, init: str = SUITE) -> torch.nn.Module:
-    """The module, with `placements` in each of its parts that lists none: parameters that nothing cuts, whose matrices are
-    decayed. They keep their own values ("module"), or matrices are drawn from N(0, init_std), of the others biases are 0
-    and weights 1 ("suite"). Matrices to optimizers that know such are the weights of linear layers in `blocks`.
+    """The module, with `placements` of the parameters in each of its parts that lists none: nothing cuts them, matrices are
+    decayed, and those that ask for no gradient are frozen. They keep their own values ("module"), or matrices are drawn
+    from N(0, init_std), of the others biases are 0 and weights 1 ("suite"). Matrices to optimizers that know such are the
+    weights of linear layers in `blocks`.
     """
     layers = getattr(module, "blocks", None)
     within = set(layers.modules()) if isinstance(layers, torch.nn.Module) else set()
     for part in module.modules():
-        if not hasattr(part, "placements"):
+        listed = getattr(part, "placements", {})
+        if all(placed.buffer for placed in listed.values()):
             own = part.named_parameters(recurse=False)
             inner = part in within and isinstance(part, torch.nn.Linear)
             placed = {name: _placement(name, parameter, init_std, inner) for name, parameter in own}
-            part.placements = {n: replace(p, init=Own()) for n, p in placed.items()} if init == MODULE else placed
+            placed = {n: replace(p, init=Own()) for n, p in placed.items()} if init == MODULE else placed
+            part.placements = {**placed, **listed}
     return module
 
 
@@ -124,7 +131,13 @@ def _placement(name: str, parameter: torch.nn.Parameter, std: float, inner: bool
     """Of a parameter of which nothing else is known; inner: but that it is a linear layer's, between others."""
     matrix, shape = parameter.dim() > 1, tuple(parameter.shape)
     init = Normal(std) if matrix else Constant(float("bias" not in name))
-    return Placement(shape, init, decay=matrix, matrices=(0, shape[:1]) if matrix and inner else None)
+    return Placement(
+        shape,
+        init,
+        decay=matrix,
+        matrices=(0, shape[:1]) if matrix and inner else None,
+        frozen=not parameter.requires_grad,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +154,7 @@ class PlainFacts(Facts):
 
     @property
     def parameters(self) -> int:
-        return sum(torch.Size(placed.shape).numel() for placed in self.table.values())
+        return elements(self.table)
 
     def describe(self, count: str) -> str:
         return f"{self.name} of {count} parameters, sequence {self.seq_length}, vocabulary {self.vocab_size}"

@@ -12,7 +12,7 @@ Legend: h hidden, v vocabulary, g key-value groups, q queries of a group, d chan
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from megatron.mpu.placement import Constant, Normal, Placement
@@ -26,7 +26,7 @@ class Unit:
     """Weights that lie together in memory, and that ZeRO gathers and reduces together: a layer, a table, a norm.
 
     name:    what the names of its weights begin with: `blocks.17`
-    weights: the rest of the name -> what the weight is
+    weights: the rest of the name -> what the weight is, or the buffer
     layer:   its number in the whole network; None: it is no layer
     ends:    which ends of the pipeline hold a unit that is no layer: "first", "last" or both, as a tied table
     axes:    axes of the mesh (copies, shards): ranks along the first hold the same shards of it, whose gradients are
@@ -54,14 +54,19 @@ def take_prefix(table: Table, name: str) -> dict[str, Placement]:
     return {key[len(name) + 1 :]: placement for key, placement in table.items() if key.startswith(f"{name}.")}
 
 
+def frozen(table: Table) -> dict[str, Placement]:
+    """A table of weights that are not trained: the base of a model that has adapters, or a teacher."""
+    return {name: replace(placement, frozen=placement.buffer is None) for name, placement in table.items()}
+
+
 def logical(units: Iterable[Unit]) -> dict[str, Placement]:
     """All weights of these units by their full names."""
     return {name: placement for unit in units for name, placement in add_prefix(unit.name, unit.weights).items()}
 
 
 def elements(table: Table) -> int:
-    """Parameters of a table."""
-    return sum(math.prod(placement.shape) for placement in table.values())
+    """Parameters of a table; buffers are none."""
+    return sum(math.prod(placement.shape) for placement in table.values() if not placement.buffer)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
 from megatron.mpu.mesh import Axis
-from megatron.mpu.placement import Placement
+from megatron.mpu.placement import Buffer, Own, Placement
 
 
 def matmul(x: torch.Tensor):
@@ -200,15 +200,55 @@ def start_input_reduction(
 
 
 def create_parameters(module: nn.Module, weights: Mapping[str, Placement], tp: Axis | None, *, dtype, device) -> None:
-    """Give a module the parameters of its table of weights, empty: of each the piece that this rank of `tp` holds."""
+    """Give a module the parameters and buffers of its table of weights, empty: of each the piece that this rank of `tp`
+    holds.
+    """
     sizes = {tp.name: tp.size} if tp else {}
     for name, placement in weights.items():
-        module.register_parameter(
-            name, nn.Parameter(torch.empty(placement.local_shape(sizes), dtype=dtype, device=device))
-        )
+        shape, buffer = placement.local_shape(sizes), placement.buffer
+        if buffer:
+            module.register_buffer(name, torch.empty(shape, dtype=getattr(torch, buffer.dtype), device=device))
+        else:
+            module.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
     if "bias" not in weights:
         module.register_parameter("bias", None)
     module.placements = dict(weights)
+
+
+def register_buffer(
+    module: nn.Module,
+    name: str,
+    tensor: torch.Tensor,
+    combine: str = "same",
+    *,
+    shape: tuple[int, ...] | None = None,
+    cut: Mapping[str, int] | None = None,
+    partial: tuple[str, ...] = (),
+) -> None:
+    """Give a module a buffer that training changes, with its first values, which are made on the CPU.
+
+    combine: how the values of ranks become one, once a step (`placement.Buffer`)
+    shape, cut, partial: of the logical tensor, as in `Placement`; without them each rank has all of it
+    Raises SettingsError for another rule or format.
+    """
+    module.register_buffer(name, tensor)
+    kind = Buffer(combine, str(tensor.dtype).removeprefix("torch."))
+    placed = Placement(
+        tuple(shape or tensor.shape), Own(), cut=dict(cut or {}), partial=partial, decay=False, buffer=kind
+    )
+    module.placements = {**getattr(module, "placements", {}), name: placed}
+
+
+def place_persistent_buffers(chunks: Iterable[nn.Module]) -> None:
+    """Give each buffer that is part of a module's state a placement, where it has none: the same on all ranks, whole; of
+    the running statistics of torch's norms the mean.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        listed = getattr(module, "placements", {})
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in listed and name not in module._non_persistent_buffers_set:
+                statistic = isinstance(module, nn.modules.batchnorm._NormBase) and buffer.is_floating_point()
+                register_buffer(module, name, buffer, "mean" if statistic else "same")
 
 
 def map_buffers(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of the suite has to know about a parameter, in one record.
+"""What every part of the suite has to know about a parameter or a buffer, in one record.
 
 Initialisation, gradient reduction, the global norm, weight decay, replica checks and checkpoints all read it; nothing is
-hung on tensors. A module lists the placements of its own parameters in `self.placements`:
+hung on tensors. A module lists the placements of its own parameters and buffers in `self.placements`:
 
     self.weight = Parameter(torch.empty(heads // tp.size, 3, head_dim, hidden))
     self.placements = {"weight": Placement(shape=(heads, 3, head_dim, hidden), cut={"tp": 0}, init=Normal(0.02))}
 
-and `placements(model)` collects them under logical names such as `blocks.17.attention.qkv.weight`.
+and `placements(model)` collects those of parameters under logical names such as `blocks.17.attention.qkv.weight`,
+`placed_buffers(model)` those of buffers.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, did_you_mean
 
+COMBINE = ("same", "max", "min", "sum", "mean")
+# Formats of buffers, by torch's names -> bytes of an element.
+BUFFER_BYTES = dict(float64=8, float32=4, bfloat16=2, float16=2, int64=8, int32=4, int16=2, int8=1, uint8=1, bool=1)
 MODEL_AXES = ("tp",)  # their ranks hold copies of what they do not cut; those of data and context parallelism: mesh.py
 
 
@@ -37,6 +41,31 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """That a tensor is a buffer: training changes it, and it has no gradient and no optimizer state.
+
+    combine: how the values of ranks that hold it become one, once a step, before the optimizer's update. "same": passes
+             change it on all ranks alike, or not at all; "max", "min" and "mean": of the ranks' values; "sum": what
+             each rank has added in this step is added up. Ranks are those of data and context parallelism, and those of
+             the axes in `Placement.partial`.
+    dtype:   its format, by torch's name
+
+    Raises SettingsError for another rule or format.
+    """
+
+    combine: str = "same"
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        for word, known, what in ((self.combine, COMBINE, "rule"), (self.dtype, BUFFER_BYTES, "format")):
+            if word not in known:
+                raise SettingsError(
+                    f"{word!r} is no {what} of a buffer{did_you_mean(str(word), known)}",
+                    do=f"there are {', '.join(known)} (docs/extending.md#buffers)",
+                )
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where the local piece of a logical tensor lies.
 
@@ -51,6 +80,8 @@ class Placement:
     matrices: (dim, sizes along it): the matrices [-1, last dim] of linear layers that the tensor is made of, which Muon
               treats each by itself: (1, (q, 1, 1)) of [groups, q + 2, d, h] are those of queries, keys and values.
               None: it is nothing of the kind
+    frozen:   a parameter that is not trained: it has no gradient and no optimizer state, and no step changes it
+    buffer:   what the tensor is, where it is no parameter
 
     A local tensor may be larger than its box in the logical tensor (padded vocabulary rows): what lies outside is not
     part of the model, has no gradient and is not stored.
@@ -64,6 +95,8 @@ class Placement:
     multiple: int = 1
     embedding_or_output: bool = False
     matrices: Optional[tuple[int, tuple[int, ...]]] = None
+    frozen: bool = False
+    buffer: Optional[Buffer] = None
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the piece of one rank, padding included; `sizes`: axis name -> ranks.
@@ -113,7 +146,7 @@ def placements(model) -> dict[str, tuple]:
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         for prefix, module in chunk.named_modules():
             own = dict(module.named_parameters(recurse=False))
-            listed = getattr(module, "placements", {})
+            listed = {name: placed for name, placed in getattr(module, "placements", {}).items() if not placed.buffer}
             if odd := [f"{prefix}.{name}".strip(".") for name in sorted(set(own) ^ set(listed))]:
                 raise SettingsError(
                     f"parameters and placements of the model are not the same: {', '.join(odd[:8])}",
@@ -124,4 +157,39 @@ def placements(model) -> dict[str, tuple]:
                 path = f"{prefix}.{name}" if prefix else name
                 assert found.get(path, (parameter,))[0] is parameter, f"two parameters are named {path}"
                 found[path] = (parameter, listed[name])
+    return found
+
+
+class PlacedBuffer(NamedTuple):
+    """A buffer with a placement, and the module that has it. The tensor may be replaced by another one at any time."""
+
+    module: Any
+    attribute: str
+    placement: Placement
+
+    @property
+    def tensor(self):
+        """Its values on this rank."""
+        return self.module._buffers[self.attribute]
+
+
+def placed_buffers(model) -> dict[str, PlacedBuffer]:
+    """Logical name -> buffer, for every buffer of a module tree (or a list of them) that has a placement.
+
+    Raises SettingsError when a module lists a buffer that it does not have.
+    """
+    found: dict[str, PlacedBuffer] = {}
+    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+        for prefix, module in chunk.named_modules():
+            for name, placement in getattr(module, "placements", {}).items():
+                if placement.buffer is None:
+                    continue
+                path = f"{prefix}.{name}" if prefix else name
+                if module._buffers.get(name) is None:
+                    raise SettingsError(
+                        f"{type(module).__name__} lists a buffer in `placements` that it does not have: {path}",
+                        do="create it with mpu.layers.create_parameters, or mpu.layers.register_buffer",
+                    )
+                assert found.get(path, (module,))[0] is module, f"two buffers are named {path}"
+                found[path] = PlacedBuffer(module, name, placement)
     return found

@@ -2,7 +2,8 @@
 """The state of an optimizer on flat fp32 memory: main weights and moments of some units' shards, on one device.
 
 Moments are whatever tensors the update rule keeps (`update.py`). State that is offloaded lives in the memory of the host
-and is stepped by the CPU: gradients go there, weights come back. State in a file is `disk.py`'s.
+and is stepped by the CPU: gradients go there, weights come back. State in a file is `disk.py`'s. Frozen units have weights
+alone, in the format that the model computes with: `FrozenState`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -143,6 +144,20 @@ class MemoryState(OwnedState):
                 return slice(at + stretch.start - part.start, at + stretch.stop - part.start)
             at += part.stop - part.start
         return None
+
+
+class FrozenState(OwnedState):
+    """A rank's shard of a frozen unit: weights in the format of the model, in memory that is there anyway."""
+
+    offload, direct = False, True
+    nbytes = 0  # of its own; whoever takes memory for a shard counts that
+
+    def __init__(self, own: OwnedRange, rule: UpdateRule, memory: torch.Tensor):
+        super().__init__([own], rule)
+        self.main, self.moments = memory, {}
+
+    def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
+        """Nothing changes."""
 
 
 def update(

@@ -19,7 +19,7 @@ import torch
 
 from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.mpu.mesh import Axis
-from megatron.mpu.placement import Own, Placement, placements
+from megatron.mpu.placement import Own, Placement, placed_buffers, placements
 from megatron.mpu.random import init_parameter
 from megatron.optimizer.flat import aligned, unit_size
 
@@ -48,15 +48,20 @@ class Slot:
 
 @dataclass
 class FlatUnit:
-    """A layer's parameters as the range [start, start + size) of the rank's buffers; `decay` of them are decayed."""
+    """A layer's parameters as the range [start, start + size) of the rank's buffers; `decay` of them are decayed.
+
+    part: the module's name that its parameters' begin with; a part with frozen parameters and others is two units
+    """
 
     name: str
+    part: str
     slots: list[Slot]
     start: int
     size: int
     decay: int
     layer: bool  # used in one place; other units are used all over their chunk
     axes: tuple[str, str] = DATA_PARALLEL  # of the mesh: along the first are copies, the second divides it
+    frozen: bool = False  # it has weights, and neither gradients nor state
 
     @property
     def buffer_slice(self) -> slice:
@@ -126,17 +131,17 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
 
 
 def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
-    """Units of a rank's model chunks in registration order (those of other axes behind), each padded to a multiple of the
-    ranks that divide it. Allocates nothing. A parameter that several chunks share is one slot.
+    """Units of a rank's model chunks in registration order (those of other axes behind, frozen ones last), each padded to
+    a multiple of the ranks that divide it. Allocates nothing. A parameter that several chunks share is one slot.
     """
-    members: dict[str, list[Slot]] = {}
+    members: dict[tuple[str, bool], list[Slot]] = {}
     unit_of = {name: unit for chunk in as_chunks(model) for name, unit in units_of(chunk).items()}
     for slot in _slots(as_chunks(model)):
-        members.setdefault(unit_of[slot.name].name, []).append(slot)
+        members.setdefault((unit_of[slot.name].name, slot.placement.frozen), []).append(slot)
     told = {unit.name: unit for unit in unit_of.values()}
     units, start = [], 0
-    for unit in sorted(members, key=lambda name: told[name].axes != DATA_PARALLEL):
-        slots, axes = members[unit], told[unit].axes
+    for part, frozen in sorted(members, key=lambda key: (key[1], told[key[0]].axes != DATA_PARALLEL)):
+        slots, axes = members[part, frozen], told[part].axes
         slots.sort(key=lambda slot: not slot.placement.decay)  # stable: decayed first
         at, decay = 0, 0
         for slot in slots:
@@ -144,7 +149,8 @@ def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
             at += aligned(slot.parameter.numel())
             decay = at if slot.placement.decay else decay
         size = unit_size((slot.parameter.numel() for slot in slots), axis_of(axes[1]).size)
-        units.append(FlatUnit(unit, slots, start, size, decay, told[unit].layer, axes))
+        name = f"{part} (frozen)" if frozen else part
+        units.append(FlatUnit(name, part, slots, start, size, decay, told[part].layer, axes, frozen))
         start += size
     return units
 
@@ -158,10 +164,11 @@ class UnitName(NamedTuple):
 
 
 def units_of(chunk: torch.nn.Module) -> dict[str, UnitName]:
-    """Parameter -> unit. As the chunk's own `units` say; otherwise each child of its `blocks` is a layer, and so is no
-    other part.
+    """Parameter or buffer -> unit. As the chunk's own `units` say; otherwise each child of its `blocks` is a layer, and so
+    is no other part.
     """
     names = [name for name, _ in chunk.named_parameters(remove_duplicate=False)]
+    names += placed_buffers(chunk)
     if hasattr(chunk, "units"):
         told = sorted(chunk.units, key=lambda unit: -len(unit.name))  # embedding.word before embedding
         return {
@@ -202,7 +209,8 @@ def materialise(unit: FlatUnit, flat: torch.Tensor) -> None:
     """
     hidden = flat.data
     for slot in unit.slots:
-        slot.parameter = torch.nn.Parameter(hidden[slot.start : slot.stop].view(slot.parameter.shape))
+        view = hidden[slot.start : slot.stop].view(slot.parameter.shape)
+        slot.parameter = torch.nn.Parameter(view, requires_grad=not unit.frozen)
         for module, attribute in slot.owners:
             setattr(module, attribute, slot.parameter)
 

@@ -19,6 +19,7 @@ in the order of their use.
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class UnitParameters:
     ready: bool = False  # it holds the parameters
     under_way: Any = None  # (work, piece) of a gathering
     in_backward: bool = False  # the backward pass of the layer has begun and not ended
-    passes: int = 0  # of the unit's chunks in this step, forward and to be followed by backward
+    passes: int = 0  # in this step: of a unit's chunks, forward and to be followed by backward; of a layer, backward
+    with_it: Sequence["UnitParameters"] = ()  # of a layer whose input has no gradient: what its last gradient frees
 
 
 class ParameterBuffers:
@@ -83,11 +85,12 @@ class ParameterBuffers:
             self.memory[unit.name].flat.copy_(values)
             self.memory[unit.name].ready = True
 
-    def start_param_sync(self) -> None:
-        """The shards have changed: gather them, or forget the old ones."""
-        for memory in self.memory.values():
+    def start_param_sync(self, frozen: bool = True) -> None:
+        """The shards have changed, of `frozen` units too: gather them, or forget the old ones."""
+        changed = [memory for memory in self.memory.values() if frozen or not memory.unit.frozen]
+        for memory in changed:
             self._free(memory)
-        kept = sorted(self.memory.values(), key=_use) if self.keep else ()
+        kept = sorted(changed, key=_use) if self.keep else ()
         for memory in kept:
             self._start(memory)
         for memory in () if self.overlap else kept:
@@ -105,7 +108,7 @@ class ParameterBuffers:
     def end_step(self) -> None:
         """No pass is under way any more."""
         for memory in self.memory.values():
-            memory.in_backward, memory.passes = False, 0
+            memory.in_backward, memory.passes, memory.with_it = False, 0, ()
             if not self.keep:
                 self._free(memory)
 
@@ -151,11 +154,13 @@ class ParameterBuffers:
             return
         for number, chunk in enumerate(chunks):
             held = [memory for memory in self.memory.values() if number in memory.unit.chunks]
-            blocks = [memory for memory in held if memory.unit.layer]
+            places = {name: place for place, (name, _) in enumerate(chunk.named_modules())}
+            layers = sorted((memory for memory in held if memory.unit.layer), key=lambda m: places[m.unit.part])
+            blocks = [list(parts) for _, parts in groupby(layers, key=lambda memory: memory.unit.part)]
             self._attach_chunk(chunk, [memory for memory in held if not memory.unit.layer], blocks)
-            for at, memory in enumerate(blocks):
-                before, after = blocks[at - 1 : at] if at else [], blocks[at + 1 : at + 2]
-                self._attach_block(chunk.get_submodule(memory.unit.name), memory, before, after)
+            for at, block in enumerate(blocks):
+                before, after = blocks[at - 1] if at else [], blocks[at + 1] if at + 1 < len(blocks) else []
+                self._attach_block(chunk.get_submodule(block[0].unit.part), block, before, after)
 
     def _ahead(self, neighbours: Sequence[UnitParameters]) -> None:
         """Start to gather what comes next."""
@@ -163,13 +168,13 @@ class ParameterBuffers:
             self._start(memory)
 
     def _attach_chunk(
-        self, chunk: torch.nn.Module, roots: Sequence[UnitParameters], blocks: Sequence[UnitParameters]
+        self, chunk: torch.nn.Module, roots: Sequence[UnitParameters], blocks: Sequence[Sequence[UnitParameters]]
     ) -> None:
         def pre_forward(module, args):
             for memory in roots:
                 self._start(memory)
                 memory.passes += torch.is_grad_enabled()
-            self._ahead(blocks[:1])
+            self._ahead(blocks[0] if blocks else ())
             self._need(*roots)
 
         def post_forward(module, args, output):
@@ -180,50 +185,66 @@ class ParameterBuffers:
                 tensor.register_hook(begin_backward)
 
         def begin_backward(gradient):
-            self._ahead(blocks[-1:])
+            self._ahead(blocks[-1] if blocks else ())
 
         chunk.register_forward_pre_hook(pre_forward)
         if not self.keep:
             chunk.register_forward_hook(post_forward)
 
     def arrived(self, unit: FlatUnit, count: int) -> None:
-        """Each parameter of a unit has had `count` gradients: free a unit that is no layer behind its last pass."""
+        """Each parameter of a unit has had `count` gradients: free a unit that is no layer after its last pass, and a layer
+        whose input has no gradient, which would end its backward pass.
+        """
         memory = self.memory[unit.name]
-        if not self.keep and not unit.layer and count == memory.passes:
-            self._free(memory)
+        if self.keep or unit.layer and count <= memory.passes or not unit.layer and count != memory.passes:
+            return
+        memory.passes = count
+        self._leave(memory.with_it if unit.layer else (memory,))
 
-    def _attach_block(
-        self,
-        block: torch.nn.Module,
-        memory: UnitParameters,
-        before: Sequence[UnitParameters],
-        after: Sequence[UnitParameters],
-    ):
-        def pre_forward(module, args):
-            self._need(memory)
-            if not memory.in_backward:
-                self._ahead(after)
-            if not self.keep and args[0].requires_grad and torch.is_grad_enabled():
-                args[0].register_hook(end_backward)
-
-        def post_forward(module, args, output):
-            if not memory.in_backward:
-                self._free(memory)
-            for tensor in _ways_back(output):
-                tensor.register_hook(begin_backward)
-
-        def begin_backward(gradient):
-            memory.in_backward = True
-            self._need(memory)
-            self._ahead(before)
-
-        def end_backward(gradient):
+    def _leave(self, block: Sequence[UnitParameters]) -> None:
+        """The backward pass of a layer has ended."""
+        for memory in block:
             memory.in_backward = False
             self._free(memory)
 
-        block.register_forward_pre_hook(pre_forward)
+    def _enter(self, block: Sequence[UnitParameters], before: Sequence[UnitParameters]) -> None:
+        """The backward pass of a layer begins."""
+        for memory in block:
+            memory.in_backward = True
+        self._need(*block)
+        if not block[0].with_it:  # else it ends here
+            self._ahead(before)
+
+    def _attach_block(
+        self,
+        module: torch.nn.Module,
+        block: Sequence[UnitParameters],
+        before: Sequence[UnitParameters],
+        after: Sequence[UnitParameters],
+    ):
+        """Of a layer, which is a unit, or two where it is frozen in part: the trained one first."""
+        first = block[0]
+
+        def pre_forward(module, args):
+            self._need(*block)
+            if not first.in_backward:
+                self._ahead(after)
+            if self.keep or not torch.is_grad_enabled():
+                return
+            if args[0].requires_grad:
+                args[0].register_hook(lambda gradient: self._leave(block))
+            else:
+                first.with_it = block
+
+        def post_forward(module, args, output):
+            if not first.in_backward:
+                self._leave(block)
+            for tensor in _ways_back(output):
+                tensor.register_hook(lambda gradient: self._enter(block, before))
+
+        module.register_forward_pre_hook(pre_forward)
         if not self.keep:
-            block.register_forward_hook(post_forward)
+            module.register_forward_hook(post_forward)
 
 
 def _use(memory: UnitParameters) -> tuple[int, bool]:

@@ -15,6 +15,9 @@ gathers and `gradients.py` reduces. A step is
 
 Gradients are *sums* of token losses over the global batch times the scale that the caller put on the loss; the caller
 says in `step` what to multiply them by, so that averaging, un-scaling and clipping are one pass over the buffer.
+
+Frozen parameters (`Placement.frozen`) are weights alone: kept or gathered as others are, with nothing in the last two
+columns. Buffers with a placement are `buffers.py`'s.
 """
 
 import math
@@ -30,8 +33,9 @@ from megatron.checkpoint.store import Piece, StablePiece, share
 from megatron.mpu import collectives
 from megatron.mpu.layers import attach_wgrad_accumulator, place_buffers
 from megatron.mpu.mesh import Mesh
+from megatron.optimizer.buffers import BufferStore
 from megatron.optimizer.gradients import GradientBuffers
-from megatron.optimizer.state import OwnedState, Targets
+from megatron.optimizer.state import FrozenState, OwnedState, Targets
 from megatron.optimizer.storage import store
 from megatron.optimizer.units import (
     Chunks,
@@ -68,7 +72,7 @@ class DistributedOptimizer:
     mesh:     `shard` is the axis that divides optimizer state, `replicate` the one that copies it
     parallel: the stage, and what is to be overlapped with computation
     stable:  pieces may be asked for that outlast steps (`pieces`): state in files then takes twice its size of disk
-    Buffers of the model go to the device.
+    Buffers of the model go to the device; those with a placement are in `buffers`.
     Raises StorageError when there is no place for state that is to be in files.
     """
 
@@ -88,11 +92,12 @@ class DistributedOptimizer:
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
         self.settings, self.rule, self.step_count = settings, rule_of(settings), 0
+        self.buffers = BufferStore(as_chunks(model), mesh, self.device)
         for chunk in as_chunks(model):
             place_buffers(chunk, self.device)
         axis_of = partial(getattr, mesh)
         self.units = flat_units_of(model, axis_of)
-        self.owned = owned_ranges(self.units, axis_of)
+        self.owned = owned_ranges([unit for unit in self.units if not unit.frozen], axis_of)
         self.weights = ParameterBuffers(
             self.units,
             axis_of,
@@ -121,9 +126,12 @@ class DistributedOptimizer:
             whole=self.weights.keep,
             copies=1 + stable,
         )
+        self.frozen = self._frozen_states(owned_ranges([unit for unit in self.units if unit.frozen], axis_of))
+        self.everything: list[OwnedState] = [*self.states, *self.frozen]  # the weights of all units
         self.shards = self._parameter_shards()
-        self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}
+        self.sources = {own.unit.name: (own, state) for state in self.everything for own in state.owned}
         self._draw(seed)
+        self.buffers.settle()
         self.weights.register_hooks(as_chunks(model))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
@@ -142,10 +150,21 @@ class DistributedOptimizer:
         """Where the shards of stage 3's parameters are."""
         return torch.device("cpu") if self.settings.param_cpu_offload else self.device
 
+    def _frozen_states(self, owned: list[OwnedRange]) -> list[FrozenState]:
+        """Of frozen units: each rank's part of kept weights, or shards of their own."""
+        states = []
+        for own in owned:
+            if self.weights.keep:
+                memory = self.weights.memory[own.unit.name].flat[own.low : own.high]
+            else:
+                memory = torch.zeros(own.high - own.low, dtype=self.dtype, device=self._home)
+            states.append(FrozenState(own, self.rule, memory))
+        return states
+
     def _parameter_shards(self) -> list[torch.Tensor]:
         """What stage 3 gathers parameters from: for each state, its main weights in the format of the parameters."""
         shards = []
-        for state in () if self.weights.keep else self.states:
+        for state in () if self.weights.keep else self.everything:
             main = state.main
             same = main.dtype == self.dtype and main.device == self._home and not state.offload
             shards.append(main if same else torch.empty_like(main, dtype=self.dtype, device=self._home))
@@ -153,21 +172,21 @@ class DistributedOptimizer:
 
     def _draw(self, seed: int) -> None:
         """Initial weights, a unit at a time: of a model that is sharded, no rank ever has more than one unit whole."""
-        for state in self.states:
+        for state in self.everything:
             for own in state.owned:
                 whole = torch.zeros(own.unit.size, dtype=torch.float32, device=self.device)
                 initialise(own.unit, whole, self.mesh.coordinates, seed)
                 state.main[state.slice_of(own)] = whole[own.low : own.high].to(state.main.device)
                 self.weights.fill(own.unit, whole)
-        self._fill(self.states)
+        self._fill(self.everything)
 
     def _targets(self, state: OwnedState) -> Targets:
         """Parameters, or shards of them, that have the values of main weights: (where in the state, memory)."""
         if self.weights.keep:
             for own in state.owned if state.direct else ():
                 yield state.slice_of(own), self.weights.memory[own.unit.name].flat[own.low : own.high]
-        elif self.shards[self.states.index(state)] is not state.main:
-            yield slice(0, state.size), self.shards[self.states.index(state)]
+        elif self.shards[self.everything.index(state)] is not state.main:
+            yield slice(0, state.size), self.shards[self.everything.index(state)]
 
     @torch.no_grad()
     def _fill(self, states: Iterable[OwnedState]) -> None:
@@ -182,7 +201,7 @@ class DistributedOptimizer:
         if self.weights.keep and state.direct:
             piece = self.weights.memory[unit.name].flat[own.low : own.high]
             return piece if own.whole else piece.clone()  # it is gathered into its own place
-        flat = state.main if self.weights.keep else self.shards[self.states.index(state)]
+        flat = state.main if self.weights.keep else self.shards[self.everything.index(state)]
         piece = flat[state.slice_of(own)]
         return piece if own.whole else piece.to(self.device, self.dtype)
 
@@ -192,13 +211,17 @@ class DistributedOptimizer:
         return self.gradients.reduced
 
     def memory(self) -> dict[str, int]:
-        """Bytes held at this moment of parameters (whole ones and stage 3's shards), gradients and optimizer state."""
-        own = [shard for state, shard in zip(self.states, self.shards) if shard is not state.main]
+        """Bytes held at this moment of parameters (whole ones and stage 3's shards), gradients, optimizer state and buffers
+        that training changes.
+        """
+        pairs = zip(self.everything, self.shards)
+        own = [shard for state, shard in pairs if shard is not state.main or isinstance(state, FrozenState)]
         return dict(
             parameters=self.weights.nbytes,
             shards=sum(shard.nbytes for shard in own),
             gradients=self.gradients.nbytes,
             state=sum(state.nbytes for state in self.states),
+            buffers=self.buffers.nbytes,
         )
 
     def owned_slots(self) -> Iterable[tuple[Slot, slice]]:
@@ -273,8 +296,8 @@ class DistributedOptimizer:
     def params_norm(self) -> float:
         """The norm of all parameters (main weights, fp32), each counted once over all ranks, which all call it."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for state in self.states:
-            main = state.main
+        for state in self.everything:
+            main = state.main.float()  # of a frozen unit it may be another format's
             views = [
                 main[where.start - state.span.start : where.stop - state.span.start] for *_, where in self._mine(state)
             ]
@@ -322,6 +345,8 @@ class DistributedOptimizer:
             and says `take_back_step` once it is known to have been up.
         """
         rates, self.rule.gate = Rates(lr, weight_decay, decoupled_lr), Gate(skip)
+        self.buffers.combine()
+        self.buffers.settle(skip)
         with phase("scale"):
             if self.rule.scales:
                 self.rule.scale = scale
@@ -349,11 +374,15 @@ class DistributedOptimizer:
         self.step_count -= 1
 
     def copy_main_params_to_model_params(self, read: bool = True) -> None:
-        """Main weights -> weights of the model. `read`: also those that a step has brought there already."""
+        """Main weights -> weights of the model. `read`: all of them and buffers were filled, from a checkpoint; else those
+        alone that a step has changed, and has not brought there already.
+        """
+        if read:
+            self.buffers.settle()
         with phase("copy"):
-            self._fill(state for state in self.states if read or not state.direct)
+            self._fill(state for state in self.everything if read or not state.direct)
         with phase("gather" if self.mesh.shard.size > 1 else "copy"):
-            self.weights.start_param_sync()
+            self.weights.start_param_sync(frozen=read)
 
     def gathered_parameters(self) -> AbstractContextManager:
         """Inside, between two steps, all parameters can be read at every stage: for checks."""
@@ -370,12 +399,11 @@ class DistributedOptimizer:
         what several tensor parallel ranks or tied stages hold is given by one of them only, as saving needs it.
         `shared`: of what several data parallel ranks hold, each gives its part.
         State in files is mapped for as long as the pieces are kept. `stable`: these pieces are `StablePiece`, and
-        keep their content until steps have gone on and pieces that last are asked for again.
+        keep their content until steps have gone on and pieces that last are asked for again. Frozen weights have the
+        format of the model, and buffers their own.
         """
-        found: dict[str, list[Piece]] = {
-            own.unit.replicate: [] for own in self.owned
-        }  # by the axis along which are copies
-        for state in self.states:
+        found: dict[str, list[Piece]] = {}  # by the axis along which are copies
+        for state in self.everything:
             if stable:
                 state.keep()
             flats = {None: state.main} | (state.moments if moments else {})
@@ -384,9 +412,9 @@ class DistributedOptimizer:
                 for own in state.owned:
                     part_of = partial(state.part, flat, name)
                     own_pieces = pieces_of(own, part_of, self.mesh.coordinates, prefix, unique)
-                    found[own.unit.replicate] += (
+                    found.setdefault(own.unit.replicate, []).extend(
                         [StablePiece(*piece) for piece in own_pieces] if is_stable else own_pieces
                     )
         axes = {name: getattr(self.mesh, name) for name in found if shared}
         parts = (share(one, axes[name].rank, axes[name].size) if shared else one for name, one in found.items())
-        return [piece for part in parts for piece in part]
+        return [piece for part in parts for piece in part] + self.buffers.pieces(unique)

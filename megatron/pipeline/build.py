@@ -8,21 +8,26 @@ from dataclasses import replace
 from torch import nn
 
 from megatron.errors import SettingsError
+from megatron.model.selection import ALL, Selection
+from megatron.mpu.layers import place_persistent_buffers
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import placements
+from megatron.mpu.placement import Own, placed_buffers, placements
 from megatron.pipeline.stages import Pipeline
 
 
-def build_stages(build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh) -> list[nn.Module]:
+def build_stages(
+    build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh, selection: Selection = ALL
+) -> list[nn.Module]:
     """The chunks of this rank. `build(layers=range, first=bool, last=bool)` makes one, on the meta device say.
 
     A unit that both ends of the pipeline hold, such as a tied table, exists once where one rank has both ends; else each
-    end has a copy and a part of its gradient. Raises SettingsError for buffers that a checkpoint would have to hold.
+    end has a copy and a part of its gradient. selection: which parameters are trained.
     """
     last = len(pipeline.stages) - 1
     numbers = pipeline.stages_of(mesh.pp.rank)
     stages = [build(layers=pipeline.layers[n], first=n == 0, last=n == last) for n in numbers]
-    _refuse_persistent_buffers(stages)
+    place_persistent_buffers(stages)
+    _mark_frozen(stages, selection)
     shared = [unit.name for stage in stages for unit in getattr(stage, "units", ()) if len(unit.ends) > 1]
     for name in dict.fromkeys(shared) if last else ():
         holders = [stage for stage in stages if name in {unit.name for unit in stage.units}]
@@ -34,22 +39,21 @@ def build_stages(build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh
     return stages
 
 
-def _refuse_persistent_buffers(stages: list[nn.Module]) -> None:
-    """Raise SettingsError for buffers that are part of a module's state: a run that goes on would not have them."""
-    found = [
-        f"{path}.{name}".strip(".")
-        for stage in stages
-        for path, module in stage.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    ]
-    if found:
-        raise SettingsError(
-            f"buffers of the model would not be saved: {', '.join(found[:8])}{', ...' * (len(found) > 8)}",
-            "checkpoints hold parameters: a run that goes on would have other values than the one that stopped",
-            "register them with persistent=False if they never change; make them a Parameter with a Placement if they are "
-            "learned (docs/extending.md#buffers)",
-        )
+def needs_gradient(stages: list[nn.Module], pipeline: Pipeline, mesh: Mesh, all_gather_object: Callable) -> list[bool]:
+    """Of each chunk of this rank, whether a stage before it has parameters that are trained. All ranks together."""
+    numbers = pipeline.stages_of(mesh.pp.rank)
+    own = {
+        number: any(not placed.frozen for _, placed in placements(stage).values())
+        for number, stage in zip(numbers, stages)
+    }
+    trained = {number for found in all_gather_object(own) for number, some in found.items() if some}
+    return [bool(trained) and min(trained) < number for number in numbers]
+
+
+def _mark_frozen(stages: list[nn.Module], selection: Selection) -> None:
+    """Note which parameters are not trained."""
+    for prefix, module in (found for stage in stages for found in stage.named_modules()) if selection else ():
+        module.placements = selection.marked(getattr(module, "placements", {}), f"{prefix}." if prefix else "")
 
 
 def _share(module: nn.Module) -> None:
@@ -66,9 +70,13 @@ def check_model_complete(stages: list[nn.Module], mesh: Mesh, all_gather_object:
     ranks hold, so copies (data parallel ranks, norms on tensor parallel ranks, tied embeddings) count once.
     """
     own = set()
-    for name, (parameter, placement) in placements(stages).items():
+    held_here = {name: (parameter.shape, placed) for name, (parameter, placed) in placements(stages).items()}
+    for name, buffer in placed_buffers(stages).items():
+        if name in weights or not isinstance(buffer.placement.init, Own):  # a module may have some of its own
+            held_here[name] = buffer.tensor.shape, buffer.placement
+    for name, (shape, placement) in held_here.items():
         if mesh.dp.rank == 0 or "ep" in placement.cut:
-            own.add((name, *placement.box(tuple(parameter.shape), mesh.coordinates)))
+            own.add((name, *placement.box(tuple(shape), mesh.coordinates)))
     held: dict[str, int] = {}
     for name, _, extent in set().union(*all_gather_object(own)):
         held[name] = held.get(name, 0) + math.prod(extent)

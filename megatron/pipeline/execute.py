@@ -46,6 +46,7 @@ def execute(
     on_op: Optional[Callable[[Op], Any]] = None,
     returned: Optional[Returned] = None,
     seed: Optional[int] = None,
+    needs_gradient: Optional[Sequence[bool]] = None,
 ) -> torch.Tensor:
     """Run one rank's ops. Returns its sums over its micro-batches, those of `names`, in fp64.
 
@@ -59,10 +60,13 @@ def execute(
     timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, waiting for messages left out
     on_op:      called with each op before its message is waited for
     returned:   takes note of what stages return, for its `check`; without it what cannot be raises SettingsError here
+    needs_gradient: of each chunk, whether anything before it is trained: else nobody needs the gradient of its input, and
+                zeros are sent; default: all
     seed:       with micro-batch and stage what torch's generators are seeded by before a forward pass; None: they are not
     """
     split = any(op.kind == "W" for op in ops)
     work = _Work(stages, batches, wire, loss_func, names, split=split, returned=returned, seed=seed)
+    work.needs_gradient = needs_gradient or work.needs_gradient
     ahead = _Ahead(ops, work.post_receive)
     for op in ops:
         if on_op is not None:
@@ -119,7 +123,7 @@ class _Work:
         returned: Optional[Returned],
         seed: Optional[int],
     ):
-        self.seed = seed
+        self.seed, self.needs_gradient = seed, [True] * len(stages)
         self.returned, self.compared_later = returned or Returned(names), returned is not None
         self.chunks, self.batches, self.wire, self.loss_func, self.names = stages, batches, wire, loss_func, names
         self.places = [
@@ -159,7 +163,7 @@ class _Work:
 
     def forward(self, op: Op, x: Optional[torch.Tensor]) -> None:
         place, training = self.places[op.chunk], self.loss_func is not None
-        if x is not None and training:
+        if x is not None and training and self.needs_gradient[op.chunk]:
             x.requires_grad_()
         if self.seed is not None:
             first = self.batches[op.micro].samples[0].item()
@@ -174,8 +178,12 @@ class _Work:
                 self.wire.send(y.detach(), place.after, "F", op.micro, place.stage + 1)
         if training:
             own = self.loss_func(sums, self.batches[op.micro]) if sums else None
-            # Of an output that is sent only the graph is kept: its data is no part of the backward pass.
-            self.live[op[1:]] = x, None if place.after is None else get_gradient_edge(y), own
+            # Of an output that is sent only the graph is kept: its data is no part of the backward pass. There is none
+            # where all that it was made of is frozen.
+            graph = place.after is not None and y.requires_grad
+            if own is not None and place.after is not None and not own.requires_grad:
+                own = None
+            self.live[op[1:]] = x, get_gradient_edge(y) if graph else None, own
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
         """Note a stage's sums of a micro-batch."""
@@ -192,7 +200,8 @@ class _Work:
         if own is not None:
             roots, gradients = [*roots, own], [*gradients, None]
         with self.deferred.collect() if op.kind == "I" else nullcontext() as products:
-            torch.autograd.backward(roots, gradients)
+            if roots:
+                torch.autograd.backward(roots, gradients)
         if op.kind == "I":
             self.products[op[1:]] = products
         if place.before is not None:

@@ -210,7 +210,8 @@ def _tokens(prefix: str) -> int | None:
 
 def _checkpoints(config: schema.Config, job: Job, cluster: Cluster, layout: Layout) -> Iterator[str]:
     c = config.checkpoint
-    each = job.facts.parameters * (4 if c.no_save_optim else 12)
+    trained, frozen = job.selection.sizes(job.facts.weights)
+    each = trained * (4 if c.no_save_optim else 12) + frozen * job.element
     yield f"a checkpoint: {size(each)}, {size(each / cluster.world_size)} from each rank"
     if c.save and c.save_interval and c.save_interval > 0:
         saves = batch.total_iterations(config.batch, layout.dp) // c.save_interval

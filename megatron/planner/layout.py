@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Optional
 
 from megatron.model.facts import Facts, RankSetup
+from megatron.model.selection import ALL, Selection
 from megatron.optimizer.kinds import knows_matrices, state_of
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline
@@ -37,6 +38,7 @@ class Job:
     moments:  numbers that the optimizer keeps of each weight, beside it
     matrix_moments: and of a matrix of a linear layer, if it treats those by themselves
     ns_steps: steps of the iteration by which it orthogonalises them
+    selection: which weights are trained
     """
 
     facts: Facts
@@ -51,10 +53,14 @@ class Job:
     matrix_moments: Optional[int] = None
     ns_steps: int = 0
     plain_softmax: bool = False
+    selection: Selection = ALL
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
-        """The job that settings describe."""
+        """The job that settings describe. Raises SettingsError where they freeze what is not there, or everything."""
+        selection = Selection.of(config.optimizer)
+        if selection:
+            selection.check(facts.weights)
         precision = config.precision.precision
         return cls(
             facts,
@@ -68,6 +74,7 @@ class Job:
             len(state_of(config.optimizer)),
             *_of_matrices(config.optimizer),
             plain_softmax=not config.kernels.masked_softmax_fusion,
+            selection=selection,
         )
 
     @property

@@ -50,14 +50,14 @@ def state(
 
 def _state(units: Units, job: Job, layout: Layout, place: int, cuda: bool):
     element, moments = job.element, job.moments
-    whole = units.padded(layout.shard)
+    whole, frozen = units.padded(layout.shard), units.padded_frozen(layout.shard)
     own = whole // layout.shard
     away, filed = _shares(units, layout)
     here = own - away - filed
     keeps_all = layout.zero < 3
     shared = keeps_all and layout.shard == 1 and element == 4  # fp32 weights are the main weights
     device = {
-        "weights": whole * element if keeps_all else 0,
+        "weights": (whole + frozen) * element if keeps_all else 0,
         "gradients": 4 * own,
         "main weights": 0 if shared else 4 * here,
     }
@@ -66,9 +66,11 @@ def _state(units: Units, job: Job, layout: Layout, place: int, cuda: bool):
         device["gradients"] += 4 * whole
     if not keeps_all:
         same = element == 4 and not (layout.param_offload and cuda)
-        low = ((0 if same else here) + away + filed) * element  # what stage 3 gathers from
+        low = ((0 if same else here) + away + filed + frozen // layout.shard) * element  # what stage 3 gathers from
         (host if layout.param_offload and cuda else device)["weights"] += low
     device["optimizer moments"] = 4 * moments * here - _spared(units, job, layout, place)
+    if units.buffers:
+        device["buffers that training changes"] = units.buffers
     if away:  # main weights, arriving gradients, moments
         (host if cuda else device)["offloaded optimizer state"] = 4 * (2 + moments) * away
     if filed:
@@ -218,8 +220,8 @@ def _gathered(units: Units, job: Job, layout: Layout) -> int:
     """ZeRO 3: the units that are used all over a chunk, and one layer, or two when the next is on its way."""
     if layout.zero < 3:
         return 0
-    others = units.others.padded(layout.shard)
-    return (others + (1 + layout.overlap) * units.largest_layer(layout.shard)) * job.element
+    others = units.others.padded(layout.shard) + units.others.padded_frozen(layout.shard)
+    return (others + (1 + layout.overlap) * units.largest_layer(layout.shard, frozen=True)) * job.element
 
 
 def _buffers(units: Units, layout: Layout) -> int:

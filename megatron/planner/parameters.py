@@ -6,11 +6,14 @@ Elements, not bytes. Tests hold it equal to what a run allocates.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron.model.facts import Facts
+from megatron.model.selection import Selection
 from megatron.model.weights import Table
+from megatron.mpu.placement import BUFFER_BYTES
 from megatron.optimizer.flat import aligned, unit_size
 from megatron.planner.layout import Job, Layout
 
@@ -27,16 +30,27 @@ class ParameterSize(NamedTuple):
 
 
 class UnitSizes(NamedTuple):
-    """A unit's parameters as they lie. name: its name, or of a layer its kind; ends: see `model.weights.Unit`."""
+    """A unit's parameters as they lie. name: its name, or of a layer its kind; ends: see `model.weights.Unit`.
+
+    slots:   those that are trained, which have gradients and optimizer state
+    frozen:  the others, a unit of their own in memory
+    buffers: bytes of buffers that training changes
+    """
 
     name: str
     slots: tuple[ParameterSize, ...]
     layer: bool = False
     ends: tuple[str, ...] = ()
+    frozen: tuple[ParameterSize, ...] = ()
+    buffers: int = 0
 
     def padded(self, pieces: int) -> int:
-        """Elements of the unit's buffer when `pieces` ranks shard it."""
+        """Elements of the unit's buffer of what is trained when `pieces` ranks shard it."""
         return _padded(self.slots, pieces)
+
+    def padded_frozen(self, pieces: int) -> int:
+        """Of what is frozen."""
+        return _padded(self.frozen, pieces)
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
@@ -55,8 +69,8 @@ class UnitSizes(NamedTuple):
 
     @property
     def exact(self) -> int:
-        """Elements without padding."""
-        return sum(slot.size for slot in self.slots)
+        """Elements without padding, frozen ones too."""
+        return sum(slot.size for slot in (*self.slots, *self.frozen))
 
     def partial(self, axis: str, rank: int, pieces: int) -> int:
         """Elements in the shard of `rank` of `pieces` whose gradients are partial sums over an axis."""
@@ -82,14 +96,17 @@ class Units(tuple):
         """The layers."""
         return Units(unit for unit in self if unit.layer)
 
-    def largest_layer(self, pieces: int) -> int:
-        """Elements of the largest layer's buffer."""
-        return max((unit.padded(pieces) for unit in set(self.layers)), default=0)
+    def largest_layer(self, pieces: int, frozen: bool = False) -> int:
+        """Elements of the largest layer's buffer. frozen: with what of it is frozen."""
+        return max(
+            (unit.padded(pieces) + (unit.padded_frozen(pieces) if frozen else 0) for unit in set(self.layers)),
+            default=0,
+        )
 
     @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter."""
-        return max(slot.size for unit in self.counts for slot in unit.slots)
+        return max(slot.size for unit in self.counts for slot in (*unit.slots, *unit.frozen))
 
     @cached_property
     def counts(self) -> Counter:
@@ -106,40 +123,82 @@ class Units(tuple):
             self._sizes[pieces] = sum(count * unit.padded(pieces) for unit, count in self.counts.items())
         return self._sizes[pieces]
 
+    def padded_frozen(self, pieces: int) -> int:
+        """Elements of the buffer that holds all that is frozen."""
+        return sum(count * unit.padded_frozen(pieces) for unit, count in self.counts.items() if unit.frozen)
+
+    @cached_property
+    def buffers(self) -> int:
+        """Bytes of buffers that training changes."""
+        return sum(count * unit.buffers for unit, count in self.counts.items())
+
+
+LayerOf = tuple[str, frozenset[str]]  # the kind of a layer, and the names of its weights that are frozen
+
 
 def rank_units(job: Job, layout: Layout, rank: int) -> Units:
     """The units of a pipeline rank's chunks, on one tp rank."""
     pipeline = layout.pipeline(job.facts.num_layers)
     last = len(pipeline.stages) - 1
     stages = tuple((pipeline.layers[stage], stage == 0, stage == last) for stage in pipeline.stages_of(rank))
-    return _units(
-        job.facts, layout.tp, layout.sp, tuple((_kinds(job.facts, layers), *ends) for layers, *ends in stages)
-    )
+    own = tuple((layers_of(job.facts, job.selection, layers), *ends) for layers, *ends in stages)
+    return _units(job.facts, job.selection, layout.tp, layout.sp, own)
 
 
 @lru_cache(maxsize=65536)
-def _kinds(facts: Facts, layers: range) -> tuple[str, ...]:
-    return tuple(map(facts.layer_kind, layers))
+def layers_of(facts: Facts, selection: Selection, layers: Sequence[int]) -> tuple[LayerOf, ...]:
+    """What layers of these numbers are."""
+    return tuple(_layer_of(facts, selection, n) for n in layers)
+
+
+@lru_cache(maxsize=65536)
+def _layer_of(facts: Facts, selection: Selection, layer: int) -> LayerOf:
+    kind = facts.layer_kind(layer)
+    return kind, selection.frozen(facts.layer_weights(kind, False), f"blocks.{layer}.")
 
 
 @lru_cache(maxsize=1024)
-def layer_sizes(facts: Facts, kind: str, tp: int, sp: bool) -> UnitSizes:
+def layer_sizes(facts: Facts, layer: LayerOf, tp: int, sp: bool) -> UnitSizes:
     """The parameters of a layer on one tp rank."""
-    return UnitSizes(kind, _slots(facts.layer_weights(kind, sp), tp), layer=True)
+    kind, frozen = layer
+    return _sizes(kind, facts.layer_weights(kind, sp), frozen, tp, layer=True)
 
 
 @lru_cache(maxsize=4096)
-def _units(facts: Facts, tp: int, sp: bool, stages: tuple[tuple[tuple[str, ...], bool, bool], ...]) -> Units:
-    """stages: of each chunk the kinds of its layers, whether it is the first, the last."""
+def _units(
+    facts: Facts, selection: Selection, tp: int, sp: bool, stages: tuple[tuple[tuple[LayerOf, ...], bool, bool], ...]
+) -> Units:
+    """stages: of each chunk its layers, whether it is the first, the last."""
     first, last = any(stage[1] for stage in stages), any(stage[2] for stage in stages)
     held = facts.units((), first, last, sp)
-    layers = [layer_sizes(facts, kind, tp, sp) for kinds, _, _ in stages for kind in kinds]
+    layers = [layer_sizes(facts, layer, tp, sp) for own, _, _ in stages for layer in own]
     front, back = [], []
     for unit in held:
         shared = len(unit.ends) > 1 and not (first and last)  # the other end holds a copy
-        sizes = UnitSizes(unit.name, _slots(unit.weights, tp, ("tied",) * shared), False, unit.ends)
+        frozen = selection.frozen(unit.weights, f"{unit.name}.")
+        sizes = _sizes(unit.name, unit.weights, frozen, tp, ends=unit.ends, shared=("tied",) * shared)
         (front if "first" in unit.ends else back).append(sizes)
     return Units(front + layers + back)
+
+
+def _sizes(
+    name: str,
+    table: Table,
+    frozen: frozenset[str],
+    tp: int,
+    *,
+    layer: bool = False,
+    ends: tuple[str, ...] = (),
+    shared: tuple[str, ...] = (),
+) -> UnitSizes:
+    """frozen: names of weights; shared: axes of other copies."""
+    parameters = {key: placed for key, placed in table.items() if not placed.buffer}
+    trained = {key: placed for key, placed in parameters.items() if key not in frozen}
+    kept = {key: placed for key, placed in parameters.items() if key in frozen}
+    buffers = (placed for placed in table.values() if placed.buffer)
+    size = sum(math.prod(one.local_shape({"tp": tp})) * BUFFER_BYTES[one.buffer.dtype] for one in buffers)
+    # Of a buffer there is a copy, from before the step.
+    return UnitSizes(name, _slots(trained, tp, shared), layer, ends, _slots(kept, tp), 2 * size)
 
 
 def _slots(table: Table, tp: int, shared: tuple[str, ...] = ()) -> tuple[ParameterSize, ...]:

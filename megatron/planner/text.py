@@ -156,5 +156,7 @@ def pace(plan: Plan, cluster: Cluster, tokens: float | None) -> list[str]:
 
 
 def described(job: Job) -> str:
-    """The model in a line."""
-    return f"{job.facts.describe(count(job.facts.parameters))}, {job.precision}"
+    """The model in a line, and how much of it is trained, where that is not all of it."""
+    trained, frozen = job.selection.sizes(job.facts.weights)
+    part = f"; {count(trained)} parameters are trained, {count(frozen)} are frozen" if frozen else ""
+    return f"{job.facts.describe(count(job.facts.parameters))}, {job.precision}{part}"

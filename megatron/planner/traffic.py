@@ -13,7 +13,7 @@ from megatron.model.layer_ops import Collective, LayerOp, Residual, ops_again
 from megatron.model.recompute_plan import recompute_groups
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import starts
-from megatron.planner.parameters import layer_sizes, rank_units
+from megatron.planner.parameters import layer_sizes, layers_of, rank_units
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,16 @@ def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
         for group in recompute_groups(pipeline.layers[stage], layout.recompute):
             if group.granularity == "full":  # all of a group but its last layer are gathered to run again
                 held += group.layers[:-1]
-        kinds = Counter(map(job.facts.layer_kind, held))
-        sizes = {kind: layer_sizes(job.facts, kind, layout.tp, layout.sp).padded(layout.shard) for kind in kinds}
-        layers += sum(count * sizes[kind] for kind, count in kinds.items())
-        calls += num_microbatches * len(held)
+        for layer, count in Counter(layers_of(job.facts, job.selection, tuple(held))).items():
+            size = layer_sizes(job.facts, layer, layout.tp, layout.sp)
+            layers += count * (size.padded(layout.shard) + size.padded_frozen(layout.shard))
+            calls += num_microbatches * count * (bool(size.slots) + bool(size.frozen))
     for unit in units.others:
         among = tuple(chunk for chunk, stage in enumerate(stages) if _used(unit.ends, stage, len(pipeline.stages)))
         begun = starts(layout.schedule, layout.pp, num_microbatches, layout.chunks, rank, among)
-        elements += begun * unit.padded(layout.shard)
-        calls += begun
+        # What is frozen has no last gradient, and stays to the end of the step.
+        elements += begun * unit.padded(layout.shard) + min(begun, 1) * unit.padded_frozen(layout.shard)
+        calls += begun * bool(unit.slots) + min(begun, 1) * bool(unit.frozen)
     return elements + num_microbatches * layers, calls
 
 

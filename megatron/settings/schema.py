@@ -701,6 +701,15 @@ class Optimizer:
         "adam",
         also=dict(adamw="adam", fused_adam="adam", hybrid_adam="adam", dist_muon="muon"),
     )
+    freeze: Optional[list[str]] = setting(
+        "parameters that are not trained, by patterns of their names: 'embedding.*' 'blocks.[01].*' "
+        "(docs/finetuning.md#frozen-parameters)",
+        None,
+        on_resume="refused",
+    )
+    train_only: Optional[list[str]] = setting(
+        "the parameters that are trained, by such patterns; all others are frozen", None, on_resume="refused"
+    )
     lr: Optional[float] = setting("highest learning rate", None, "--max-lr", "--learning-rate")
     min_lr: float = setting("lowest learning rate", 0.0)
     decoupled_lr: Optional[float] = setting(

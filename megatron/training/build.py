@@ -6,7 +6,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,15 @@ from megatron.guard.watch import Watch
 from megatron.model.attention import told_of_kernel
 from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe, module_of, sums_of
+from megatron.model.selection import Selection
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
+from megatron.mpu.placement import placed_buffers
 from megatron.optimizer.kinds import knows_matrices
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
-from megatron.pipeline.build import build_stages, check_model_complete
+from megatron.pipeline.build import build_stages, check_model_complete, needs_gradient
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import P2PCommunicator, open_channels
@@ -86,8 +88,9 @@ def build_run(
     dtype = weight_format(config.precision)
     pipeline = build_pipeline(config, context)
     build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
-    stages = build_stages(build, pipeline, context.mesh)
-    facts = recipe.facts(config, vocab_size)
+    facts, selection = recipe.facts(config, vocab_size), Selection.of(config.optimizer)
+    selection.check(facts.weights)
+    stages = build_stages(build, pipeline, context.mesh, selection)
     refuse_idle(config.optimizer, facts)
     check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
     optimizer = build_optimizer(config, context, stages, dtype)
@@ -127,6 +130,7 @@ def build_run(
         sums=sums_of(recipe, config),
         counts=recipe.counts(config),
         stages=stages,
+        needs_gradient=needs_gradient(stages, pipeline, context.mesh, context.all_gather_object),
         pipeline=pipeline,
         wire=build_p2p_communicator(config, context, dtype, pipeline, facts),
         optimizer=optimizer,
@@ -159,11 +163,13 @@ def build_run(
             code=code,
             libraries=library_versions(),
             vocabulary=tokenizer and tokenizer.fingerprint,
+            untrained=untrained(selection, facts, stages),
             folder=os.getcwd(),
         ),
         measures=measures,
         best_manager=best_manager(config, measures, context, log),
         reads_late=reads_late(config, context, optimizer),
+        saved_hooks=(record.get("hooks") or {}) if resumes else None,
     )
 
 
@@ -177,6 +183,13 @@ def refuse_together(refusal: Optional[SettingsError], context: RankContext) -> N
             error = SettingsError(f"rank {rank}, on another machine: {reason.what}", reason.why, reason.do)
             error.about = reason.about
             raise error
+
+
+def untrained(selection: Selection, facts: Facts, stages: list[torch.nn.Module]) -> dict[str, Any]:
+    """What checkpoints say of parameters that are frozen, and of buffers: name -> rule."""
+    own = {name: held.placement for name, held in placed_buffers(stages).items()}
+    buffers = {name: placed.buffer.combine for name, placed in {**facts.weights, **own}.items() if placed.buffer}
+    return dict(frozen=sorted(selection.frozen(facts.weights)), buffers=buffers)
 
 
 def build_console(logging: schema.Logging, context: RankContext) -> Console:

@@ -111,6 +111,7 @@ def evaluate(
         *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
         stage.train()
+    run.optimizer.buffers.take_back()
     if goes_on:
         run.state = replace(run.state, consumed_valid_samples=consumed)
     means = shown({name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, run.counts)

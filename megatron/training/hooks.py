@@ -8,14 +8,16 @@
 
     python ... --hooks my_hooks:Told
 
-A hook sees and does nothing of the loop itself: it returns nothing, and what it is given cannot be changed. Whatever it
-raises ends the run, with its name. All ranks call the same hooks at the same places. docs/extending.md has an example.
+A hook sees and does nothing of the loop itself: it returns nothing, and what it is given cannot be changed, but for the
+values of buffers (`UpdateFacts`). Whatever it raises ends the run, with its name. All ranks call the same hooks at the same
+places. What a hook has to know when the run goes on, checkpoints keep: `Hook.state_dict`. docs/extending.md has an example.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Optional
+from typing import Any, Optional
 
 from megatron.errors import Failure, SettingsError, did_you_mean
 from megatron.guard.endings import peer_lost
@@ -47,6 +49,19 @@ class StepFacts:
     grad_norm: Optional[float]  # before clipping
     loss_scale: float
     skipped: bool  # no update was made
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What the optimizer is about to do. iteration: of the step, from 1.
+
+    buffers: name -> this rank's values of the buffers that training changes, the same on all ranks that hold them by now.
+    They may be changed in place, by what all ranks know alike: a checkpoint keeps what they become.
+    """
+
+    iteration: int
+    learning_rate: float
+    buffers: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,11 @@ class Hook:
     def before_step(self, run: RunFacts) -> None:
         """Before each step, the one after `run.iteration`."""
 
+    def before_update(self, run: RunFacts, update: UpdateFacts) -> None:
+        """Before the optimizer's update of each step that is to have one, when gradients are reduced. On GPUs the device
+        may still find that there is none: then nothing counts of what was done to buffers.
+        """
+
     def after_step(self, run: RunFacts, step: StepFacts) -> None:
         """When it is known what came of a step, and the log has it."""
 
@@ -95,8 +115,17 @@ class Hook:
     def end(self, run: RunFacts) -> None:
         """Once, when training has ended: with its last step, or where it was asked to stop; not behind a failure."""
 
+    def state_dict(self) -> Optional[dict[str, Any]]:
+        """What `load_state_dict` is given when a run goes on from a checkpoint, as JSON has it: numbers, texts, lists and
+        dicts; that of the first rank. None: nothing.
+        """
 
-PLACES = tuple(name for name in vars(Hook) if not name.startswith("_"))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Once before `before_training`, on all ranks, in a run that goes on; and where a run goes back to a checkpoint."""
+
+
+STATE = ("state_dict", "load_state_dict")
+PLACES = tuple(name for name in vars(Hook) if not name.startswith("_") and name not in STATE)
 Maker = Callable[[Config], Hook]
 
 
@@ -105,6 +134,7 @@ class Hooks:
     """The hooks of a run, by the places that they want to be called at."""
 
     called: dict[str, list[tuple[str, Callable]]] = field(default_factory=lambda: {place: [] for place in PLACES})
+    keeping: dict[str, Hook] = field(default_factory=dict)  # those with a state, by name; a second of a name is name#2
 
     def call(self, place: str, run, *facts: Callable[[], object]) -> None:
         """Call all hooks of a place, one after the other. run: `training.state.Run`; facts: what makes further facts."""
@@ -130,6 +160,43 @@ class Hooks:
         for place in PLACES:
             if getattr(type(hook), place) is not getattr(Hook, place):
                 self.called[place].append((name, getattr(hook, place)))
+        defined = [getattr(type(hook), method) is not getattr(Hook, method) for method in STATE]
+        if any(defined) and not all(defined):
+            raise SettingsError(
+                f"hook {name} has {STATE[defined.index(True)]}, and no {STATE[defined.index(False)]}",
+                "a checkpoint keeps what the one gives, and the other is given it",
+                "define both: docs/extending.md#a-hook",
+            )
+        if all(defined):
+            same = sum(other.partition("#")[0] == name for other in self.keeping)
+            self.keeping[f"{name}#{same + 1}" if same else name] = hook
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of hooks, by name. Raises Failure for what JSON cannot hold."""
+        found = {}
+        for name, hook in self.keeping.items():
+            where = f"hook {name}, state_dict"
+            state = _guarded(where, hook.state_dict, returns=True)
+            _guarded(f"{where}: it has to be what JSON can hold", json.dumps, state, returns=True)
+            if state is not None:
+                found[name] = state
+        return found
+
+    def load(self, saved: Mapping[str, Any]) -> list[str]:
+        """Give hooks what `state` found when a checkpoint was saved. Returns what the user should hear."""
+        for name, state in saved.items():
+            if name in self.keeping:
+                _guarded(f"hook {name}, load_state_dict", self.keeping[name].load_state_dict, state)
+        notices = [
+            f"the checkpoint keeps a state of hook {name}, which is not here"
+            for name in saved
+            if name not in self.keeping
+        ]
+        return notices + [
+            f"hook {name} begins anew: the checkpoint keeps no state of it"
+            for name in self.keeping
+            if name not in saved
+        ]
 
 
 def hook_makers(config: Config, own: Sequence[Maker] = ()) -> list[tuple[str, Maker]]:
@@ -161,6 +228,10 @@ def step_facts(step: StepMetrics) -> StepFacts:
         float(step.loss_scale),
         step.skipped,
     )
+
+
+def update_facts(run, learning_rate: float) -> UpdateFacts:
+    return UpdateFacts(run.state.iteration + 1, learning_rate, MappingProxyType(run.optimizer.buffers.named()))
 
 
 def evaluation_facts(split: str, losses: Mapping[str, float], final: bool) -> EvaluationFacts:

@@ -46,6 +46,7 @@ def pretrain(
         run = build_run(config, recipe, heartbeat, refusal)
         try:
             run.hooks = make_hooks(makers, run.config)
+            restore_hooks(run)
             with Listening.with_timers(run.metrics.timers):
                 train(run, planned_memory)
         except BaseException as error:
@@ -54,6 +55,12 @@ def pretrain(
                 raise interrupted(run) from None
             raise
         run.close()
+
+
+def restore_hooks(run: Run) -> None:
+    """Hooks go on from where the checkpoint's run had them."""
+    for notice in run.hooks.load(run.saved_hooks) if run.saved_hooks is not None else ():
+        run.metrics.log(f"note: {notice}")
 
 
 def train(run: Run, planned_memory: Sequence[int] = ()) -> None:

@@ -47,9 +47,10 @@ def rollback(run: Run, spike: int) -> None:
     checkpoint = replace(
         run.config.checkpoint, load=run.config.checkpoint.save, ckpt_step=target, finetune=False, no_load_optim=False
     )
-    back, _, _ = load(replace(run.config, checkpoint=checkpoint), run.context, run.optimizer, state)
+    back, record, _ = load(replace(run.config, checkpoint=checkpoint), run.context, run.optimizer, state)
     left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
     run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
+    run.hooks.load(record.get("hooks") or {})
     run.metrics.note("spike", spike, why=str(run.watch.spike))
     run.metrics.rollback(back.iteration)
     run.metrics.log(

@@ -10,6 +10,7 @@ import torch
 
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe
+from megatron.model.selection import Selection
 from megatron.mpu.cpu_threads import affinity, quota
 from megatron.mpu.initialize import RankContext
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
@@ -46,6 +47,7 @@ def summary(
             f"{f'context-parallel size: {mesh.cp.size}, ' * (mesh.cp.size > 1)}"
             f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
             f" > {facts.describe(f'{facts.parameters:,}')}",
+            *frozen_line(config, facts),
             *model_parallel_sizes(context, stages),
             f" > {config.precision.precision} on {context.device.type}, torch {torch.__version__}, "
             f"Python {sys.version.split()[0]}",
@@ -57,6 +59,12 @@ def summary(
             *([f" > {pipeline.describe(full_batch)}"] if len(pipeline.stages) > 1 and context.is_rank_zero else []),
         ]
     )
+
+
+def frozen_line(config: schema.Config, facts: Facts) -> list[str]:
+    """How much of the model is trained, where that is not all of it."""
+    trained, frozen = Selection.of(config.optimizer).sizes(facts.weights)
+    return [f" > {trained:,} parameters are trained, {frozen:,} are frozen"] if frozen else []
 
 
 def model_parallel_sizes(context: RankContext, stages: list[torch.nn.Module]) -> list[str]:

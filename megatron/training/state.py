@@ -15,6 +15,7 @@ from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, Preempted, exit_code
 from megatron.guard.changes import probe_places
 from megatron.guard.endings import peer_lost
+from megatron.guard.replicas import check_buffers
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict, Watch
 from megatron.mpu.initialize import RankContext, leave_job
@@ -137,6 +138,8 @@ class Run:
     notes: StepNotes = field(default_factory=StepNotes)
     validated: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation of this start
     hooks: Hooks = field(default_factory=Hooks)
+    saved_hooks: Optional[Mapping[str, Any]] = None  # what the checkpoint keeps of hooks that this run goes on from
+    needs_gradient: Optional[list[bool]] = None  # of each chunk, whether anything before it is trained
     counts: Mapping[str, str] = field(
         default_factory=dict
     )  # what else than tokens some sums are divided by for the log
@@ -210,6 +213,7 @@ class Run:
             self.best_manager.save(self.state.iteration, pieces, self._record(moments=False))
 
     def _save(self) -> None:
+        check_buffers(self.optimizer, self.state.iteration)
         moments = not self.config.checkpoint.no_save_optim
         pieces = self.optimizer.pieces(moments, unique=True, stable=self.config.checkpoint.async_save, shared=True)
         self.checkpoint_manager.save(self.state.iteration, pieces, self._record(moments))
@@ -224,6 +228,7 @@ class Run:
             vocab_size=self.vocab_size,
             mesh=self.context.mesh.sizes,
             samples=self._samples(),
+            hooks=self.hooks.state(),
             **self.origin,
         )
 

@@ -18,7 +18,7 @@ from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
 from megatron.telemetry.phases import phase
 from megatron.telemetry.step_metrics import StepMetrics
-from megatron.training.hooks import step_facts
+from megatron.training.hooks import step_facts, update_facts
 from megatron.training.loss import make_loss_func
 from megatron.training.outcome import Figures, Outcome
 from megatron.training.recovery import rollback, skip_batch
@@ -65,7 +65,11 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     verdict = None if late else judge(run, outcome)
     if verdict is StepVerdict.ROLLBACK:
         return rollback(run, iteration)
-    if verdict is not StepVerdict.SKIP:
+    if verdict is StepVerdict.SKIP:
+        run.optimizer.buffers.take_back()
+    else:
+        run.optimizer.buffers.combine()
+        run.hooks.call("before_update", run, lambda: update_facts(run, outcome.rate))
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
         with run.phase("update"):
             run.optimizer.step(outcome.rate, decay, outcome.factor, outcome.decoupled, outcome.skip)
@@ -129,6 +133,8 @@ def take_in_unread(run: Run) -> bool:
     if verdict is StepVerdict.SKIP:
         run.optimizer.take_back_step()
     record_step(run, take_in(run, outcome, verdict))
+    if outcome.repeated:
+        run.optimizer.buffers.take_back()
     return not outcome.repeated
 
 
@@ -172,6 +178,7 @@ def forward_backward(
     record = run.recorder.record() if run.recorder else None
     run.optimizer.set_num_microbatches(len(batches))
     more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
+    more |= dict(needs_gradient=run.needs_gradient)
     sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, **more)
     if record is not None:
         run.recorder.write(record)

@@ -17,7 +17,7 @@ from megatron.inference.load import load_model
 from megatron.model.plain import plain_recipe
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import placements
+from megatron.mpu.placement import Normal, Placement, placements
 from megatron.mpu.random import seed_of
 from megatron.optimizer.sharded import sharded_init
 from megatron.settings.schema import Parallel
@@ -141,9 +141,20 @@ def test_a_parameter_without_placement_is_told():
         placements(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     assert re.search(r"0\.bias, 0\.weight.*Linear lists nothing.*model\.plain", str(told.value), re.S)
     module = torch.nn.Linear(2, 2, bias=False)
-    module.placements = dict(weight=None, other=None)
+    module.placements = dict(weight=Placement((2, 2), Normal(1.0)), other=Placement((2,), Normal(1.0)))
     with pytest.raises(SettingsError, match="not the same: other"):
         placements(module)
+
+
+def test_a_loss_without_a_gradient_is_no_frozen_stage():
+    class Detached(plain_module.PlainModule):
+        def forward(self, x, batch):
+            _, sums = super().forward(x, batch)
+            return None, sums | {"lm loss": sums["lm loss"].detach()}
+
+    build = lambda config, vocab_size: Detached(24, vocab_size)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        start(FLAGS.split(), plain_recipe("tests.models.plain_module", build, pretrain_gpt.build_datasets))
 
 
 # ---- initial values --------------------------------------------------------------------------------------------------

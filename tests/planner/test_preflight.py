@@ -231,7 +231,7 @@ def _too_much(self, rank, pieces):
         (
             ranks,
             "rank_units",
-            lambda *args: type("Units", (), dict(padded=lambda self, n: 5))(),
+            lambda *args: type("Units", (), dict(padded=lambda self, n: 5, padded_frozen=lambda self, n: 0))(),
             {"parameters": "counts 5"},
         ),
     ],

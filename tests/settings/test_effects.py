@@ -38,8 +38,8 @@ ALWAYS = """
     exit_signal_handler kill_switch_file heartbeat_dir on_nan on_spike spike_window spike_threshold iterations_to_skip
     override
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay
-    weight_decay_incr_style clip_grad decoupled_lr decoupled_min_lr optimizer_cpu_offload nvme_offload_fraction
-    param_cpu_offload gradient_accumulation_fusion loss_averaging
+    weight_decay_incr_style clip_grad freeze train_only decoupled_lr decoupled_min_lr optimizer_cpu_offload
+    nvme_offload_fraction param_cpu_offload gradient_accumulation_fusion loss_averaging
     auto_parallel parallel_plan dry_run preflight allow_memory_overcommit
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad

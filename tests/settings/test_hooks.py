@@ -26,6 +26,9 @@ class Recorder(Hook):
     def before_step(self, run):
         CALLS.append(("before_step", run.iteration, run.consumed_samples))
 
+    def before_update(self, run, update):
+        CALLS.append(("before_update", run.iteration, update.iteration, update.learning_rate, dict(update.buffers)))
+
     def after_step(self, run, step):
         CALLS.append(("after_step", step.iteration, step.consumed_samples, dict(step.losses), step.learning_rate))
 
@@ -62,6 +65,34 @@ class Sums(Hook):
         ranks = torch.tensor([run.rank])
         dist.all_reduce(ranks)
         assert ranks.item() == sum(range(run.world_size))
+
+
+class Remembers(Hook):
+    """Every loss of the run, whoever starts it."""
+
+    losses = ()
+
+    def before_training(self, run):
+        CALLS.append(("before", list(self.losses)))
+
+    def after_step(self, run, step):
+        self.losses = [*self.losses, step.losses["lm loss"]]
+
+    def state_dict(self):
+        return {"losses": list(self.losses)} if self.losses else None
+
+    def load_state_dict(self, state):
+        self.losses = state["losses"]
+
+
+class Unspeakable(Remembers):
+    def state_dict(self):
+        return {"file": Path()}
+
+
+class Halved(Hook):
+    def state_dict(self):
+        return {}
 
 
 class Fails(Hook):
@@ -125,7 +156,8 @@ def test_places_in_order(command, read, tmp_path):
         final,
         {"lm loss": evals[n]["lm loss"]},
     )
-    before = lambda n: ["the recipe's", ("before_step", n - 1, 4 * (n - 1))]
+    rate = lambda n: steps[n - 1]["learning_rate"]
+    before = lambda n: ["the recipe's", ("before_step", n - 1, 4 * (n - 1)), ("before_update", n - 1, n, rate(n), {})]
     saved = lambda n: ("after_save", n, str(tmp_path), False)
     expected = [("before_training", 0, 4), *before(1), step(1), *before(2), step(2), validation(0)]
     expected += [*before(3), step(3), saved(3), *before(4), step(4), saved(4), validation(1)]
@@ -139,11 +171,28 @@ def test_an_early_end_and_the_start_behind_it(command, tmp_path):
     assert [call[:2] for call in CALLS[-3:]] == [("after_step", 2), ("after_save", 2), ("end", 2)]
     CALLS.clear()
     pretrain_gpt.main(command(flags))
-    assert [call[:2] for call in CALLS[:2]] == [("before_training", 2), ("before_step", 2)]
+    assert [call[:2] for call in CALLS[:3]] == [("before_training", 2), ("before_step", 2), ("before_update", 2)]
     CALLS.clear()
     flags = f"{flags} {HERE}:Asks --kill-switch-file {tmp_path / 'stop'}"
     pretrain_gpt.main(command(f"{flags} --train-iters 9"))
     assert [call[:2] for call in CALLS[-2:]] == [("after_save", 5), ("end", 5)]
+
+
+def test_a_state_goes_on_with_the_run(command, read, tmp_path, capsys):
+    """Two hooks of one class have a state each. Another start takes it; what is not there, or new, is named."""
+    flags = f"--train-iters 4 --save {tmp_path} --load {tmp_path}"
+    pretrain_gpt.main(command(f"{flags} --exit-interval 2 {hooks('Remembers', 'Remembers')}"))
+    pretrain_gpt.main(command(f"{flags} {hooks('Remembers', 'Remembers')}"))
+    losses = [step["lm loss"] for step in read(tmp_path).steps]
+    assert [call for call in CALLS if call[0] == "before"] == [("before", [])] * 2 + [("before", losses[:2])] * 2
+    capsys.readouterr()
+    pretrain_gpt.main(command(f"{flags} --train-iters 5 {hooks('Remembers', 'Recorder')}"))
+    assert (
+        f"note: the checkpoint keeps a state of hook {HERE}:Remembers#2, which is not here" in capsys.readouterr().out
+    )
+    CALLS.clear()
+    pretrain_gpt.main(command(f"--load {tmp_path} --finetune --train-iters 1 {hooks('Remembers')}"))
+    assert CALLS == [("before", [])]
 
 
 def test_training_is_the_same_on_all_ranks(command, read, run_ranks, tmp_path):
@@ -163,12 +212,13 @@ def test_training_is_the_same_on_all_ranks(command, read, run_ranks, tmp_path):
         ("Stops", NumericsError.code, "Stops, before_step at iteration 0: NumericsError: enough\n    of it"),
         ("Orders", 1, "Orders, before_step at iteration 0: it returned False"),
         ("Writes", 1, "Writes, after_step at iteration 1: FrozenInstanceError"),
+        ("Unspeakable", 1, "Unspeakable, state_dict: it has to be what JSON can hold: TypeError"),
         ("WritesInside", 1, "WritesInside, after_evaluation at iteration 2: TypeError"),
     ],
 )
-def test_failures_name_the_hook(name, code, words, command):
+def test_failures_name_the_hook(name, code, words, command, tmp_path):
     with pytest.raises(Failure) as caught:
-        pretrain_gpt.main(command(f"{hooks(name)} {EVALUATED.replace('--save-interval 3', '')}"))
+        pretrain_gpt.main(command(f"{hooks(name)} {EVALUATED} --save {tmp_path}"))
     assert words in str(caught.value) and name in str(caught.value) and exit_code(caught.value) == code
 
 
@@ -179,6 +229,7 @@ def test_failures_name_the_hook(name, code, words, command):
         ("nothing", "nothing is None"),
         ("CALLS", "CALLS is []"),
         ("Missing", "has no attribute 'Missing'"),
+        ("Halved", "has state_dict, and no load_state_dict"),
     ],
 )
 def test_what_is_no_hook(name, words, command):

@@ -76,6 +76,16 @@ def test_any_layout_is_the_plain_loop(layout, trunk, run_ranks, tmp_path):
     check_evaluations(tmp_path / "run", toy)
 
 
+def test_a_head_alone_is_trained(trunk, run_ranks, tmp_path):
+    """On a stage whose input nobody learns from."""
+    toy, flags = Toy(tmp_path / "toy"), "--train-only head.* --pipeline-model-parallel-size 2"
+    line = f"--task {toy.yaml} --data-path {toy.folder} --load {trunk} --save {tmp_path / 'run'} {TUNE} {flags}"
+    run_ranks(2, tune, line)
+    first, last = weights_of(trunk), weights_of(tmp_path / "run")
+    same = {name: torch.equal(values, first[name]) for name, values in last.items() if name in first}
+    assert all(same.values()) and {*last} - {*same} == {"head.weight"} and last["head.weight"].abs().max() > 0.01
+
+
 def check_evaluations(folder, toy: Toy) -> None:
     """The figures of each evaluation, and the predictions at the end, are those of the plain network with the weights
     that were kept.

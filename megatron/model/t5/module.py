@@ -143,7 +143,7 @@ class CrossAttention(nn.Module):
         query = query.view(*query.shape[:2], self.groups, self.queries, self.head_dim)
         key, value = self.keys_and_values(memory, context)
         if self.recompute_core:
-            attended = recomputed(self.core, query, key, value, self, context, inside=context.region)
+            attended = recomputed(self.core, query, key, value, self, context, inside=context.region, of=(self,))
         else:
             attended = self.core(query, key, value, self, context)
         return self.output(attended)
@@ -185,7 +185,7 @@ class DecoderBlock(Block):
         own = context.decoder
         x = self.attention_dropout.add(x, self._attended(x, own), own.samples)
         if self.recompute_attention:
-            attended = recomputed(self._cross_half, x, memory, context.cross, inside=own.region)
+            attended = recomputed(self._cross_half, x, memory, context.cross, inside=own.region, of=(self,))
         else:
             attended = self._cross_half(x, memory, context.cross)
         if self.cross_dropout.idle:
@@ -354,7 +354,8 @@ class T5(LanguageModel):
     def _through(self, halves: Halves, context: T5Context) -> Halves:
         for group in self.recompute_groups:
             if group.granularity == "full":
-                halves = Halves(*recomputed(self._some_layers, group.layers, *halves, context, inside=self.region))
+                more = dict(inside=self.region, of=self._blocks(group.layers))
+                halves = Halves(*recomputed(self._some_layers, group.layers, *halves, context, **more))
             else:
                 halves = self._some_layers(group.layers, *halves, context)
         return halves

@@ -29,6 +29,7 @@ from megatron.errors import Failure
 from megatron.model.facts import Facts
 from megatron.model.recipe import MODEL_TYPES, recipe_of, sums_of
 from megatron.model.recompute_plan import recompute_groups
+from megatron.model.selection import Selection
 from megatron.mpu.initialize import weight_format
 from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along, sizes_of
 from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
@@ -95,7 +96,7 @@ class Design:
     def stages(self, mesh: Mesh, pipeline: Pipeline) -> list[nn.Module]:
         """The model chunks of a rank, on the meta device."""
         build = partial(self.build, self.config, mesh, self.facts.vocab_size, dtype=self.dtype, device="meta")
-        return build_stages(build, pipeline, mesh)
+        return build_stages(build, pipeline, mesh, Selection.of(self.config.optimizer))
 
 
 def check_ranks(design: Design) -> Iterator[Check]:
@@ -117,7 +118,8 @@ def check_ranks(design: Design) -> Iterator[Check]:
     )
     count = sum(math.prod(shape) for shape in held.shapes.values())
     wrong = f"{count:,} parameters on all ranks, and the formula says {exact:,}" if count != exact else ""
-    if ghosts := sorted(design.facts.weights.keys() - held.shapes.keys()):
+    listed = {name for name, placed in design.facts.weights.items() if not placed.buffer}
+    if ghosts := sorted(listed - held.shapes.keys()):
         wrong = f"the model's facts list {', '.join(ghosts[:4])}, which no module creates"
     yield Check(
         "parameters",
@@ -213,7 +215,8 @@ def inspect_ranks(design: Design) -> RankContents:
     found, pipeline, sizes = RankContents(), design.pipeline, design.sizes
     config, layout = design.config, Layout.of(design.config, design.world_size)
     job, shard = Job.of(config, design.facts, dp=layout.dp, device="cuda"), layout.shard
-    planned = [rank_units(job, layout, pp).padded(shard) for pp in range(sizes["pp"])]
+    units = [rank_units(job, layout, pp) for pp in range(sizes["pp"])]
+    planned = [own.padded(shard) + own.padded_frozen(shard) for own in units]
     for mesh in design.distinct:
         stages = design.stages(mesh, pipeline)
         found.ranks += 1
