@@ -28,7 +28,7 @@ import torch
 
 from megatron.checkpoint.store import Piece, StablePiece, share
 from megatron.mpu import collectives
-from megatron.mpu.layers import attach_wgrad_accumulator, place_buffers
+from megatron.mpu.layers import attach_wgrad_accumulator, linear_products, place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.gradients import GradientBuffers
 from megatron.optimizer.state import OwnedState, Targets
@@ -125,6 +125,7 @@ class DistributedOptimizer:
         self.sources = {own.unit.name: (own, state) for state in self.states for own in state.owned}
         self._draw(seed)
         self.weights.register_hooks(as_chunks(model))
+        self.products = linear_products(as_chunks(model))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -354,6 +355,8 @@ class DistributedOptimizer:
             self._fill(state for state in self.states if read or not state.direct)
         with phase("gather" if self.mesh.shard.size > 1 else "copy"):
             self.weights.start_param_sync()
+        for product in self.products:
+            product.weights_changed()
 
     def gathered_parameters(self) -> AbstractContextManager:
         """Inside, between two steps, all parameters can be read at every stage: for checks."""

@@ -9,7 +9,7 @@ from collections import Counter
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron.model.facts import Facts
+from megatron.model.facts import Facts, LayerDesign
 from megatron.model.weights import Table
 from megatron.optimizer.flat import aligned, unit_size
 from megatron.planner.layout import Job, Layout
@@ -113,27 +113,27 @@ def rank_units(job: Job, layout: Layout, rank: int) -> Units:
     last = len(pipeline.stages) - 1
     stages = tuple((pipeline.layers[stage], stage == 0, stage == last) for stage in pipeline.stages_of(rank))
     return _units(
-        job.facts, layout.tp, layout.sp, tuple((_kinds(job.facts, layers), *ends) for layers, *ends in stages)
+        job.facts, layout.tp, layout.sp, tuple((_designs(job.facts, layers), *ends) for layers, *ends in stages)
     )
 
 
 @lru_cache(maxsize=65536)
-def _kinds(facts: Facts, layers: range) -> tuple[str, ...]:
-    return tuple(map(facts.layer_kind, layers))
+def _designs(facts: Facts, layers: range) -> tuple[LayerDesign, ...]:
+    return tuple(map(facts.design_of, layers))
 
 
 @lru_cache(maxsize=1024)
-def layer_sizes(facts: Facts, kind: str, tp: int, sp: bool) -> UnitSizes:
+def layer_sizes(facts: Facts, design: LayerDesign, tp: int, sp: bool) -> UnitSizes:
     """The parameters of a layer on one tp rank."""
-    return UnitSizes(kind, _slots(facts.layer_weights(kind, sp), tp), layer=True)
+    return UnitSizes(design.kind, _slots(facts.design_weights(design, sp), tp), layer=True)
 
 
 @lru_cache(maxsize=4096)
-def _units(facts: Facts, tp: int, sp: bool, stages: tuple[tuple[tuple[str, ...], bool, bool], ...]) -> Units:
-    """stages: of each chunk the kinds of its layers, whether it is the first, the last."""
+def _units(facts: Facts, tp: int, sp: bool, stages: tuple[tuple[tuple[LayerDesign, ...], bool, bool], ...]) -> Units:
+    """stages: of each chunk the designs of its layers, whether it is the first, the last."""
     first, last = any(stage[1] for stage in stages), any(stage[2] for stage in stages)
     held = facts.units((), first, last, sp)
-    layers = [layer_sizes(facts, kind, tp, sp) for kinds, _, _ in stages for kind in kinds]
+    layers = [layer_sizes(facts, design, tp, sp) for designs, _, _ in stages for design in designs]
     front, back = [], []
     for unit in held:
         shared = len(unit.ends) > 1 and not (first and last)  # the other end holds a copy

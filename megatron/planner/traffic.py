@@ -192,9 +192,9 @@ def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
         for group in recompute_groups(pipeline.layers[stage], layout.recompute):
             if group.granularity == "full":  # all of a group but its last layer are gathered to run again
                 held += group.layers[:-1]
-        kinds = Counter(map(job.facts.layer_kind, held))
-        sizes = {kind: layer_sizes(job.facts, kind, layout.tp, layout.sp).padded(layout.shard) for kind in kinds}
-        layers += sum(count * sizes[kind] for kind, count in kinds.items())
+        designs = Counter(map(job.facts.design_of, held))
+        sizes = {one: layer_sizes(job.facts, one, layout.tp, layout.sp).padded(layout.shard) for one in designs}
+        layers += sum(count * sizes[one] for one, count in designs.items())
         calls += num_microbatches * len(held)
     for unit in units.others:
         among = tuple(chunk for chunk, stage in enumerate(stages) if _used(unit.ends, stage, len(pipeline.stages)))
