@@ -268,7 +268,9 @@ class Facts:
         if self.settings.linear is None:
             return set()
         tables = {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
-        return {f"blocks.{n}.{name}" for n, table in tables.items() for name in self.layer_table(n, False).keys() - table}
+        return {
+            f"blocks.{n}.{name}" for n, table in tables.items() for name in self.layer_table(n, False).keys() - table
+        }
 
     @property
     def num_layers(self) -> int:

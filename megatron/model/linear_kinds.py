@@ -80,8 +80,12 @@ def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
     return table
 
 
-def attach_products(blocks: Mapping[str, Any], settings: Model, picked_of: Callable[[int], Chosen]) -> None:
-    """Give the linear layers of a stage's blocks (number -> module) their `LinearProduct`, of their kinds."""
+def attach_products(
+    blocks: Mapping[str, Any], settings: Model, picked_of: Callable[[int], Chosen], compiled: bool = False
+) -> None:
+    """Give the linear layers of a stage's blocks (number -> module) their `LinearProduct`, of their kinds. compiled: the
+    blocks are; then calls of these layers are not, because torch cannot trace what a kind does.
+    """
     for number, block in blocks.items() if settings.linear else ():
         for name, kind in picked_of(int(number)):
             layer, full = block.get_submodule(name), f"blocks.{number}.{name}"
@@ -91,6 +95,10 @@ def attach_products(blocks: Mapping[str, Any], settings: Model, picked_of: Calla
                     do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py)",
                 )
             layer.product = settings.own_linears[kind](layer, full, settings)
+            if compiled:
+                import torch
+
+                layer.forward = torch.compiler.disable(layer.forward)
 
 
 def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
@@ -105,7 +113,7 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
     unknown = dict.fromkeys(choice.kind for choice in parts if choice.kind not in kinds)
     if unknown or not parts:
         return [
-            f"--linear {settings.linear}: {name or 'it names no kind'} is no kind of linear layer{did_you_mean(name, kinds)}; "
+            f"--linear {settings.linear}: '{name}' is no kind of linear layer{did_you_mean(name, kinds)}; "
             f"--model-type {settings.model_type} has {', '.join(kinds)} (Recipe.linears: docs/extending.md)"
             for name in unknown or [""]
         ]

@@ -178,7 +178,9 @@ class _Linear(torch.autograd.Function):
         return d_x and d_x(), d_weight, d_bias, None, None, None, None, None
 
 
-def _own_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions) -> torch.Tensor:
+def _own_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions
+) -> torch.Tensor:
     """`linear` by a layer's own `LinearProduct`, whose weights have the format of `weight`."""
     _, *own = options.product.parameters()
     weights = [weight, *(one.to(weight.dtype) for one in own)]
@@ -215,7 +217,10 @@ class _OwnLinear(torch.autograd.Function):
         product, gather, deferred = options.product, options.gather, options.deferred
         rows = gradient.reshape(-1, gradient.shape[-1])
         prepared = product.prepare_gradient(rows)
-        by_autograd, waits = any(ctx.needs_input_grad[6:]), bool(deferred and ctx.wgrads_handler and deferred.collecting)
+        by_autograd, waits = (
+            any(ctx.needs_input_grad[6:]),
+            bool(deferred and ctx.wgrads_handler and deferred.collecting),
+        )
         if by_autograd or ctx.wgrads_handler:
             weight, pull_back = product.transformed(weights, ctx.trained, later=waits)
             wgrad = OwnWgrad(product, ctx.multiply, prepared, _Operand(operand, gather), pull_back)
@@ -243,7 +248,9 @@ class OwnWgrad(NamedTuple):
     multiply: Callable
     gradient: Operand  # of the output
     operand: "_Operand"  # gives the input; waits for it where it is being gathered
-    pull_back: Callable[[torch.Tensor], Operand]  # gradient of the transformed weight -> gradients of those it is made from
+    pull_back: Callable[
+        [torch.Tensor], Operand
+    ]  # gradient of the transformed weight -> gradients of those it is made from
 
     def __call__(self) -> Operand:
         """A gradient for each."""

@@ -124,7 +124,7 @@ class LinearProduct:
         """The weight as products take it."""
         if self._kept is not None:
             return self._kept
-        operand = self.prepare_weight(self.transform(weight, *own).flatten(0, -2))
+        operand = self.prepare_weight(self.transform(weight, *own).to(weight.dtype).flatten(0, -2))
         if self.once_a_step:
             self._kept = operand
         return operand
@@ -138,7 +138,7 @@ class LinearProduct:
             return self.weight_operand(*parameters), lambda gradient: (gradient.view(parameters[0].shape),)
         with torch.enable_grad(), _copies_of(parameters) if later else nullcontext():
             leaves = [one.detach().requires_grad_(wanted) for one, wanted in zip(parameters, trained)]
-            weight = self.transform(*leaves)
+            weight = self.transform(*leaves).to(parameters[0].dtype)
         if not weight.requires_grad:
             raise SettingsError(
                 f"{type(self).__name__}.transform of {self.name}: no gradient goes through it",
@@ -163,7 +163,9 @@ def _copies_of(parameters: Operand) -> saved_tensors_hooks:
     return saved_tensors_hooks(copied, lambda kept: kept)
 
 
-def _pull_back(edge, shape: torch.Size, dtype: torch.dtype, leaves: list[torch.Tensor], gradient: torch.Tensor) -> Operand:
+def _pull_back(
+    edge, shape: torch.Size, dtype: torch.dtype, leaves: list[torch.Tensor], gradient: torch.Tensor
+) -> Operand:
     """The gradients of `leaves` from that of what was made of them."""
     found = torch.autograd.grad([edge], leaves, [gradient.view(shape).to(dtype)], allow_unused=True)
     return tuple(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found))

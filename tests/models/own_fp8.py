@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPT some of whose linear layers multiply numbers of fp8, emulated: each operand is cast, products are of what comes back.
+"""A GPT some of whose linear layers multiply numbers of fp8, emulated: each operand is cast to it and back.
 
 Activations and weights are e4m3, gradients e5m2. A tile of neighbours along the last dim shares a scale, a power of two
 (--fp8-tile, which divides what a tensor parallel rank has: no tile crosses a cut, and each layout casts alike).

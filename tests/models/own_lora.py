@@ -37,7 +37,9 @@ class LoRA(LinearProduct):
 
 def recipe():
     """What is trained."""
-    return replace(pretrain_gpt.recipe(), model_type="tests.models.own_lora", linears={"lora": LoRA})
+    return replace(
+        pretrain_gpt.recipe(), model_type="tests.models.own_lora", linears={"lora": LoRA}, starts_from=("GPT",)
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from megatron.model.facts import Facts
 from megatron.model.recipe import MODEL_TYPES, recipe_of, sums_of
 from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.initialize import weight_format
+from megatron.mpu.layers import map_buffers
 from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along, sizes_of
 from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
 from megatron.pipeline.build import build_stages
@@ -304,7 +305,9 @@ def _meta_batch(design: Design, mesh: Mesh, b: int) -> MicroBatch:
     return named_batch(arrays, torch.arange(b))
 
 
-def sample_layers(layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], object]) -> tuple[int, ...]:
+def sample_layers(
+    layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], object]
+) -> tuple[int, ...]:
     """The first two groups of layers that are alike: of one kind, with the same recomputation.
 
     >>> sample_layers(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"), lambda layer: "layer")
@@ -353,6 +356,7 @@ def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[st
     given = None
     if not stage.first:
         given = torch.empty(wire, dtype=design.dtype, device="meta", requires_grad=True)
+    map_buffers(stage, lambda buffer: buffer.to("meta"))
     out = stage.eval()(given, batch)
     out, sums = out if isinstance(out, tuple) else (out, {})
     minimised = [name for name, weight in sums_of(recipe_of(config), config).items() if weight]
