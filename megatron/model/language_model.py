@@ -20,7 +20,6 @@ from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
 from megatron.model.fusions import choose_fusions
 from megatron.model.graph_dump import dumping_backend
-from megatron.model.linear_kinds import attach_products
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.recipe import Z_LOSS
@@ -32,6 +31,7 @@ from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.linear_product import attach_products
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Config, Kernels, Model, Recompute

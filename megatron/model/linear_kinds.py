@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model.weights import Table, add_prefix
@@ -28,7 +28,7 @@ WEIGHT = ".weight"
 Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
 
 
-class Choice(NamedTuple):
+class LinearChoice(NamedTuple):
     """A part of --linear."""
 
     pattern: str
@@ -41,14 +41,14 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def choices(text: str) -> tuple[Choice, ...]:
+def choices(text: str) -> tuple[LinearChoice, ...]:
     """The parts of --linear. Raises SettingsError for one that says no pattern or no kind."""
     found = []
     for part in text.replace(",", " ").split():
         pattern, _, kind = part.rpartition("=")
         if not pattern or not kind:
             raise SettingsError(f"--linear {text}: '{part}' is not PATTERN=KIND, such as mlp.*=mask")
-        found.append(Choice(pattern, kind))
+        found.append(LinearChoice(pattern, kind))
     return tuple(found)
 
 
@@ -78,27 +78,6 @@ def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
         own = settings.own_linears[kind].own_weights(settings, table[name + WEIGHT])
         table = {**table, **add_prefix(name, own)}
     return table
-
-
-def attach_products(
-    blocks: Mapping[str, Any], settings: Model, picked_of: Callable[[int], Chosen], compiled: bool = False
-) -> None:
-    """Give the linear layers of a stage's blocks (number -> module) their `LinearProduct`, of their kinds. compiled: the
-    blocks are; then calls of these layers are not, because torch cannot trace what a kind does.
-    """
-    for number, block in blocks.items() if settings.linear else ():
-        for name, kind in picked_of(int(number)):
-            layer, full = block.get_submodule(name), f"blocks.{number}.{name}"
-            if not hasattr(layer, "product"):
-                raise SettingsError(
-                    f"--linear {settings.linear}: {full} is a {type(layer).__name__}, whose product is its own",
-                    do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py)",
-                )
-            layer.product = settings.own_linears[kind](layer, full, settings)
-            if compiled:
-                import torch
-
-                layer.forward = torch.compiler.disable(layer.forward)
 
 
 def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:

@@ -104,8 +104,8 @@ class Recipe:
     @property
     def setting_groups(self) -> dict[str, type]:
         """Groups of settings that this recipe has beside the suite's, or in the place of one of them."""
-        own = dict(optimizer=optimizer_group(self.schedules, self.optimizers), model=model_group(self.linears))
-        return {**self.groups, **own}
+        model = {"model": model_group(self.linears)} if self.linears else {}
+        return {**self.groups, **model, "optimizer": optimizer_group(self.schedules, self.optimizers)}
 
 
 def recipe_of(config: Config) -> Recipe:

@@ -389,7 +389,7 @@ class ColumnParallelLinear(nn.Module):
     # The all-reduce of the input's gradient runs beside the product for the weight's. Not under --amp-level O1, which
     # casts x on its way into the product: the gradient is reduced in the format of x.
     overlap = True
-    product: LinearProduct | None = None  # how the products are made: `model.linear_kinds.attach_products`
+    product: LinearProduct | None = None  # how the products are made: `linear_product.attach_products`
     fusion, unfused = "fused_linear", False  # unfused: the bias is added behind the product, not by it
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):

@@ -16,7 +16,7 @@ or once a step (`once_a_step`).
 Legend: n tokens, i inputs, o outputs that this rank has.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import ClassVar, Optional
@@ -169,6 +169,30 @@ def _pull_back(
     """The gradients of `leaves` from that of what was made of them."""
     found = torch.autograd.grad([edge], leaves, [gradient.view(shape).to(dtype)], allow_unused=True)
     return tuple(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found))
+
+
+def attach_products(
+    blocks: Mapping[str, nn.Module],
+    settings: Model,
+    picked_of: Callable[[int], Iterable[tuple[str, str]]],
+    compiled: bool = False,
+) -> None:
+    """Give linear layers of a stage's blocks (number -> module) their `LinearProduct`.
+
+    picked_of: number of a block -> (linear layer, kind) of those that --linear picks. compiled: the blocks are; then
+    calls of these layers are not, because torch cannot trace what a kind does.
+    """
+    for number, block in blocks.items() if settings.linear else ():
+        for name, kind in picked_of(int(number)):
+            layer, full = block.get_submodule(name), f"blocks.{number}.{name}"
+            if not hasattr(layer, "product"):
+                raise SettingsError(
+                    f"--linear {settings.linear}: {full} is a {type(layer).__name__}, whose product is its own",
+                    do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py)",
+                )
+            layer.product = settings.own_linears[kind](layer, full, settings)
+            if compiled:
+                layer.forward = torch.compiler.disable(layer.forward)
 
 
 def beside_rows(weight: Placement, width: int, init: Normal | Constant, decay: bool = True) -> Placement:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules, optimizers and kinds of linear layers of a recipe's own: needs no torch.
 
-A recipe with such has a group of settings of its own in the place of `schema.Optimizer`: a subclass whose choices name
-them, whose further fields are their settings, and which carries what each name stands for. So flags, help, files, checks
+A recipe with such has a group of settings of its own in the place of `schema.Optimizer` (of linear layers, in that of
+`schema.Model`): a subclass whose choices name them, whose further fields are their settings, and which carries what each
+name stands for. So flags, help, files, checks
 and checkpoints know them as they know the others, and whoever has the settings has the functions.
 """
 

@@ -15,10 +15,11 @@ import pretrain_gpt
 import pretrain_t5
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
+from megatron.inference.convert.huggingface import to_hf
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
-from megatron.model.linear_kinds import attach_products, chosen
-from megatron.mpu.linear_product import LinearProduct
+from megatron.model.linear_kinds import chosen
+from megatron.mpu.linear_product import LinearProduct, attach_products
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import seed_of
 from megatron.optimizer.units import flat_units_of
@@ -29,6 +30,7 @@ from megatron.planner.parameters import rank_units
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.settings.own_choices import model_group
 from megatron.settings.parse import parse_pretrain
+from megatron.settings.schema import TokenizerSettings
 from megatron.training.entry import start
 from megatron.training.rules import check, idle, resolve
 from tests.models import own_fp8, own_lora, own_mask
@@ -303,6 +305,8 @@ def test_logits_are_those_of_the_transformed_weights(tmp_path):
     job = Job(**PLAIN, **KINDS["mask"].job)
     wanted = logits(plain("mask").tensors, tokens, job)
     assert (model.logits(tokens.T).transpose(0, 1).double() - wanted).abs().max() < 1e-3
+    with pytest.raises(SettingsError, match=r"was trained with --linear mlp.\*=mask, which Hugging Face does not have"):
+        to_hf(tmp_path / "iter_0000006", tmp_path / "hf", torch.float32, TokenizerSettings(), check=False)
 
 
 @pytest.mark.parametrize("flags", ["--bf16", "--bf16 --amp-level O1", "--bf16 --gradient-accumulation-fusion"])

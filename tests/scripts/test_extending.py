@@ -23,6 +23,7 @@ SAID = {
     "A variant of GPT": [r"3 of 3 pass", r"iteration +4/ +4.* added: \d", r"attention\.gate\.weight"],
     "Position biases: ALiBi": [r"2 of 2 pass", r"iteration +3/ +3"],
     "A head and a loss": [r"2 of 2 pass", r"iteration +3/ +3.* ahead loss: \d", r"ahead\.weight"],
+    "A kind of linear layer": [r"2 of 2 pass", r"iteration +3/ +3", r"attention\.qkv\.lora_a"],
     "A plain torch module": [r"plain module of [\d,]+ parameters", r"iteration +4/ +4"],
     "A flag": [r"--embedding-scale X +what embeddings are multiplied with", r"iteration +1/ +1"],
     "A learning-rate schedule": [
