@@ -54,8 +54,13 @@ def choices(text: str) -> tuple[LinearChoice, ...]:
 
 def chosen(text: str | None, layer: int, names: Iterable[str]) -> Chosen:
     """(name, kind) of the linear layers `names` of a block that --linear picks; text: what it says."""
+    return _chosen(text, layer, tuple(names)) if text else ()
+
+
+@lru_cache(maxsize=4096)
+def _chosen(text: str, layer: int, names: tuple[str, ...]) -> Chosen:
     found = []
-    for name in names if text else ():
+    for name in names:
         kinds = [PLAIN, *(choice.kind for choice in choices(text) if choice.matches(f"blocks.{layer}.{name}"))]
         if kinds[-1] != PLAIN:
             found.append((name, kinds[-1]))
@@ -69,7 +74,7 @@ def linear_layers(table: Table) -> list[str]:
 
 def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:
     """`chosen` of a block with this table."""
-    return chosen(settings.linear, layer, linear_layers(table)) if settings.linear else ()
+    return chosen(settings.linear, layer, linear_layers(table))
 
 
 def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:

@@ -28,12 +28,13 @@ from megatron.planner.layout import Job as PlannedJob
 from megatron.planner.layout import Layout
 from megatron.planner.parameters import rank_units
 from megatron.planner.parity import laid_out, parse_layout
+from megatron.planner.preflight.ranks import Design, check_ranks
 from megatron.settings.own_choices import model_group
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import TokenizerSettings
 from megatron.training.entry import start
 from megatron.training.rules import check, idle, resolve
-from tests.models import own_fp8, own_lora, own_mask
+from tests.models import alibi, own_fp8, own_lora, own_mask
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, Job, logits, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
@@ -316,3 +317,22 @@ def test_half_precision_is_near_to_it(kind, flags, tmp_path):
     for found, wanted in zip(records(tmp_path, "step"), plain(kind).steps, strict=True):
         assert found["lm loss"] == pytest.approx(wanted["lm loss"], rel=5e-3)
         assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=3e-2)
+
+
+@pytest.mark.parametrize(
+    "recipe, flags",
+    [(kind.recipe, kind.flags) for kind in KINDS.values()] + [(alibi.recipe, "")],
+    ids=[*KINDS, "a buffer of attention"],
+)
+def test_shapes_are_checked_without_memory(recipe, flags):
+    """Passes of a preflight, in which buffers have no memory either."""
+    recipe = recipe()
+    defaults = {"model_type": recipe.model_type, **recipe.defaults}
+    line = f"{LINE} {flags} --tensor-model-parallel-size 3 --sequence-parallel"
+    config = resolve(parse_pretrain(line.split(), recipe.setting_groups, defaults=defaults), 3)
+    [shapes] = [
+        check
+        for check in check_ranks(Design(config, 3, recipe.facts(config, 101), recipe.build_model))
+        if check.name == "shapes"
+    ]
+    assert shapes.fault == ""
