@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from megatron.model.layer_ops import (
     ATTENTION,
@@ -34,12 +34,20 @@ from megatron.model.layer_ops import (
     RankSetup,
     Residual,
 )
+from megatron.model.linear_kinds import Chosen, chosen_of, with_own_weights
 from megatron.model.weights import Table, Unit, add_prefix, elements, logical, norm, positions, vocab_embedding
 from megatron.mpu.placement import Placement
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Model, Parallel
 
 Bytes = Counter  # kind -> bytes
+
+
+class LayerDesign(NamedTuple):
+    """What layers that are alike have in common. kind: `Facts.layer_kind`; products: `Facts.products`."""
+
+    kind: str
+    products: Chosen = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,34 @@ class Facts:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
+    def products(self, layer: int) -> Chosen:
+        """Its linear layers whose products are not made plainly (--linear), each with its kind."""
+        if self.settings.linear is None:
+            return ()
+        return chosen_of(self.settings, layer, self.layer_weights(self.layer_kind(layer), False))
+
+    def design_of(self, layer: int) -> LayerDesign:
+        """What it is: layers of one design have the same weights and do the same."""
+        return LayerDesign(self.layer_kind(layer), self.products(layer))
+
+    def design_weights(self, design: LayerDesign, sequence_parallel: bool) -> Table:
+        """The weights of a layer of this design: those of its kind, and those that kinds of linear layers bring."""
+        return with_own_weights(self.settings, self.layer_weights(design.kind, sequence_parallel), design.products)
+
+    def layer_table(self, layer: int, sequence_parallel: bool) -> Table:
+        """All weights of a layer, by its number."""
+        return self.design_weights(self.design_of(layer), sequence_parallel)
+
+    @property
+    def brought(self) -> set[str]:
+        """The full names of the weights that kinds of linear layers bring."""
+        if self.settings.linear is None:
+            return set()
+        tables = {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
+        return {
+            f"blocks.{n}.{name}" for n, table in tables.items() for name in self.layer_table(n, False).keys() - table
+        }
+
     @property
     def num_layers(self) -> int:
         return self.settings.num_layers
@@ -179,7 +215,7 @@ class Facts:
         back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))]
         if not self.tied:
             back.append(Unit("output", table, ends=("last",)))
-        middle = [Unit(f"blocks.{n}", self.layer_weights(self.layer_kind(n), sp), layer=n) for n in layers]
+        middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
         held = lambda units: [unit for unit in units if unit.held_by(first, last)]
         return held(front) + middle + held(back)
 

@@ -31,6 +31,7 @@ from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.linear_product import attach_products
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Config, Kernels, Model, Recompute
@@ -135,6 +136,7 @@ class LanguageModel(nn.Module):
                 else mappings.copy_to_tensor_model_parallel_region
             )
         choose_fusions(self, self.kernels)
+        attach_products(self.blocks, model, facts.products, self.kernels.torch_compile)
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":

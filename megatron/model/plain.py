@@ -113,6 +113,7 @@ def refuse_split(config: Config) -> None:
         f"--tensor-model-parallel-size {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
         f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}": p.pipeline_model_parallel_size > 1,
         f"--recompute-granularity {granularity}": granularity is not None,
+        f"--linear {config.model.linear}": config.model.linear is not None,
         "--amp-level O1": config.precision.amp_level == "O1",
         "--torch-compile": config.kernels.torch_compile,
         f"--z-loss-coeff {config.model.z_loss_coeff:g}": config.model.z_loss_coeff > 0,

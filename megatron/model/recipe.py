@@ -15,7 +15,7 @@ from megatron.errors import SettingsError, did_you_mean
 from megatron.model.facts import Facts
 from megatron.model.sample_arrays import SampleArray
 from megatron.settings.effects import Needs
-from megatron.settings.own_choices import optimizer_group
+from megatron.settings.own_choices import model_group, optimizer_group
 from megatron.settings.parse import Defaults
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config, from_record
@@ -45,6 +45,8 @@ class Recipe:
     schedules:      name of a learning-rate schedule of its own, for --lr-decay-style -> function of the share of the decay
                     that is done (0 to 1) to what is left of the rate (1: all, 0: --min-lr)
     optimizers:     name of an optimizer of its own, for --optimizer -> `optimizer.kinds.Kind` with `update`
+    linears:        name of a kind of linear layer of its own, for --linear PATTERN=KIND -> a subclass of
+                    `mpu.linear_product.LinearProduct`
     sums:           name of a sum over tokens that stages return -> its weight in what is minimised; 0: logged alone;
                     or (config) -> such weights, where settings decide. Those that all models have: `sums_of`
     epoch_samples:  (config) -> samples of an epoch, for --train-epochs; None: they are counted in --data-path
@@ -82,6 +84,7 @@ class Recipe:
     shares_sequences: bool = False
     schedules: Mapping[str, Callable[[float], float]] = field(default_factory=dict)
     optimizers: Mapping[str, Any] = field(default_factory=dict)
+    linears: Mapping[str, Any] = field(default_factory=dict)
     sums: Mapping[str, float] | Callable[[Config], Mapping[str, float]] = field(
         default_factory=lambda: {"lm loss": 1.0}
     )
@@ -101,7 +104,8 @@ class Recipe:
     @property
     def setting_groups(self) -> dict[str, type]:
         """Groups of settings that this recipe has beside the suite's, or in the place of one of them."""
-        return {**self.groups, "optimizer": optimizer_group(self.schedules, self.optimizers)}
+        model = {"model": model_group(self.linears)} if self.linears else {}
+        return {**self.groups, **model, "optimizer": optimizer_group(self.schedules, self.optimizers)}
 
 
 def recipe_of(config: Config) -> Recipe:

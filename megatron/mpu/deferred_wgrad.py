@@ -17,14 +17,15 @@ The output layer leaves its product here, too (`mpu/cross_entropy.py`). Gradient
 and stay in pass I, and so do those of a layer whose input needs no gradient.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Optional
 
 import torch
 
-Product = tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]
+# A weight and what gives its gradient; or several weights, and what gives a gradient for each.
+Product = tuple[torch.Tensor | Sequence[torch.Tensor], Callable[[], torch.Tensor | Sequence[torch.Tensor]]]
 
 
 class WeightGradStore:
@@ -47,7 +48,7 @@ class WeightGradStore:
         finally:
             self._products = None
 
-    def defer(self, weight: torch.nn.Parameter, product: Callable[[], torch.Tensor]) -> None:
+    def defer(self, weight: torch.Tensor | Sequence[torch.Tensor], product: Callable) -> None:
         """For the backward pass of a layer: the product that is its weight's gradient, for later or for now."""
         if self._products is None:
             run_deferred_wgrads([(weight, product)])
@@ -84,8 +85,10 @@ def run_deferred_wgrads(products: list[Product]) -> None:
         for ready in (product, *(behind for _, behind in products[:1])):
             getattr(ready, "start", _nothing)()  # what it gathers is on its way while the one before is made
         with torch.no_grad():
-            gradient = product().view(weight.shape)
-        torch.autograd.backward([weight], [gradient])
+            gradients = product()
+        weights, gradients = ([weight], [gradients]) if isinstance(weight, torch.Tensor) else (weight, gradients)
+        shaped = [one.view(own.shape).to(own.dtype) for own, one in zip(weights, gradients)]
+        torch.autograd.backward(weights, shaped)
 
 
 def _nothing() -> None:

@@ -8,7 +8,8 @@ Legend: s sequence, b micro-batch, h hidden, v padded vocabulary, tp size of the
 Under sequence parallelism what enters a column layer and leaves a row layer is [s/tp, b, h].
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from megatron.fused_kernels import Case, choose_kernel, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
+from megatron.mpu.linear_product import LinearProduct, Operand
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Buffer, Own, Placement
 
@@ -46,12 +48,12 @@ class WgradGemm(NamedTuple):
             self.columns.start()
 
     def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
-        """total [out, in] fp32 += the gradient; = where `overwrite`.
+        """total [out..., in] fp32 += the gradient; = where `overwrite`.
 
         The product writes there by itself where its operands have the same format, or on CUDA, whose products sum in
         fp32 anyway: then the gradient is neither rounded nor written and read once more.
         """
-        rows, columns = self.rows.t(), self.columns().t()
+        rows, columns, total = self.rows.t(), self.columns().t(), total.flatten(0, -2)
         if rows.dtype == total.dtype:
             torch.addmm(total, rows, columns, beta=0 if overwrite else 1, out=total)
         elif rows.device.type == "cuda":
@@ -71,6 +73,7 @@ class LinearOptions(NamedTuple):
                 arXiv:1909.08053, as `mappings.copy_to_tensor_model_parallel_region`)
     deferred:   takes the product for the weight's gradient while it collects (zero-bubble W)
     accumulate: weight -> what takes the product to add it to the weight's fp32 gradient, or None where there is none
+    product:    how the products are made, where that is not plainly
 
     What is gathered or reduced in the backward pass is under way while the other product is computed.
     """
@@ -78,7 +81,8 @@ class LinearOptions(NamedTuple):
     gather: Axis | None = None
     reduce: Axis | None = None
     deferred: WeightGradStore | None = None
-    accumulate: Callable[[torch.Tensor], Callable[[WgradGemm], None] | None] | None = None
+    accumulate: Callable[[torch.Tensor], Callable[["WgradGemm | Given"], None] | None] | None = None
+    product: LinearProduct | None = None
 
     def wgrad_handler(self, x: torch.Tensor, weight: torch.Tensor) -> Callable[[WgradGemm], None] | None:
         """What takes the product for the weight's gradient; None: autograd gets the gradient itself."""
@@ -86,6 +90,16 @@ class LinearOptions(NamedTuple):
         if wgrad_handler is None and self.accumulate and x.requires_grad and weight.requires_grad:
             return self.accumulate(weight)
         return wgrad_handler
+
+    def wgrads_handler(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Callable[["OwnWgrad"], None] | None:
+        """The same of several weights that one product is for."""
+        trained = [weight for weight in weights if weight.requires_grad]
+        if not (x.requires_grad and trained):
+            return None
+        if self.deferred is not None:
+            return partial(self.deferred.defer, trained)
+        takers = [self.accumulate(weight) for weight in trained] if self.accumulate else [None]
+        return partial(_hand_out, takers) if all(takers) else None
 
 
 ALONE = LinearOptions()  # on one rank, gradients by autograd
@@ -98,12 +112,20 @@ def attach_wgrad_accumulator(modules: Iterable[nn.Module], accumulate: Callable)
             layer.accumulate = accumulate
 
 
+def linear_products(modules: Iterable[nn.Module]) -> list[LinearProduct]:
+    """Those of the layers in `modules` that make their products in another way than plainly."""
+    found = (getattr(layer, "product", None) for module in modules for layer in module.modules())
+    return [product for product in found if product is not None]
+
+
 @op
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, options: LinearOptions = ALONE
 ) -> torch.Tensor:
     """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims."""
     flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+    if options.product is not None:
+        return _own_linear(x, weight, bias, options)
     wgrad_handler = options.wgrad_handler(x, weight)
     product = matmul(x)
     if wgrad_handler:
@@ -154,6 +176,126 @@ class _Linear(torch.autograd.Function):
             ctx.wgrad_handler(wgrad)
         d_bias = rows.sum(0) if ctx.has_bias else None
         return d_x and d_x(), d_weight, d_bias, None, None, None, None, None
+
+
+def _own_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions
+) -> torch.Tensor:
+    """`linear` by a layer's own `LinearProduct`, whose weights have the format of `weight`."""
+    _, *own = options.product.parameters()
+    weights = [weight, *(one.to(weight.dtype) for one in own)]
+    wgrads_handler = options.wgrads_handler(x, weights)
+    trained = tuple(one.requires_grad for one in weights)
+    if wgrads_handler:
+        weights = [one.detach() for one in weights]
+    return _OwnLinear.apply(x, bias, options, matmul(x), wgrads_handler, trained, *weights)
+
+
+class _OwnLinear(torch.autograd.Function):
+    """As `_Linear`, the three products by the roles of `options.product`.
+
+    wgrads_handler: `LinearOptions.wgrads_handler`; trained: which of the weights get a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, x, bias, options, multiply, wgrads_handler, trained, *weights):
+        product, gather = options.product, options.gather
+        operand = product.prepare_input(x.reshape(-1, x.shape[-1]))
+        ctx.save_for_backward(*operand, *weights)
+        ctx.options, ctx.multiply, ctx.wgrads_handler, ctx.trained = options, multiply, wgrads_handler, trained
+        ctx.has_bias, ctx.kept, ctx.shape, ctx.dtype = bias is not None, len(operand), x.shape, x.dtype
+        whole = operand
+        if gather is not None:
+            whole = tuple(collectives.all_gather(_movable(part), gather).view(part.dtype) for part in operand)
+        y = product.forward(multiply, whole, product.weight_operand(*weights), bias)
+        return y.reshape(x.shape[0] * (gather.size if gather else 1), *x.shape[1:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        saved, options = ctx.saved_tensors, ctx.options
+        operand, weights = saved[: ctx.kept], saved[ctx.kept :]
+        product, gather, deferred = options.product, options.gather, options.deferred
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        prepared = product.prepare_gradient(rows)
+        by_autograd, waits = (
+            any(ctx.needs_input_grad[6:]),
+            bool(deferred and ctx.wgrads_handler and deferred.collecting),
+        )
+        if by_autograd or ctx.wgrads_handler:
+            weight, pull_back = product.transformed(weights, ctx.trained, later=waits)
+            wgrad = OwnWgrad(product, ctx.multiply, prepared, _Operand(operand, gather), pull_back)
+        else:
+            weight = product.weight_operand(*weights)
+        if by_autograd or ctx.wgrads_handler and not waits:
+            wgrad.start()
+        d_x, d_weights = None, [None] * len(weights)
+        if ctx.needs_input_grad[0]:
+            d_rows = product.grad_input(ctx.multiply, prepared, weight).to(ctx.dtype)
+            d_x = start_input_reduction(d_rows, ctx.shape, gather, options.reduce)
+        if by_autograd:
+            gradients = iter(wgrad())
+            d_weights = [next(gradients).to(one.dtype) if wanted else None for one, wanted in zip(weights, ctx.trained)]
+        elif ctx.wgrads_handler:
+            ctx.wgrads_handler(wgrad)
+        d_bias = rows.sum(0) if ctx.has_bias else None
+        return d_x and d_x(), d_bias, None, None, None, None, *d_weights
+
+
+class OwnWgrad(NamedTuple):
+    """The product for the gradients of a layer's trained weights, not done yet, by its `LinearProduct`."""
+
+    product: LinearProduct
+    multiply: Callable
+    gradient: Operand  # of the output
+    operand: "_Operand"  # gives the input; waits for it where it is being gathered
+    pull_back: Callable[
+        [torch.Tensor], Operand
+    ]  # gradient of the transformed weight -> gradients of those it is made from
+
+    def __call__(self) -> Operand:
+        """A gradient for each."""
+        return self.pull_back(self.product.grad_weight(self.multiply, self.gradient, self.operand()))
+
+    def start(self) -> None:
+        """As `WgradGemm.start`."""
+        self.operand.start()
+
+
+class Given(NamedTuple):
+    """A gradient that is there, as `WgradGemm` is one that is not."""
+
+    gradient: torch.Tensor
+
+    def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
+        """total += the gradient; = where `overwrite`."""
+        gradient = self.gradient.view(total.shape)
+        total.copy_(gradient) if overwrite else total.add_(gradient)
+
+
+def _hand_out(takers: Sequence[Callable[[Given], None]], wgrad: OwnWgrad) -> None:
+    """Make the product, and give each of its gradients to who takes it."""
+    for take, gradient in zip(takers, wgrad()):
+        take(Given(gradient))
+
+
+class _Operand:
+    """Gives the whole of an operand, of which this rank has some rows, gathered over the axis if there is one."""
+
+    def __init__(self, parts: Operand, axis: Axis | None):
+        self.parts = [_Columns(_movable(part.detach().reshape(len(part), -1)), axis) for part in parts]
+        self.like = [(part.dtype, part.shape[1:]) for part in parts]
+
+    def start(self) -> None:
+        for part in self.parts:
+            part.start()
+
+    def __call__(self) -> Operand:
+        return tuple(part().t().view(dtype).view(-1, *shape) for part, (dtype, shape) in zip(self.parts, self.like))
+
+
+def _movable(x: torch.Tensor) -> torch.Tensor:
+    """fp8 as bytes: messages between ranks know no other name for it."""
+    return x.view(torch.uint8) if x.is_floating_point() and x.element_size() == 1 else x
 
 
 class _Columns:
@@ -287,6 +429,7 @@ class ColumnParallelLinear(nn.Module):
     # The all-reduce of the input's gradient runs beside the product for the weight's. Not under --amp-level O1, which
     # casts x on its way into the product: the gradient is reduced in the format of x.
     overlap = True
+    product: LinearProduct | None = None  # how the products are made: `linear_product.attach_products`
     fusion, unfused = "fused_linear", False  # unfused: the bias is added behind the product, not by it
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
@@ -299,7 +442,7 @@ class ColumnParallelLinear(nn.Module):
         reduce = self.tp if self.tp.size > 1 and not self.gather else None
         if reduce and not self.overlap:
             x, reduce = mappings.copy_to_tensor_model_parallel_region(x, self.tp), None
-        options = LinearOptions(self.gather, reduce, self.weight_grad_store, self.accumulate)
+        options = LinearOptions(self.gather, reduce, self.weight_grad_store, self.accumulate, self.product)
         bias = self.bias if add_bias else None
         if bias is not None and self.unfused:
             return linear(x, self.weight, None, options) + bias.flatten()
@@ -327,6 +470,7 @@ class RowParallelLinear(nn.Module):
 
     weight_grad_store: WeightGradStore | None = None
     accumulate: Callable | None = None
+    product: LinearProduct | None = None
     fusion, unfused = "fused_linear", False
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
@@ -340,7 +484,7 @@ class RowParallelLinear(nn.Module):
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        options = LinearOptions(deferred=self.weight_grad_store, accumulate=self.accumulate)
+        options = LinearOptions(None, None, self.weight_grad_store, self.accumulate, self.product)
         if self.tp.size == 1 and not self.unfused:
             return linear(x, self.weight, self.bias, options)
         x = self.reduce_output(linear(x, self.weight, None, options), self.tp)  # all-reduce over tp

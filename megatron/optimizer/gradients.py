@@ -141,7 +141,7 @@ class GradientBuffers:
     @torch.no_grad()
     def _accumulate(self, tally: UnitGradients, slot: Slot, product: Any) -> None:
         view, overwrite = self._view(tally, slot.name)
-        product.add_to(view.flatten(0, -2), overwrite)
+        product.add_to(view, overwrite)
         self._count(tally, slot.name)
 
     def _view(self, tally: UnitGradients, name: str) -> tuple[torch.Tensor, bool]:

@@ -31,7 +31,7 @@ import torch
 
 from megatron.checkpoint.store import Piece, StablePiece, share
 from megatron.mpu import collectives
-from megatron.mpu.layers import attach_wgrad_accumulator, place_buffers
+from megatron.mpu.layers import attach_wgrad_accumulator, linear_products, place_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.buffers import BufferStore
 from megatron.optimizer.gradients import GradientBuffers
@@ -133,6 +133,7 @@ class DistributedOptimizer:
         self._draw(seed)
         self.buffers.settle()
         self.weights.register_hooks(as_chunks(model))
+        self.products = linear_products(as_chunks(model))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -383,6 +384,8 @@ class DistributedOptimizer:
             self._fill(state for state in self.everything if read or not state.direct)
         with phase("gather" if self.mesh.shard.size > 1 else "copy"):
             self.weights.start_param_sync(frozen=read)
+        for product in self.products:
+            product.weights_changed()
 
     def gathered_parameters(self) -> AbstractContextManager:
         """Inside, between two steps, all parameters can be read at every stage: for checks."""

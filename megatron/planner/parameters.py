@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron.model.facts import Facts
+from megatron.model.facts import Facts, LayerDesign
 from megatron.model.selection import Selection
 from megatron.model.weights import Table
 from megatron.mpu.placement import BUFFER_BYTES
@@ -133,7 +133,7 @@ class Units(tuple):
         return sum(count * unit.buffers for unit, count in self.counts.items())
 
 
-LayerOf = tuple[str, frozenset[str]]  # the kind of a layer, and the names of its weights that are frozen
+LayerOf = tuple[LayerDesign, frozenset[str]]  # the design of a layer, and the names of its weights that are frozen
 
 
 def rank_units(job: Job, layout: Layout, rank: int) -> Units:
@@ -153,15 +153,15 @@ def layers_of(facts: Facts, selection: Selection, layers: Sequence[int]) -> tupl
 
 @lru_cache(maxsize=65536)
 def _layer_of(facts: Facts, selection: Selection, layer: int) -> LayerOf:
-    kind = facts.layer_kind(layer)
-    return kind, selection.frozen(facts.layer_weights(kind, False), f"blocks.{layer}.")
+    design = facts.design_of(layer)
+    return design, selection.frozen(facts.design_weights(design, False), f"blocks.{layer}.")
 
 
 @lru_cache(maxsize=1024)
 def layer_sizes(facts: Facts, layer: LayerOf, tp: int, sp: bool) -> UnitSizes:
     """The parameters of a layer on one tp rank."""
-    kind, frozen = layer
-    return _sizes(kind, facts.layer_weights(kind, sp), frozen, tp, layer=True)
+    design, frozen = layer
+    return _sizes(design.kind, facts.design_weights(design, sp), frozen, tp, layer=True)
 
 
 @lru_cache(maxsize=4096)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules and optimizers of a recipe's own as choices beside the suite's: needs no torch.
+"""Learning-rate schedules, optimizers and kinds of linear layers of a recipe's own: needs no torch.
 
-A recipe with such has a group of settings of its own in the place of `schema.Optimizer`: a subclass whose choices name
-them, whose further fields are their settings, and which carries what each name stands for. So flags, help, files, checks
+A recipe with such has a group of settings of its own in the place of `schema.Optimizer` (of linear layers, in that of
+`schema.Model`): a subclass whose choices name them, whose further fields are their settings, and which carries what each
+name stands for. So flags, help, files, checks
 and checkpoints know them as they know the others, and whoever has the settings has the functions.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import field, fields, make_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from megatron.errors import SettingsError
-from megatron.settings.schema import Optimizer
+from megatron.settings.schema import Model, Optimizer
 
 SCHEDULES = ("lr_decay_style", "lr_wsd_decay_style")  # the settings whose choices a schedule of one's own becomes
 
@@ -43,9 +44,30 @@ def optimizer_group(schedules: Mapping[str, Callable], optimizers: Mapping[str, 
     return _group(schedules, optimizers)
 
 
-def _same_settings(one: Optimizer, other: object) -> bool:
+def model_group(linears: Mapping[str, Any]) -> type[Model]:
+    """`schema.Model`, or where a recipe has kinds of linear layers of its own, the group that knows them.
+
+    linears: name -> `mpu.linear_product.LinearProduct`, a subclass
+
+    Raises SettingsError for names and classes that cannot be.
+    """
+    if not linears:
+        return Model
+    for name, kind in linears.items():
+        _check_name("linears", name, ["plain"])
+        if not callable(kind) or not callable(getattr(kind, "own_weights", None)):
+            raise SettingsError(
+                f"Recipe.linears[{name!r}] is {kind!r}",
+                do="give a subclass of megatron.mpu.linear_product.LinearProduct: docs/extending.md",
+            )
+    groups = dict.fromkeys(kind.group for kind in linears.values() if kind.group is not None)
+    own = dict(own_linears=dict(linears), __eq__=_same_settings, __hash__=Model.__hash__)
+    return make_dataclass("Model", (), bases=(*groups, Model), namespace=own, frozen=True, eq=False)
+
+
+def _same_settings(one: Any, other: object) -> bool:
     """A recipe is made anew each time it is asked for, and its group with it: the class says nothing."""
-    return isinstance(other, Optimizer) and vars(one) == vars(other)
+    return isinstance(other, (Model, Optimizer)) and vars(one) == vars(other)
 
 
 def _group(schedules: Mapping[str, Callable], optimizers: Mapping[str, Any]) -> type[Optimizer]:

@@ -198,6 +198,13 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
 
 RULES = (
     Rule(
+        lambda s: s.linear is not None and not s.fuse_attn_qkv,
+        lambda s: (
+            f"--linear {s.linear} says of a layer how its one product is made, and --no-fuse-attn-qkv makes three of "
+            "queries, keys and values; leave one of the two out"
+        ),
+    ),
+    Rule(
         lambda s: s.parallel_plan and s.data_parallel_size and s.world != s.data_parallel_size * s.model_ranks,
         lambda s: (
             f"--parallel-plan {s.parallel_plan} is for {s.data_parallel_size * s.model_ranks} ranks (tensor "

@@ -53,6 +53,9 @@ def window_numbers(text: str) -> tuple[int, int]:
 class Model:
     """The shape and the arithmetic of the network."""
 
+    # Of a recipe: name of a kind of linear layer -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
+    own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
     num_layers: int = setting("transformer layers", on_resume="another model")
     hidden_size: int = setting("width of the residual stream", on_resume="another model")
     num_attention_heads: int = setting("query heads of each layer", on_resume="another model")
@@ -141,6 +144,12 @@ class Model:
     bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True, on_resume="refused")
     disable_bias_linear: bool = setting(
         "linear layers without bias", False, "--add-bias-linear=false", on_resume="another model"
+    )
+    linear: Optional[str] = setting(
+        "PATTERN=KIND, ...: linear layers whose products are made in another way, such as mlp.*=mask; kinds are the "
+        "recipe's own, and plain",
+        None,
+        on_resume="refused",
     )
     untie_embeddings_and_output_weights: bool = setting(
         "output layer with a weight of its own", False, on_resume="another model"

@@ -86,13 +86,7 @@ def build_run(
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log)
     refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
     dtype = weight_format(config.precision)
-    pipeline = build_pipeline(config, context)
-    build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
-    facts, selection = recipe.facts(config, vocab_size), Selection.of(config.optimizer)
-    selection.check(facts.weights)
-    stages = build_stages(build, pipeline, context.mesh, selection)
-    refuse_idle(config.optimizer, facts)
-    check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
+    facts, selection, pipeline, stages = build_model(config, recipe, context, vocab_size, dtype)
     optimizer = build_optimizer(config, context, stages, dtype)
     heartbeat.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
@@ -157,20 +151,26 @@ def build_run(
         profiler=Profiler(
             config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)
         ),
-        origin=dict(
-            version=__version__,
-            commit=source_commit(),
-            code=code,
-            libraries=library_versions(),
-            vocabulary=tokenizer and tokenizer.fingerprint,
-            untrained=untrained(selection, facts, stages),
-            folder=os.getcwd(),
-        ),
+        origin=origin_of(code, tokenizer, untrained(selection, facts, stages)),
         measures=measures,
         best_manager=best_manager(config, measures, context, log),
         reads_late=reads_late(config, context, optimizer),
         saved_hooks=(record.get("hooks") or {}) if resumes else None,
     )
+
+
+def build_model(
+    config: schema.Config, recipe: Recipe, context: RankContext, vocab_size: int, dtype: torch.dtype
+) -> tuple[Facts, Selection, Pipeline, list[torch.nn.Module]]:
+    """(facts, which parameters are trained, the pipeline, this rank's stages), without memory for the weights."""
+    facts, selection = recipe.facts(config, vocab_size), Selection.of(config.optimizer)
+    selection.check(facts.weights)
+    pipeline = build_pipeline(config, context)
+    build = partial(recipe.build_model, config, context.mesh, vocab_size, dtype=dtype, device="meta")
+    stages = build_stages(build, pipeline, context.mesh, selection)
+    refuse_idle(config.optimizer, facts)
+    check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
+    return facts, selection, pipeline, stages
 
 
 def refuse_together(refusal: Optional[SettingsError], context: RankContext) -> None:
@@ -183,6 +183,19 @@ def refuse_together(refusal: Optional[SettingsError], context: RankContext) -> N
             error = SettingsError(f"rank {rank}, on another machine: {reason.what}", reason.why, reason.do)
             error.about = reason.about
             raise error
+
+
+def origin_of(code: dict[str, Any], tokenizer, untrained: dict[str, Any]) -> dict[str, Any]:
+    """What checkpoints say of the code, libraries, vocabulary and folder of their run, and of what is not trained."""
+    return dict(
+        version=__version__,
+        commit=source_commit(),
+        code=code,
+        libraries=library_versions(),
+        vocabulary=tokenizer and tokenizer.fingerprint,
+        untrained=untrained,
+        folder=os.getcwd(),
+    )
 
 
 def untrained(selection: Selection, facts: Facts, stages: list[torch.nn.Module]) -> dict[str, Any]:

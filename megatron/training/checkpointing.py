@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a run goes on from, and the right to write its checkpoints."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -66,7 +67,7 @@ def load(
     weights_only = (
         settings.finetune or settings.no_load_optim or config.batch.skip_train
     )  # an evaluation updates nothing
-    pieces, recipe = optimizer.pieces(moments=not weights_only), recipe_of(config)
+    pieces = optimizer.pieces(moments=not weights_only)
 
     def fits(record: dict[str, Any]) -> None:
         if vocab_size is not None:
@@ -96,7 +97,7 @@ def load(
         rank=context.mesh.rank,
         all_gather_object=all_gather_object,
         strictness=settings.load_strictness,
-        anew=recipe.anew if settings.finetune else lambda name, stored: False,
+        anew=_anew(config) if settings.finetune else lambda name, stored: False,
     )
     if restored is None:
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
@@ -113,6 +114,13 @@ def load(
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices
+
+
+def _anew(config: schema.Config) -> Callable[[str, bool], bool]:
+    """`Recipe.anew`, and weights that kinds of linear layers bring where the checkpoint has none of them."""
+    recipe = recipe_of(config)
+    brought = recipe.facts(config, 1).brought if config.model.linear else ()
+    return lambda name, stored: recipe.anew(name, stored) or name in brought and not stored
 
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:

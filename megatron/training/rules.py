@@ -10,7 +10,9 @@ import megatron.data.rules
 import megatron.optimizer.rules
 import megatron.pipeline.rules
 from megatron.errors import SettingsError, numbered
+from megatron.model import linear_kinds
 from megatron.model.recipe import recipe_of
+from megatron.model.weights import Table
 from megatron.optimizer import lr_schedule
 from megatron.pipeline import stages
 from megatron.settings import batch, rules, schema
@@ -60,7 +62,14 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
         others += batch.problems(s.settings.batch, s.dp)
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
-    return found + rules.of_given_values(others, s)
+    found += rules.of_given_values(others, s)
+    return found + ([] if found else linear_kinds.problems(settings.model, lambda: _tables(settings)))
+
+
+def _tables(settings: schema.Config) -> dict[int, Table]:
+    """The weights of each layer of a run's model, without those that kinds of linear layers bring."""
+    facts = recipe_of(settings).facts(settings, 1)
+    return {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
@@ -73,7 +82,8 @@ def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
 
     Not of the optimizer in a run that trains nothing: no setting of it has an effect there, and none is missing.
     """
-    table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **recipe_of(settings).idle}
+    own = linear_kinds.idle_of(settings.model)
+    table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **own, **recipe_of(settings).idle}
     if settings.batch.skip_train:
         table = {name: needs for name, needs in table.items() if not hasattr(settings.optimizer, name)}
     return without_effect(rules.record(settings, world_size), table)

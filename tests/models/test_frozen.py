@@ -88,7 +88,7 @@ def check(folder, part: str) -> None:
     assert moments == set(weights) - still
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("part", PARTS)
 def test_any_layout_is_the_plain_loop(part, layout, tmp_path):
@@ -97,7 +97,7 @@ def test_any_layout_is_the_plain_loop(part, layout, tmp_path):
     check(tmp_path, part)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapters_are_trained_alone(layout, tmp_path):
     world, words = LAYOUTS[layout]

@@ -23,6 +23,7 @@ SAID = {
     "A variant of GPT": [r"3 of 3 pass", r"iteration +4/ +4.* added: \d", r"attention\.gate\.weight"],
     "Position biases: ALiBi": [r"2 of 2 pass", r"iteration +3/ +3"],
     "A head and a loss": [r"2 of 2 pass", r"iteration +3/ +3.* ahead loss: \d", r"ahead\.weight"],
+    "A kind of linear layer": [r"2 of 2 pass", r"iteration +3/ +3", r"attention\.qkv\.lora_a"],
     "Buffers that training changes": [r"2 of 2 pass", r"iteration +3/ +3", r"10 buffers", r"watch\.seen.* buffer, sum"],
     "Frozen parameters": [r"[\d,]+ parameters are trained, [\d,]+ are frozen", r"of them frozen", r"adapter\.down"],
     "A plain torch module": [r"plain module of [\d,]+ parameters", r"iteration +4/ +4"],

@@ -19,7 +19,7 @@ from megatron.training.rules import idle, resolve
 ALWAYS = """
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon qk_layernorm swiglu
-    squared_relu attn_logit_softcapping final_logit_softcapping z_loss_coeff disable_bias_linear
+    squared_relu attn_logit_softcapping final_logit_softcapping z_loss_coeff disable_bias_linear linear
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size dp_degree

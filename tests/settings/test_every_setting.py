@@ -65,6 +65,7 @@ CHECKS = dict(
         squared_relu=PLAIN,
         bias_gelu_fusion=PLAIN,
         disable_bias_linear=PLAIN,
+        linear="test_linear_kinds::test_any_layout_is_the_plain_loop",
         untie_embeddings_and_output_weights=PLAIN,
         apply_query_key_layer_scaling=f"{MODEL}::test_query_key_layer_scaling_keeps_scores_in_the_range_of_fp16",
         attention_softmax_in_fp32=f"{MODEL}::test_softmax_in_fp32_is_that_of_the_rounded_scores",

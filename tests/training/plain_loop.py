@@ -11,6 +11,7 @@ one batch at a time, torch's AdamW, no resuming. Of the package it takes the moc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from typing import Optional
 
@@ -84,6 +85,8 @@ class Job:
     forget_moments_after: Optional[int] = None  # a step
     optimizer: Optional[Callable] = None  # groups of weights -> an optimizer of torch, instead of AdamW
     moments: Sequence[str] = ("exp_avg", "exp_avg_sq")  # what that keeps of each weight
+    linear: Optional[Callable] = None  # (weights, name of a layer, x) -> its output, instead of x W^T + b
+    more: Callable[[int], dict[str, torch.Tensor]] = lambda seed: {}  # seed -> further initial weights, which decay
     word_rate: Optional[Callable[[int], float]] = None  # the rate of the table of words, if it has its own
 
 
@@ -135,9 +138,7 @@ def logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor, job: Job) -> 
     """Tokens [b, s] through a GPT-2: [b, s, vocabulary]."""
     places, allowed = documents(tokens, job)
 
-    def linear(name, x):
-        weight = weights[f"{name}.weight"]
-        return x @ weight.reshape(-1, weight.shape[-1]).T + weights[f"{name}.bias"].reshape(-1)
+    linear = partial(job.linear or plain_linear, weights)
 
     def norm(name, x):
         return F.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
@@ -152,6 +153,12 @@ def logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor, job: Job) -> 
         wide = linear(block + "mlp.up", norm(block + "mlp_norm", x))
         x = x + linear(block + "mlp.down", F.gelu(wide, approximate="tanh"))
     return norm("final_norm", x) @ weights["embedding.word.weight"].T
+
+
+def plain_linear(weights: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """x W^T + b of a layer."""
+    weight = weights[f"{name}.weight"]
+    return x @ weight.reshape(-1, weight.shape[-1]).T + weights[f"{name}.bias"].reshape(-1)
 
 
 def documents(tokens: torch.Tensor, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,7 +187,7 @@ def token_losses(weights, samples: torch.Tensor, job: Job, smoothing: float = 0.
 
 def train(job: Job) -> Outcome:
     """The run from its first step to its last, and the evaluations behind it."""
-    names = initial_weights(job.seed)
+    names = initial_weights(job.seed) | job.more(job.seed)
     weights = {name: (job.start or names)[name].clone().requires_grad_() for name in names}
     adam, scale = new_adam(weights, job), replace(job.scale)
     seen = trained = consumed_valid = updates = 0
@@ -228,8 +235,9 @@ def train(job: Job) -> Outcome:
 def new_adam(weights: dict[str, torch.Tensor], job: Job) -> torch.optim.Optimizer:
     """AdamW, or the job's own, with three groups: matrices, which decay; biases and norms; the table of words."""
     words = "embedding.word.weight"
-    matrices = [v for name, v in weights.items() if name.endswith("weight") and "norm" not in name and name != words]
-    others = [v for name, v in weights.items() if not (name.endswith("weight") and "norm" not in name)]
+    decayed = {name for name in weights if name.endswith("weight") and "norm" not in name} | job.more(job.seed).keys()
+    matrices = [v for name, v in weights.items() if name in decayed and name != words]
+    others = [v for name, v in weights.items() if name not in decayed]
     groups = [dict(params=matrices), dict(params=others), dict(params=[weights[words]])]
     return job.optimizer(groups) if job.optimizer else torch.optim.AdamW(groups, betas=job.betas, eps=job.eps)
 

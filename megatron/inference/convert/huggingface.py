@@ -48,6 +48,12 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: Mapping[str, Any], c
         needed(reader, "config")
         config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
         refuse_head(config, vocab_size, path)
+        if config.model.linear is not None:
+            raise SettingsError(
+                f"{path} was trained with --linear {config.model.linear}, which Hugging Face does not have",
+                "its layers would multiply with other weights there",
+                "nothing was written",
+            )
         family, plan = exported(config, vocab_size), []
         refuse_unknown(reader, family)
         for match in family.matches:

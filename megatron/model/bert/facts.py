@@ -57,7 +57,7 @@ class BertFacts(GPTFacts):
             back.append(Unit("binary", self.binary_weights(), ends=("last",)))
         if not self.tied:
             back.append(Unit("output", table, ends=("last",)))
-        middle = [Unit(f"blocks.{n}", self.layer_weights(self.layer_kind(n), sp), layer=n) for n in layers]
+        middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
         held = lambda units: [unit for unit in units if unit.held_by(first, last)]
         return held(front) + middle + held(back)
 

@@ -155,7 +155,7 @@ class T5Facts(GPTFacts):
         back = [Unit("final_norm", norm(m, m.hidden_size, sp), ends=("last",))] if self.has_decoder else []
         if not self.tied:
             back.append(Unit("output", table, ends=("last",)))
-        middle = [Unit(f"blocks.{n}", self.layer_weights(self.layer_kind(n), sp), layer=n) for n in layers]
+        middle = [Unit(f"blocks.{n}", self.layer_table(n, sp), layer=n) for n in layers]
         held = lambda units: [unit for unit in units if unit.held_by(first, last)]
         return held(front) + middle + held(back)
 

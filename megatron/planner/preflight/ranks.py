@@ -31,6 +31,7 @@ from megatron.model.recipe import MODEL_TYPES, recipe_of, sums_of
 from megatron.model.recompute_plan import recompute_groups
 from megatron.model.selection import Selection
 from megatron.mpu.initialize import weight_format
+from megatron.mpu.layers import map_buffers
 from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along, sizes_of
 from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
 from megatron.pipeline.build import build_stages
@@ -263,7 +264,7 @@ def check_shapes(design: Design) -> Check:
     last, recompute = design.sizes["tp"] - 1, design.config.recompute
     pipeline = design.pipeline
     if design.known:
-        kind_of = design.facts.layer_kind
+        kind_of = design.facts.design_of
         pipeline = replace(
             pipeline, layers=tuple(sample_layers(layers, recompute, kind_of) for layers in pipeline.layers)
         )
@@ -307,7 +308,9 @@ def _meta_batch(design: Design, mesh: Mesh, b: int) -> MicroBatch:
     return named_batch(arrays, torch.arange(b))
 
 
-def sample_layers(layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], str]) -> tuple[int, ...]:
+def sample_layers(
+    layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], object]
+) -> tuple[int, ...]:
     """The first two groups of layers that are alike: of one kind, with the same recomputation.
 
     >>> sample_layers(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"), lambda layer: "layer")
@@ -325,7 +328,7 @@ def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
     """What makes a pipeline rank differ from another in what it computes."""
     last, settings = len(pipeline.stages) - 1, design.config.recompute
     groups = [recompute_groups(pipeline.layers[stage], settings) for stage in pipeline.stages_of(pp)]
-    kinds = lambda group: (group.granularity, tuple(map(design.facts.layer_kind, group.layers)))
+    kinds = lambda group: (group.granularity, tuple(map(design.facts.design_of, group.layers)))
     return tuple(
         (stage == 0, stage == last, tuple(map(kinds, of_stage)))
         for stage, of_stage in zip(pipeline.stages_of(pp), groups)
@@ -356,6 +359,7 @@ def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[st
     given = None
     if not stage.first:
         given = torch.empty(wire, dtype=design.dtype, device="meta", requires_grad=True)
+    map_buffers(stage, lambda buffer: buffer.to("meta"))
     out = stage.eval()(given, batch)
     out, sums = out if isinstance(out, tuple) else (out, {})
     minimised = [name for name, weight in sums_of(recipe_of(config), config).items() if weight]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which linear layers make their products in another way: `--linear PATTERN=KIND`. Needs no torch.
+
+A pattern, as of a shell, is compared with the layer's name in the whole model, `blocks.3.mlp.up`, and with every end of
+it behind a dot: `mlp.*` is `mlp.up` and `mlp.down` of all blocks, `blocks.[01].*` all of two blocks. Of several that match
+a layer the last one counts. A kind is a row of `Recipe.linears`, or `plain`.
+
+    >>> chosen("mlp.*=mask, blocks.0.*=plain", 1, ["attention.qkv", "mlp.up", "mlp.down"])
+    (('mlp.up', 'mask'), ('mlp.down', 'mask'))
+    >>> chosen("mlp.*=mask, blocks.0.*=plain", 0, ["attention.qkv", "mlp.up", "mlp.down"])
+    ()
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import NamedTuple
+
+from megatron.errors import SettingsError, did_you_mean
+from megatron.model.weights import Table, add_prefix
+from megatron.settings.effects import Needs
+from megatron.settings.schema import Model
+
+PLAIN = "plain"
+WEIGHT = ".weight"
+
+Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
+
+
+class LinearChoice(NamedTuple):
+    """A part of --linear."""
+
+    pattern: str
+    kind: str
+
+    def matches(self, name: str) -> bool:
+        """Whether it says something of the layer of this name, `blocks.3.mlp.up`."""
+        parts = name.split(".")
+        return any(fnmatchcase(".".join(parts[start:]), self.pattern) for start in range(len(parts)))
+
+
+@lru_cache(maxsize=64)
+def choices(text: str) -> tuple[LinearChoice, ...]:
+    """The parts of --linear. Raises SettingsError for one that says no pattern or no kind."""
+    found = []
+    for part in text.replace(",", " ").split():
+        pattern, _, kind = part.rpartition("=")
+        if not pattern or not kind:
+            raise SettingsError(f"--linear {text}: '{part}' is not PATTERN=KIND, such as mlp.*=mask")
+        found.append(LinearChoice(pattern, kind))
+    return tuple(found)
+
+
+def chosen(text: str | None, layer: int, names: Iterable[str]) -> Chosen:
+    """(name, kind) of the linear layers `names` of a block that --linear picks; text: what it says."""
+    return _chosen(text, layer, tuple(names)) if text else ()
+
+
+@lru_cache(maxsize=4096)
+def _chosen(text: str, layer: int, names: tuple[str, ...]) -> Chosen:
+    found = []
+    for name in names:
+        kinds = [PLAIN, *(choice.kind for choice in choices(text) if choice.matches(f"blocks.{layer}.{name}"))]
+        if kinds[-1] != PLAIN:
+            found.append((name, kinds[-1]))
+    return tuple(found)
+
+
+def linear_layers(table: Table) -> list[str]:
+    """The linear layers of a block's table of weights."""
+    return [name.removesuffix(WEIGHT) for name, placed in table.items() if name.endswith(WEIGHT) and placed.matrices]
+
+
+def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:
+    """`chosen` of a block with this table."""
+    return chosen(settings.linear, layer, linear_layers(table))
+
+
+def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
+    """A block's table with the weights that kinds bring, each beside its layer's."""
+    for name, kind in picked:
+        own = settings.own_linears[kind].own_weights(settings, table[name + WEIGHT])
+        table = {**table, **add_prefix(name, own)}
+    return table
+
+
+def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
+    """What is wrong with --linear. tables: gives the weights of each block, by its number."""
+    if settings.linear is None:
+        return []
+    try:
+        parts = choices(settings.linear)
+    except SettingsError as error:
+        return [error.what]
+    kinds = [PLAIN, *settings.own_linears]
+    unknown = dict.fromkeys(choice.kind for choice in parts if choice.kind not in kinds)
+    if unknown or not parts:
+        return [
+            f"--linear {settings.linear}: '{name}' is no kind of linear layer{did_you_mean(name, kinds)}; "
+            f"--model-type {settings.model_type} has {', '.join(kinds)} (Recipe.linears: docs/extending.md)"
+            for name in unknown or [""]
+        ]
+    names = {f"blocks.{layer}.{name}": name for layer, table in tables().items() for name in linear_layers(table)}
+    return [
+        f"--linear {settings.linear}: '{choice.pattern}' is no linear layer of this model; each block has "
+        f"{', '.join(dict.fromkeys(names.values()))}"
+        for choice in parts
+        if not any(map(choice.matches, names))
+    ]
+
+
+def idle_of(settings: Model) -> dict[str, Needs]:
+    """Setting of a kind -> what it needs for an effect: that --linear names the kind."""
+    users: dict[str, list[str]] = {}
+    for kind, product in settings.own_linears.items():
+        for one in fields(product.group) if product.group else ():
+            users.setdefault(one.name, []).append(kind)
+    named = {choice.kind for choice in choices(settings.linear or "")}
+    return {
+        name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
+        for name, kinds in users.items()
+    }
