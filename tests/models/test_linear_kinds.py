@@ -133,6 +133,11 @@ class Kind(NamedTuple):
 KINDS = {
     "mask": Kind(own_mask.recipe, "--linear mlp.*=mask", dict(linear=masked)),
     "lora": Kind(own_lora.recipe, "--linear attention.qkv=lora,mlp.down=lora", dict(linear=with_pair, more=pairs)),
+    "lora over a frozen base": Kind(
+        own_lora.recipe,
+        "--linear attention.qkv=lora,mlp.down=lora --train-only *.lora_*",
+        dict(linear=with_pair, more=pairs, trains=lambda name: ".lora_" in name),
+    ),
     "fp8": Kind(own_fp8.recipe, "--linear *=fp8,blocks.1.*=plain", dict(linear=in_fp8), dict(rel=1e-5, step=1e-4)),
 }
 

@@ -88,6 +88,7 @@ class Job:
     linear: Optional[Callable] = None  # (weights, name of a layer, x) -> its output, instead of x W^T + b
     more: Callable[[int], dict[str, torch.Tensor]] = lambda seed: {}  # seed -> further initial weights, which decay
     word_rate: Optional[Callable[[int], float]] = None  # the rate of the table of words, if it has its own
+    trains: Callable[[str], bool] = lambda name: True  # whether a weight is trained; the others are frozen
 
 
 @dataclass
@@ -207,13 +208,14 @@ def train(job: Job) -> Outcome:
             step |= dict(grad_norm=None, loss_scale=scale.value)
         else:
             loss, gradients, overflow = backward(weights, samples, scale.value, job)
+            gradients = {name: gradient for name, gradient in gradients.items() if job.trains(name)}
             norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
             skipped = overflow or stands_out(loss, norm, recent, job.spike_threshold)
             scale.update(overflow)
             step |= {"lm loss": loss, "grad_norm": None if overflow else norm, "loss_scale": scale.value}
             if not skipped:
-                for name, values in weights.items():
-                    values.grad = gradients[name] * (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0)
+                for name, gradient in gradients.items():  # AdamW leaves weights without a gradient as they are
+                    weights[name].grad = gradient * (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0)
                 own = job.word_rate(trained) if job.word_rate else rate
                 for group, *wanted in zip(adam.param_groups, (rate, rate, own), (decay, 0.0, decay), strict=True):
                     group.update(zip(("lr", "weight_decay"), wanted, strict=True))
@@ -229,7 +231,7 @@ def train(job: Job) -> Outcome:
     if job.eval_interval:
         evaluation("validation", consumed_valid)
         evaluation("test", 0)
-    return Outcome(steps, evals, named(weights, adam, job.moments), trained, consumed_valid, updates)
+    return Outcome(steps, evals, named(weights, adam, job), trained, consumed_valid, updates)
 
 
 def new_adam(weights: dict[str, torch.Tensor], job: Job) -> torch.optim.Optimizer:
@@ -296,11 +298,11 @@ def mean_loss(weights, split: str, start: int, job: Job) -> float:
     return losses[counts].mean().item()
 
 
-def named(weights, adam: torch.optim.Optimizer, moments: Sequence[str]) -> dict[str, torch.Tensor]:
+def named(weights, adam: torch.optim.Optimizer, job: Job) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's moments, as a checkpoint names them."""
     found = {name: values.detach() for name, values in weights.items()}
-    for moment in moments:
-        for name, values in weights.items():
+    for moment in job.moments:
+        for name, values in ((name, weights[name]) for name in weights if job.trains(name)):
             found[f"optimizer.{moment}.{name}"] = adam.state[values].get(moment, torch.zeros_like(values))
     return found
 
