@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare replicas: ranks that hold the same parameter have to hold the same bits.
 
-Replicas never exchange parameters: they stay equal because each makes the same update. A broken reduction, a flipped bit
-or arithmetic that is not repeatable makes them drift apart without a word, and what is trained is then no model at all.
-A checksum of each parameter, compared along the axes over which it is replicated, costs one small message an axis.
+Replicas never exchange parameters: they stay equal because each applies the same update. A broken reduction, a flipped
+bit or non-deterministic arithmetic makes them drift apart silently, and the training is then worthless. The check
+compares a checksum of each parameter along the axes over which it is replicated: one small message per axis.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Copy(NamedTuple):
-    """Something that other ranks hold too."""
+    """A tensor that other ranks hold too."""
 
     name: str
     values: torch.Tensor
@@ -31,15 +31,15 @@ class Copy(NamedTuple):
 
 
 def check_replicas(optimizer: DistributedOptimizer, iteration: int) -> None:
-    """Compare parameters and main weights with those of other ranks; all ranks together, between two steps.
+    """Compare parameters and main weights with those of other ranks. All ranks call it, between two steps.
 
     Raises NumericsError, on every rank, that names each tensor that differs and the ranks whose bits are in the minority.
     """
     mesh = optimizer.mesh
     with torch.no_grad(), optimizer.gathered_parameters():
-        found = checksums(optimizer)
+        sums = checksums(optimizer)
     different = [
-        text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in found if axis in axes])
+        text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in sums if axis in axes])
     ]
     bad = torch.tensor([float(bool(different))], device=optimizer.device)
     if not collectives.all_reduce(bad, mesh.world, "max").item():
@@ -49,20 +49,18 @@ def check_replicas(optimizer: DistributedOptimizer, iteration: int) -> None:
     raise NumericsError(
         f"iteration {iteration}: ranks that hold the same parameters hold different bits",
         "\n  ".join(lines[:8] + more),
-        "go back to a checkpoint from before (--ckpt-step); then look at the hardware of the ranks "
-        "named, and at the last change of the code",
+        "go back to an earlier checkpoint (--ckpt-step); then check the hardware of these ranks, "
+        "and the last change of the code",
     )
 
 
 def checksums(optimizer: DistributedOptimizer) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
-    """(name, axes, checksum) of what this rank holds together with others; checksums on the device, from which they
-    are sent, also those of state in the memory of the host.
-    """
+    """(name, axes, checksum) of each tensor that other ranks hold too. Checksums are on the device, to be sent."""
     return [(copy.name, copy.axes, checksum(copy.values).to(optimizer.device)) for copy in copies(optimizer)]
 
 
 def copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
-    """What this rank holds together with others: parameters as the model uses them, and shards of main weights."""
+    """The tensors that other ranks hold too: parameters as the model uses them, and shards of main weights."""
     for unit in optimizer.units if optimizer.weights.keep else ():
         for slot in unit.slots:
             yield Copy(slot.name, slot.parameter, (*unit.axes, *_shared(slot.placement)))
@@ -74,13 +72,13 @@ def copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
 
 
 def _shared(placement: Placement) -> tuple[str, ...]:
-    """The axes over which ranks hold equal pieces, data parallel ones apart."""
+    """The axes over which ranks hold equal pieces, without the data parallel axes."""
     shared = {"tp", *placement.partial} - set(placement.cut)
     return tuple(axis for axis in ("tp", "tied") if axis in shared)
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
-    """A 64-bit sum over the bits of a tensor, each word times an odd number of its own, so that order counts."""
+    """A 64-bit checksum of a tensor's bits: each word times an odd number of its own, so that the order counts."""
     words = values.reshape(-1).view(WORDS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for at, part in enumerate(words.split(1 << 22)):  # a few int64 copies of a part, not of the whole
@@ -91,18 +89,18 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _compare(mesh: Mesh, name: str, found: list[tuple[str, torch.Tensor]]) -> list[str]:
+def _compare(mesh: Mesh, name: str, own: list[tuple[str, torch.Tensor]]) -> list[str]:
     """A line for each tensor whose checksum is not the same on all ranks of an axis."""
     axis = getattr(mesh, name)
-    if axis.size == 1 or not found:
+    if axis.size == 1 or not own:
         return []
-    sums = collectives.all_gather(torch.stack([total for _, total in found]).unsqueeze(0), axis).tolist()
+    sums = collectives.all_gather(torch.stack([total for _, total in own]).unsqueeze(0), axis).tolist()
     lines = []
-    for (tensor, _), seen in zip(found, zip(*sums)):
+    for (tensor, _), seen in zip(own, zip(*sums)):
         if len(set(seen)) > 1:
             (usual, votes), *_ = Counter(seen).most_common()
             odd = [rank for rank, value in zip(axis.ranks, seen) if value != usual]
-            # Of two ranks nobody can say which is wrong.
+            # Without a majority, any of the ranks may be wrong.
             ranks = odd if 2 * votes > len(seen) else axis.ranks
             against = f"differs on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
             lines.append(f"{tensor} {against} of {', '.join(map(str, axis.ranks))} ({name})")

@@ -7,7 +7,7 @@ from typing import Optional
 
 from megatron.checkpoint.folder import checkpoints
 from megatron.errors import Interrupted, NumericsError, Preempted
-from megatron.guard.command import last_checkpoint, that_goes_on
+from megatron.guard.resume_command import last_checkpoint, resume_command
 from megatron.guard.stopping import Stop
 from megatron.guard.watch import StepVerdict
 from megatron.optimizer.lr_schedule import learning_rate
@@ -99,7 +99,7 @@ def _what_remains(run: Run) -> tuple[str, Optional[str]]:
     last = last_checkpoint(checkpoint)
     if last is None:
         return f"no checkpoint was saved in {checkpoint.save} yet", None
-    return f"the last checkpoint: {last}", f"to go on: {that_goes_on(checkpoint)}"
+    return f"the last checkpoint: {last}", f"to go on: {resume_command(checkpoint)}"
 
 
 def interruptible(run: Run) -> AbstractContextManager:
