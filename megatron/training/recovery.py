@@ -78,7 +78,7 @@ def stop_early(run: Run, stop: Stop) -> None:
     if run.checkpoint_manager:
         run.checkpoint_manager.wait()  # until the checkpoint is durable
     run.metrics.log_rest()
-    run.metrics.tell_mean_throughput(run.state.iteration)
+    run.metrics.log_mean_throughput(run.state.iteration)
     run.metrics.log(f"stopping at iteration {run.state.iteration}: {stop.why}")
     if stop.preempted:
         kind = Interrupted if stop.interrupted else Preempted
