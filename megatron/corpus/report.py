@@ -30,7 +30,7 @@ def make_page(plan: CorpusPlan, output: Path) -> str:
     tokens = tokens_of(plan, counts)
     rate = tokens / funnel[-1]["bytes"] if tokens and funnel[-1]["bytes"] else None
     samples = read_samples(plan, output)
-    done = sum(found["tasks"] for found in counts.values())
+    done = sum(totals["tasks"] for totals in counts.values())
     total = sum(len(folders) for folders in plan.phases.values())
     state = "complete" if done == total else f"{done} of {total} tasks are done"
     sections = [
@@ -118,7 +118,7 @@ def _tiles(funnel: list[dict], tokens: Optional[int], counts: dict) -> list[tupl
     first, last = funnel[0], funnel[-1]
     more = sum(row["more"] for row in funnel)
     cut = f"; {more:,} of them made by cutting others" if more else ""
-    seconds = sum(found["seconds"] for found in counts.values())
+    seconds = sum(totals["seconds"] for totals in counts.values())
     tiles = [
         (f"{first['documents']:,}", "documents read", f"{first['bytes'] / 1e6:,.1f} MB of text"),
         (f"{last['documents']:,}", "documents in the corpus", f"{last['bytes'] / 1e6:,.1f} MB of text{cut}"),
@@ -146,8 +146,8 @@ def _stages(funnel: list[dict], rate: Optional[float]) -> Grid:
 
 def _times(counts: dict, read: int) -> Grid:
     rows = [
-        [name, f"{found['tasks']:,}", f"{found['seconds']:,.1f}", f"{read / 1e6 / max(found['seconds'], 1e-3):,.1f}"]
-        for name, found in counts.items()
+        [name, f"{totals['tasks']:,}", f"{totals['seconds']:,.1f}", f"{read / 1e6 / max(totals['seconds'], 1e-3):,.1f}"]
+        for name, totals in counts.items()
     ]
     return Grid("", ["phase", "tasks done", "seconds of a core", "MB of input a second"], rows)
 
@@ -165,14 +165,14 @@ def _rules(funnel: list[dict], rate: Optional[float]) -> Grid:
 
 
 def _cuts(counts: dict) -> Grid:
-    cut = [(name, found) for name, found in counts.items() if found.get("cut")]
+    cut = [(name, totals) for name, totals in counts.items() if totals.get("cut")]
     names = ("cut", "passages", "bytes_cut", "pieces")
-    rows = [[name, *(f"{found[n]:,}" if n in found else "" for n in names)] for name, found in cut]
-    return Grid("Cut", ["stage", "documents", "passages", "bytes", "documents made of them"], rows)
+    rows = [[name, *(f"{totals[n]:,}" if n in totals else "" for n in names)] for name, totals in cut]
+    return Grid("Cut", ["stage", "documents", "passages", "bytes", "resulting documents"], rows)
 
 
 def _changes(counts: dict) -> Grid:
-    rows = [[rule, f"{n:,}"] for found in counts.values() for rule, n in found.get("changed", {}).items()]
+    rows = [[rule, f"{n:,}"] for totals in counts.values() for rule, n in totals.get("changed", {}).items()]
     return Grid("Changed, and kept", ["rule", "documents"], rows)
 
 
@@ -187,8 +187,8 @@ def _set_aside(plan: CorpusPlan, counts: dict) -> Grid:
 def _examples(counts: dict) -> list[Grid]:
     """Examples in the counts of stages: lists of objects."""
     grids = []
-    for name, found in counts.items():
-        rows = found.get("examples")
+    for name, totals in counts.items():
+        rows = totals.get("examples")
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             head = list(dict.fromkeys(key for row in rows for key in row))
             cells = [[_short(row.get(key, "")) for key in head] for row in rows[:20]]
@@ -303,15 +303,15 @@ def _columns(series: dict[str, tuple[dict[str, int], str]], label: str) -> str:
 
 def _nature(counts: dict) -> list[tuple[str, str]]:
     """Lengths, languages and domains of the documents after the last filters."""
-    filtered = [found for found in counts.values() if found.get("lengths")]
+    filtered = [totals for totals in counts.values() if totals.get("lengths")]
     pictures = []
     if filtered:
         lengths = _columns({"documents": (filtered[-1]["lengths"], BLUE)}, "characters of a document, at least")
         pictures.append(("Lengths of documents after the last filters", lengths))
         if filtered[-1].get("domains"):
             pictures.append(("Commonest domains", _bars(filtered[-1]["domains"], GREEN, "documents")))
-    for found in counts.values():
-        for name, fates in found.get("figures", {}).items():
+    for totals in counts.values():
+        for name, fates in totals.get("figures", {}).items():
             if name.rpartition(".")[2] in ("language", "lang"):
                 together: dict[str, int] = {}
                 for one in fates.values():
@@ -324,8 +324,8 @@ def _nature(counts: dict) -> list[tuple[str, str]]:
 def _figures(counts: dict) -> list[tuple[str, str]]:
     """Histograms of the filters' figures, for kept and dropped documents."""
     pictures = []
-    for found in counts.values():
-        for name, fates in found.get("figures", {}).items():
+    for totals in counts.values():
+        for name, fates in totals.get("figures", {}).items():
             if all(_is_number(bucket) for one in fates.values() for bucket in one) and len(pictures) < HISTOGRAMS:
                 series = {
                     fate: (fates[fate], colour) for fate, colour in ((KEPT, BLUE), ("dropped", RED)) if fate in fates
@@ -338,8 +338,8 @@ def _figures(counts: dict) -> list[tuple[str, str]]:
 def _histograms(counts: dict) -> list[tuple[str, str]]:
     """Histograms of other stages: similarities, sizes of groups."""
     pictures = []
-    for phase, found in counts.items():
-        for name, entry in found.items():
+    for phase, totals in counts.items():
+        for name, entry in totals.items():
             if name in ("lengths", "figures", "dropped", "changed", "domains", "rejected", "damaged"):
                 continue
             if isinstance(entry, dict) and any(entry.values()) and all(_is_number(bucket) for bucket in entry):

@@ -157,7 +157,7 @@ def parse(text: str) -> tuple[tuple[Frame, ...], ...]:
 
 
 def explain(ranks: Sequence[Standstill]) -> list[str]:
-    """A line for each group of ranks in the same state. Those that wait for nobody come first: they are the cause."""
+    """A line for each group of ranks in the same state. Those that do not wait come first: they are the cause."""
     groups: dict[tuple, list[Standstill]] = defaultdict(list)
     for rank in ranks:
         stopped = rank.state if rank.state in STATES else ""

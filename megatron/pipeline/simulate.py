@@ -187,7 +187,7 @@ def bubble_of(times: Times, ranks: int) -> float:
 
 
 def live_activations(ops: list[Op]) -> int:
-    """The most (micro, chunk) activations a rank holds at once: from F to B, or to W; evaluation keeps none."""
+    """Peak number of (micro, chunk) activations of a rank: held from F to B, or to W; evaluation keeps none."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     if {op.kind for op in ops} <= {"F"}:
         return 0
