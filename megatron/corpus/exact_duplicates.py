@@ -134,8 +134,8 @@ def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
     first, end = partition_of_keys(options["partition"], options["of_partitions"])
     matches = []
     for low, high in fitting_ranges(reader.count, first, end, max(1, options["memory"] // RECORD)):
-        whose, columns = reader.read(low, high)
-        documents = numbering.starts[whose] + columns["rows"]
+        owners, columns = reader.read(low, high)
+        documents = numbering.starts[owners] + columns["rows"]
         order = np.lexsort((documents, columns["checks"], columns["keys"]))
         keys, checks, documents = columns["keys"][order], columns["checks"][order], documents[order]
         again = np.zeros(len(order), bool)

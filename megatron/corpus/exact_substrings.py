@@ -115,11 +115,11 @@ def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
     first, end = partition_of_keys(options["partition"], options["of_partitions"])
     repeated = [np.zeros((2, 0), np.int64)]
     for low, high in fitting_ranges(reader.count, first, end, max(1, options["memory"] // RECORD)):
-        whose, columns = reader.read(low, high)
+        owners, columns = reader.read(low, high)
         keys, places = columns["keys"], columns["places"].astype(np.int64)
-        order = np.lexsort((places, whose, keys))
+        order = np.lexsort((places, owners, keys))
         again = order[1:][keys[order[1:]] == keys[order[:-1]]]
-        repeated.append(np.stack([whose[again], places[again]]))
+        repeated.append(np.stack([owners[again], places[again]]))
     pairs = np.concatenate(repeated, 1)
     pairs = pairs[:, np.lexsort((pairs[1], pairs[0]))]
     np.save(output / "repeats.npy", pairs)

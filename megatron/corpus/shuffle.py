@@ -39,7 +39,7 @@ RECORD = struct.Struct("<QQQ")  # key, place, bytes of the line
 MOST_SCATTERS = 1024  # tasks of `scatter`: each task of `gather` opens the files of all of them
 OVERHEAD = 256  # bytes that Python needs for a record in addition to its line
 PIECES, INDEX = "pieces.zst", "index.bin"
-PARTITION, OFFSET, STORED, SIZE, RECORDS = COLUMNS = range(5)  # of an index, whose rows are sorted by their partition
+PARTITION, OFFSET, STORED, SIZE, RECORDS = COLUMNS = range(5)  # of an index, sorted by partition
 
 
 @dataclass(frozen=True)

@@ -92,5 +92,5 @@ def _advice(config: Optional[Config]) -> str:
     saved = config and last_checkpoint(config.checkpoint)
     last = f"the last checkpoint is {saved}; " if saved else ""
     if "megatron.tools.supervise" in job_command():
-        return f"{last}the supervisor says what the other ranks were doing"
+        return f"{last}the supervisor reports what the other ranks were doing"
     return f"{last}under python -m megatron.tools.supervise the rank to blame and its stack are named"

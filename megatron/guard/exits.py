@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Action(enum.Enum):
-    """What to do next."""
+    """The next action of a supervisor."""
 
     DONE = "done"
     STOP = "stop"

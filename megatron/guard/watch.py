@@ -30,7 +30,7 @@ IN_A_ROW = 10  # consecutive skipped steps after which skipping no longer helps
 
 
 class StepVerdict(enum.Enum):
-    """What happens to a step's update."""
+    """The decision on a step's update."""
 
     UPDATE = "update"
     SKIP = "skip"

@@ -35,7 +35,7 @@ from megatron.telemetry.run_record import LOSS, History, own_sums
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, INK, SOFT)
 DASHES = ("-", "--", ":", "-.")  # where there are more runs than colours
 ALWAYS = ("code commit", "--seed")  # listed even where they are the same
-LAST = 20  # steps whose mean is a run's final training loss
+LAST = 20  # steps in the mean that is the final training loss of a run
 PLACES = (  # settings of paths and names, which do not affect training
     *("--save", "--load", "--metrics-file", "--log-file", "--tensorboard-dir", "--wandb-project", "--wandb-exp-name"),
     *("--heartbeat-dir", "--profile-dir", "--save-copy", "--save-mirror", "--kill-switch-file"),

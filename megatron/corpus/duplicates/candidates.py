@@ -94,6 +94,6 @@ def merged(files: list[Path], first: int, end: int, most: int) -> Iterator[np.nd
 
 
 def between_pairs(pairs: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Of sorted pairs, those whose first document is in [first, end)."""
+    """The part of sorted pairs with first documents in [first, end)."""
     start, stop = np.searchsorted(pairs[:, 0], [first, end])
     return pairs[start:stop]

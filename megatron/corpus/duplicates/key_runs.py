@@ -52,7 +52,7 @@ class RunReader:
     def read(self, first: int, last: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(folder of each record, columns) of these records, in the order of the folders."""
         parts = list(self._parts(first, last))
-        whose = np.repeat([number for number, _, _ in parts], [stop - start for _, start, stop in parts])
+        owners = np.repeat([number for number, _, _ in parts], [stop - start for _, start, stop in parts])
         columns = self.facts[0]["columns"] if self.facts else {KEY: "<u8"}
         values = {
             name: np.concatenate(
@@ -60,7 +60,7 @@ class RunReader:
             )
             for name, kind in columns.items()
         }
-        return whose.astype(np.int64), values
+        return owners.astype(np.int64), values
 
     def _parts(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """(folder, first record, end) of each run that has records in the range."""

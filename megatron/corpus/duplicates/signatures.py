@@ -151,11 +151,11 @@ def write_fingerprints(shard: Path, folder: Path, how: Signing, text_key: str = 
             size += int(lengths.sum())
     rows = np.flatnonzero(np.concatenate(full)) if full else np.zeros(0, np.int64)
     signatures = _mapped(folder / "signatures.bin", "<u4", (documents, how.numbers))
-    with open(folder / "keys.bin", "wb") as keys, open(folder / "rows.bin", "wb") as whose:
+    with open(folder / "keys.bin", "wb") as keys, open(folder / "rows.bin", "wb") as owners:
         for key in band_keys(signatures[rows], how):
             order = np.argsort(key, kind="stable")
             keys.write(key[order].astype("<u8", copy=False))
-            whose.write(rows[order].astype("<u4"))
+            owners.write(rows[order].astype("<u4"))
     write_facts(folder, dict(documents=documents, signed=len(rows), bytes=size, signing=how.facts()))
     return dict(documents=documents, signed=len(rows), without_text=unreadable, bytes=size)
 
