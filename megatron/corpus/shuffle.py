@@ -145,7 +145,7 @@ def key_of(seed: int, place: int) -> int:
     return xxhash.xxh3_64_intdigest(place.to_bytes(8, "little"), seed % 2**64)
 
 
-def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int, partitions: int, memory: int) -> int:
+def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int, partitions: int, memory: int) -> None:
     """Write the file of pieces, and its index, for lines as (place, line)."""
     import zstandard
 
