@@ -22,8 +22,9 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
     "telemetry",
     "fused_kernels tokenizer",
     "mpu",
+    "pipeline",
     "model checkpoint",
-    "pipeline data optimizer",
+    "data optimizer",
     "guard inference corpus",
     "training",
     "planner tasks",
@@ -36,10 +37,10 @@ PURE = (  # what settings are checked and launches are planned with: no torch
     "mpu.placement fused_kernels.cpu model.recompute_plan model.facts model.weights model.recipe "
     "model.gpt.facts model.gpt.rules model.t5.facts model.t5.settings model.t5.rules model.balance model.bert.facts "
     "model.bert.settings model.bert.rules "
-    "model.sample_arrays pipeline.encoder_decoder data.mock_masked pipeline.rules data.rules optimizer.rules "
+    "model.sample_arrays model.t5.stages data.mock_masked pipeline.rules data.rules optimizer.rules "
     "optimizer.kinds training.rules "
     "checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
-    "pipeline.own_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
+    "pipeline.custom_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
     "inference.sampling data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace "
     "data.blend data.masked_settings data.task_words data.mt19937 data.sentence_samples data.masking "
     "data.manifest data.formats data.paddle planner.layout planner.memory planner.speed "

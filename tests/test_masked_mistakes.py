@@ -71,7 +71,7 @@ USAGE = [  # exit code 2
 ]
 SETTINGS = [  # exit code 3
     ("generate", f"{FILL} --pipeline-model-parallel-size 2", "pipeline 2 = 2 ranks, and this job has 1"),
-    ("t5", f"{RUN} {MOCK}", "--encoder-num-layers is missing: how many layers the encoder has"),
+    ("t5", f"{RUN} {MOCK}", "--encoder-num-layers is missing: the number of layers of the encoder"),
     ("t5", f"--encoder-num-layers 2 --decoder-num-layers 0 {RUN} {MOCK}", "has layers of both kinds|pretrain_bert.py"),
     ("t5", f"{T5} --num-layers 3", "--num-layers 3 and --encoder-num-layers 2 are two numbers of encoder layers"),
     ("t5", f"{T5} --decoder-seq-length 0", "--decoder-seq-length 0 must be at least 1"),
@@ -91,14 +91,14 @@ SETTINGS = [  # exit code 3
     (
         "t5",
         f"{T5} --pipeline-model-parallel-split-rank 1 --encoder-pipeline-model-parallel-size 1 {TWO}",
-        "say the same thing in two ways",
+        "set the same thing in two ways",
     ),
     (
         "t5",
         f"{T5} --encoder-pipeline-model-parallel-size 3 --dry-run --world-size 4",
         "gives 3 ranks to 2 encoder layers",
     ),
-    ("t5", f"{T5} --pipeline-model-parallel-split-rank 1 --pipeline-stage-layers 1,3 {TWO}", "both say which layers"),
+    ("t5", f"{T5} --pipeline-model-parallel-split-rank 1 --pipeline-stage-layers 1,3 {TWO}", "both set the layers"),
     ("t5", f"{T5} --pipeline-model-parallel-size 8 --dry-run --world-size 8", "are fewer than the 8 stages"),
     ("t5", f"{T5} --context-parallel-size 2 --dry-run --world-size 2", "needs whole sequences on each rank"),
     ("t5", f"{T5} --eval-requests r.jsonl", "a model of type T5 does not continue texts"),

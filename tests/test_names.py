@@ -14,7 +14,6 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/model/gpt/*": "the model itself",
     "megatron/model/bert/*": "made of its attention, its rules and its facts",
     "megatron/model/t5/*": "made of its attention, its rules and its facts",
-    "megatron/pipeline/encoder_decoder.py": "the command that trains a model without encoder",
     "megatron/model/recipe.py": "the table of model types",
     "megatron/settings/dialects/*": "other suites' words",
     "megatron/settings/presets.py": "published shapes",

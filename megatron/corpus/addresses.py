@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a web address: it is on a list of bad ones, has 8 letters or fewer, or is none.
+"""Rules for web addresses: listed ones, those with at most 8 letters, and malformed ones are left out.
 
-A list is a text file, packed or not, an entry a line, with comments behind #:
+A list is a text file, compressed or not, with one entry per line and comments after #:
 
     name             any registered domain of this name, under any public suffix: imgur.com, imgur.io
-    name.com         this domain with all below it
-    name.com/page    this page with all below it; http(s):// and www. before it do not count
-    .ext             an address whose path or query ends so
+    name.com         this domain and its subdomains
+    name.com/page    this page and all pages below it; http(s):// and www. before it do not count
+    .ext             an address with this end of its path or query
 """
 
 import re
@@ -19,8 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 from megatron.corpus.lines import lines
 from megatron.errors import DataError, SettingsError
 
-LONGEST = 8192  # bytes of an address: browsers and servers take no longer ones
-SHORTEST = 9  # "http://a." is no address yet
+LONGEST = 8192  # bytes of an address: browsers and servers accept no longer ones
+SHORTEST = 9  # "http://a." is too short
 ADDRESS = re.compile(
     r"https?://"
     r"(?:(?:[\w](?:[\w-]{0,61}[\w])?\.)+(?:[^\W\d_]{2,63}|xn--[a-z0-9-]{1,59})\.?"  # labels, the last one of letters
@@ -34,7 +34,7 @@ _SCHEME = re.compile(r"(?:https?:)?//", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class AddressLists:
-    """The entries of lists: names without a dot, domains, pages ("host/path"), endings."""
+    """Entries of lists by kind: names without a dot, domains, pages ("host/path"), endings."""
 
     names: frozenset[str]
     domains: frozenset[str]
@@ -54,7 +54,7 @@ def read_lists(paths: Iterable[str | Path]) -> AddressLists:
     entries.pop("", None)
     pages = set()
     for entry in (entry for entry in entries if "/" in entry):
-        with suppress(ValueError):  # a host that cannot be: no address that stays has it
+        with suppress(ValueError):  # an impossible host: no valid address has it
             parts = urlsplit(f"//{_SCHEME.sub('', entry, count=1)}")
             pages |= {_page_and_query(parts)} if parts.hostname else set()
     words = [entry.lower() for entry in entries if "/" not in entry]
@@ -68,7 +68,7 @@ def read_lists(paths: Iterable[str | Path]) -> AddressLists:
 
 
 class AddressRules:
-    """Says why an address is left out: listed_domain, listed_page, listed_ending, short or malformed; "" where it stays."""
+    """The reason to leave an address out: listed_domain, listed_page, listed_ending, short or malformed; "" to keep it."""
 
     def __init__(self, listed: AddressLists):
         self.listed = listed
@@ -80,7 +80,7 @@ class AddressRules:
         try:
             parts = urlsplit(address)
             host = (parts.hostname or "").rstrip(".")
-        except ValueError:  # brackets of an IPv6 address that do not close
+        except ValueError:  # unclosed brackets of an IPv6 address
             return "short" if len(address) < SHORTEST else "malformed"
         if host and (is_below(host, self.listed.domains) or self._of_a_name(host)):
             return "listed_domain"
@@ -95,10 +95,9 @@ class AddressRules:
     def _of_a_name(self, host: str) -> bool:
         if not self._public:
             return False
-        found = self._public(
-            f"http://{host}", fail_silently=True, as_object=True, search_private=False
-        )  # private suffixes (github.io) are registered domains of somebody, too
-        return found is not None and found.domain in self.listed.names
+        # Private suffixes (github.io) are registered domains too.
+        parsed = self._public(f"http://{host}", fail_silently=True, as_object=True, search_private=False)
+        return parsed is not None and parsed.domain in self.listed.names
 
     def _is_page(self, parts: SplitResult) -> bool:
         page = _page_and_query(parts)
@@ -121,7 +120,7 @@ def is_below(host: str, domains: Collection[str]) -> bool:
 
 
 def _page_and_query(parts: SplitResult) -> str:
-    """A page as lists and addresses have it in common: www.B.org:80/a/?x=1 is b.org/a?x=1."""
+    """A page in the normal form of lists and addresses: www.B.org:80/a/?x=1 is b.org/a?x=1."""
     host = (parts.hostname or "").rstrip(".").removeprefix("www.")
     return "/".join(filter(None, (host, parts.path.strip("/")))) + (f"?{parts.query}" if parts.query else "")
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a plan: which tasks can run now, which have failed how often, which are given up. Knows no runner.
+"""The state of a plan's tasks: ready, running, done, failed, or quarantined. Independent of the runner.
 
     agenda = Agenda(plan, output)
     while not agenda.over:
         task = agenda.take()              # None: wait for one that runs
         agenda.finish(execute(task, output))
 
-A task that fails is tried again behind the others; after MOST_ATTEMPTS it is set aside (quarantined) with its last reason,
-and what needs it is left undone. All else is done. A full disk is nobody's fault and ends the run at once.
+A failed task is tried again after the others. After MOST_ATTEMPTS it is quarantined with its last reason, and tasks that
+need it are not done; all others are. A full disk is no task's fault and ends the run immediately.
 """
 
 import errno
@@ -31,15 +31,15 @@ from megatron.storage.durable import replace_file
 
 MOST_ATTEMPTS = 4
 QUARANTINE = "quarantine"
-MANY = 2000  # receipts: more are read by several threads, for a file system of a cluster answers each of them late
+MANY = 2000  # receipts: more are read by several threads, because of the latency of network file systems
 READERS = 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What became of an attempt. reason: why it failed, None where it did not; storage: the disk did; what may pass
-    between machines is this, not the files."""
+    """The outcome of an attempt, which may come from another machine. reason: why it failed, or None; storage: the disk
+    failed."""
 
     folder: str
     reason: Optional[str] = None
@@ -49,7 +49,7 @@ class TaskOutcome:
 
 
 def execute(task: CorpusTask, output: Path) -> TaskOutcome:
-    """Run a task here, to its commit. Does not raise for what the task raises."""
+    """Run a task in this process, to its commit. Errors of the task are returned, not raised."""
     base = output / TASKS
 
     def fill(work: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def execute(task: CorpusTask, output: Path) -> TaskOutcome:
 
 
 def reason_of(error: BaseException) -> str:
-    """What to say of an attempt that failed: the message, and for a surprise the place."""
+    """The reason why an attempt failed: its message, and the line of code for an unexpected error."""
     if failure := explain(error):
         return " ".join(filter(None, (failure.what, failure.why)))
     calls = traceback.extract_tb(error.__traceback__)
@@ -80,12 +80,12 @@ def reason_of(error: BaseException) -> str:
 
 
 class Agenda:
-    """The state of a run in its driver's memory. What is done is known from the disk, and so is it after a kill."""
+    """The state of a run in its driver's memory. Finished tasks are known from the disk, also after a kill."""
 
     def __init__(
         self, plan: CorpusPlan, output: Path, only: Optional[Iterable[str]] = None, whole: bool = False
     ) -> None:
-        """only: folders of the tasks to do; default: all. whole: done is what has the right bytes, not only sizes."""
+        """only: folders of the tasks to do; default: all. whole: verify the bytes of finished tasks, not only sizes"""
         self.plan, self.output = plan, output
         wanted = set(plan.tasks if only is None else only)
         lists = {name for folder in wanted for name in plan.tasks[folder].needs if name in plan.lists}
@@ -93,13 +93,13 @@ class Agenda:
         self.done = folders_done(wanted | needed, output, whole)
         self.done_by_phase = Counter(map(_phase, self.done))
         for folder in wanted - self.done if whole else ():
-            discard(output / TASKS / folder)  # sizes alone would take it for good
+            discard(output / TASKS / folder)  # by its sizes it would pass later
         self.running: set[str] = set()
         self.failures: dict[str, list[str]] = {}
         self.quarantined: dict[str, str] = {}
         self.wanted = wanted
-        there = self.done | {name for name in lists if self.done.issuperset(plan.needs_of(name))}
-        self.waits = {name: set(plan.needs_of(name)) - there for name in (wanted | lists) - there}
+        available = self.done | {name for name in lists if self.done.issuperset(plan.needs_of(name))}
+        self.waits = {name: set(plan.needs_of(name)) - available for name in (wanted | lists) - available}
         self.feeds: dict[str, list[str]] = {}
         for folder in sorted(self.waits):
             for need in self.waits[folder]:
@@ -109,7 +109,7 @@ class Agenda:
         for path in (output / QUARANTINE).glob("*.json") if (output / QUARANTINE).is_dir() else ():
             phase, _, name = path.stem.rpartition("-")
             if f"{phase}/{name}" in self.waits:
-                path.unlink(missing_ok=True)  # it is tried again
+                path.unlink(missing_ok=True)  # it will be tried again
 
     @property
     def over(self) -> bool:
@@ -121,7 +121,7 @@ class Agenda:
         return len(self.wanted - self.done)
 
     def take(self) -> Optional[CorpusTask]:
-        """A task to be run now; None where all that can be is running."""
+        """The next task to run; None while all ready tasks are running."""
         if not self.ready:
             return None
         folder = self.ready.popleft()
@@ -129,12 +129,12 @@ class Agenda:
         return self.plan.tasks[folder]
 
     def finish(self, outcome: TaskOutcome) -> None:
-        """Take note of an attempt's end. Raises StorageError for a disk that is full or gone."""
+        """Record the end of an attempt. Raises StorageError for a disk that is full or gone."""
         self.running.discard(outcome.folder)
         if outcome.storage:
             raise StorageError(
                 f"{self.output}: cannot be written: {outcome.reason}",
-                "what is done stays done",
+                "finished tasks stay finished",
                 "free some space, then run the same command again",
             )
         if outcome.reason is None:
@@ -153,7 +153,7 @@ class Agenda:
         self.on_change(self)
 
     def _release(self, name: str) -> None:
-        """A task is done, or all that a list names: what waited for nothing else can run."""
+        """Make tasks ready that only waited for this task, or for this list of tasks."""
         for waiting in self.feeds.get(name, ()):
             self.waits[waiting].discard(name)
             if self.waits[waiting] or waiting in self.done:
@@ -164,19 +164,20 @@ class Agenda:
                 self.ready.append(waiting)
 
     def blocked(self) -> list[str]:
-        """Tasks that are not done because one that they need is not."""
+        """Tasks that cannot run because a task that they need is not done."""
         return sorted(self.wanted - self.done - self.quarantined.keys() - self.running - set(self.ready))
 
 
 def folders_done(folders: Collection[str], output: Path, whole: bool = False) -> set[str]:
-    """Those of the tasks that are done: phases are listed once, and receipts that are there are read several at a time."""
+    """The finished tasks among these. Each phase is listed once, and existing receipts are read several at a time."""
     listed = {phase: _names_in(output / TASKS / phase) for phase in set(map(_phase, folders))}
-    there = [folder for folder in folders if folder.partition("/")[2] in listed[_phase(folder)]]
-    look = lambda folder: read_receipt(output / TASKS / folder, whole) is not None
-    if len(there) < MANY:
-        return {folder for folder in there if look(folder)}
+    existing = [folder for folder in folders if folder.partition("/")[2] in listed[_phase(folder)]]
+    is_done = lambda folder: read_receipt(output / TASKS / folder, whole) is not None
+    if len(existing) < MANY:
+        return {folder for folder in existing if is_done(folder)}
     with ThreadPoolExecutor(READERS) as pool:
-        return {folder for folder, done in zip(there, pool.map(look, there, chunksize=64), strict=True) if done}
+        answers = pool.map(is_done, existing, chunksize=64)
+        return {folder for folder, done in zip(existing, answers, strict=True) if done}
 
 
 def _names_in(folder: Path) -> set[str]:
@@ -194,7 +195,7 @@ def _phase(folder: str) -> str:
 
 
 def write_quarantine(output: Path, task: CorpusTask, reasons: list[str]) -> None:
-    """Say on the disk that a task is given up, where other processes read it."""
+    """Write a file for a quarantined task, which other processes read."""
     path = _quarantine_file(output, task.folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = dict(task=task.folder, about=task.about, inputs=list(task.inputs), reasons=reasons)
@@ -202,15 +203,15 @@ def write_quarantine(output: Path, task: CorpusTask, reasons: list[str]) -> None
 
 
 def read_quarantine(output: Path, plan: CorpusPlan) -> dict[str, str]:
-    """Folder -> reason of the tasks of the plan that are given up and not done."""
-    found = {}
+    """Folder -> reason of the plan's quarantined tasks that are not done."""
+    reasons = {}
     folder = output / QUARANTINE
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         with suppress(OSError, ValueError, KeyError):
             content = json.loads(path.read_text())
             if content["task"] in plan.tasks and not read_receipt(output / TASKS / content["task"]):
-                found[content["task"]] = content["reasons"][-1]
-    return found
+                reasons[content["task"]] = content["reasons"][-1]
+    return reasons
 
 
 def _quarantine_file(output: Path, folder: str) -> Path:
@@ -218,6 +219,6 @@ def _quarantine_file(output: Path, folder: str) -> Path:
 
 
 def child_threads() -> None:
-    """One thread a task: the runner has as many tasks as there are cores."""
+    """Limit libraries to one thread per task: the runner has as many tasks as there are cores."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(name, "1")

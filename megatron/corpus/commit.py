@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a task's files: whole and with a receipt, or not there. No locks.
+"""Commit the folder of a task's files: complete with a receipt, or absent. No locks.
 
-An attempt writes into a temporary folder of its own beside the target, brings every file to the disk, writes the receipt
-(names, sizes and digests of the files, counts, versions) last, and renames the folder. Two attempts of one task write
-equal bytes: whoever comes second drops its own. What killed attempts leave is found by its name, and removed.
+An attempt writes into a temporary folder next to the target, flushes every file to the disk, writes the receipt (names,
+sizes and digests of the files, counts, versions) last, and renames the folder. Two attempts of one task write equal bytes:
+the second one discards its own. Leftovers of killed attempts are recognized by their names, and removed.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ _THERE = (errno.EEXIST, errno.ENOTEMPTY)
 
 
 def on_step(step: str) -> None:
-    """Called before each step of a commit. Does nothing: tests put a kill in its place."""
+    """Called before each step of a commit. Does nothing; tests replace it by a kill."""
 
 
 def commit(folder: Path, fill: Callable[[Path], Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
     """Have `fill` write files into an empty folder, which then appears as `folder`. Returns its receipt.
 
     fill:  folder -> counts
-    about: what the receipt says besides: which task this is
-    Raises what `fill` raises, and then nothing has appeared. Where the folder is there already it is left alone.
+    about: further contents of the receipt: the task
+    Raises the errors of `fill`, without a folder. An existing complete folder does not change.
     """
     if done := read_receipt(folder):
         return done
@@ -67,7 +67,7 @@ def commit(folder: Path, fill: Callable[[Path], Mapping[str, Any]], about: Mappi
 
 
 def _publish(work: Path, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """Give the folder its name; where another attempt was faster, its receipt counts."""
+    """Rename the folder; return the receipt of another attempt if that was faster."""
     while True:
         on_step("rename")
         try:
@@ -78,11 +78,11 @@ def _publish(work: Path, folder: Path, content: dict[str, Any]) -> dict[str, Any
                 raise
         other = read_receipt(folder)
         if other is None:
-            discard(folder)  # no receipt, or files that are not those of it
+            discard(folder)  # no receipt, or other files
         elif other["files"] != content["files"]:
             names = sorted(other["files"].keys() | content["files"].keys())
             what = ", ".join(name for name in names if other["files"].get(name) != content["files"].get(name))
-            do = "its code reads something beside its inputs (a clock, random numbers, the order of a set): mend that"
+            do = "its code depends on more than its inputs (a clock, random numbers, the order of a set): fix that"
             raise DataError(f"{folder}: two attempts wrote different bytes ({what})", do=do)
         else:
             discard(work)
@@ -94,8 +94,8 @@ def _publish(work: Path, folder: Path, content: dict[str, Any]) -> dict[str, Any
 
 
 def _synced(folder: Path) -> dict[str, list]:
-    """Bring all files of a folder to the disk: name -> [size, digest]."""
-    found = {}
+    """Flush all files of a folder to the disk: name -> [size, digest]."""
+    files = {}
     for path in sorted(path for path in folder.rglob("*") if not path.is_dir()):
         if path.is_symlink():
             raise DataError(f"{path}: a task leaves files, not links")
@@ -104,11 +104,11 @@ def _synced(folder: Path) -> dict[str, list]:
             os.fsync(handle)
         finally:
             os.close(handle)
-        found[path.relative_to(folder).as_posix()] = [path.stat().st_size, digest(path)]
+        files[path.relative_to(folder).as_posix()] = [path.stat().st_size, digest(path)]
     for path in folder.rglob("*"):
         if path.is_dir():
             sync_folder(path)
-    return found
+    return files
 
 
 def digest(path: Path | str) -> str:
@@ -121,7 +121,7 @@ def digest(path: Path | str) -> str:
 
 
 def read_receipt(folder: Path, whole: bool = False) -> Optional[dict[str, Any]]:
-    """The receipt of a folder that has all its files; None otherwise. `whole`: the bytes are read and compared, too."""
+    """The receipt of a folder that has all its files; None otherwise. whole: also verify the bytes"""
     try:
         content = read_sealed(folder / RECEIPT)[1]
         for name, (size, mark) in content["files"].items():
@@ -133,12 +133,12 @@ def read_receipt(folder: Path, whole: bool = False) -> Optional[dict[str, Any]]:
 
 
 def core_seconds() -> float:
-    """What this process and its children that have ended have had of a core so far."""
+    """Core seconds of this process and its ended children so far."""
     return sum(os.times()[:4])
 
 
 def peak_memory() -> int:
-    """Bytes that this process held at most since `forget_peak`, mapped files included; 0 where nobody tells."""
+    """Peak bytes of this process since `forget_peak`, including mapped files; 0 where unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
     return 0
@@ -150,7 +150,7 @@ def forget_peak() -> None:
 
 
 def files_opened() -> int:
-    """How many files this process has opened since the first call: what a shared file system has to answer."""
+    """Number of files opened by this process since the first call: the load on a shared file system."""
     if not _OPENED:
         _OPENED.append(0)
         sys.addaudithook(_on_event)
@@ -166,7 +166,7 @@ _OPENED: list[int] = []
 
 
 def versions() -> dict[str, str]:
-    """What else decides about bytes."""
+    """Versions on which the written bytes depend."""
     import zstandard
 
     return dict(megatron=__version__, python=platform.python_version(), zstd=".".join(map(str, zstandard.ZSTD_VERSION)))
@@ -176,7 +176,7 @@ def versions() -> dict[str, str]:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that nobody wants. It is renamed first: whoever still writes there fails, and commits no half."""
+    """Remove a folder. It is renamed first, so that a process still writing there fails and commits no partial result."""
     aside = folder.parent / f".dead-{uuid.uuid4().hex}"
     with contextlib.suppress(OSError):
         os.rename(folder, aside)
@@ -184,7 +184,7 @@ def discard(folder: Path) -> None:
 
 
 def remove_dead_attempts(parent: Path) -> int:
-    """Remove the temporary folders of attempts whose process is gone. Returns how many there were."""
+    """Remove the temporary folders of attempts whose process is gone. Returns their number."""
     removed = 0
     for path in parent.iterdir() if parent.is_dir() else ():
         if path.name.startswith(".dead-"):
@@ -196,7 +196,7 @@ def remove_dead_attempts(parent: Path) -> int:
 
 
 def _attempt() -> str:
-    """A name that no other attempt has, and that says whose it is: <process>-<its start>.<unique>.<host>"""
+    """A unique name of an attempt, with its process: <process>-<its start>.<unique>.<host>"""
     process, host = this_process()
     return f"{process}.{uuid.uuid4().hex[:8]}.{host}"
 
@@ -207,7 +207,7 @@ def this_process() -> list[str]:
 
 
 def is_gone(process: str, host: str) -> bool:
-    """Whether a process of this machine has ended. Of those of another one nothing is known: False."""
+    """Whether a process of this machine has ended; False for processes of other machines."""
     number, _, start = process.partition("-")
     return host == socket.gethostname() and _start_of(int(number)) != start
 
@@ -218,13 +218,13 @@ def _alive(path: Path) -> bool:
         if host == socket.gethostname():
             return not is_gone(process, host)
         newest = max(entry.stat().st_mtime for entry in (path, *path.rglob("*")))
-    except (OSError, ValueError):  # no name of ours, or it has just gone
+    except (OSError, ValueError):  # another kind of name, or it has just gone
         return False
     return time.time() - newest < STALE
 
 
 def _start_of(process: int) -> str:
-    """When a process began, in ticks since the boot: numbers of processes come again. "" where there is none."""
+    """Start of a process in ticks since boot, since pids are reused; "" where there is none."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:

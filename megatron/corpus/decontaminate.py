@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage that looks for n-grams of registered evaluation sets: counts them, cuts them out, or drops the documents.
+"""The decontamination stage: searches n-grams of registered evaluation sets, and counts, cuts or drops.
 
     - decontaminate:
         index: evaluation.ngrams     # python -m megatron.tools.contamination register ...
         action: cut                  # or count, drop
 
-A document that is cut goes on as several: the pieces of Megatron-LM's filter_ngrams (`data.contamination.cut`), with a
-number behind their "id". Notes of what was found stand beside the shard: `dropped.jsonl` and `cut.jsonl`. For documents
-one at a time there is `Decontaminate`, a filter that drops or only tells.
+A cut document becomes several: the pieces of Megatron-LM's filter_ngrams (`data.contamination.cut`), with a number after
+their "id". Notes of the matches stand next to the shard: `dropped.jsonl` and `cut.jsonl`. `Decontaminate` is a filter for
+single documents, which drops or only counts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from megatron.errors import DataError, SettingsError
 VERSION = "2"  # of what the tasks of this stage write
 REASON = "contaminated"
 DROPPED, CUT = "dropped.jsonl", "cut.jsonl"  # notes of a task
-BLOCK = 1 << 20  # characters of text that are looked at together
+BLOCK = 1 << 20  # characters of text that are searched together
 
 
 @dataclass(frozen=True)
 class DecontaminateOptions:
-    """Options of the stage: an index, and how much goes with an n-gram (`data.contamination.cut`)."""
+    """Options of the stage: an index, and how much to cut with an n-gram (`data.contamination.cut`)."""
 
     index: str = ""
     action: Literal["count", "cut", "drop"] = "cut"
@@ -49,7 +49,7 @@ OPTIONS = DecontaminateOptions
 
 
 class Decontaminate:
-    """Drops documents with n-grams of an index, or lets them pass and tells how many they have."""
+    """A filter that drops documents with n-grams of an index, or keeps them and reports the number of n-grams."""
 
     def __init__(self, index: str = "evaluation.ngrams", action: Literal["count", "drop"] = "drop"):
         if action not in ("count", "drop"):
@@ -66,15 +66,16 @@ class Decontaminate:
 
 
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
-    """One task a shard. Memory: the index, and a block of lines."""
-    screen_of(options)  # an index that is none is told now, not by a worker
+    """One task per shard. Memory: the index, and a block of lines."""
+    screen_of(options)  # raises now for a wrong index, not in a worker
     return [StagePhase("decontaminate", run=run, split=lambda made: [[shard] for shard in made["documents"]])]
 
 
 def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Clean a shard. Counts, with those of every stage: documents that hold any n-gram; passages and bytes that were cut,
-    out of how many documents, which became how many pieces; and items found of each set: those of this shard, so that
-    sums over shards count some of them again.
+    """Clean a shard.
+
+    Counts in addition to those of every stage: documents with any n-gram; passages and bytes cut, the number of cut
+    documents and of their pieces; and matching items of each set. The latter are per shard: sums count some repeatedly.
     """
     import numpy as np
 
@@ -91,7 +92,7 @@ def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
         for documents in _blocks(shard):
             screening = _screened(screen, documents)
             notes = {row["line"]: row for row in screening.found}
-            ngrams += [found for found, _ in screening.ngrams.values()]
+            ngrams += [matches for matches, _ in screening.ngrams.values()]
             for number, document in enumerate(documents):
                 left, size = _pieces(document, screening.parts.get(number)), text_bytes(document["text"])
                 counts["documents_in"] += 1
@@ -119,14 +120,14 @@ def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
 def explain(
     made: Made, shard: int, row: int, document: Document, options: Mapping[str, Any]
 ) -> Optional[dict[str, Any]]:
-    """What became of a document: dropped, or its first piece; None where it went on whole."""
+    """The fate of a document: dropped, or its first piece; None where it was kept whole."""
     for name in (DROPPED, CUT):
-        for note in read_lines(made["decontaminate"][shard] / name):
-            told = decode(note)
-            if told["row"] == row:
+        for line in read_lines(made["decontaminate"][shard] / name):
+            note = decode(line)
+            if note["row"] == row:
                 parts = _screened(screen_of(options), [document]).parts.get(0)
                 left = _pieces(document, parts)
-                figures = {key: told[key] for key in ("ngrams", "sets", "first", "pieces")}
+                figures = {key: note[key] for key in ("ngrams", "sets", "first", "pieces")}
                 return dict(document=left[0] if left else None, reason=REASON, figures=figures)
     return None
 
@@ -141,22 +142,22 @@ def _screened(screen: Screen, documents: Sequence[Document]) -> Screening:
 
 
 def _pieces(document: Document, parts) -> list[Document]:
-    """What goes on of a document. parts: of `Screening`; None where it is kept whole."""
+    """The kept pieces of a document. parts: of `Screening`; None where it is kept whole"""
     if parts is None:
         return [document]
-    found = []
+    pieces = []
     for _, number, text in parts:
         own = {**document, "text": text}
         if "id" in document:
             own["id"] = f"{document['id']}-{number}"
-        found.append(own)
-    return found
+        pieces.append(own)
+    return pieces
 
 
-def _note(row: int, document: Document, found: Mapping[str, Any]) -> dict[str, Any]:
+def _note(row: int, document: Document, match: Mapping[str, Any]) -> dict[str, Any]:
     known = {key: document[key] for key in ("id", "url") if key in document}
-    told = dict(ngrams=found["ngrams"], sets=", ".join(found["sets"]), first=found["first"], pieces=found["pieces"])
-    return dict(row=row, reason=REASON, **told, **known)
+    facts = dict(ngrams=match["ngrams"], sets=", ".join(match["sets"]), first=match["first"], pieces=match["pieces"])
+    return dict(row=row, reason=REASON, **facts, **known)
 
 
 def _blocks(shard: Path) -> Iterator[list[Document]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of files that a plan reads. One is computed once, as long as the file has the same size, time and inode.
+"""Digests of a plan's input files, cached by size, modification time and inode.
 
-A file that was changed less than two seconds before it was read is read again next time: its time may not show a change.
+A file that changed less than two seconds before it was read is not cached: its time might not show a later change.
 """
 
 import json
@@ -21,7 +21,7 @@ FILE = "digests.json"
 
 
 class Digests:
-    """Digests by path, kept in the output folder."""
+    """Digests by path, cached in the output folder."""
 
     def __init__(self, output: Path, log: Callable[[str], None] = lambda line: None):
         self.output, self.log = output, log
@@ -41,7 +41,7 @@ class Digests:
             replace_file(self.output / FILE, json.dumps(self.known).encode())
 
     def ahead(self, paths: list[str]) -> None:
-        """Compute those that are not known yet, several at a time."""
+        """Compute missing digests, several at a time."""
         missing = [path for path in dict.fromkeys(map(os.path.abspath, paths)) if self._cached(path) is None]
         size = sum(os.stat(path).st_size for path in missing)
         if size > 1 << 30:
@@ -55,17 +55,17 @@ class Digests:
         if os.path.isdir(path):
             inside = sorted(file for file in Path(path).rglob("*") if file.is_file())
             return "/".join(f"{file.relative_to(path)}={self.of(str(file))}" for file in inside)
-        if found := self._cached(path):
-            return found
+        if cached := self._cached(path):
+            return cached
         try:
             status, now = os.stat(path), time.time_ns()
-            found = digest(path)
+            mark = digest(path)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror or error}") from None
         if now - status.st_mtime_ns > RACY:
-            self.known[path] = [status.st_size, status.st_mtime_ns, status.st_ino, found]
+            self.known[path] = [status.st_size, status.st_mtime_ns, status.st_ino, mark]
             self.changed = True
-        return found
+        return mark
 
     def _cached(self, path: str) -> str | None:
         known = self.known.get(path)
@@ -76,20 +76,20 @@ class Digests:
         return known[3] if known and known[:3] == [status.st_size, status.st_mtime_ns, status.st_ino] else None
 
     def of_option_files(self, options: Any) -> list[str]:
-        """Digests of the files that options name: a list of words, a vocabulary. A text that names no file has none."""
+        """Digests of the files named in options, such as word lists and vocabularies. Other texts have none."""
         if isinstance(options, Mapping):
             return [mark for name in sorted(options) for mark in self.of_option_files(options[name])]
         if isinstance(options, (list, tuple)):
             return [mark for one in options for mark in self.of_option_files(one)]
         if not isinstance(options, str):
             return []
-        if options not in self._named:  # tasks of a phase have the same options: their files are asked for once
+        if options not in self._named:  # tasks of a phase have the same options: check their files once
             self._named[options] = [self.of(options)] if _is_path(options) else []
         return self._named[options]
 
 
 def _is_path(word: str) -> bool:
-    """Whether a text names a file, or a folder by a path of several parts; not "." or "/", which are punctuation."""
+    """Whether a text is the path of a file, or of a folder with several parts; "." and "/" are punctuation."""
     if not 0 < len(word) < 4096 or "\0" in word:
         return False
     return os.path.isfile(word) or os.sep in word.strip("./") and os.path.isdir(word)

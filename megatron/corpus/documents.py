@@ -12,7 +12,7 @@ import orjson
 from megatron.corpus.stage import Document
 from megatron.errors import DataError
 
-SHARD = "documents.jsonl.zst"  # what a task calls the one shard that it makes
+SHARD = "documents.jsonl.zst"  # name of the shard in a task's folder
 LEVEL = 1  # of zstd: 400 MB/s a core; 3 is a tenth smaller and half as fast
 PIECE = 1 << 20
 
@@ -28,7 +28,7 @@ def read_lines(path: Path | str) -> Iterator[bytes]:
 
 
 def read_documents(path: Path | str) -> Iterator[Document]:
-    """The documents of a shard, in order. Raises DataError at a line that is none."""
+    """The documents of a shard, in order. Raises DataError for a line that is not JSON."""
     for number, line in enumerate(read_lines(path), 1):
         try:
             yield decode(line)
@@ -37,7 +37,7 @@ def read_documents(path: Path | str) -> Iterator[Document]:
 
 
 def decode(line: bytes) -> Any:
-    """The value of a line of JSON; what orjson is too strict for (NaN, huge numbers) Python's own parser reads.
+    """Parse a line of JSON with orjson, or with Python's parser where that is too strict (NaN, huge numbers).
 
     Raises ValueError, RecursionError.
     """
@@ -94,12 +94,12 @@ class ShardWriter:
     def __exit__(self, kind, *_) -> None:
         if kind is None:
             self.close()
-        else:  # the attempt has failed: nobody reads the file
+        else:  # the attempt has failed: the file will not be read
             self._raw.close()
 
 
 def write_documents(path: Path | str, documents: Iterable[Document]) -> int:
-    """Write a shard at once; returns how many documents it has."""
+    """Write a whole shard; returns its number of documents."""
     with ShardWriter(path) as writer:
         for document in documents:
             writer.write(document)
@@ -107,23 +107,23 @@ def write_documents(path: Path | str, documents: Iterable[Document]) -> int:
 
 
 def join_shards(folder: Path) -> None:
-    """Make the shards that a task has left in its folder one, `documents.jsonl.zst`, in the order of their names.
+    """Join the shards in a task's folder into one, `documents.jsonl.zst`, in the order of their names.
 
-    Frames of zstd one behind the other are one file. A task without any has made an empty shard.
+    Concatenated zstd frames are one valid file. Without any shard, write an empty one.
     """
-    found = sorted(folder.glob("*.jsonl.zst"))
-    if found == [folder / SHARD]:
+    parts = sorted(folder.glob("*.jsonl.zst"))
+    if parts == [folder / SHARD]:
         return
-    if not found:
+    if not parts:
         write_documents(folder / SHARD, [])
         return
     aside = folder / "joined"
     with open(aside, "wb") as whole:
-        for path in found:
+        for path in parts:
             with open(path, "rb") as part:
                 while piece := part.read(PIECE):
                     whole.write(piece)
-    for path in found:
+    for path in parts:
         path.unlink()
     aside.rename(folder / SHARD)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its recipe to the final files, by any runner; and what can be said of it while it goes on and afterwards.
+"""Run a plan to its final files with any runner; report its progress and check its results.
 
 <output>/plan.json      the tasks of the last run        tasks/        their folders
-<output>/status.json    how far it is                    quarantine/   tasks that are given up, with the reason
+<output>/status.json    its progress                     quarantine/   tasks that failed repeatedly, with the reason
 <output>/final/         the corpus: shards 00000.jsonl.zst ..., or text_document.bin and .idx, and manifest.json
 """
 
@@ -20,20 +20,20 @@ from megatron.corpus.agenda import Agenda, folders_done, read_quarantine
 from megatron.corpus.commit import RECEIPT, read_receipt, remove_dead_attempts, this_process
 from megatron.corpus.figures import summed
 from megatron.corpus.plan import LIST, LISTS, TASKS, CorpusPlan, save_lists
-from megatron.corpus.summary import became_of
+from megatron.corpus.summary import removed_lines
 from megatron.errors import DataError
 from megatron.storage.durable import replace_file, storage_errors, sync_folder
 
 STATUS = "status.json"
 FINAL = "final"
 MANIFEST = "manifest.json"
-AFTER = 1.0  # seconds between two versions of the status
+AFTER = 1.0  # seconds between two updates of the status
 Runner = Callable[[Agenda, Path], None]
 
 
 @dataclass
 class CorpusProgress:
-    """How far a run is, by phase: [done, all], and how fast."""
+    """Progress of a run by phase, as [done, all], and its speed."""
 
     phases: dict[str, list[int]]
     running: int
@@ -60,10 +60,10 @@ def run(
     report: Callable[[CorpusProgress], None] = lambda progress: None,
     whole: bool = False,
 ) -> CorpusProgress:
-    """Do what is left of a plan, and put the final files in their place.
+    """Run the remaining tasks of a plan, and publish the final files.
 
-    whole: what is there is compared byte by byte with its receipt first. Raises DataError where tasks were set aside: all
-    that does not need them is done; and where no document is left, with what became of them.
+    whole: first compare existing results byte by byte with their receipts. Raises DataError where tasks failed, after all
+    tasks that do not need them; and where no document is left, with the reasons.
     """
     with storage_errors(output):
         (output / TASKS).mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def run(
     agenda = Agenda(plan, output, whole=whole)
     reporter = _Reporter(agenda, output, report)
     agenda.on_change = reporter
-    reporter(agenda, at_once=True)
+    reporter(agenda, force=True)
     state = "stopped"
     try:
         with storage_errors(output):
@@ -84,7 +84,7 @@ def run(
                 publish_final(plan, output)
                 state = "done"
     finally:
-        reporter(agenda, at_once=True, state=state)
+        reporter(agenda, force=True, state=state)
     if agenda.left:
         raise set_aside_error(plan, output, agenda.quarantined, len(agenda.blocked()))
     return reporter.progress
@@ -98,26 +98,27 @@ def _remove_dead(plan: CorpusPlan, output: Path) -> None:
 def _refuse_empty(plan: CorpusPlan, output: Path) -> None:
     folders = list(plan.phases.values())[-1]
     if not any(read_receipt(output / TASKS / folder)["counts"].get("documents", 1) for folder in folders):
-        counts = "\n  ".join(became_of(counts_by_phase(plan, output)))
-        raise DataError(f"{output}: no document is left", counts, "change the recipe or its input; final/ is as it was")
+        why = "\n  ".join(removed_lines(counts_by_phase(plan, output)))
+        raise DataError(f"{output}: no document is left", why, "change the recipe or its input; final/ is unchanged")
 
 
 def set_aside_error(plan: CorpusPlan, output: Path, quarantined: dict[str, str], blocked: int) -> DataError:
-    """What to say of a run that has done all it could."""
-    told = [f"{plan.tasks[folder].about}: {reason}" for folder, reason in sorted(quarantined.items())]
-    more = f"\n  and {len(told) - 10} more" * (len(told) > 10)
-    if not told:
+    """The error of a run that ended with failed tasks."""
+    failed = [f"{plan.tasks[folder].about}: {reason}" for folder, reason in sorted(quarantined.items())]
+    more = f"\n  and {len(failed) - 10} more" * (len(failed) > 10)
+    if not failed:
         return DataError(f"{output}: {blocked} tasks are missing", do="run the same command again")
     return DataError(
-        f"{len(told)} of {len(plan.tasks)} tasks failed 4 times and are set aside:\n  " + "\n  ".join(told[:10]) + more,
-        f"{blocked} tasks that need them are left undone; all else is done" if blocked else "all else is done",
-        "mend or leave out what they read, then run the same command again; the reasons are in "
-        f"{output / 'quarantine'}",
+        f"{len(failed)} of {len(plan.tasks)} tasks failed 4 times and are set aside:\n  "
+        + "\n  ".join(failed[:10])
+        + more,
+        f"{blocked} tasks that need them are not done; all others are" if blocked else "all others are done",
+        f"repair or leave out their input, then run the same command again; the reasons are in {output / 'quarantine'}",
     )
 
 
 class _Reporter:
-    """Tells how far a run is, to a function and to `status.json`, at most once a second."""
+    """Reports the progress of a run to a function and to `status.json`, at most once a second."""
 
     def __init__(self, agenda: Agenda, output: Path, report: Callable[[CorpusProgress], None]):
         self.output, self.report = output, report
@@ -126,9 +127,9 @@ class _Reporter:
         self.before = len(agenda.done)
         self.progress: CorpusProgress = CorpusProgress({}, 0, {}, 0.0)
 
-    def __call__(self, agenda: Agenda, at_once: bool = False, state: str = "running") -> None:
+    def __call__(self, agenda: Agenda, force: bool = False, state: str = "running") -> None:
         now = time.time()
-        if now - self.last < AFTER and not at_once:
+        if now - self.last < AFTER and not force:
             return
         self.last = now
         phases = {name: [agenda.done_by_phase[name], total] for name, total in self.totals.items()}
@@ -145,7 +146,7 @@ class _Reporter:
 
 
 def publish_final(plan: CorpusPlan, output: Path) -> Path:
-    """Put the final files under names in their order, as further names of the tasks' files: no byte is copied."""
+    """Publish the final files under numbered names, as hard links to the tasks' files without a copy."""
     final, aside = output / FINAL, output / f".final-{uuid.uuid4().hex}"
     wanted = _final_files(plan, output)
     mark = dict(plan=plan.id, files={name: list(entry[1:]) for name, entry in wanted.items()})
@@ -171,13 +172,13 @@ def publish_final(plan: CorpusPlan, output: Path) -> Path:
 
 
 def _same_files(final: Path, wanted: dict[str, tuple]) -> bool:
-    """Whether the names in `final` stand for the tasks' files of today: a damaged one may have been made again."""
+    """Whether the names in `final` are the tasks' present files: a damaged one may have been rebuilt."""
     return all((final / name).exists() and os.path.samefile(final / name, wanted[name][0]) for name in wanted)
 
 
 def _final_files(plan: CorpusPlan, output: Path) -> dict[str, tuple]:
     """Name in `final` -> (path, size, digest), in order."""
-    found = {}
+    files = {}
     digits = max(5, len(str(len(plan.final))))
     several = len(plan.final) > 1
     for number, path in enumerate(plan.final):
@@ -187,11 +188,11 @@ def _final_files(plan: CorpusPlan, output: Path) -> dict[str, tuple]:
         if receipt is None:
             raise DataError(f"{folder}: its files are gone", do="run the same command again")
         if shard:
-            found[f"{number:0{digits}}.jsonl.zst"] = (folder / shard, *receipt["files"][shard])
+            files[f"{number:0{digits}}.jsonl.zst"] = (folder / shard, *receipt["files"][shard])
         else:
             for name, facts in receipt["files"].items():
-                found[f"{number:02}-{name}" if several else name] = (folder / name, *facts)
-    return found
+                files[f"{number:02}-{name}" if several else name] = (folder / name, *facts)
+    return files
 
 
 def _link(path: Path, name: Path) -> None:
@@ -201,27 +202,27 @@ def _link(path: Path, name: Path) -> None:
         os.symlink(os.path.relpath(path, name.parent), name)
 
 
-# ---------------------------------------------------------------------------------------------------- looking
+# ---------------------------------------------------------------------------------------------------- results
 
 
 def counts_by_phase(plan: CorpusPlan, output: Path) -> dict[str, dict[str, Any]]:
-    """What the tasks of each phase have counted, summed over its tasks; a task that stands there twice counts twice.
+    """The counts of each phase, summed over its tasks; a task listed twice counts twice.
 
-    Beside it `tasks`, those that are done, and `seconds` of a core.
+    In addition `tasks`, the number of those that are done, and `seconds` of a core.
     """
-    found = {}
+    counts = {}
     for phase, folders in plan.phases.items():
         receipts = {folder: read_receipt(output / TASKS / folder) for folder in dict.fromkeys(folders)}
         rows = [receipts[folder] for folder in folders if receipts[folder]]
-        found[phase] = summed(row["counts"] for row in rows)
-        found[phase]["seconds"] = round(sum(row["attempt"]["core_seconds"] for row in rows), 3)
-        found[phase]["tasks"] = len(rows)
-    return found
+        counts[phase] = summed(row["counts"] for row in rows)
+        counts[phase]["seconds"] = round(sum(row["attempt"]["core_seconds"] for row in rows), 3)
+        counts[phase]["tasks"] = len(rows)
+    return counts
 
 
 @dataclass(frozen=True)
 class Missing:
-    """What `check` finds: tasks without a result, results whose bytes differ from their receipts, and tasks given up."""
+    """The result of `check`: tasks without a result, results that differ from their receipts, and quarantined tasks."""
 
     missing: list[str]
     damaged: list[str]
@@ -229,7 +230,7 @@ class Missing:
 
 
 def check(plan: CorpusPlan, output: Path, whole: bool = True) -> Missing:
-    """Compare what is there with the plan and the receipts. whole: every byte, not only sizes."""
+    """Compare the results on disk with the plan and the receipts. whole: every byte, not only sizes"""
     missing, damaged = [], []
     done = folders_done(plan.tasks, output, whole)
     for folder in plan.tasks:
@@ -239,7 +240,7 @@ def check(plan: CorpusPlan, output: Path, whole: bool = True) -> Missing:
 
 
 def clean(plan: CorpusPlan, output: Path) -> tuple[int, int]:
-    """Remove results that the plan does not ask for, and what dead attempts left: (folders, bytes)."""
+    """Remove results that are not in the plan, and leftovers of dead attempts: (folders, bytes)."""
     folders, size = 0, 0
     for path in sorted((output / TASKS).glob("*/*")):
         name = f"{path.parent.name}/{path.name}"

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe takes on machines that are not there yet: its real plan over made-up input, rates from the receipts of real
-runs on a sample, and the real agenda with a made-up clock.
+"""Estimate the time, memory and files of a recipe on a cluster, by simulation.
+
+It uses the real plan over fictitious input, rates from the receipts of runs on a sample, and the real agenda with a
+simulated clock.
 
     rates = rates_of([Path("runs/sample")])
     rows, facts = estimate(recipe, rates, CorpusNodes(nodes=64), text=10e12, file_bytes=1e9)
 
-A phase's work grows with the text, evenly over its tasks, and with the number of paths that each of its tasks reads.
-Nothing is known of what a sample does not show: a corpus with more duplicates, longer documents or another language has
-other rates. Core seconds are those of the machine that the sample ran on.
+A phase's work grows with the text, evenly over its tasks, and with the number of paths that each of its tasks reads. The
+sample has to be representative: a corpus with more duplicates, longer documents or another language has other rates. Core
+seconds are those of the sample's machine.
 """
 
 import heapq
@@ -31,24 +33,24 @@ from megatron.corpus.registry import load
 from megatron.data.json_input import Source
 from megatron.errors import DataError, SettingsError
 
-PATH_BYTES = 2000  # of memory that a path takes in a task that reads something of it
-MOST_SHARDS = 1_000_000  # of a plan: 15 GB of memory for each million
-RECEIPT_FILES = 1  # files of a task beside those that its receipt names
+PATH_BYTES = 2000  # of a task's memory per input path
+MOST_SHARDS = 1_000_000  # of a plan: 15 GB of memory per million
+RECEIPT_FILES = 1  # files of a task in addition to those in its receipt
 
 
 @dataclass(frozen=True)
 class CorpusNodes:
-    """Machines, and the file system that they share. Rates are of all machines together."""
+    """A cluster of machines and their shared file system. Rates are for all machines together."""
 
     nodes: int = 1
     cores: int = 64  # of a node
     memory: float = 256e9  # bytes of a node
     bandwidth: float = 50e9  # bytes a second, read and written
     opens: float = 50_000.0  # files opened a second
-    open_seconds: float = 0.5e-3  # that a task waits for a file to be opened
-    hand_out_seconds: float = 1e-3  # of the driver a task
-    link: float = 5e9  # bytes a second between a node and the file system
-    stream: float = 1e9  # of that, what a single task gets at most
+    open_seconds: float = 0.5e-3  # latency of opening a file
+    hand_out_seconds: float = 1e-3  # of the driver per task
+    link: float = 5e9  # bytes per second between a node and the file system
+    stream: float = 1e9  # bytes per second of a single task at most
 
     def workers(self, task_memory: float) -> int:
         """Tasks at a time on all nodes."""
@@ -66,7 +68,7 @@ class CorpusNodes:
 
 @dataclass(frozen=True)
 class PhaseSample:
-    """The tasks of a phase in one run, on average. text: MB of input; paths: that it was called with."""
+    """Averages over the tasks of a phase in one run. text: MB of input; paths: number of input paths"""
 
     text: float
     paths: float
@@ -80,7 +82,7 @@ class PhaseSample:
 
 @dataclass(frozen=True)
 class Growth:
-    """What something of a task comes to: fixed + by_text * MB + by_path * paths."""
+    """A linear model of a task's value: fixed + by_text * MB + by_path * paths."""
 
     fixed: float = 0.0
     by_text: float = 0.0
@@ -92,7 +94,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class PhaseRates:
-    """How a phase grows; written: bytes a MB of input."""
+    """The growth of a phase's values. written: bytes per MB of input"""
 
     seconds: Growth
     files: Growth
@@ -103,7 +105,7 @@ class PhaseRates:
 
 @dataclass(frozen=True)
 class CorpusRates:
-    """Of all phases of a recipe. documents: a MB of input."""
+    """The rates of all phases of a recipe. documents: per MB of input"""
 
     phases: dict[str, PhaseRates]
     documents: float
@@ -111,16 +113,16 @@ class CorpusRates:
 
 
 def rates_of(outputs: Sequence[Path]) -> CorpusRates:
-    """The rates of one finished run of a recipe, or of several that cut their text into other shards.
+    """The rates from one finished run of a recipe, or from several with different shards.
 
-    Several tell what grows with the text from what grows with the number of shards. Raises DataError.
+    Several runs separate growth with the text from growth with the number of shards. Raises DataError.
     """
     samples: dict[str, list[PhaseSample]] = {}
     runs, documents, text = [], 0, 0.0
     for output in outputs:
         plan = load_plan(output)
         if plan is None:
-            raise DataError(f"{output}: no run was started there", do="give the output folder of a finished run")
+            raise DataError(f"{output}: contains no run", do="give the output folder of a finished run")
         rows = {folder: read_receipt(output / TASKS / folder) for folder in plan.tasks}
         if missing := [folder for folder, row in rows.items() if row is None]:
             raise DataError(
@@ -135,21 +137,21 @@ def rates_of(outputs: Sequence[Path]) -> CorpusRates:
         documents += sum(rows[folder]["counts"]["documents"] for folder in first)
         text += read
         runs.append(dict(output=str(output), text_mb=round(read, 1), tasks=len(rows)))
-    for phase, found in samples.items():
-        if len(found) != len(outputs):
+    for phase, rows in samples.items():
+        if len(rows) != len(outputs):
             raise DataError(f"{outputs[0]}: not all of the runs have a phase {phase}", do="give runs of one recipe")
-    return CorpusRates({phase: _rates(found) for phase, found in samples.items()}, documents / text, runs)
+    return CorpusRates({phase: _rates(rows) for phase, rows in samples.items()}, documents / text, runs)
 
 
 def input_mb(plan: CorpusPlan) -> float:
-    """MB of JSON lines that a plan reads: of a compressed file, what its shards are taken to hold."""
+    """MB of JSON lines that a plan reads. Raises DataError for compressed files, whose text size is unknown."""
     [folders] = plan.stages[0].phases.values()
     pieces = [piece for folder in folders for piece in plan.tasks[folder].options["pieces"]]
     plain = [stop - start for _, start, stop, _ in pieces if start is not None]
     if len(plain) < len(pieces):
         raise DataError(
-            "rates are taken from a run over plain files: of compressed ones nobody knows how much text they hold",
-            do="unpack the sample",
+            "rates need a run over plain files: the size of the text in compressed ones is not known",
+            do="decompress the sample",
         )
     return sum(plain) / 1e6
 
@@ -169,7 +171,7 @@ def _sample(plan: CorpusPlan, rows: list[dict], tasks: list[str], read: float) -
         mean(attempt["core_seconds"] for attempt in attempts),
         mean(sum(size for size, _ in row["files"].values()) for row in rows),
         mean(len(row["files"]) for row in rows),
-        float(np.median([attempt["opened"] for attempt in attempts])),  # the first task of a process opens modules, too
+        float(np.median([attempt["opened"] for attempt in attempts])),  # the first task of a process also opens modules
         float(max(attempt["memory"] for attempt in attempts)),
         len(tasks),
     )
@@ -180,7 +182,7 @@ def _paths(plan: CorpusPlan, task: CorpusTask) -> int:
 
 
 def _rates(samples: list[PhaseSample]) -> PhaseRates:
-    """By what each thing grows, as far as the runs differ; a single run says of time that it grows with the text."""
+    """The growth of each value, as far as the runs differ. From a single run, time grows with the text."""
     texts, paths = ({getattr(one, name) for one in samples} for name in ("text", "paths"))
     by_path = len(paths) > 1
     return PhaseRates(
@@ -195,9 +197,9 @@ def _rates(samples: list[PhaseSample]) -> PhaseRates:
 
 
 def fitted(samples: Sequence[PhaseSample], what: str, columns: Sequence[str]) -> Growth:
-    """Least squares of relative errors with no negative factor: of all sets of columns, the best that has none.
+    """Least squares of relative errors without negative factors: the best set of columns that gives none.
 
-    columns: names of fields of PhaseSample, "" for what is fixed
+    columns: names of fields of PhaseSample, "" for the constant
     """
     value = np.array([getattr(one, what) for one in samples], float)
     scale = np.where(value > 0, value, 1.0)
@@ -209,25 +211,25 @@ def fitted(samples: Sequence[PhaseSample], what: str, columns: Sequence[str]) ->
             error = float(np.sum(((rows @ factors - value) / scale) ** 2))
             if (factors >= 0).all() and error < best[0] - 1e-12:
                 best = error, dict(zip(chosen, map(float, factors), strict=True))
-    found = best[1]
-    return Growth(found.get("", 0.0), found.get("text", 0.0), found.get("paths", 0.0))
+    factors = best[1]
+    return Growth(factors.get("", 0.0), factors.get("text", 0.0), factors.get("paths", 0.0))
 
 
 # ---------------------------------------------------------------------------------------------------- a plan
 
 
-class MadeUp(Digests):
-    """Digests of files that are not there: their paths."""
+class FictitiousDigests(Digests):
+    """Digests of files that do not exist: their paths."""
 
     def of(self, path: str) -> str:
         return path
 
 
-def made_up_plan(recipe: CorpusRecipe, text: float, file_bytes: float) -> CorpusPlan:
-    """The plan of a recipe over so many bytes of JSON lines in plain files of a size."""
+def fictitious_plan(recipe: CorpusRecipe, text: float, file_bytes: float) -> CorpusPlan:
+    """The plan of a recipe over `text` bytes of JSON lines in plain files of `file_bytes`."""
     files = max(1, round(text / file_bytes))
     sources = [Source(f"/made-up/{number:07}.jsonl", int(text / files), None) for number in range(files)]
-    return plan_of(recipe, sources, MadeUp(Path(os.devnull)))
+    return plan_of(recipe, sources, FictitiousDigests(Path(os.devnull)))
 
 
 # ---------------------------------------------------------------------------------------------------- the clock
@@ -235,7 +237,7 @@ def made_up_plan(recipe: CorpusRecipe, text: float, file_bytes: float) -> Corpus
 
 @dataclass(frozen=True)
 class TaskCost:
-    """seconds: of a core; opened: files; moved: bytes read and written."""
+    """The cost of a task. seconds: of a core; opened: files; moved: bytes read and written"""
 
     seconds: float
     opened: float = 0.0
@@ -244,7 +246,7 @@ class TaskCost:
 
 @dataclass
 class PhaseTime:
-    """When the first task of a phase began and the last ended; busy: seconds of workers; longest: of one task."""
+    """Start of a phase's first task and end of its last. busy: seconds of workers; longest: of one task"""
 
     first: float = float("inf")
     last: float = 0.0
@@ -253,13 +255,13 @@ class PhaseTime:
 
 
 class _Queue:
-    """Something that serves everybody one after the other."""
+    """A shared resource that serves requests one after the other."""
 
     def __init__(self, rate: float):
         self.rate, self.free = rate, 0.0
 
     def served(self, now: float, amount: float) -> float:
-        """When so much that is asked for now is there."""
+        """The time at which a request made now is served."""
         self.free = max(self.free, now) + amount / self.rate
         return self.free
 
@@ -267,10 +269,10 @@ class _Queue:
 def simulate(
     agenda: Agenda, cost: Callable[[CorpusTask], TaskCost], cluster: CorpusNodes, workers: int
 ) -> tuple[float, dict[str, PhaseTime]]:
-    """(seconds until everything is done, times by phase) of an agenda, whose tasks are given out as a run gives them out.
+    """(total seconds, times by phase) of an agenda, with tasks started as in a run.
 
-    A task has a core for its seconds, waits for each file that it opens, and moves its bytes at the rate of one stream;
-    it ends no earlier than the file system has served what it and all tasks before it asked for.
+    A task has a core for its seconds, waits for each file that it opens, and moves its bytes at the rate of one stream. It
+    ends no earlier than the file system has served the requests of this task and of all tasks before it.
     """
     disk = _Queue(min(cluster.bandwidth, cluster.link * cluster.nodes))
     names, driver = _Queue(cluster.opens), _Queue(1.0)
@@ -285,10 +287,10 @@ def simulate(
             end = max(end, disk.served(start, one.moved), names.served(start, one.opened))
             number += 1
             heapq.heappush(running, (end, number, task.folder))
-            told = times.setdefault(task.phase, PhaseTime())
-            told.first, told.last = min(told.first, start), max(told.last, end)
-            told.busy += end - start
-            told.longest = max(told.longest, end - start)
+            phase = times.setdefault(task.phase, PhaseTime())
+            phase.first, phase.last = min(phase.first, start), max(phase.last, end)
+            phase.busy += end - start
+            phase.longest = max(phase.longest, end - start)
         if not running:
             return now, times
         now, _, folder = heapq.heappop(running)
@@ -300,7 +302,7 @@ def simulate(
 
 @dataclass
 class PhaseRow:
-    """A phase of the estimate. paths: of a task; sizes in bytes, of all tasks together but for memory, of one."""
+    """A phase of the estimate. paths: of a task; sizes in bytes for all tasks together, memory for one task"""
 
     name: str
     tasks: int
@@ -308,11 +310,11 @@ class PhaseRow:
     files: int
     opened: float
     read: float
-    shuffled: float  # of that, through lists: from every task of another phase
+    shuffled: float  # part of it through lists: from every task of another phase
     written: float
     core_seconds: float
     memory: float
-    growing: float  # of that memory, what grows with the corpus: documents and paths
+    growing: float  # part of the memory that grows with the corpus: documents and paths
     first: float = 0.0
     last: float = 0.0
     longest: float = 0.0
@@ -320,7 +322,7 @@ class PhaseRow:
 
 @dataclass
 class EstimateFacts:
-    """Of the whole run. driver_*: of this process, measured: seconds to make the plan and the agenda, bytes it held."""
+    """Totals of the run. plan_seconds and driver_memory are measured in this process, for the plan and the agenda."""
 
     seconds: float
     workers: int
@@ -332,17 +334,17 @@ class EstimateFacts:
     plan_bytes: int
     driver_memory: int
     digest_seconds: float  # of the input, read once by the driver
-    breaks: list[tuple[float, str]] = field(default_factory=list)  # (TB of input, what)
+    breaks: list[tuple[float, str]] = field(default_factory=list)  # (TB of input, limit reached there)
 
 
 def estimate(
     recipe: CorpusRecipe, rates: CorpusRates, cluster: CorpusNodes, text: float, file_bytes: float
 ) -> tuple[list[PhaseRow], EstimateFacts]:
-    """A row a phase, and facts of the whole. text: bytes of JSON lines."""
+    """A row for each phase, and totals. text: bytes of JSON lines"""
     task_memory = recipe.task_memory_gb * 1e9
     workers = cluster.workers(task_memory)
     few = min(text, 256 * recipe.shard_mb * 1e6)
-    _check_same(made_up_plan(recipe, few, few), rates)
+    _check_same(fictitious_plan(recipe, few, few), rates)
     shards = text / 1e6 / recipe.shard_mb
     if shards > MOST_SHARDS:
         raise SettingsError(
@@ -350,7 +352,7 @@ def estimate(
             do=f"raise shard-mb in the recipe: up to {MOST_SHARDS:,} shards can be planned",
         )
     started = time.perf_counter()
-    plan = made_up_plan(recipe, text, file_bytes)
+    plan = fictitious_plan(recipe, text, file_bytes)
     took = time.perf_counter() - started
     costs = {}
     rows = []
@@ -369,7 +371,7 @@ def estimate(
     digest = text / min(cluster.link, cluster.bandwidth)
     documents = rates.documents * text / 1e6
     facts = EstimateFacts(seconds, workers, text, shards, len(plan.tasks), documents, took, plan_bytes, memory, digest)
-    facts.breaks = what_breaks(rows, facts, cluster, task_memory)
+    facts.breaks = limits_of(rows, facts, cluster, task_memory)
     return rows, facts
 
 
@@ -377,8 +379,7 @@ def _check_same(plan: CorpusPlan, rates: CorpusRates) -> None:
     if plan.phases.keys() != rates.phases.keys():
         lacking = ", ".join([*plan.phases.keys() - rates.phases.keys()] or [*rates.phases.keys() - plan.phases.keys()])
         raise DataError(
-            f"the runs that rates are taken from are of another recipe: they differ in {lacking}",
-            do="run this recipe on a sample first",
+            f"the sample runs are of another recipe: they differ in {lacking}", do="run this recipe on a sample first"
         )
 
 
@@ -393,7 +394,7 @@ def _row_of(
     seconds, opened = rate.seconds.at(share, paths), rate.opened.at(share, paths)
     files = int(tasks * (rate.files.at(share, paths) + RECEIPT_FILES))
     memory = rate.memory.at(share, paths)
-    if "memory" in one.options:  # the stage cuts its work to it
+    if "memory" in one.options:  # the stage respects this limit
         memory = min(memory, max(task_memory, rate.memory.at(0, paths)))
     growing = PATH_BYTES * paths + _document_bytes(plan, phase) * rates.documents * text / 1e6
     row = PhaseRow(
@@ -413,7 +414,7 @@ def _row_of(
 
 
 def _read(plan: CorpusPlan, phase: str, rates: CorpusRates, text: float) -> tuple[float, float]:
-    """(bytes that the tasks of a phase read, those of lists): each byte of what they name once."""
+    """(bytes that the tasks of a phase read, part of it through lists), each byte counted once."""
     if phase == next(iter(plan.phases)):
         return text, 0.0
     named = {name for folder in plan.phases[phase] for name in plan.tasks[folder].needs}
@@ -424,7 +425,7 @@ def _read(plan: CorpusPlan, phase: str, rates: CorpusRates, text: float) -> tupl
 
 
 def _document_bytes(plan: CorpusPlan, phase: str) -> int:
-    """Bytes of memory that a task of the phase takes for each document of the corpus, as its stage says."""
+    """Bytes of a task's memory per document of the corpus, from `StagePhase.document_bytes`."""
     for stage in plan.stages:
         if phase in stage.phases and stage.address:
             made = load(stage.address)(dict(stage.options), len(stage.reads), 1 << 30)
@@ -432,20 +433,20 @@ def _document_bytes(plan: CorpusPlan, phase: str) -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------- what breaks next
+# ---------------------------------------------------------------------------------------------------- limits
 
 
-def what_breaks(
+def limits_of(
     rows: Sequence[PhaseRow], facts: EstimateFacts, cluster: CorpusNodes, task_memory: float
 ) -> list[tuple[float, str]]:
-    """(TB of input, what happens there), the nearest first; shards stay as large as they are."""
-    found: list[tuple[float, str]] = []
+    """(TB of input, limit reached there), the nearest first, with shards of the same size."""
+    limits: list[tuple[float, str]] = []
     tb = facts.text / 1e12
 
     def add(share: float, words: str, power: float = 1.0) -> None:
-        """share: of what there is that is used now; it grows with this power of the input."""
+        """share: of the capacity, used now; it grows with this power of the input"""
         if share > 0:
-            found.append((tb / share ** (1 / power), words))
+            limits.append((tb / share ** (1 / power), words))
 
     add(facts.driver_memory / cluster.memory, "the driver's plan and agenda fill the memory of a node")
     own = [row for row in rows if row.tasks == 1]
@@ -453,20 +454,20 @@ def what_breaks(
         add(row.growing / cluster.memory, f"{row.name}, one task, takes the memory of a whole node")
         share = (row.last - row.first) / facts.seconds
         if share > 0.1:
-            found.append((tb, f"{row.name}, one task, is {share:.0%} of the time: no node makes it faster"))
+            limits.append((tb, f"{row.name}, one task, is {share:.0%} of the time: more nodes do not speed it up"))
     longest = max(rows, key=lambda row: row.paths * (row.tasks > 1))
     add(
         longest.paths * PATH_BYTES / task_memory,
-        f"{longest.name}: the names of what a task reads ({longest.paths:,} now) fill task-memory-gb",
+        f"{longest.name}: the input paths of a task ({longest.paths:,} now) fill task-memory-gb",
     )
     lists = [row for row in rows if row.paths > 1 and row.tasks > 1]
     if lists:
         most = max(lists, key=lambda row: row.opened)
         add(
             sum(row.opened for row in lists) / cluster.opens / facts.seconds,
-            f"opening files alone takes as long as everything now: {most.name} has {most.tasks:,} tasks that open "
+            f"opening files takes as long as the whole run now: {most.name} has {most.tasks:,} tasks that open "
             f"{most.opened / most.tasks:,.0f} each, and both numbers grow",
             2.0,
         )
     add(facts.plan_bytes / (1 << 31), "plan.json has 2 GiB")
-    return sorted(found)
+    return sorted(limits)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact duplicates: documents with the same text. The first one stays.
+"""Remove exact duplicates: of documents with the same text only the first one is kept.
 
-    digest    a shard each       a 128-bit hash of each text, sorted
-    number    one task           how many documents each shard has
-    match     a partition each   documents with the hash of an earlier one
-    remove    a shard each       the shard without them
+    digest    per shard        a 128-bit hash of each text, sorted
+    number    one task         the number of documents of each shard
+    match     per partition    documents with the hash of an earlier one
+    remove    per shard        the shard without them
 
 With `normalize: space`, runs of white space count as one blank; with `words`, texts with the same words in lower case are
-the same. `against` names folders that `digest` has filled for an earlier corpus: what is in it goes, too. The chance that
-among 10^9 documents two different ones have the same hash is 10^-20.
+the same. `against` names folders of `digest` of an earlier corpus, whose documents are removed too. The probability that
+two different ones among 10^9 documents have the same hash is 10^-20.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,10 @@ from megatron.corpus.duplicates.shingles import codes_of, word_bounds
 from megatron.corpus.stage import Counts, Made, StagePhase, options_of
 from megatron.errors import DataError, SettingsError
 
-VERSION = "2"  # of what the tasks of this stage write
+VERSION = "2"  # of the output of this stage's tasks
 REASON = "exact_duplicate"
-STARTS = "starts.npy"  # what `number` writes
-RECORD = 96  # bytes of memory a document takes in `match`
+STARTS = "starts.npy"  # output of `number`
+RECORD = 96  # bytes of memory per document in `match`
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ExactDuplicateOptions:
     normalize: Literal["none", "space", "words"] = "none"
     against: list[str] = field(default_factory=list)
     text_key: str = "text"
-    documents_per_shard: int = 100_000  # a guess, for the number of partitions
-    partitions: int = 0  # 0: as many as the memory of a task asks for
+    documents_per_shard: int = 100_000  # an estimate, for the number of partitions
+    partitions: int = 0  # 0: by the memory of a task
 
     def __post_init__(self):
         if min(self.documents_per_shard, self.partitions + 1) < 1:
@@ -62,7 +62,7 @@ OPTIONS = ExactDuplicateOptions
 
 
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
-    """The phases of this stage. memory: bytes that a task may take."""
+    """The phases of this stage. memory: bytes that a task may take"""
     asked = options_of(OPTIONS, options)
     _check_alike(_earlier(asked), asked)
     partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * RECORD // memory))
@@ -89,7 +89,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 
 def digest(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard] -> the hashes of its texts."""
+    """Task [shard] -> the hashes of its texts."""
     asked = options_of(OPTIONS, options)
     writer = RunWriter(output, dict(checks="<u8", rows="<u4"))
     documents, signed = 0, 0
@@ -111,7 +111,7 @@ def digest(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 
 def normalized(text: str, how: str) -> bytes:
-    """What of a text has to be equal.
+    """The part of a text that is compared.
 
     >>> normalized(" A  b. ", "space"), normalized("A, b.", "words")
     (b'A b.', b'a\\x00b')
@@ -126,36 +126,36 @@ def normalized(text: str, how: str) -> bytes:
 
 
 def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Hashes of all shards -> (document, the first one with its text) of a partition."""
+    """Task [hashes of all shards] -> (document, first document with its text) for a partition."""
     asked = options_of(OPTIONS, options)
     before = _earlier(asked)
     folders = [*before, *inputs]
     reader, numbering = RunReader(folders), numbering_of(folders)
     first, end = partition_of_keys(options["partition"], options["of_partitions"])
-    found = []
+    matches = []
     for low, high in fitting_ranges(reader.count, first, end, max(1, options["memory"] // RECORD)):
-        whose, columns = reader.read(low, high)
-        documents = numbering.starts[whose] + columns["rows"]
+        owners, columns = reader.read(low, high)
+        documents = numbering.starts[owners] + columns["rows"]
         order = np.lexsort((documents, columns["checks"], columns["keys"]))
         keys, checks, documents = columns["keys"][order], columns["checks"][order], documents[order]
         again = np.zeros(len(order), bool)
         again[1:] = (keys[1:] == keys[:-1]) & (checks[1:] == checks[:-1])
         kept = np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))
-        found.append(np.stack([documents[again], documents[kept[again]]], 1))
-    pairs = np.concatenate(found)
+        matches.append(np.stack([documents[again], documents[kept[again]]], 1))
+    pairs = np.concatenate(matches)
     pairs = pairs[pairs[:, 0] >= numbering.starts[len(before)]]
     save_pairs(output / "duplicates.npy", pairs[np.argsort(pairs[:, 0])])
     return dict(to_remove=len(pairs))
 
 
 def number(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Hashes of all shards -> the number of the first document of each, those of an earlier corpus first."""
+    """Task [hashes of all shards] -> the number of the first document of each, those of an earlier corpus first."""
     np.save(output / STARTS, numbering_of([*_earlier(options_of(OPTIONS, options)), *inputs]).starts)
     return {}
 
 
 def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard, its hashes, numbers, duplicates ...] -> the shard without what goes."""
+    """Task [shard, its hashes, numbers, duplicates ...] -> the shard without duplicates."""
     asked, shard, shards = options_of(OPTIONS, options), options["shard"], options["shards"]
     before = _earlier(asked)
     numbering = Numbering(np.load(inputs[2] / STARTS))
@@ -165,7 +165,7 @@ def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 
 def removed_of(folders: list[Path], numbering: Numbering, shard: int) -> Removed:
-    """What the tasks of `match` say of a shard."""
+    """The removed documents of a shard, from the tasks of `match`."""
     first, end = numbering.starts[shard : shard + 2].tolist()
     pairs = [between_pairs(load_pairs(folder / "duplicates.npy"), first, end) for folder in folders]
     pairs = np.concatenate([np.zeros((0, 2), np.int64), *pairs])
@@ -174,12 +174,12 @@ def removed_of(folders: list[Path], numbering: Numbering, shard: int) -> Removed
 
 
 def _check_alike(folders: list[Path], asked: ExactDuplicateOptions) -> None:
-    """Raise DataError where hashes are of texts that were normalized in another way."""
+    """Raise DataError where the texts of earlier hashes were normalized in another way."""
     for folder in folders:
         how = read_facts(folder).get("normalize")
         if how != asked.normalize:
-            told = f"{folder}: made with normalize {how} (now {asked.normalize})"
-            raise DataError(told, do="use the same options, or digest the earlier corpus again")
+            what = f"{folder}: made with normalize {how} (now {asked.normalize})"
+            raise DataError(what, do="use the same options, or digest the earlier corpus again")
 
 
 def _earlier(asked: ExactDuplicateOptions) -> list[Path]:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact substrings: runs of at least `length` tokens (or bytes) that stand somewhere before are cut out.
+"""Remove exact substrings: cut repeated runs of at least `length` tokens (or bytes), except their first occurrence.
 
-    find     a shard each       a suffix array of each block of documents: which windows of `length` units repeat in it;
-                                a hash of each other window, sorted
-    match    a partition each   windows with the hash of an earlier one, over all blocks and shards
-    cut      a shard each       the shard without what repeated windows cover
+    find     per shard       a suffix array of each block of documents: windows of `length` units that repeat in it;
+                             a hash of each other window, sorted
+    match    per partition   windows with the hash of an earlier one, over all blocks and shards
+    cut      per shard       the shard without the repeated windows
 
 A token is a run of letters and digits, another character that is no white space, or one character of a script without
-spaces; white space between tokens does not count. `unit: bytes` takes the text as it is. Of all places of a window the
-first stays, in the order of documents: what comes out depends on neither shards nor blocks nor partitions. Blocks are as
-large as the memory of a task allows. Lee et al. 2021, "Deduplicating training data makes language models better", with a
-length of 50 tokens.
+spaces; white space between tokens does not count. `unit: bytes` takes the text as it is. The first occurrence of a window
+in the order of documents stays: the result depends on neither shards nor blocks nor partitions. Blocks are as large as the
+memory of a task allows. Lee et al. 2021, "Deduplicating training data makes language models better", with a length of 50
+tokens.
 """
 
 import json
@@ -28,27 +28,27 @@ from megatron.corpus.duplicates.shingles import codes_of, span_hashes, window_ha
 from megatron.corpus.stage import Counts, Made, StagePhase, options_of
 from megatron.errors import SettingsError
 
-VERSION = "2"  # of what the tasks of this stage write
+VERSION = "2"  # of the output of this stage's tasks
 REASON = "exact_substring"
-RECORD = 80  # bytes of memory a window takes in `match`
-UNIT_BYTES = dict(tokens=112, bytes=80)  # bytes of memory a unit takes in `find`, its suffix array included
+RECORD = 80  # bytes of memory per window in `match`
+UNIT_BYTES = dict(tokens=112, bytes=80)  # bytes of memory per unit in `find`, including the suffix array
 DROPPED, CHANGED = "dropped.jsonl", "cut.jsonl"  # notes of a task of `cut`
-_SHOWN = 120  # characters of a note of what was cut
+_SHOWN = 120  # characters of cut text in a note
 
 
 @dataclass(frozen=True)
 class ExactSubstringOptions:
     """Options of the stage."""
 
-    length: int = 50  # the least length of what is cut, in units
+    length: int = 50  # the least length to cut, in units
     unit: Literal["tokens", "bytes"] = "tokens"
     action: Literal["cut", "drop"] = (
-        "cut"  # drop: documents of which at least `drop_share` repeats, the others stay whole
+        "cut"  # drop: drop documents of which at least `drop_share` repeats, and keep the others whole
     )
     drop_share: float = 0.5
     text_key: str = "text"
-    shard_mb: float = 64.0  # a guess, for the number of partitions
-    partitions: int = 0  # 0: as many as the memory of a task asks for
+    shard_mb: float = 64.0  # an estimate, for the number of partitions
+    partitions: int = 0  # 0: by the memory of a task
 
     def __post_init__(self):
         if not 2 <= self.length <= 1_000_000:
@@ -91,7 +91,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 
 def find(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard] -> windows that repeat within a block, and the hashes of all others, each once a block."""
+    """Task [shard] -> windows that repeat within a block, and the hashes of all others, once per block."""
     asked = options_of(OPTIONS, options)
     writer = RunWriter(output, dict(places="<u4"))
     repeated, start, windows = [np.zeros(0, np.int64)], 0, 0
@@ -110,24 +110,24 @@ def find(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts
 
 
 def match(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """The windows of all shards -> those of a partition that stand before, as [2, n]: shard, place; sorted."""
+    """Task [windows of all shards] -> windows of a partition with an earlier occurrence, [2, n]: shard, place; sorted."""
     reader = RunReader(inputs)
     first, end = partition_of_keys(options["partition"], options["of_partitions"])
-    found = [np.zeros((2, 0), np.int64)]
+    repeated = [np.zeros((2, 0), np.int64)]
     for low, high in fitting_ranges(reader.count, first, end, max(1, options["memory"] // RECORD)):
-        whose, columns = reader.read(low, high)
+        owners, columns = reader.read(low, high)
         keys, places = columns["keys"], columns["places"].astype(np.int64)
-        order = np.lexsort((places, whose, keys))
+        order = np.lexsort((places, owners, keys))
         again = order[1:][keys[order[1:]] == keys[order[:-1]]]
-        found.append(np.stack([whose[again], places[again]]))
-    pairs = np.concatenate(found, 1)
+        repeated.append(np.stack([owners[again], places[again]]))
+    pairs = np.concatenate(repeated, 1)
     pairs = pairs[:, np.lexsort((pairs[1], pairs[0]))]
     np.save(output / "repeats.npy", pairs)
     return dict(repeated_elsewhere=pairs.shape[1])
 
 
 def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard, its windows, repeated windows ...] -> the shard without what they cover."""
+    """Task [shard, its windows, repeated windows ...] -> the shard without repeated windows."""
     asked = options_of(OPTIONS, options)
     shard, own, *matched = inputs
     covered = _Cover(own, matched, options["shard"], asked.length)
@@ -156,13 +156,13 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
                 line = encode({**document, asked.text_key: left})
             write([line])
             went_on += 1
-    told = fates(np.array(sizes, np.int64), np.array(dropped, np.int64), REASON)
-    told["bytes"] -= counts["bytes_cut"]
-    return dict(told, **counts)
+    totals = fates(np.array(sizes, np.int64), np.array(dropped, np.int64), REASON)
+    totals["bytes"] -= counts["bytes_cut"]
+    return dict(totals, **counts)
 
 
 def explain(made: Made, shard: int, row: int, document: dict, options: Mapping[str, Any]) -> Optional[dict[str, Any]]:
-    """What became of a document: dict(document=None or as it went on, reason, figures); None where nothing did."""
+    """The fate of a document: dict(document=None or the changed one, reason, figures); None where it is unchanged."""
     asked = options_of(OPTIONS, options)
     for name in (DROPPED, CHANGED):
         with open(made["cut"][shard] / name, "rb") as notes:
@@ -190,7 +190,7 @@ def _documents(shard: Path, asked: ExactSubstringOptions) -> Iterator[tuple[int,
 
 
 def _blocks(shard: Path, asked: ExactSubstringOptions, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(units, ends of documents in them) of as many documents at a time as have `most` units together."""
+    """Blocks of documents with at most `most` units, as (units, ends of documents)."""
     held, count = [], 0
     for _, _, _, text in _documents(shard, asked):
         if text is None:
@@ -210,7 +210,7 @@ def _joined(held: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def units_of(text: str, unit: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(units as numbers, where each begins, where it ends): tokens in characters, bytes in bytes.
+    """(units as numbers, their starts, their ends): tokens in characters, bytes in bytes.
 
     >>> units, starts, stops = units_of("Is it? Is", "tokens")
     >>> starts.tolist(), stops.tolist(), bool(units[0] == units[3])
@@ -237,29 +237,29 @@ def _suffix_arrays():
 
 
 def repeats(units: np.ndarray, whole: np.ndarray, length: int) -> np.ndarray:
-    """Which windows of `length` units stand at an earlier place, too, [units] bool; only `whole` ones count.
+    """Whether the window of `length` units at each place occurs earlier, [units] bool; only `whole` ones count.
 
-    In a suffix array, the places whose suffixes begin with the same `length` units stand side by side.
+    In a suffix array, places with the same first `length` units are adjacent.
     """
-    found = np.zeros(len(units), bool)
+    result = np.zeros(len(units), bool)
     if len(units) <= length:
-        return found
+        return result
     library = _suffix_arrays()
     if units.dtype != np.uint8:
         units = np.unique(units, return_inverse=True)[1].astype(np.uint32)
-    units = np.array(units)  # the library takes no array that cannot be written to
+    units = np.array(units)  # the library needs a writable array
     suffixes = library.divsufsort(units)
     common = library.kasai(units, suffixes)  # [i]: units that suffix i and the next one have in common
     begins = np.ones(len(suffixes), bool)
     begins[1:] = common[:-1] < length
     starts = np.flatnonzero(begins)
     first = np.minimum.reduceat(np.where(whole[suffixes], suffixes, len(suffixes)), starts)
-    found[suffixes] = suffixes != np.repeat(first, np.diff([*starts, len(suffixes)]))
-    return found & whole
+    result[suffixes] = suffixes != np.repeat(first, np.diff([*starts, len(suffixes)]))
+    return result & whole
 
 
 def whole_windows(ends: np.ndarray, length: int) -> np.ndarray:
-    """Whether `length` units from each place on are of one document, [units] bool."""
+    """Whether the `length` units from each place belong to one document, [units] bool."""
     whole = np.zeros(int(ends[-1]) + 1, np.int64)
     fit = np.flatnonzero(np.diff(ends) >= length)
     np.add.at(whole, ends[fit], 1)
@@ -267,11 +267,11 @@ def whole_windows(ends: np.ndarray, length: int) -> np.ndarray:
     return np.cumsum(whole)[:-1] > 0
 
 
-# ------------------------------------------------------------------------------------------------------ what is cut
+# ---------------------------------------------------------------------------------------------------------- cutting
 
 
 class _Cover:
-    """What repeated windows cover of each document of a shard, one document after the other."""
+    """The repeated parts of a shard's documents, document by document."""
 
     def __init__(self, own: Path, matched: Sequence[Path], shard: int, length: int):
         places = [np.load(own / "repeats.npy")]
@@ -283,7 +283,7 @@ class _Cover:
         self._start = 0  # the place of the next document's first unit
 
     def next(self, text: str, unit: str) -> list[tuple[int, int]]:
-        """[start, end) of what is covered, in characters (tokens: with the white space behind it) or bytes."""
+        """[start, end) of the next document's repeated parts, in bytes, or in characters with following white space."""
         _, starts, stops = units_of(text, unit)
         begin, self._start = self._start, self._start + len(starts)
         first, last = np.searchsorted(self._places, [begin, self._start])
@@ -292,12 +292,12 @@ class _Cover:
             return []
         gaps = np.flatnonzero(places[1:] > places[:-1] + self._length)
         firsts, lasts = places[[0, *(gaps + 1)]], places[[*gaps, len(places) - 1]] + self._length
-        behind = np.append(starts[1:], len(text) if unit == "tokens" else len(starts))
-        return list(zip(starts[firsts].tolist(), behind[lasts - 1].tolist()))
+        ends = np.append(starts[1:], len(text) if unit == "tokens" else len(starts))
+        return list(zip(starts[firsts].tolist(), ends[lasts - 1].tolist()))
 
 
 def _without(text: str, spans: list[tuple[int, int]], unit: str) -> str:
-    """The text without some spans; of bytes, characters that are covered in part stay."""
+    """The text without some spans. With bytes, characters that are only partly in a span stay."""
     data, pieces, at = (text if unit == "tokens" else encoded(text)), [], 0
     for start, end in spans:
         if unit == "bytes":
@@ -309,7 +309,7 @@ def _without(text: str, spans: list[tuple[int, int]], unit: str) -> str:
 
 
 def _whole_characters(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """The largest part of a span of bytes that holds whole characters."""
+    """The largest part of a span of bytes that consists of whole characters."""
     while start < end and data[start] & 0xC0 == 0x80:
         start += 1
     while end > start and end < len(data) and data[end] & 0xC0 == 0x80:
@@ -318,15 +318,15 @@ def _whole_characters(data: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def _share(text: str, spans: list[tuple[int, int]], unit: str) -> float:
-    """Which share of a text's characters (or bytes) is covered."""
+    """The share of a text's characters (or bytes) in the spans."""
     whole = len(text) if unit == "tokens" else len(encoded(text))
     return sum(end - start for start, end in spans) / whole if whole else 0.0
 
 
 def _note(row: int, document: dict, share: float, text: str, spans: list, unit: str) -> bytes:
-    """What became of a document of which something repeats, with the beginning of that."""
+    """A note on a document with repeated parts, with the beginning of the first one."""
     known = {key: document[key] for key in ("id", "url") if key in document}
     start, end = spans[0]
     shown = text[start:end] if unit == "tokens" else encoded(text)[start:end].decode("utf-8", "replace")
-    told = dict(row=row, **known, reason=REASON, repeated=round(share, 4), spans=spans, begins=shown[:_SHOWN])
-    return json.dumps(told).encode() + b"\n"
+    note = dict(row=row, **known, reason=REASON, repeated=round(share, 4), spans=spans, begins=shown[:_SHOWN])
+    return json.dumps(note).encode() + b"\n"

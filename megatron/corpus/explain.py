@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a document was kept or dropped, by which stage, with the figures.
+"""Explain why a document was kept or dropped: the stage, the rule and its figures.
 
-A document is named by its url, its id, or its line in the input (`books.jsonl:1207`, from 1). It is found in the shards of
-the first stage and followed: filters are asked again, for they say the same of it at any time; a stage of phases is asked
-by the `explain` of its module, or its notes are read, else what it has made is searched. Where several equal documents
-stand in one shard, the k-th of those that came in is taken for the k-th of those that went out.
+A document is named by its url, its id, or its line in the input (`books.jsonl:1207`, from 1). It is searched in the shards
+of the first stage and followed through the others: filters run again, since they are deterministic; for a stage of phases
+the `explain` of its module is called, or its notes are read, or its output is searched. Of several equal documents in a
+shard, the k-th input is assumed to be the k-th output.
 """
 
 import copy
@@ -29,8 +29,11 @@ MOST = 5  # documents of one name that are followed
 
 
 @dataclass(frozen=True)
-class Said:
-    """What one stage, or one filter of it, did with a document. fate: kept, changed, dropped, set aside, or unknown."""
+class StageResult:
+    """The result of a stage, or of one of its filters, for a document.
+
+    fate: kept, changed, dropped, set aside, or unknown
+    """
 
     stage: str
     fate: str
@@ -41,11 +44,11 @@ class Said:
 
 @dataclass(frozen=True)
 class DocumentHistory:
-    """A document with all that was said of it, and whether it is in the corpus."""
+    """A document with the results of all stages."""
 
     document: Optional[Document]
     place: str
-    said: list[Said]
+    said: list[StageResult]  # a key of `explain --json`
 
     @property
     def fate(self) -> str:
@@ -54,7 +57,7 @@ class DocumentHistory:
 
 @dataclass(frozen=True)
 class _At:
-    """Where a document stands among the shards between two stages, both from 0."""
+    """The position of a document in the shards between two stages, from 0."""
 
     shard: int
     row: int
@@ -62,27 +65,27 @@ class _At:
 
 
 def explain(plan: CorpusPlan, output: Path, name: str) -> list[DocumentHistory]:
-    """The histories of the documents of this name. Raises DataError where there is none."""
+    """The histories of the documents with this name. Raises DataError where there is none."""
     base = output / TASKS
     at_line = _line_of(plan, name)
     if at_line:
         return [_of_line(plan, base, *at_line)]
-    found = []
+    histories = []
     for at in _named(plan, base, name):
-        found.append(follow(plan, base, at))
-        if len(found) == MOST:
+        histories.append(follow(plan, base, at))
+        if len(histories) == MOST:
             break
-    found = found or list(_rejected(plan, base, name))
-    if not found:
+    histories = histories or list(_rejected(plan, base, name))
+    if not histories:
         raise DataError(
             f"no document has the url or id {name!r}",
-            do="give it as it stands in the document, or the line of an input file: FILE:NUMBER",
+            do="give it exactly as in the document, or the line of an input file: FILE:NUMBER",
         )
-    return found
+    return histories
 
 
 def follow(plan: CorpusPlan, base: Path, at: _At, place: str = "") -> DocumentHistory:
-    """What each stage did with a document of the first stage's shards, up to the one that dropped it."""
+    """The results of all stages for a document of the first stage's shards, up to the one that dropped it."""
     history = DocumentHistory(at.document, place or f"shard {at.shard}, document {at.row}", [])
     now: Optional[_At] = at
     for stage in plan.stages[1:]:
@@ -119,8 +122,8 @@ def _rejected(plan: CorpusPlan, base: Path, name: str) -> Iterator[DocumentHisto
         for line in read_lines(path) if path.exists() else ():
             entry = decode(line)
             if name in entry["begins"]:
-                said = Said("shards", "set aside", entry["reason"], dict(bytes=entry["bytes"]))
-                yield DocumentHistory(None, plan.tasks[folder].inputs[entry["input"]], [said])
+                result = StageResult("shards", "set aside", entry["reason"], dict(bytes=entry["bytes"]))
+                yield DocumentHistory(None, plan.tasks[folder].inputs[entry["input"]], [result])
 
 
 def _line_of(plan: CorpusPlan, name: str) -> Optional[tuple[str, int]]:
@@ -131,14 +134,16 @@ def _line_of(plan: CorpusPlan, name: str) -> Optional[tuple[str, int]]:
     [folders] = plan.stages[0].phases.values()
     inputs = dict.fromkeys(path for folder in folders for path in plan.tasks[folder].inputs)
     wanted = str(Path(file).absolute())
-    found = [path for path in inputs if path == wanted] or [path for path in inputs if path.endswith(f"/{file}")]
-    if not found:
+    paths = [path for path in inputs if path == wanted] or [path for path in inputs if path.endswith(f"/{file}")]
+    if not paths:
         return None
-    if len(found) > 1:
-        raise DataError(f"{file} is {len(found)} input files: {found[0]}, {found[1]} ...", do="give the whole path")
+    if len(paths) > 1:
+        raise DataError(
+            f"{file} matches {len(paths)} input files: {paths[0]}, {paths[1]} ...", do="give the whole path"
+        )
     if int(number) < 1:
         raise DataError(f"{name}: lines are counted from 1")
-    return found[0], int(number) - 1
+    return paths[0], int(number) - 1
 
 
 def _of_line(plan: CorpusPlan, base: Path, path: str, wanted: int) -> DocumentHistory:
@@ -163,10 +168,10 @@ def _of_line(plan: CorpusPlan, base: Path, path: str, wanted: int) -> DocumentHi
 
 def _pieces(folder: Path, wanted: Sequence) -> list[dict]:
     try:
-        found = json.loads((folder / "pieces.json").read_text())
+        records = json.loads((folder / "pieces.json").read_text())
     except (OSError, ValueError):
-        raise DataError(f"{folder}: the shards are not made yet", do="run the recipe first") from None
-    return [dict(one, piece=piece) for one, piece in zip(found, wanted, strict=True)]
+        raise DataError(f"{folder}: the shards do not exist yet", do="run the recipe first") from None
+    return [dict(one, piece=piece) for one, piece in zip(records, wanted, strict=True)]
 
 
 def _of_row(plan, base: Path, task, piece: dict, row: int, documents: int, shards: list[int]) -> DocumentHistory:
@@ -181,14 +186,15 @@ def _of_row(plan, base: Path, task, piece: dict, row: int, documents: int, shard
         except BadLine as error:
             document = None
             if line.row == row:
-                return DocumentHistory(None, place, [Said("shards", "set aside", str(error), dict(bytes=line.size))])
+                result = StageResult("shards", "set aside", str(error), dict(bytes=line.size))
+                return DocumentHistory(None, place, [result])
         if line.row < row:
             documents += document is not None
         elif document is None:
-            return DocumentHistory(None, place, [Said("shards", "set aside", "a blank line")])
+            return DocumentHistory(None, place, [StageResult("shards", "set aside", "a blank line")])
         else:
             break
-    for number in shards:  # the documents of a task stand in its shards one behind the other
+    for number in shards:  # the shards of a task hold its documents in order
         here = sum(1 for _ in read_lines(base / plan.stages[0].makes[number]))
         if documents < here:
             return follow(plan, base, _At(number, documents, document), place)
@@ -199,7 +205,9 @@ def _of_row(plan, base: Path, task, piece: dict, row: int, documents: int, shard
 # ---------------------------------------------------------------------------------------------------- following
 
 
-def _through_filters(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At, said: list[Said]) -> Optional[_At]:
+def _through_filters(
+    plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At, results: list[StageResult]
+) -> Optional[_At]:
     [(phase, folders)] = stage.phases.items()
     options = plan.tasks[folders[at.shard]].options
     after: Optional[Document] = copy.deepcopy(at.document)
@@ -207,7 +215,7 @@ def _through_filters(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At,
         after = step.verdict.document
         fate = "dropped" if after is None else "changed" if step.changed else "kept"
         reason = step.verdict.reason if fate != "kept" else ""
-        said.append(Said(f"{phase}: {step.name}", fate, reason, dict(step.verdict.figures)))
+        results.append(StageResult(f"{phase}: {step.name}", fate, reason, dict(step.verdict.figures)))
     if after is None:
         return None
     before = _rows_of(base / stage.reads[at.shard], encode(at.document), at.row)
@@ -215,22 +223,24 @@ def _through_filters(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At,
     return _At(at.shard, -1 if row is None else row, after)
 
 
-def _through_phases(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At, said: list[Said]) -> Optional[_At]:
-    asked = _asked(base, stage, at)
-    if asked is not None and asked.get("document") is None:
-        said.append(Said(stage.name, "dropped", asked.get("reason", ""), dict(asked.get("figures", {}))))
+def _through_phases(
+    plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At, results: list[StageResult]
+) -> Optional[_At]:
+    answer = _explained(base, stage, at)
+    if answer is not None and answer.get("document") is None:
+        results.append(StageResult(stage.name, "dropped", answer.get("reason", ""), dict(answer.get("figures", {}))))
         return None
-    document = at.document if asked is None else asked["document"]
-    found = _search(base, stage, at.shard, document)
-    if found is None:
+    document = at.document if answer is None else answer["document"]
+    after = _search(base, stage, at.shard, document)
+    if after is None:
         reason = "" if _complete(base, stage) else "it has not been through this stage yet"
-        said.append(Said(stage.name, "dropped" if not reason else "unknown", reason))
+        results.append(StageResult(stage.name, "dropped" if not reason else "unknown", reason))
         return None
-    fate = "kept" if asked is None and encode(found.document) == encode(at.document) else "changed"
-    more = asked or {}
-    place = f"shard {found.shard}, document {found.row}"
-    said.append(Said(stage.name, fate, more.get("reason", ""), dict(more.get("figures", {})), place))
-    return found
+    fate = "kept" if answer is None and encode(after.document) == encode(at.document) else "changed"
+    more = answer or {}
+    place = f"shard {after.shard}, document {after.row}"
+    results.append(StageResult(stage.name, fate, more.get("reason", ""), dict(more.get("figures", {})), place))
+    return after
 
 
 def module_of_stage(stage: PlannedStage):
@@ -238,8 +248,8 @@ def module_of_stage(stage: PlannedStage):
     return module_of(stage.address)
 
 
-def _asked(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
-    """What the stage's own `explain` says, where it has one and its tasks are done."""
+def _explained(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
+    """The result of the stage's own `explain`, or its note, where its tasks are done."""
     if at.row < 0 or not _complete(base, stage):
         return None
     hook = getattr(module_of_stage(stage), "explain", None)
@@ -251,7 +261,7 @@ def _asked(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
 
 
 def _note_of(base: Path, stage: PlannedStage, at: _At) -> Optional[dict]:
-    """What `dropped.jsonl` beside the shard that became of this one says of the row."""
+    """The note on a document in the `dropped.jsonl` next to the stage's output shard."""
     if len(stage.makes) != len(stage.reads):
         return None
     path = (base / stage.makes[at.shard]).with_name(DROPPED)
@@ -268,7 +278,7 @@ def _complete(base: Path, stage: PlannedStage) -> bool:
 
 
 def _search(base: Path, stage: PlannedStage, first: int, document: Document) -> Optional[_At]:
-    """The document among the shards that a stage has made: the same line, else one with the same url or id."""
+    """The document in the output shards of a stage: the same line, else one with the same url or id."""
     numbers = sorted(range(len(stage.makes)), key=lambda number: number != first)
     line = encode(document)
     names = [(key, document[key]) for key in ("id", "url") if document.get(key)]
@@ -279,32 +289,32 @@ def _search(base: Path, stage: PlannedStage, first: int, document: Document) -> 
             if other == line:
                 return _At(number, row, document)
             if near is None and names and encode(names[0][1]) in other:
-                found = decode(other)
-                if all(found.get(key) == value for key, value in names):
-                    near = _At(number, row, found)
+                candidate = decode(other)
+                if all(candidate.get(key) == value for key, value in names):
+                    near = _At(number, row, candidate)
     return near
 
 
-def _in_tokens(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At) -> Said:
-    """Which document of the token files it is."""
+def _in_tokens(plan: CorpusPlan, base: Path, stage: PlannedStage, at: _At) -> StageResult:
+    """The number of the document in the token files."""
     first = next(iter(stage.phases.values()))
     receipts = [read_receipt(base / folder) for folder in first]
     if at.row < 0 or not all(receipts) or not all(read_receipt(base / folder) for folder in stage.makes):
-        return Said(stage.name, "unknown", "the token files are not complete")
+        return StageResult(stage.name, "unknown", "the token files are not complete")
     rows = [receipt["counts"]["documents"] for receipt in receipts]
     size = -(-len(first) // len(stage.makes))
     begin = at.shard // size * size
     dataset = f" of dataset {at.shard // size}" * (len(stage.makes) > 1)
-    return Said(stage.name, "kept", place=f"document {sum(rows[begin : at.shard]) + at.row}{dataset}, from 0")
+    return StageResult(stage.name, "kept", place=f"document {sum(rows[begin : at.shard]) + at.row}{dataset}, from 0")
 
 
 def _rows_of(path: Path, line: bytes, row: int) -> int:
-    """How many equal lines stand before this one."""
+    """Number of equal lines before this one."""
     return sum(1 for number, other in enumerate(read_lines(path)) if number < row and other == line)
 
 
 def _nth(path: Path, line: bytes, number: int) -> Optional[int]:
-    """The row of the line that stands behind so many equal ones; the last of them where there are fewer."""
+    """The row of the line that follows this many equal ones; the last equal one where there are fewer."""
     last = None
     for row, other in enumerate(read_lines(path) if path.exists() else ()):
         if other == line:
@@ -315,21 +325,21 @@ def _nth(path: Path, line: bytes, number: int) -> Optional[int]:
     return last
 
 
-def told(history: DocumentHistory) -> list[str]:
-    """A history in lines for people."""
+def history_lines(history: DocumentHistory) -> list[str]:
+    """A history as lines of text."""
     document = history.document or {}
     name = document.get("url") or document.get("id") or history.place
     lines = [f"{name}: {FATES[history.fate]}"]
     if document:
         lines.append(f"  {history.place}, {len(document['text']):,} characters: {document['text'][:80]!r}")
-    for said in history.said:
-        figures = ", ".join(f"{key} {_short(value)}" for key, value in said.figures.items())
-        line = f"  {said.stage}: {said.fate}" + f" ({said.reason})" * bool(said.reason)
-        lines.append(line + f": {figures}" * bool(figures) + f" -> {said.place}" * bool(said.place))
+    for result in history.said:
+        figures = ", ".join(f"{key} {_short(value)}" for key, value in result.figures.items())
+        line = f"  {result.stage}: {result.fate}" + f" ({result.reason})" * bool(result.reason)
+        lines.append(line + f": {figures}" * bool(figures) + f" -> {result.place}" * bool(result.place))
     return lines
 
 
-FATES = {"set aside": "set aside, for it is no document", "unknown": "not known yet", "kept": "kept", "changed": "kept"}
+FATES = {"set aside": "set aside: not a document", "unknown": "not known yet", "kept": "kept", "changed": "kept"}
 FATES["dropped"] = "dropped"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tasks count: dicts of numbers, and of dicts of them, that are added up over tasks; histograms as {bucket: count}."""
+"""Add up the counts of tasks: nested dicts of numbers, with histograms as {bucket: count}."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ def text_bytes(text: str) -> int:
 
 
 def bucket(value: float) -> str:
-    """The bucket of a histogram that a number falls into: its first digit and its size.
+    """The histogram bucket of a number: its first digit and its magnitude.
 
     >>> bucket(0), bucket(0.137), bucket(1), bucket(98765), bucket(-0.26)
     ('0', '0.1', '1', '90000', '-0.2')
@@ -24,8 +24,7 @@ def bucket(value: float) -> str:
 
 
 def add(total: dict[str, Any], counts: Mapping[str, Any]) -> None:
-    """Add what one task counted to what others did: numbers are summed, dicts entry by entry, lists joined; of texts the
-    first stays.
+    """Add the counts of a task to a total: numbers are summed, dicts entry by entry, lists joined; the first text stays.
 
     >>> total = {}
     >>> add(total, {"documents": 2, "rules": {"short": 1}}); add(total, {"documents": 3, "rules": {"long": 1}})

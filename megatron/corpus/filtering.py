@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters one behind the other over a shard, in one task: what goes on is written once.
+"""Run consecutive filters over a shard in one task, which writes the result once.
 
-Counted are documents and bytes of text by rule, figures as histograms by what became of the document, lengths, languages
-and domains of what goes on. For each rule a few documents are kept as samples: those with the smallest hashes, so that they
-are the same whoever runs the task.
+Counts documents and bytes of text by rule, histograms of figures for kept and dropped documents, and lengths, languages and
+domains of kept ones. For each rule a few documents are kept as samples: those with the smallest hashes, so that every
+attempt chooses the same.
 """
 
 import heapq
@@ -28,17 +28,17 @@ from megatron.errors import DataError, Failure
 VERSION = "1"
 SAMPLES = "samples.jsonl"
 SAMPLE_TEXT = 2000  # characters of a sample
-DOMAINS = 200  # the commonest of a shard: of a sum over shards the head is right, the tail is not
+DOMAINS = 200  # the most frequent of a shard: in a sum over shards, only the head of the list is accurate
 KEPT = "kept"
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one filter said of a document."""
+    """The result of one filter for a document."""
 
     name: str
     verdict: Verdict
-    changed: bool = False  # it goes on with another text
+    changed: bool = False  # kept with another text
 
     @property
     def rule(self) -> str:
@@ -46,7 +46,7 @@ class Step:
 
 
 def run_filters(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """One shard -> one shard. options: filters as [name, address, options], samples."""
+    """Task [shard] -> the filtered shard. options: filters as [name, address, options], samples"""
     chain = filters_of(options["filters"])
     tally = Tally(options["samples"])
     with ShardWriter(output / SHARD) as writer:
@@ -71,7 +71,7 @@ def run_filters(inputs: list[Path], output: Path, options: Mapping[str, Any]) ->
 
 
 def filters_of(wanted: list) -> list[tuple[str, Any]]:
-    """(name, filter) of each, made once a process."""
+    """(name, filter) of each, constructed once per process."""
     return [(name, _filter_of(address, json.dumps(options, sort_keys=True))) for name, address, options in wanted]
 
 
@@ -81,7 +81,7 @@ def _filter_of(address: str, options: str) -> Any:
 
 
 def judged(chain: list[tuple[str, Any]], document: Document) -> Iterator[Step]:
-    """What each filter says, up to the first that drops the document."""
+    """The result of each filter, up to the first that drops the document."""
     at: Optional[Document] = document
     for name, judge in chain:
         text = at["text"]
@@ -93,7 +93,7 @@ def judged(chain: list[tuple[str, Any]], document: Document) -> Iterator[Step]:
 
 
 class Tally:
-    """Counts what becomes of the documents of a shard."""
+    """Counts the kept, changed and dropped documents of a shard."""
 
     def __init__(self, samples: int):
         self.samples = samples
@@ -107,7 +107,7 @@ class Tally:
         self.number = counter()
 
     def take(self, document: Document, size: int, steps: list[Step], after: Optional[Document]) -> None:
-        """size: bytes of text that came in"""
+        """Count a document. size: bytes of its text before the filters"""
         last = steps[-1]
         self.sums["documents_in"] += 1
         self.sums["bytes_in"] += size
@@ -164,7 +164,7 @@ class Tally:
 
 
 def domain_of(url: str) -> str:
-    """The host of an address, as a reader counts it.
+    """The host of an address, without www.
 
     >>> domain_of("https://www.Example.org:8080/a"), domain_of("http://[bad")
     ('example.org', 'no address')

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of JSON lines through filters into files of JSON lines, in several processes, in the order of the input.
+"""Filter files of JSON lines in several processes; the output has the order of the input.
 
     totals = clean_files(find_sources(["raw.jsonl"]), LineCleaner([("gate", BinaryGate())]), "clean.jsonl", workers=8)
 
-The same bytes come out for any number of processes. An output is whole or not there. Lines that are no documents are set
-aside in `<output>.rejected.jsonl` with file, line and reason. What is in memory does not grow with the input: blocks of
-1 MiB, a few of them a process, and no line longer than `LineCleaner.longest`.
+The output has the same bytes for any number of processes, and is complete or absent. Lines that are no documents are set
+aside in `<output>.rejected.jsonl` with file, line and reason. Memory does not grow with the input: a few blocks of 1 MiB
+per process, and no line longer than `LineCleaner.longest`.
 """
 
 import bz2
@@ -33,13 +33,13 @@ from megatron.errors import DataError, Failure, Locked, StorageError, UsageError
 from megatron.storage.durable import sync_folder
 
 BLOCK = 1 << 20  # bytes of lines: some 20 ms of work
-LONGEST = 16 << 20  # bytes of the longest line: what a parser makes of it may take 25 times as much
+LONGEST = 16 << 20  # bytes of the longest line: parsed, it may take 25 times as much
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Whole lines of file number `source`; `first`: how many lines of this part of the file came before."""
+    """Whole lines of file number `source`; `first`: number of earlier lines in this part of the file"""
 
     source: int
     first: int
@@ -48,11 +48,11 @@ class LineBlock:
 
 @dataclass
 class Cleaned:
-    """What became of a block.
+    """The result of a block.
 
-    kept, dropped: files' bytes, compressed where the file will be
-    counts: "documents", "rejected", and "<filter>.<reason>" and "<filter>.<reason>.characters" of what was dropped, or
-            changed and kept
+    kept, dropped: bytes for the files, compressed where the file is
+    counts: "documents", "rejected", and "<filter>.<reason>" and "<filter>.<reason>.characters" of dropped documents, and
+            of changed ones
     rejected: (line of the block, reason)
     """
 
@@ -65,10 +65,10 @@ class Cleaned:
 
 @dataclass
 class LineCleaner:
-    """The work on a block: parse, filter, write. Lives in each process.
+    """Parses, filters and writes a block. Each process has one.
 
     filters: (name, filter), in order
-    dropped: what is written of a dropped document: nothing, the document as it was read, or that with its reason
+    dropped: what to write for a dropped document: nothing, the original document, or that with its reason
     """
 
     filters: Sequence[tuple[str, Filter]]
@@ -78,7 +78,7 @@ class LineCleaner:
     pack_dropped: Callable[[bytes], bytes] = bytes
 
     def __call__(self, block: LineBlock, shard: tuple[int, int] = (0, 1)) -> Cleaned:
-        """shard: (number from 0, count) of the lines that are taken, by their numbers in the file."""
+        """Process a block. shard: (number from 0, count): which lines to take, by their numbers in the file"""
         lines = block.data.split(b"\n")
         if not lines[-1]:
             lines.pop()
@@ -113,14 +113,14 @@ class LineCleaner:
         return document
 
     def _filtered(self, document: Document, counts: Counter) -> tuple[list[bytes], list[bytes]]:
-        """(what to write of a kept document, what of a dropped one). Raises BadLine."""
+        """(lines of kept documents, lines of dropped ones) for a document. Raises BadLine."""
         now = document
         for name, keep in self.filters:
             try:
                 verdict = keep(now)
             except Failure:
                 raise
-            except Exception as error:  # a text that a library does not bear is one bad document, not the end
+            except Exception as error:  # a text that breaks a library is one bad document, not the end of the run
                 raise BadLine(f"filter {name}: {type(error).__name__}: {error}"[:500]) from None
             if verdict.document is None:
                 self._count(counts, f"{name}.{verdict.reason}", now)
@@ -145,7 +145,7 @@ class LineCleaner:
 
 
 def _line(record: Document) -> bytes:
-    """A record as a line of a file. Raises BadLine for what cannot be written again."""
+    """A record as a line of a file. Raises BadLine for a record that cannot be encoded."""
     try:
         return _to_json(record).encode() + b"\n"
     except UnicodeEncodeError:
@@ -157,7 +157,7 @@ def _line(record: Document) -> bytes:
 # ---------------------------------------------------------------------------------------------------- files
 
 
-PACKERS: dict[str, Callable[[bytes], bytes]] = {  # suffix of a name -> a part of the file's bytes, packed by itself
+PACKERS: dict[str, Callable[[bytes], bytes]] = {  # suffix of a name -> compression of a part of the file
     ".gz": lambda data: gzip.compress(data, compresslevel=6, mtime=0),
     ".bz2": bz2.compress,
     ".xz": lzma.compress,
@@ -174,7 +174,7 @@ def _zstd():
 
 
 def packer(path: str) -> Callable[[bytes], bytes]:
-    """How the bytes of a file with this name are packed. Raises UsageError for a name of an archive."""
+    """The compression for a file name. Raises UsageError for a name of an archive."""
     suffix = Path(path).suffix.lower()
     if suffix in (".tar", ".tgz", ".tzst", ".tbz2", ".txz", ".zip"):
         raise UsageError(f"{path}: archives are not written", do="give a name that ends in .jsonl or .jsonl.zst")
@@ -193,11 +193,11 @@ def clean_files(
 ) -> Counter:
     """Run the filters over all lines of the sources. `report` gets the counts so far after each block.
 
-    output:  file of kept documents; by its name it is packed (.gz .zst .bz2 .xz). `<output>.rejected.jsonl` beside it
+    output:  file of kept documents, compressed by its suffix (.gz .zst .bz2 .xz), with `<output>.rejected.jsonl`
     dropped: file of dropped documents
-    shard:   (number from 0, count): a part of the input; the parts of all numbers are the whole, once each
+    shard:   (number from 0, count): a part of the input; together the parts of all numbers are the whole
 
-    Returns the counts of all blocks. Raises DataError, Locked, StorageError; then no output was touched.
+    Returns the counts of all blocks. Raises DataError, Locked, StorageError; then no output has changed.
     """
     refuse_overwriting(sources, output, dropped)
     start, totals = time.perf_counter(), Counter()
@@ -218,7 +218,7 @@ def clean_files(
         with _written(output):
             for file, pack in zip(files, (cleaner.pack, cleaner.pack_dropped, bytes)):
                 if not file.tell():
-                    file.write(pack(b""))  # a packed file of nothing is not empty
+                    file.write(pack(b""))  # a compressed file without contents is not empty
                 file.flush()
                 os.fsync(file.fileno())
         _publish(workspace, output, dropped, totals["rejected"])
@@ -260,7 +260,7 @@ def _require_same_disk(workspace: Workspace, output: str, dropped: Optional[str]
 
 @contextlib.contextmanager
 def _written(output: str) -> Iterator[None]:
-    """What the system says of a file while it is written becomes a StorageError that names the output."""
+    """A context that turns an OSError on writing into a StorageError that names the output."""
     try:
         yield
     except OSError as error:
@@ -271,7 +271,7 @@ def _written(output: str) -> Iterator[None]:
 
 
 def _publish(workspace: Workspace, output: str, dropped: Optional[str], rejected: int) -> None:
-    """Give the files their names, that of the kept documents last."""
+    """Rename the files to their final names, that of the kept documents last."""
     final = f"{output}.rejected.jsonl"
     if rejected:
         os.replace(workspace.path("rejected"), final)
@@ -305,7 +305,7 @@ def _bounds(source: Source, shard: tuple[int, int]) -> tuple[int, int]:
 
 
 def _lines_before(source: Source, shard: tuple[int, int]) -> int:
-    """Lines of a plain file before those of the shard: counted when one of them is to be told, which is rare."""
+    """Number of lines of a plain file before those of the shard. Only computed for messages, which are rare."""
     start = 0 if source.whole else _bounds(source, shard)[0]
     if not start:
         return 0
@@ -316,9 +316,9 @@ def _lines_before(source: Source, shard: tuple[int, int]) -> int:
 class Parts:
     """The blocks of one shard of the input.
 
-    Plain files are cut by bytes, so that the shards one after the other are the whole. Files that have to be read from
-    their start are shared out as they are where there are enough of them; otherwise each shard reads them all, and takes
-    every so-many-th line.
+    Plain files are cut by bytes, so that the concatenated shards are the whole. Compressed files, which are read from their
+    start, are distributed among the shards where there are enough of them; otherwise each shard reads them all, and takes
+    every n-th line.
     """
 
     sources: list[Source]
@@ -345,7 +345,7 @@ class Parts:
                 lines += data.count(b"\n") + (not data.endswith(b"\n"))
 
     def lines_of(self, block: LineBlock) -> tuple[int, int]:
-        """(number, count): which lines of the block's file are taken."""
+        """(number, count): which lines of the block's file to take."""
         return self.shard if self.sources[block.source].whole and self.by_lines else (0, 1)
 
 
@@ -353,7 +353,7 @@ class Parts:
 
 
 def _through(parts: Parts, cleaner: LineCleaner, workers: int) -> Iterator[tuple[LineBlock, Cleaned]]:
-    """Each block with what became of it, in order."""
+    """Each block with its result, in order."""
     blocks = parts.blocks(cleaner.longest)
     if workers == 1:
         for block in blocks:
@@ -382,9 +382,9 @@ _cleaner: Optional[LineCleaner] = None  # of a worker process
 
 
 def _start_worker(cleaner: LineCleaner, parent: int) -> None:
-    global _cleaner  # noqa: PLW0603 - a pool's processes have no other place for what they are made with
+    global _cleaner  # noqa: PLW0603 - a pool's processes have no other place for their arguments
     _cleaner = cleaner
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent alone answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: only the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with(parent)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a file, packed or not, as a stream: no line and no archive is too large for the memory.
+"""Stream the lines of a file, compressed or not, in bounded memory.
 
 for line in lines("corpus.jsonl.zst", most=64 << 20): ...       # bytes, without the newline
 """
@@ -18,9 +18,9 @@ BLOCK = 1 << 18  # bytes read at a time
 
 
 def lines(path: str | Path, most: int) -> Iterator[bytes]:
-    """Each line, blank ones too; the last one needs no newline. `-`: stdin.
+    """Each line, including blank ones; the last one needs no newline. `-`: stdin.
 
-    most: bytes of a line. Raises DataError at a longer one, and for compressed data that is damaged or cut short.
+    most: maximal bytes of a line. Raises DataError for a longer one, and for damaged or truncated compressed data.
     """
     for number, line in enumerate(split(blocks(path), most), 1):
         if len(line) > most:
@@ -30,8 +30,8 @@ def lines(path: str | Path, most: int) -> Iterator[bytes]:
 
 
 def split(stream: Iterable[bytes], most: int) -> Iterator[bytes]:
-    """The lines of a stream of blocks. Of one longer than `most` bytes its first `most` + 1 stand for it."""
-    rest, size, cut = [], 0, False  # pieces of a line whose end was not met; cut: its beginning was given already
+    """The lines of a stream of blocks. Lines longer than `most` bytes are cut to `most` + 1."""
+    rest, size, cut = [], 0, False  # pieces of an incomplete line; cut: its beginning was yielded already
     for block in stream:
         *ended, last = block.split(b"\n")
         for line in ended:
@@ -50,7 +50,7 @@ def split(stream: Iterable[bytes], most: int) -> Iterator[bytes]:
 
 
 def blocks(path: str | Path) -> Iterator[bytes]:
-    """The bytes of a file in order, unpacked, in blocks of BLOCK at most. Raises DataError where they are damaged."""
+    """The decompressed bytes of a file in blocks of at most BLOCK. Raises DataError where they are damaged."""
     path = str(path)
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb") if path == STDIN else open(path, "rb") as raw:
         try:
@@ -60,6 +60,6 @@ def blocks(path: str | Path) -> Iterator[bytes]:
         except (EOFError, zlib.error, lzma.LZMAError) as error:
             raise damaged(path, error) from None
         except OSError as error:
-            if error.errno is None:  # gzip and bz2 tell of bad data so
+            if error.errno is None:  # gzip and bz2 report bad data like this
                 raise damaged(path, error) from None
             raise

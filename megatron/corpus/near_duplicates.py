@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Near-duplicates: documents whose sets of shingles are similar, found by MinHash and banding. The first one stays.
+"""Remove near-duplicates: of documents with similar sets of shingles (MinHash and banding) only the first is kept.
 
-    sign        a shard each          signatures, and the keys of their bands, sorted
-    number      one task              how many documents each shard has
-    pair        a (band, partition)   documents with the same key, as pairs
-    compare     a range of documents  pairs of all bands, once each: similar by their signatures, or doubtful
-    read        a shard each          sets of shingles of documents in doubtful pairs and in examples
-    decide      a range of documents  doubtful pairs by their texts; examples
-    group       one task              groups of documents (union-find) and who goes, by shard
-    remove      a shard each          the shard without them
+    sign        per shard                signatures, and the keys of their bands, sorted
+    number      one task                 the number of documents of each shard
+    pair        per (band, partition)    pairs of documents with the same key
+    compare     per range of documents   pairs of all bands, each once: similar by their signatures, or doubtful
+    read        per shard                sets of shingles of documents in doubtful pairs and in examples
+    decide      per range of documents   doubtful pairs by their texts; examples
+    group       one task                 groups of documents (union-find), and the removed documents of each shard
+    remove      per shard                the shard without them
 
-What is kept depends on the documents, their order and the options alone: not on the number of shards, partitions, ranges
-or workers, nor on the memory of a task. docs/corpus_duplicates.md tells more.
+The result only depends on the documents, their order and the options: not on the number of shards, partitions, ranges or
+workers, nor on the memory of a task. See docs/corpus_duplicates.md.
 """
 
 import json
@@ -38,10 +38,10 @@ from megatron.corpus.duplicates.union import DocumentGroups
 from megatron.corpus.stage import Counts, Made, StagePhase, options_of
 from megatron.errors import SettingsError
 
-VERSION = "2"  # of what the tasks of this stage write
+VERSION = "2"  # of the output of this stage's tasks
 REASON = "near_duplicate"
-COUNTS = "counts.npy"  # what `number` says of each shard: documents, and those with a signature
-REMOVED = "removed"  # what `group` says of each shard
+COUNTS = "counts.npy"  # output of `number` for each shard: documents, and those with a signature
+REMOVED = "removed"  # output of `group` for each shard
 PRESETS: dict[str, dict[str, Any]] = {
     # Megatron-LM's find_duplicates.py: shingles of 5 characters, 100 seeds in 10 bands, pairs above one half
     "megatron": dict(shingle="characters", width=5, bands=10, rows=10, threshold=0.5),
@@ -50,13 +50,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     # NeMo Curator: 24 characters, 20 bands of 13, at least .8
     "curator": dict(shingle="characters", width=24, bands=20, rows=13, threshold=0.8),
 }
-GROUP_BYTES = 8  # of memory a document takes in `group`: its parent, and how many have it as the smallest
+GROUP_BYTES = 8  # of memory per document in `group`: its parent, and the size of its group
 MOST_RANGES = 256  # tasks of the phases `compare` and `decide`
 
 
 @dataclass(frozen=True)
 class NearDuplicateOptions:
-    """Options of the stage; those of a preset stand wherever no other value is given."""
+    """Options of the stage. A preset sets those that are not given."""
 
     preset: Literal["megatron", "fineweb", "curator"] = "megatron"
     shingle: Literal["characters", "words"] = "characters"
@@ -66,16 +66,18 @@ class NearDuplicateOptions:
     kind: Literal["minhash", "one_permutation"] = "minhash"
     seed: int = 1234
     threshold: float = 0.5  # the least similarity (Jaccard) of near-duplicates
-    verify: Literal["signatures", "doubtful", "texts"] = "doubtful"  # what decides: see `compare.doubtful`
-    links: int = 4  # documents of the same key that each is compared with, beside the first
-    against: list[str] = field(default_factory=list)  # folders of fingerprints of an earlier corpus, which stays whole
+    verify: Literal["signatures", "doubtful", "texts"] = "doubtful"  # see `compare.doubtful`
+    links: int = 4  # documents of the same key that each is compared with, in addition to the first
+    against: list[str] = field(
+        default_factory=list
+    )  # folders of fingerprints of an earlier corpus, which does not change
     examples: int = 3  # pairs of each of 20 similarities for the report
     text_key: str = "text"
-    documents_per_shard: int = 100_000  # a guess, for the number of partitions; memory holds whatever comes
-    partitions: int = 0  # 0: as many as the memory of a task asks for
+    documents_per_shard: int = 100_000  # an estimate, for the number of partitions; memory is bounded in any case
+    partitions: int = 0  # 0: by the memory of a task
 
     def __post_init__(self):
-        _ = self.signing  # checks what is its own
+        _ = self.signing  # checks its options
         if not 0 < self.threshold <= 1:
             raise SettingsError(f"threshold {self.threshold}: above 0, at most 1")
         for name, least in dict(links=1, examples=0, documents_per_shard=1, partitions=0).items():
@@ -87,7 +89,7 @@ class NearDuplicateOptions:
         return Signing(**{one.name: getattr(self, one.name) for one in fields(Signing)})
 
 
-OPTIONS = NearDuplicateOptions  # what an engine checks a recipe's options with
+OPTIONS = NearDuplicateOptions  # the engine checks a recipe's options with it
 
 
 def read_options(options: Mapping[str, Any]) -> NearDuplicateOptions:
@@ -99,7 +101,7 @@ def read_options(options: Mapping[str, Any]) -> NearDuplicateOptions:
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """The phases of this stage. memory: bytes that a task may take."""
     asked = read_options(options)
-    Fingerprints(_earlier(asked), asked.signing)  # what is missing or does not fit is told now, not by a worker
+    Fingerprints(_earlier(asked), asked.signing)  # raises now for missing or incompatible files, not in a worker
     partitions = asked.partitions or max(1, -(-shards * asked.documents_per_shard * candidates.RECORD // memory))
     ranges = min(max(shards, partitions), MOST_RANGES)
     keys = [
@@ -150,14 +152,16 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 
 def sign(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard] -> its fingerprints."""
+    """Task [shard] -> its fingerprints."""
     asked = read_options(options)
     return write_fingerprints(inputs[0], output, asked.signing, asked.text_key)
 
 
 def number(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Fingerprints -> how many documents each shard has, those of an earlier corpus first: tasks that need no more than
-    that do not open what all shards have."""
+    """Task [fingerprints] -> the number of documents of each shard, those of an earlier corpus first.
+
+    Other tasks read this one file instead of a file per shard.
+    """
     asked = read_options(options)
     counts = Fingerprints([*_earlier(asked), *inputs], asked.signing).counts
     np.save(output / COUNTS, counts)
@@ -165,7 +169,7 @@ def number(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 
 def pair(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Numbers, fingerprints -> pairs of documents with the same key, of a partition of a band."""
+    """Task [numbers, fingerprints ...] -> pairs of documents with the same key, for a partition of a band."""
     asked = read_options(options)
     prints, earlier = _fingerprints(inputs, asked)
     band, partition, partitions = (options[name] for name in ("band", "partition", "of_partitions"))
@@ -177,20 +181,20 @@ def pair(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts
 
 
 def compare_pairs(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Numbers, fingerprints, and pairs of all bands -> those of a range of first documents, compared by signatures."""
+    """Task [numbers, fingerprints, pairs of all bands] -> pairs of a range of first documents, compared by signatures."""
     asked, of_pairs = read_options(options), 1 + options["shards"]
     prints, earlier = _fingerprints(inputs[:of_pairs], asked)
-    found = compare.Findings(asked.signing, asked.threshold, asked.verify, asked.examples, earlier)
+    result = compare.ComparedPairs(asked.signing, asked.threshold, asked.verify, asked.examples, earlier)
     first, end = (prints.numbering.documents * edge // options["ranges"] for edge in _edges(options["range"]))
     files = [folder / candidates.PAIRS for folder in inputs[of_pairs:]]
-    at_once = compare.pairs_in(options["memory"], asked.signing)
-    for pairs in candidates.merged(files, first, end, at_once):
-        found.add(pairs, compare.estimates(prints, pairs))
-    return found.write(output)
+    batch = compare.pairs_in(options["memory"], asked.signing)
+    for pairs in candidates.merged(files, first, end, batch):
+        result.add(pairs, compare.estimates(prints, pairs))
+    return result.write(output)
 
 
 def read_texts(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard, numbers, compared pairs ...] -> the sets of shingles that `decide` will look at."""
+    """Task [shard, numbers, compared pairs ...] -> the sets of shingles for `decide`."""
     asked = read_options(options)
     numbering, earlier = _numbering(inputs[1], options["shards"])
     first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(options["shard"]))
@@ -201,7 +205,7 @@ def read_texts(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> 
 
 
 def decide(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[compared pairs, sets of shingles ...] -> which doubtful pairs are near-duplicates; examples for the report."""
+    """Task [compared pairs, sets of shingles ...] -> the near-duplicates among doubtful pairs; examples for the report."""
     asked, (folder, *sets) = read_options(options), inputs
     known = compare.ShingleStore(sets, options["memory"] // 2)
     pairs = np.asarray(load_pairs(folder / "doubtful.npy"))
@@ -213,7 +217,7 @@ def decide(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 
 def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[numbers, compared pairs ..., decided pairs ...] -> who goes, by shard, and the report's figures."""
+    """Task [numbers, compared pairs ..., decided pairs ...] -> removed documents by shard, and the report's figures."""
     asked, shards, ranges = read_options(options), options["shards"], options["ranges"]
     numbering, earlier = _numbering(inputs[0], shards)
     compared, decided = inputs[1 : 1 + ranges], inputs[1 + ranges :]
@@ -222,7 +226,7 @@ def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
         groups.join(load_pairs(folder / "accepted.npy"))
     sizes = np.zeros(numbering.documents, np.uint32)
     removed = 0
-    with PieceFile(output / REMOVED) as lists:  # one file: of a hundred thousand each would wait for the disk
+    with PieceFile(output / REMOVED) as lists:  # one file: syncing a hundred thousand small ones is slow
         for shard in range(shards):
             first, end = (int(numbering.starts[edge + earlier]) for edge in _edges(shard))
             smallest = groups.smallest(first, end).astype(np.int64)
@@ -243,28 +247,28 @@ def group(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Count
 
 
 def remove(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """[shard, removal lists, numbers, fingerprints ...] -> the shard without what goes."""
+    """Task [shard, removal lists, numbers, fingerprints ...] -> the shard without near-duplicates."""
     asked, shard = read_options(options), options["shard"]
     before, signed = _earlier(asked), inputs[3:]
     prints = Fingerprints([*before, *signed], asked.signing, np.load(inputs[2] / COUNTS))
     removed = Removed.from_bytes(read_piece(inputs[1] / REMOVED, shard))
     pairs = np.stack([removed.rows + prints.numbering.starts[len(before) + shard], removed.kept], 1)
-    at_once = compare.pairs_in(options["memory"], asked.signing)
-    parts = [compare.estimates(prints, pairs[start : start + at_once]) for start in range(0, len(pairs), at_once)]
+    batch = compare.pairs_in(options["memory"], asked.signing)
+    parts = [compare.estimates(prints, pairs[start : start + batch]) for start in range(0, len(pairs), batch)]
     removed.similarity = np.concatenate([np.zeros(0, np.float32), *parts])
     names = [*map(str, before), *range(options["shards"])]
     return copy_without(inputs[0], removed, text_sizes(signed[shard]), prints.numbering, names, REASON, output)
 
 
 def _fingerprints(inputs: list[Path], asked: NearDuplicateOptions) -> tuple[Fingerprints, int]:
-    """[numbers, fingerprints ...] -> (those of the earlier corpus and of this one, documents of the earlier one)."""
+    """(fingerprints of the earlier corpus and of this one, documents of the earlier one), from [numbers, fingerprints]."""
     before, (numbers, *folders) = _earlier(asked), inputs
     prints = Fingerprints([*before, *folders], asked.signing, np.load(numbers / COUNTS))
     return prints, int(prints.numbering.starts[len(before)])
 
 
 def _numbering(numbers: Path, shards: int) -> tuple[Numbering, int]:
-    """(numbers of the documents of both corpora, how many shards the earlier one has)."""
+    """(numbers of the documents of both corpora, number of shards of the earlier one)."""
     counts = np.load(numbers / COUNTS)
     return Numbering.of(counts[:, 0]), len(counts) - shards
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe becomes a list of tasks, the same on every machine, before anything runs.
+"""Turn a recipe into a plan: a list of tasks, the same on every machine.
 
-The id of a task is a hash of its function, the version of that code, its options, and what it reads: the ids of the tasks
-that make it, the digests of files that nobody makes. So a task that has been done is done for every recipe that asks for
-the same, and a changed option redoes what depends on it and nothing else. Paths, times and numbers of workers are in no id.
+The id of a task is a hash of its function, the version of that code, its options, and its inputs: ids of the tasks that
+write them, or digests of input files. So a finished task serves every recipe that contains it, and a changed option only
+redoes the tasks that depend on it. Ids do not depend on paths, times and numbers of workers.
 
     <output>/tasks/02-filter/3f0c.../documents.jsonl.zst      a task's folder: its phase, its id
 """
@@ -37,16 +37,16 @@ from megatron.storage.durable import replace_file
 
 TASKS = "tasks"
 LISTS = "lists"  # files of paths that many tasks read, by the name of the list
-LIST = "@"  # begins such a name
+LIST = "@"  # prefix of such a name
 
 
 @dataclass(frozen=True)
 class CorpusTask:
-    """A call of a function with paths and options, whose files go into a folder of its own.
+    """A call of a function with paths and options, which writes files into a folder of its own.
 
-    folder: <phase>/<id>; inputs: paths below `tasks/`, or absolute ones of files that nobody makes, and lists of them by
-    name; needs: folders of other tasks, and lists; joins: what it writes are documents, which become one shard;
-    about: what it works on, for messages
+    folder: <phase>/<id>; inputs: paths below `tasks/`, or absolute ones of input files, and lists of them by name; needs:
+    folders of other tasks, and lists; joins: whether it writes documents, to be joined into one shard; about: a description
+    of its input for messages
     """
 
     folder: str
@@ -68,8 +68,8 @@ class CorpusTask:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage of the plan. phases: name in the plan -> folders of its tasks, in order (one may stand there twice: equal
-    inputs); reads, makes: the shards, or what a last stage makes."""
+    """A stage of the plan. phases: name in the plan -> folders of its tasks, in order (twice for equal inputs); reads,
+    makes: shards, or the files of a last stage."""
 
     name: str
     phases: dict[str, list[str]]
@@ -82,7 +82,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class CorpusPlan:
-    """All tasks by folder, in an order in which each comes behind those that it needs."""
+    """All tasks by folder, each after those that it needs."""
 
     tasks: dict[str, CorpusTask]
     stages: list[PlannedStage]
@@ -100,15 +100,15 @@ class CorpusPlan:
 
     @property
     def final(self) -> list[str]:
-        """What the corpus is in the end: shards, or the folders of token files; paths below `tasks/`."""
+        """The final shards, or the folders of token files; paths below `tasks/`."""
         return self.stages[-1].makes
 
     def inputs_of(self, task: CorpusTask) -> list[str]:
-        """All paths that a task is called with."""
+        """All input paths of a task."""
         return [path for name in task.inputs for path in self.lists.get(name, (name,))]
 
     def needs_of(self, name: str) -> list[str]:
-        """What a task needs: folders and lists; what a list needs: folders."""
+        """The folders and lists that a task needs, or the folders that a list needs."""
         if name in self.tasks:
             return [*self.tasks[name].needs]
         return [maker for maker in dict.fromkeys(map(_maker, self.lists[name])) if maker in self.tasks]
@@ -132,9 +132,9 @@ class CorpusPlan:
 
 
 def make_plan(recipe: CorpusRecipe, output: Path, log: Callable[[str], None] = lambda line: None) -> CorpusPlan:
-    """The plan of a recipe. output: where digests of the input are kept from one call to the next.
+    """The plan of a recipe. output: folder in which digests of the input are cached.
 
-    Raises UsageError, SettingsError for what the recipe cannot mean; DataError for input that is not there.
+    Raises UsageError and SettingsError for errors in the recipe; DataError for missing input.
     """
     _rows(recipe)
     sources, refused = shards.sources_of(recipe.input, recipe.on_damaged)
@@ -147,7 +147,7 @@ def make_plan(recipe: CorpusRecipe, output: Path, log: Callable[[str], None] = l
 def plan_of(
     recipe: CorpusRecipe, sources: Sequence[Source], digests: Digests, refused: Sequence[tuple[str, str]] = ()
 ) -> CorpusPlan:
-    """The plan of a recipe over some input files, of which nothing is asked but their sizes and digests."""
+    """The plan of a recipe for input files, of which only sizes and digests are used."""
     builder = _Builder(recipe, digests)
     builder.add_shards(sources)
     for row in _rows(recipe):
@@ -156,7 +156,7 @@ def plan_of(
 
 
 def _rows(recipe: CorpusRecipe) -> list[list[StageWanted]]:
-    """The stages, filters that follow one another in one row. Names and options are checked before a byte is read."""
+    """The stages, with consecutive filters in one row. Checks names and options before any input is read."""
     rows: list[list[StageWanted]] = []
     for stage in recipe.stages:
         filter_options(stage) if stage.is_filter else phase_options(stage)
@@ -168,7 +168,7 @@ def _rows(recipe: CorpusRecipe) -> list[list[StageWanted]]:
 
 
 class _Builder:
-    """Adds stage after stage."""
+    """Builds a plan stage by stage."""
 
     def __init__(self, recipe: CorpusRecipe, digests: Digests):
         self.recipe, self.digests = recipe, digests
@@ -187,10 +187,10 @@ class _Builder:
         for pieces in shards.pieces_of(sources, int(self.recipe.shard_mb * 1e6)):
             paths = list(dict.fromkeys(piece.path for piece in pieces))
             options = common | dict(pieces=[[paths.index(p.path), p.start, p.stop, p.parts] for p in pieces])
-            about = ", ".join(_told(piece) for piece in pieces[:3]) + f" and {len(pieces) - 3} more" * (len(pieces) > 3)
+            about = ", ".join(map(_describe, pieces[:3])) + f" and {len(pieces) - 3} more" * (len(pieces) > 3)
             version = [code_version("megatron.corpus.shards:cut")]
             if any(piece.start is None for piece in pieces):
-                version.append(_python())  # where a compressed file is cut depends on how its library reads
+                version.append(_python())  # the cuts of a compressed file depend on how its library reads
             folder = self._task(
                 "shards", shards.cut, [Path(path).absolute() for path in paths], options, about, version
             )
@@ -207,7 +207,7 @@ class _Builder:
             names[stage.name] = names.get(stage.name, 0) + 1
             name = stage.name if names[stage.name] == 1 else f"{stage.name}-{names[stage.name]}"
             wanted.append([name, address, _json(options, stage.where)])
-            with _told_at(stage):  # a file or package that is missing is told now, not by every task
+            with _errors_at(stage):  # reports a missing file or package now, not in every task
                 filtering.filters_of(wanted[-1:])
             version += [code_version(address), *code_of_options(options)]
         options = dict(filters=wanted, samples=self.recipe.samples)
@@ -224,7 +224,7 @@ class _Builder:
         address = stage_address(stage)
         options = _json(phase_options(stage), stage.where)
         reads = self.stages[-1].makes
-        with _told_at(stage):
+        with _errors_at(stage):
             phases = load(address, stage.where)(options, len(reads), int(self.recipe.task_memory_gb * 1e9))
         made: dict[str, list[Path]] = {"documents": [Path(shard) for shard in reads]}
         ends = bool(getattr(module_of(address), "MAKES_TOKENS", False))
@@ -264,7 +264,7 @@ class _Builder:
     def _refuse_after_the_end(self, stage: StageWanted) -> None:
         if self.ended_by:
             raise UsageError(
-                f"{stage.where}: {stage.name} stands behind {self.ended_by}, which makes tokens",
+                f"{stage.where}: {stage.name} comes after {self.ended_by}, which makes tokens",
                 do=f"put {self.ended_by} last",
             )
 
@@ -272,7 +272,7 @@ class _Builder:
         return f"{len(self.stages):02}-{name}"
 
     def _task(self, name, run, inputs: TaskInputs, options, about: str, version: list[str], joins=False) -> str:
-        """Add a task, or find the one that does the same; returns its folder."""
+        """Add a task unless an equal one exists; return its folder."""
         names, marks, needs = [], [], {}
         for one in inputs:
             if isinstance(one, (list, tuple)):
@@ -294,30 +294,30 @@ class _Builder:
         return folder
 
     def _marked(self, path: str) -> tuple[str, Any]:
-        """(the task that makes a path, if any; what stands for its bytes)."""
+        """(the task that writes a path, or ""; an identifier of its contents)."""
         maker = _maker(path)
         if maker in self.tasks:
             return maker, [maker.rpartition("/")[2], path[len(maker) :]]
         return "", self.digests.of(path)
 
     def _list(self, paths: Sequence[Path]) -> tuple[str, str]:
-        """(name of a list of paths, what stands for their bytes). One that many tasks read is looked at once."""
+        """(name of a list of paths, an identifier of their contents), computed once per list."""
         if id(paths) not in self._known_lists:
-            told = tuple(map(str, paths))
-            name = LIST + _hash(told)
-            self.lists[name] = told
-            self._known_lists[id(paths)] = paths, name, _hash([self._marked(path)[1] for path in told])
+            texts = tuple(map(str, paths))
+            name = LIST + _hash(texts)
+            self.lists[name] = texts
+            self._known_lists[id(paths)] = paths, name, _hash([self._marked(path)[1] for path in texts])
         return self._known_lists[id(paths)][1:]
 
 
 def _maker(path: str) -> str:
-    """The folder of the task that makes a path below `tasks/`."""
+    """The folder of the task that writes a path below `tasks/`."""
     return "/".join(path.split("/", 2)[:2])
 
 
 @contextmanager
-def _told_at(stage: StageWanted):
-    """What a stage or filter cannot work with, with its line in the recipe."""
+def _errors_at(stage: StageWanted):
+    """A context that adds the line of the recipe to errors of a stage or filter."""
     try:
         yield
     except Failure as error:
@@ -326,7 +326,7 @@ def _told_at(stage: StageWanted):
         raise SettingsError(f"{stage.where}: {stage.name}: {type(error).__name__}: {error}") from error
 
 
-def _told(piece: shards.InputPiece) -> str:
+def _describe(piece: shards.InputPiece) -> str:
     if piece.start is None:
         return piece.path
     return f"{piece.path} (bytes {piece.start:,} to {piece.stop:,})"
@@ -339,7 +339,7 @@ def _address(function: Callable) -> str:
 
 
 def _json(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Options as they are after a way through JSON, so that they are equal in this process and in another."""
+    """Options converted to JSON and back, so that they are equal in all processes."""
     try:
         return json.loads(json.dumps(options, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -361,7 +361,7 @@ def _python() -> str:
 
 
 def save_plan(plan: CorpusPlan, output: Path) -> Path:
-    """Write the plan where workers of other processes find it."""
+    """Write the plan for workers in other processes."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / "plan.json"
     replace_file(path, plan.to_json().encode())
@@ -369,21 +369,21 @@ def save_plan(plan: CorpusPlan, output: Path) -> Path:
 
 
 def save_lists(plan: CorpusPlan, output: Path) -> None:
-    """Write the plan's lists where workers read them: a task that goes to another machine names them alone."""
+    """Write the plan's lists for workers: a task that is sent to another machine only has their names."""
     (output / LISTS).mkdir(parents=True, exist_ok=True)
     for name, paths in plan.lists.items():
         path = output / LISTS / f"{name.removeprefix(LIST)}.json"
-        if not path.exists():  # the name is the hash of what it says
+        if not path.exists():  # the name is the hash of the contents
             replace_file(path, json.dumps(paths).encode())
 
 
 def paths_of(task: CorpusTask, output: Path) -> list[Path]:
-    """What a task is called with, as a worker finds it."""
+    """The input paths of a task, for a worker."""
     base = output / TASKS
-    found: list[Path] = []
+    paths: list[Path] = []
     for name in task.inputs:
-        found += _listed(name, output) if name.startswith(LIST) else [base / name]
-    return found
+        paths += _listed(name, output) if name.startswith(LIST) else [base / name]
+    return paths
 
 
 @lru_cache(maxsize=8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes for work that may die or hang: started afresh, within limits, and gone when their parent is.
+"""Processes for work that may crash or hang: spawned, with a memory limit, and ended together with their parent.
 
 pool = process_pool(1)
 pool.submit(function, argument).result()      # BrokenProcessPool where the process died
@@ -18,16 +18,16 @@ from typing import Optional
 
 
 def process_pool(processes: int, memory: Optional[int] = None) -> ProcessPoolExecutor:
-    """Processes that hold nothing of this one: forked ones would have its connections, and locks of its threads.
+    """A pool of spawned processes: forked ones would inherit connections, and locks of threads.
 
-    memory: bytes of address space that each may take
+    memory: limit of the address space of each, in bytes
     """
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(os.getpid(), memory))
 
 
 def _begin(parent: int, memory: Optional[int]) -> None:
-    """Set limits on this process, and let it not outlive a parent that was killed."""
+    """Set limits on this process, and end it when its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     if memory:
         with contextlib.suppress(ValueError, OSError):
@@ -37,7 +37,7 @@ def _begin(parent: int, memory: Optional[int]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process when the one that started it was killed without a chance to stop it."""
+    """Start a thread that ends this process when its parent is gone."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -48,7 +48,7 @@ def end_with(parent: int) -> None:
 
 
 def end(pool: ProcessPoolExecutor) -> None:
-    """Stop the processes, whatever they do."""
+    """Kill the processes."""
     for process in list((getattr(pool, "_processes", None) or {}).values()):
         process.kill()
     pool.shutdown(wait=False, cancel_futures=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of a corpus: a YAML file that names the input and the stages, read without a surprise.
+"""The recipe of a corpus: a YAML file with the input files and the stages.
 
     input: [crawl/*.jsonl.zst, books.jsonl]
     stages:
@@ -26,7 +26,7 @@ FILTER = "filter"
 
 @dataclass(frozen=True)
 class StageWanted:
-    """One stage as the recipe has it. where: file and line; name: of a stage, or of one filter of a row of them."""
+    """A stage of the recipe, or one filter of a list. where: file and line"""
 
     name: str
     options: Mapping[str, Any]
@@ -36,7 +36,7 @@ class StageWanted:
 
 @dataclass(frozen=True)
 class CorpusRecipe:
-    """What a recipe says. Sizes in MB are 10^6 bytes of text."""
+    """The contents of a recipe. Sizes in MB are 10^6 bytes of text."""
 
     input: list[str]
     stages: list[StageWanted]
@@ -46,7 +46,7 @@ class CorpusRecipe:
     max_document_mb: float = 16.0
     task_memory_gb: float = 1.0
     on_damaged: str = "set-aside"
-    samples: int = 20  # documents a rule and shard, kept for the report
+    samples: int = 20  # documents per rule and shard to keep for the report
     path: str = ""
     where: Mapping[str, str] = field(default_factory=dict)  # key -> file:line
 
@@ -57,7 +57,7 @@ TYPES |= dict(text_key=str, document_separator=str, on_damaged=str)
 
 
 def read_recipe(path: str | Path) -> CorpusRecipe:
-    """The recipe in a file. Raises UsageError with the line of what cannot be understood."""
+    """Read a recipe. Raises UsageError with the line of an error."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -68,7 +68,7 @@ def read_recipe(path: str | Path) -> CorpusRecipe:
 
 
 def parse_recipe(text: str, path: str = "recipe") -> CorpusRecipe:
-    """The same from its text; `path` is for messages."""
+    """Parse the text of a recipe; `path` is for messages."""
     values, where = _mapping(_compose(text, path), path)
     for key in values:
         if key not in KEYS:
@@ -116,14 +116,14 @@ class _Entry:
 def _stages(entries: Any, where: str, path: str) -> list[StageWanted]:
     if not isinstance(entries, list):
         raise UsageError(f"{where}: stages is a list: `- filter: [...]`, `- shuffle`, ...")
-    found = []
+    stages = []
     for entry in entries:
         name, options = _named(entry, path)
         at = f"{path}:{entry.line}"
         if name != FILTER:
             if not isinstance(options, dict):
                 raise UsageError(f"{at}: {name}: options are a mapping, `{name}: {{option: value}}`")
-            found.append(StageWanted(name, options, at))
+            stages.append(StageWanted(name, options, at))
             continue
         if not isinstance(options, list) or not options:
             raise UsageError(f"{at}: filter takes a list of filters, `filter: [NAME, {{NAME: {{option: value}}}}]`")
@@ -131,8 +131,8 @@ def _stages(entries: Any, where: str, path: str) -> list[StageWanted]:
             inner, more = _named(one, path)
             if not isinstance(more, dict):
                 raise UsageError(f"{path}:{one.line}: {inner}: options are a mapping, `{inner}: {{option: value}}`")
-            found.append(StageWanted(inner, more, f"{path}:{one.line}", is_filter=True))
-    return found
+            stages.append(StageWanted(inner, more, f"{path}:{one.line}", is_filter=True))
+    return stages
 
 
 def _named(entry: _Entry, path: str) -> tuple[str, Any]:
@@ -146,7 +146,7 @@ def _named(entry: _Entry, path: str) -> tuple[str, Any]:
     names = f" ({', '.join(map(str, value))})" if isinstance(value, dict) else ""
     raise UsageError(
         f"{path}:{entry.line}: a stage has one name{names}",
-        do="`- NAME` or `- NAME: {option: value}`, each behind a dash",
+        do="`- NAME` or `- NAME: {option: value}`, each after a dash",
     )
 
 
@@ -177,7 +177,7 @@ def _compose(text: str, path: str):
 
 
 def _mapping(root, path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of the root with lines kept where stages stand, and the place of each key."""
+    """(values of the root, place of each key). Stages keep their line numbers."""
     values, where = {}, {}
     for key, node in root.value:
         name = str(key.value).replace("_", "-")
@@ -192,23 +192,23 @@ def _mapping(root, path: str) -> tuple[dict[str, Any], dict[str, str]]:
 def _value(node, path: str, depth: int = 0) -> Any:
     import yaml
 
-    if depth > 20:  # an alias of itself, too
+    if depth > 20:  # also an alias of itself
         raise UsageError(f"{path}:{node.start_mark.line + 1}: nested too deeply")
     if isinstance(node, yaml.SequenceNode):
         return [_Entry(_value(one, path, depth + 1), one.start_mark.line + 1) for one in node.value]
     if isinstance(node, yaml.MappingNode):
-        found = {}
+        values = {}
         for key, one in node.value:
             name = str(key.value)
-            if name in found:
+            if name in values:
                 raise UsageError(f"{path}:{key.start_mark.line + 1}: {name} is given twice")
-            found[name] = _value(one, path, depth + 1)
-        return found
+            values[name] = _value(one, path, depth + 1)
+        return values
     return node.value if node.style else scalar(node.value)
 
 
 def scalar(word: str) -> Any:
-    """A plain word of a recipe as its value.
+    """The value of an unquoted word of a recipe.
 
     >>> scalar("no"), scalar("true"), scalar("1e-4"), scalar("50_000"), scalar("1.5.2")
     ('no', True, 0.0001, 50000, '1.5.2')

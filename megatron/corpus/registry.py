@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of a recipe -> code, imported when it is named, and its options, checked against what it takes.
+"""Import the code of a recipe's stages and filters by name, and check their options.
 
-A filter is a class of `megatron/corpus/filters`; a stage of phases a function (options, number of shards, bytes of memory
-a task may take) -> phases. The module of a stage may have, beside it, a dataclass OPTIONS (what its options are) and
-`explain` (see `explain.py`). A name with a colon is a user's own: `my_package.my_module:MyFilter`.
+A filter is a class of `megatron/corpus/filters`; a stage of phases is a function (options, number of shards, bytes of
+memory a task may take) -> phases. The module of a stage may also have a dataclass OPTIONS and `explain` (see
+`explain.py`). A name with a colon is a user's own: `my_package.my_module:MyFilter`.
 """
 
 import inspect
@@ -39,7 +39,7 @@ def known_filters() -> dict[str, str]:
 
 
 def stage_address(stage: StageWanted) -> str:
-    """ "module:name" of what a recipe names. Raises UsageError for what nobody knows."""
+    """ "module:name" of a stage or filter. Raises UsageError for an unknown one."""
     if ":" in stage.name:
         return stage.name
     table, other = (known_filters(), STAGES) if stage.is_filter else (STAGES, known_filters())
@@ -57,21 +57,21 @@ def stage_address(stage: StageWanted) -> str:
 
 
 def load(address: str, where: str = "") -> Any:
-    """What "module:name" stands for. Raises UsageError where there is none; a package that is missing is told as such."""
+    """The object at "module:name". Raises UsageError where there is none, and SettingsError for a missing package."""
     module, _, name = address.partition(":")
     try:
-        found = import_module(module)
+        imported = import_module(module)
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             raise UsageError(f"{where}: there is no module {module}", str(error), "check its name") from None
         raise SettingsError(f"{where}: {module} needs the package {error.name}", do="pip install '.[corpus]'") from None
-    if not hasattr(found, name):
-        raise UsageError(f"{where}: {module} has no {name}", do=f"it has: {', '.join(_public(found))}")
-    return getattr(found, name)
+    if not hasattr(imported, name):
+        raise UsageError(f"{where}: {module} has no {name}", do=f"it has: {', '.join(_public(imported))}")
+    return getattr(imported, name)
 
 
 def module_of(address: str):
-    """The module of "module:name", which is loaded."""
+    """The loaded module of "module:name"."""
     return sys.modules[address.partition(":")[0]]
 
 
@@ -81,8 +81,9 @@ def _public(module) -> list[str]:
 
 @cache
 def code_version(address: str) -> str:
-    """What changes when the code of a stage or filter does: VERSION of its class or module, else a digest of the files of
-    its module and of what that imports of megatron/corpus and beside itself, one through another.
+    """The version of a stage's or filter's code: VERSION of its class or module, else a digest of source files.
+
+    These are its module and all modules that it imports, directly or not, from megatron/corpus and from its own folder.
     """
     name, _, attribute = address.partition(":")
     module = import_module(name)
@@ -91,12 +92,12 @@ def code_version(address: str) -> str:
         return str(version)
     files = own_files(name, inside=__package__)
     if source := getattr(module, "__file__", None):
-        files[""] = Path(source)  # of an installed package, too
+        files[""] = Path(source)  # also of an installed package
     return checksum("".join(f"{key} {checksum(path.read_bytes())}\n" for key, path in files.items()).encode())
 
 
 def code_of_options(options: Mapping[str, Any]) -> list[str]:
-    """The versions of code that options name as "module:name": a rule, a scorer."""
+    """The versions of code in options given as "module:name": a rule, a scorer."""
     named = [word for word in options.values() if isinstance(word, str) and _NAMED.fullmatch(word)]
     return [code_version(word) for word in named if file_of(word.partition(":")[0])]
 
@@ -105,13 +106,13 @@ def code_of_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def filter_options(stage: StageWanted) -> dict[str, Any]:
-    """The options of a filter as keyword arguments of its class. Raises UsageError for what it does not take."""
+    """The options of a filter as keyword arguments of its class. Raises UsageError for unknown ones."""
     made = load(stage_address(stage), stage.where)
     return checked_options(stage, _parameters(made), made)
 
 
 def phase_options(stage: StageWanted) -> dict[str, Any]:
-    """The options of a stage of phases, checked where its module says what they are."""
+    """The options of a stage of phases, checked where its module has OPTIONS."""
     address = stage_address(stage)
     load(address, stage.where)
     module = module_of(address)
@@ -130,20 +131,20 @@ def _parameters(made: Callable) -> dict[str, inspect.Parameter]:
 def checked_options(stage: StageWanted, taken: Mapping[str, inspect.Parameter], made: Any) -> dict[str, Any]:
     """The options with the names of the parameters, each of the right type."""
     hints = _hints(made)
-    found = {}
+    options = {}
     for key, value in stage.options.items():
         name = str(key).replace("-", "_")
         if name not in taken:
             near = did_you_mean(name, taken).replace("_", "-")
             known = ", ".join(one.replace("_", "-") for one in taken) or "it takes none"
             raise UsageError(f"{stage.where}: {stage.name}: unknown option {key}{near}", do=f"known: {known}")
-        if name in found:
+        if name in options:
             raise UsageError(f"{stage.where}: {stage.name}: {key} is given twice")
-        found[name] = typed(value, hints.get(name, Any), f"{stage.where}: {stage.name}: {key}")
+        options[name] = typed(value, hints.get(name, Any), f"{stage.where}: {stage.name}: {key}")
     lacking = [name for name, one in taken.items() if one.default is one.empty and one.kind not in (2, 4)]
-    if lacking := [name.replace("_", "-") for name in lacking if name not in found]:
+    if lacking := [name.replace("_", "-") for name in lacking if name not in options]:
         raise UsageError(f"{stage.where}: {stage.name} needs {' and '.join(lacking)}")
-    return found
+    return options
 
 
 def _hints(made: Any) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def _hints(made: Any) -> dict[str, Any]:
 
 
 def typed(value: Any, kind: Any, what: str) -> Any:
-    """The value as one of the type, which is what an annotation may be. Raises UsageError where it is none."""
+    """The value converted to an annotated type. Raises UsageError where it does not fit."""
     fit, wanted = _fit(value, kind)
     if not fit:
         raise UsageError(f"{what} {value!r}: {wanted} is wanted")
@@ -165,7 +166,7 @@ def typed(value: Any, kind: Any, what: str) -> Any:
 
 
 def _fit(value: Any, kind: Any) -> tuple[bool, str]:
-    """Whether a value of a recipe can be of a type, and what that is in words."""
+    """(whether a value of a recipe fits a type, the type in words)."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         answers = [_fit(value, one) for one in inner]
@@ -196,5 +197,5 @@ _ROWS = (typing.get_origin(typing.Sequence[int]), typing.get_origin(typing.Itera
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """A whole number as the float that it stands for: equal recipes have equal plans."""
+    """The value with integers as floats where the type is float, so that equal recipes have equal plans."""
     return float(value) if kind is float else value

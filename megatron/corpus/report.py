@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page that shows what became of the text of a corpus: `python -m megatron.tools.corpus report --output FOLDER`.
+"""The HTML report of a corpus run: `python -m megatron.tools.corpus report --output FOLDER`.
 
 Documents, bytes and tokens by stage and rule; lengths, languages, domains, duplicates; samples kept and dropped.
 """
@@ -24,21 +24,21 @@ HISTOGRAMS = 24
 
 
 def make_page(plan: CorpusPlan, output: Path) -> str:
-    """The page of what is done so far, as HTML without further files."""
+    """The report on the finished tasks, as HTML without further files."""
     counts = counts_by_phase(plan, output)
     funnel = funnel_of(plan, counts)
     tokens = tokens_of(plan, counts)
     rate = tokens / funnel[-1]["bytes"] if tokens and funnel[-1]["bytes"] else None
     samples = read_samples(plan, output)
-    done = sum(found["tasks"] for found in counts.values())
+    done = sum(totals["tasks"] for totals in counts.values())
     total = sum(len(folders) for folders in plan.phases.values())
     state = "complete" if done == total else f"{done} of {total} tasks are done"
     sections = [
-        Section("What became of the text", pictures=[("Documents and bytes that go on", _funnel(funnel))], wide=True),
+        Section("Funnel", pictures=[("Documents and bytes after each stage", _funnel(funnel))], wide=True),
         Section("By stage", grids=[_stages(funnel, rate)]),
         Section("By rule", grids=[_rules(funnel, rate), _cuts(counts), _changes(counts)]),
         Section("Set aside", grids=[_set_aside(plan, counts)]),
-        Section("What the corpus is like", pictures=_nature(counts)),
+        Section("Kept documents", pictures=_nature(counts)),
         Section("Figures of the filters", pictures=_figures(counts), folded=True),
         Section("Duplicates and other stages", pictures=_histograms(counts), grids=_examples(counts)),
         Section("Samples, dropped and kept", grids=_side_by_side(samples)),
@@ -51,10 +51,10 @@ def make_page(plan: CorpusPlan, output: Path) -> str:
 
 
 def funnel_of(plan: CorpusPlan, counts: dict[str, dict]) -> list[dict[str, Any]]:
-    """A row a stage that makes documents: name, documents, bytes that go on, by rule what was dropped; lost, more: how many
-    documents went, and how many more cutting made of others; share: of those read, pieces of one counted once.
+    """A row for each stage that writes documents: name, kept documents and bytes, and `dropped` by rule.
 
-    A row of filters has one for each filter: they are one pass, and their rules say what each took away.
+    lost: number of dropped documents; more: of additional ones by cutting; share: of the documents read, where pieces of
+    one count once. Consecutive filters run in one pass, but have a row each by their rules.
     """
     rows: list[dict[str, Any]] = []
     for stage in plan.stages:
@@ -77,10 +77,10 @@ def funnel_of(plan: CorpusPlan, counts: dict[str, dict]) -> list[dict[str, Any]]
 
 
 def tokens_of(plan: CorpusPlan, counts: dict[str, dict]) -> Optional[int]:
-    """Tokens of all shards; None as long as some of them have none."""
-    for name, found in counts.items():
-        if name.endswith("tokenize.tokens") and found["tasks"] == len(plan.phases[name]):
-            return found["tokens"]
+    """Tokens of all shards; None until all are tokenized."""
+    for name, phase_counts in counts.items():
+        if name.endswith("tokenize.tokens") and phase_counts["tasks"] == len(plan.phases[name]):
+            return phase_counts["tokens"]
     return None
 
 
@@ -93,7 +93,7 @@ def _filter_rows(phase: str, names: list[str], last: dict) -> list[dict[str, Any
         size -= sum(one["bytes"] for one in dropped.values())
         rows.append(dict(name=f"{phase}: {name}", documents=documents, bytes=size, dropped=dropped))
     if rows:
-        rows[-1]["bytes"] = last.get("bytes", size)  # filters that change texts are told here
+        rows[-1]["bytes"] = last.get("bytes", size)  # includes changes by filters
     return rows
 
 
@@ -103,22 +103,22 @@ def _of_filter(rule: str, name: str) -> bool:
 
 def read_samples(plan: CorpusPlan, output: Path) -> dict[str, list[dict]]:
     """Rule -> its samples over all shards, those with the smallest hashes first."""
-    found: dict[str, list[dict]] = {}
+    samples: dict[str, list[dict]] = {}
     for phase, folders in plan.phases.items():
         for folder in dict.fromkeys(folders):
             path = output / TASKS / folder / SAMPLES
             if "-filter" in phase and path.exists():
                 for line in path.read_bytes().splitlines():
                     entry = json.loads(line)
-                    found.setdefault(entry["rule"], []).append(entry)
-    return {rule: sorted(rows, key=lambda one: one["rank"])[: plan.samples] for rule, rows in sorted(found.items())}
+                    samples.setdefault(entry["rule"], []).append(entry)
+    return {rule: sorted(rows, key=lambda one: one["rank"])[: plan.samples] for rule, rows in sorted(samples.items())}
 
 
 def _tiles(funnel: list[dict], tokens: Optional[int], counts: dict) -> list[tuple[str, str, str]]:
     first, last = funnel[0], funnel[-1]
     more = sum(row["more"] for row in funnel)
     cut = f"; {more:,} of them made by cutting others" if more else ""
-    seconds = sum(found["seconds"] for found in counts.values())
+    seconds = sum(totals["seconds"] for totals in counts.values())
     tiles = [
         (f"{first['documents']:,}", "documents read", f"{first['bytes'] / 1e6:,.1f} MB of text"),
         (f"{last['documents']:,}", "documents in the corpus", f"{last['bytes'] / 1e6:,.1f} MB of text{cut}"),
@@ -146,8 +146,8 @@ def _stages(funnel: list[dict], rate: Optional[float]) -> Grid:
 
 def _times(counts: dict, read: int) -> Grid:
     rows = [
-        [name, f"{found['tasks']:,}", f"{found['seconds']:,.1f}", f"{read / 1e6 / max(found['seconds'], 1e-3):,.1f}"]
-        for name, found in counts.items()
+        [name, f"{totals['tasks']:,}", f"{totals['seconds']:,.1f}", f"{read / 1e6 / max(totals['seconds'], 1e-3):,.1f}"]
+        for name, totals in counts.items()
     ]
     return Grid("", ["phase", "tasks done", "seconds of a core", "MB of input a second"], rows)
 
@@ -155,24 +155,24 @@ def _times(counts: dict, read: int) -> Grid:
 def _rules(funnel: list[dict], rate: Optional[float]) -> Grid:
     head = ["rule", "documents dropped", "of those read", "MB of text", *(["tokens, about"] if rate else [])]
     total = max(1, funnel[0]["documents"])
-    found = [(row["name"], rule, one) for row in funnel for rule, one in row["dropped"].items() if one.get("documents")]
+    rules = [(row["name"], rule, one) for row in funnel for rule, one in row["dropped"].items() if one.get("documents")]
     rows = []
-    for name, rule, one in found:
-        told = rule if rule.startswith(name.rpartition(": ")[2]) else f"{name}: {rule}"
-        cells = [told, f"{one['documents']:,}", f"{one['documents'] / total:.2%}", f"{one['bytes'] / 1e6:,.2f}"]
+    for name, rule, one in rules:
+        label = rule if rule.startswith(name.rpartition(": ")[2]) else f"{name}: {rule}"
+        cells = [label, f"{one['documents']:,}", f"{one['documents'] / total:.2%}", f"{one['bytes'] / 1e6:,.2f}"]
         rows.append([*cells, *([f"{one['bytes'] * rate:,.0f}"] if rate else [])])
     return Grid("Dropped", head, rows)
 
 
 def _cuts(counts: dict) -> Grid:
-    cut = [(name, found) for name, found in counts.items() if found.get("cut")]
+    cut = [(name, totals) for name, totals in counts.items() if totals.get("cut")]
     names = ("cut", "passages", "bytes_cut", "pieces")
-    rows = [[name, *(f"{found[n]:,}" if n in found else "" for n in names)] for name, found in cut]
-    return Grid("Cut", ["stage", "documents", "passages", "bytes", "documents made of them"], rows)
+    rows = [[name, *(f"{totals[n]:,}" if n in totals else "" for n in names)] for name, totals in cut]
+    return Grid("Cut", ["stage", "documents", "passages", "bytes", "resulting documents"], rows)
 
 
 def _changes(counts: dict) -> Grid:
-    rows = [[rule, f"{n:,}"] for found in counts.values() for rule, n in found.get("changed", {}).items()]
+    rows = [[rule, f"{n:,}"] for totals in counts.values() for rule, n in totals.get("changed", {}).items()]
     return Grid("Changed, and kept", ["rule", "documents"], rows)
 
 
@@ -185,10 +185,10 @@ def _set_aside(plan: CorpusPlan, counts: dict) -> Grid:
 
 
 def _examples(counts: dict) -> list[Grid]:
-    """What stages have left as examples: lists of objects."""
+    """Examples in the counts of stages: lists of objects."""
     grids = []
-    for name, found in counts.items():
-        rows = found.get("examples")
+    for name, totals in counts.items():
+        rows = totals.get("examples")
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             head = list(dict.fromkeys(key for row in rows for key in row))
             cells = [[_short(row.get(key, "")) for key in head] for row in rows[:20]]
@@ -201,14 +201,14 @@ def _side_by_side(samples: dict[str, list[dict]]) -> list[Grid]:
     grids = []
     for number, (rule, rows) in enumerate((r, rows) for r, rows in samples.items() if r != KEPT):
         begin = number * PAIRS % max(1, len(kept))
-        beside = (kept[begin:] + kept[:begin])[:PAIRS]
-        cells = [[_told(a), _told(b)] for a, b in zip_longest(rows[:PAIRS], beside[: len(rows)])]
+        others = (kept[begin:] + kept[:begin])[:PAIRS]
+        cells = [[_cell(a), _cell(b)] for a, b in zip_longest(rows[:PAIRS], others[: len(rows)])]
         grids.append(Grid(rule, ["dropped", "kept, for comparison"], cells))
-    return grids or [Grid("", ["kept"], [[_told(one)] for one in kept[:PAIRS]])]
+    return grids or [Grid("", ["kept"], [[_cell(one)] for one in kept[:PAIRS]])]
 
 
-def _told(entry: Optional[dict]) -> str:
-    """A sample in a cell: what it is on the first line, how its text begins on the second."""
+def _cell(entry: Optional[dict]) -> str:
+    """A sample in a cell: its name and figures on the first line, the beginning of its text on the second."""
     if entry is None:
         return ""
     figures = "" if entry["rule"] == KEPT else ", ".join(f"{k} {_short(v)}" for k, v in entry["figures"].items())
@@ -302,30 +302,30 @@ def _columns(series: dict[str, tuple[dict[str, int], str]], label: str) -> str:
 
 
 def _nature(counts: dict) -> list[tuple[str, str]]:
-    """Lengths, languages and domains of what goes on behind the last filters."""
-    filtered = [found for found in counts.values() if found.get("lengths")]
+    """Lengths, languages and domains of the documents after the last filters."""
+    filtered = [totals for totals in counts.values() if totals.get("lengths")]
     pictures = []
     if filtered:
         lengths = _columns({"documents": (filtered[-1]["lengths"], BLUE)}, "characters of a document, at least")
-        pictures.append(("Lengths of what the last filters let pass", lengths))
+        pictures.append(("Lengths of documents after the last filters", lengths))
         if filtered[-1].get("domains"):
             pictures.append(("Commonest domains", _bars(filtered[-1]["domains"], GREEN, "documents")))
-    for found in counts.values():
-        for name, fates in found.get("figures", {}).items():
+    for totals in counts.values():
+        for name, fates in totals.get("figures", {}).items():
             if name.rpartition(".")[2] in ("language", "lang"):
                 together: dict[str, int] = {}
                 for one in fates.values():
                     for language, number in one.items():
                         together[language] = together.get(language, 0) + number
-                pictures.append(("Languages of what the filter saw", _bars(together, ORANGE, "documents")))
+                pictures.append(("Languages before the filter", _bars(together, ORANGE, "documents")))
     return pictures
 
 
 def _figures(counts: dict) -> list[tuple[str, str]]:
-    """What the filters looked at, of what they kept and what they dropped."""
+    """Histograms of the filters' figures, for kept and dropped documents."""
     pictures = []
-    for found in counts.values():
-        for name, fates in found.get("figures", {}).items():
+    for totals in counts.values():
+        for name, fates in totals.get("figures", {}).items():
             if all(_is_number(bucket) for one in fates.values() for bucket in one) and len(pictures) < HISTOGRAMS:
                 series = {
                     fate: (fates[fate], colour) for fate, colour in ((KEPT, BLUE), ("dropped", RED)) if fate in fates
@@ -336,10 +336,10 @@ def _figures(counts: dict) -> list[tuple[str, str]]:
 
 
 def _histograms(counts: dict) -> list[tuple[str, str]]:
-    """What other stages count by number: similarities, sizes of groups."""
+    """Histograms of other stages: similarities, sizes of groups."""
     pictures = []
-    for phase, found in counts.items():
-        for name, entry in found.items():
+    for phase, totals in counts.items():
+        for name, entry in totals.items():
             if name in ("lengths", "figures", "dropped", "changed", "domains", "rejected", "damaged"):
                 continue
             if isinstance(entry, dict) and any(entry.values()) and all(_is_number(bucket) for bucket in entry):

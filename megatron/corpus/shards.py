@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first stage: input files become shards of about the same size, cut at line boundaries; lines that are no documents
-are set aside. A document of plain text is a line.
+"""The first stage: cut input files into shards of about the same size, and set aside lines that are no documents.
 
-Plain files are cut anywhere, small ones share a shard. A compressed file or archive has to be read from its start: one
-task cuts it, by the share of it that was read. A file that is damaged, or a bomb, is set aside as a whole.
+Plain files are cut at any line boundary; small ones share a shard. A compressed file or archive has to be read from its
+start: one task cuts it, by the share of the file read so far. A damaged file or a decompression bomb is set aside as a
+whole. Each document of plain text counts as a line.
 
-A task leaves `rejected.jsonl` (where and why a line was set aside, and how it begins) and `pieces.json` (lines and
-documents of each piece, in order) beside its shards.
+A task writes `rejected.jsonl` (places, reasons and beginnings of rejected lines) and `pieces.json` (lines and documents of
+each piece, in order) next to its shards.
 """
 
 import json
@@ -32,9 +32,9 @@ from megatron.errors import DataError
 
 VERSION = "1"
 CHUNK = 1 << 18
-HEAD = 200  # bytes of a line that is set aside, to recognise it by
-RATIO = {"gzip": 3.0, "bzip2": 4.0, "xz": 4.5, "zstd": 4.0}  # text a byte, for the number of shards alone
-BOMB = 250  # text is seldom packed 20-fold; gzip ends at 1000
+HEAD = 200  # bytes to keep of a rejected line
+RATIO = {"gzip": 3.0, "bzip2": 4.0, "xz": 4.5, "zstd": 4.0}  # estimated compression ratios, for the number of shards
+BOMB = 250  # compression ratio of a bomb: text rarely reaches 20, gzip at most 1000
 FREE = 64 << 20  # bytes of text that any file may hold
 
 
@@ -53,11 +53,11 @@ class InputPiece:
 
 
 def sources_of(inputs: list[str], on_damaged: str) -> tuple[list[Source], list[tuple[str, str]]]:
-    """(the input files in order, those that cannot be read with the reason).
+    """(input files in order, unreadable files with the reason).
 
-    Raises DataError where a name of the recipe matches nothing, or, with "stop", for the first file that cannot be read.
+    Raises DataError where a name of the recipe matches nothing, or, with "stop", for the first unreadable file.
     """
-    found, refused = [], []
+    sources, refused = [], []
     for given in inputs:
         for path in _expanded(given):
             try:
@@ -66,15 +66,15 @@ def sources_of(inputs: list[str], on_damaged: str) -> tuple[list[Source], list[t
                     raise DataError(f"{path}: a pipe can be read once, and a plan reads it again after a kill")
                 if not source.size:
                     raise DataError(f"{path}: the file is empty")
-                found.append(source)
+                sources.append(source)
             except DataError as error:
                 if on_damaged == "stop":
                     raise
                 refused.append((path, error.what + (f" ({error.why})" if error.why else "")))
-    if not found:
+    if not sources:
         why = "; ".join(reason for _, reason in refused[:3]) or None
         raise DataError(f"no input: {', '.join(inputs)}", why, "give files of JSON lines, or .txt")
-    return found, refused
+    return sources, refused
 
 
 def _expanded(given: str) -> list[str]:
@@ -87,7 +87,7 @@ def _expanded(given: str) -> list[str]:
 
 
 def pieces_of(sources: Iterable[Source], shard: int) -> list[list[InputPiece]]:
-    """The pieces of each task, in the order of the input. shard: bytes of text, about.
+    """The pieces of each task, in the order of the input. shard: approximate bytes of text.
 
     >>> [[(p.start, p.stop) for p in row] for row in pieces_of([Source("a", 25, None), Source("b", 3, None)], 10)]
     [[(0, 9)], [(9, 18)], [(18, 25), (0, 3)]]
@@ -114,7 +114,7 @@ def pieces_of(sources: Iterable[Source], shard: int) -> list[list[InputPiece]]:
 
 
 def names_of(pieces: list[InputPiece]) -> list[str]:
-    """The shards that a task makes."""
+    """Names of the shards of a task."""
     parts = pieces[0].parts
     return [SHARD] if parts == 1 else [f"part-{number:05}.jsonl.zst" for number in range(parts)]
 
@@ -130,25 +130,25 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[st
         for number, (which, start, stop, parts) in enumerate(options["pieces"]):
             piece = InputPiece(str(inputs[which]), start, stop, parts)
             writers.begin(number, whole=start is None)
-            at, told, found = rejected.tell(), Counter(reasons), Counter()
+            at, reasons_before, own = rejected.tell(), Counter(reasons), Counter()
             try:
                 for line in lines_of(piece, options["most"], options.get("separator")):
-                    reason = _take(line, options["text_key"], writers, found)
+                    reason = _take(line, options["text_key"], writers, own)
                     if reason:
                         reasons[reason.partition(":")[0].partition(" (")[0]] += 1
-                        told_of = dict(input=which, row=line.row, bytes=line.size, reason=reason)
-                        told_of["begins"] = line.data[:HEAD].decode("utf-8", "replace")
-                        rejected.write(json.dumps(told_of).encode() + b"\n")
+                        record = dict(input=which, row=line.row, bytes=line.size, reason=reason)
+                        record["begins"] = line.data[:HEAD].decode("utf-8", "replace")
+                        rejected.write(json.dumps(record).encode() + b"\n")
             except DataError as error:
                 if options["on_damaged"] == "stop":
                     raise
                 damaged[piece.path] = error.what.removeprefix(f"{piece.path}: ") + f": {error.why}" * bool(error.why)
                 rejected.truncate(at)
                 rejected.seek(at)
-                reasons, found = told, Counter()
-                writers.empty()
-            pieces.append(dict(input=which, start=start, **{k: found[k] for k in ("lines", "documents", "bytes")}))
-            count += found
+                reasons, own = reasons_before, Counter()
+                writers.discard()
+            pieces.append(dict(input=which, start=start, **{k: own[k] for k in ("lines", "documents", "bytes")}))
+            count += own
     (output / "pieces.json").write_text(json.dumps(pieces))
     if len(options["pieces"]) > 1 or options["pieces"][0][3] == 1:
         join_shards(output)
@@ -157,7 +157,7 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[st
 
 
 class _Writers:
-    """The files that the documents of a task's pieces go to: one for each part, or for each piece."""
+    """The output files of a task's pieces: one for each part, or for each piece."""
 
     def __init__(self, output: Path, pieces: list):
         self.output, self.parts = output, pieces[0][3]
@@ -165,7 +165,7 @@ class _Writers:
         self.names: list[str] = []
 
     def begin(self, number: int, whole: bool) -> None:
-        """A piece begins; a whole file has writers of its own, for it may have to be taken back."""
+        """Start a piece. A whole file has writers of its own, so that it can be discarded."""
         self.whole = whole
         if self.parts > 1:
             self.part = 0
@@ -181,7 +181,7 @@ class _Writers:
         self.names.append(name)
 
     def write(self, line: bytes, share: float) -> None:
-        """share: of the file, where the line ends"""
+        """Write a line. share: position of its end, as a share of the file"""
         if self.parts > 1:
             self._part(min(self.parts - 1, int(share * self.parts)))
         self.writer.write_line(line)
@@ -191,8 +191,8 @@ class _Writers:
             self.part += 1
             self._open(f"part-{self.part:05}.jsonl.zst")
 
-    def empty(self) -> None:
-        """Take back what was written of the piece: of a plain piece nothing, for it cannot be damaged."""
+    def discard(self) -> None:
+        """Delete the output of the present piece, which is a compressed file: plain ones cannot be damaged."""
         self.writer.close()
         self.writer = None
         if self.parts > 1:
@@ -216,7 +216,7 @@ class _Writers:
 @dataclass(frozen=True)
 class InputLine:
     """A line of a piece. data: without its end, or its first bytes where it is `too_long`; size: in bytes; share: of the
-    file that has been read."""
+    file, read so far."""
 
     row: int
     data: bytes
@@ -225,24 +225,24 @@ class InputLine:
     too_long: bool = False
 
 
-def _take(line: InputLine, text_key: str, writers: _Writers, found: Counter) -> str:
-    """Write a line where it is a document. Returns why not, "" else."""
-    found["lines"] += 1
+def _take(line: InputLine, text_key: str, writers: _Writers, counts: Counter) -> str:
+    """Write a line if it is a document. Returns the reason why it is not, or ""."""
+    counts["lines"] += 1
     if not line.data or line.data.isspace():
-        found["blank"] += 1
+        counts["blank"] += 1
         return ""
     try:
         document = document_of(line, text_key)
     except BadLine as error:
         return str(error)
-    found["documents"] += 1
-    found["bytes"] += text_bytes(document["text"])
+    counts["documents"] += 1
+    counts["bytes"] += text_bytes(document["text"])
     writers.write(encode(document), line.share)
     return ""
 
 
 def document_of(line: InputLine, text_key: str) -> dict[str, Any]:
-    """The document of a line, its text under "text". Raises BadLine with the reason; its part before a colon counts."""
+    """The document of a line, its text under "text". Raises BadLine; reasons are counted by their part before a colon."""
     if line.too_long:
         raise BadLine(f"too long: {line.size:,} bytes (see max-document-mb; of plain text, document-separator)")
     try:
@@ -264,9 +264,9 @@ def document_of(line: InputLine, text_key: str) -> dict[str, Any]:
 
 
 def lines_of(piece: InputPiece, most: int, separator: Optional[str] = None) -> Iterator[InputLine]:
-    """All lines of a piece, those longer than `most` bytes cut off; a document of plain text is a line.
+    """All lines of a piece, truncated where they are longer than `most` bytes; a document of plain text is a line.
 
-    Memory is bounded whatever the file holds. Raises DataError for damage and bombs.
+    Memory is bounded for any contents. Raises DataError for damage and bombs.
     """
     if piece.start is not None:
         yield from _lines_of_range(piece, most)
@@ -289,11 +289,11 @@ def lines_of(piece: InputPiece, most: int, separator: Optional[str] = None) -> I
 
 
 def _lines_of_range(piece: InputPiece, most: int) -> Iterator[InputLine]:
-    """The lines whose first byte lies in the range."""
+    """The lines with their first byte in the range."""
     with open(piece.path, "rb") as file:
         if file.seek(0, 2) < piece.stop:
             raise _changed(piece.path)
-        at = file.seek(max(piece.start - 1, 0))  # the byte before tells whether a line starts there
+        at = file.seek(max(piece.start - 1, 0))  # the byte before shows whether a line starts there
         partial = piece.start > 0
         row = 0
         for data, size, too_long in split_lines(file.read, most):
@@ -309,17 +309,17 @@ def _lines_of_range(piece: InputPiece, most: int) -> Iterator[InputLine]:
 
 
 def _changed(path: str) -> DataError:
-    return DataError(f"{path}: changed since the plan was made", do="run the same command again: it makes a new plan")
+    return DataError(f"{path}: changed since the plan was made", do="run the same command again, for a new plan")
 
 
 def split_lines(read: Callable[[int], bytes], most: int) -> Iterator[tuple[bytes, int, bool]]:
-    """(line without its end, its size with it, whether it was cut off) of a stream.
+    """(line without its end, size with its end, whether it was truncated) of a stream.
 
     >>> import io
     >>> [row for row in split_lines(io.BytesIO(b"one" + b"x" * 9 + chr(10).encode() + b"two").read, 5)]
     [(b'onexxxxxxxxx', 13, True), (b'two', 3, False)]
     """
-    rest, long = b"", 0  # of a line without an end yet: its beginning; how long it is so far, if too long
+    rest, long = b"", 0  # beginning of an incomplete line; its length so far, if too long
     while chunk := read(CHUNK):
         if long:
             end = chunk.find(b"\n")

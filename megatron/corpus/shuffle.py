@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All documents in a random order, through files: any number of documents in the memory of a task.
+"""Shuffle any number of documents through files, in the memory of a task.
 
 A document's key is a hash of the seed and its place among all documents, counted over the shards in their order. The new
-order is the order of the keys, so it does not depend on how the documents are cut into shards, on the number of tasks or on
-the memory. Equal documents have places, and so keys, of their own.
+order is the order of the keys, so it does not depend on the cut into shards, the number of tasks or the memory. Equal
+documents have different places, and so different keys.
 
-    count      one task a shard       how many documents it has
-    places     one task               the place of the first document of each shard
-    scatter    one task a shard       its documents, by ranges of keys: partitions
-               (of very many shards, some each)
-    gather     one task a partition   its documents of all shards, sorted by key: one shard of the new order
+    count      per shard       its number of documents
+    places     one task        the place of the first document of each shard
+    scatter    per shard       its documents by ranges of keys: partitions
+               (several shards per task where there are very many)
+    gather     per partition   its documents of all shards, sorted by key: one shard of the new order
 
-A task of `scatter` keeps what it has for all partitions in one file of pieces, with an index. A piece is a zstd frame of
-records of one partition: key, place and length (8 bytes each) and the line without its newline.
+A task of `scatter` writes its documents for all partitions into one file of pieces, with an index. A piece is a zstd frame
+of records of one partition: key, place and length (8 bytes each) and the line without its newline.
 """
 
 import json
@@ -33,18 +33,18 @@ from megatron.corpus.lines import lines
 from megatron.corpus.stage import Counts, Made, StagePhase, TaskInputs
 from megatron.errors import DataError
 
-VERSION = 2  # of the order, and of what the files hold
-SHARD_BYTES = 64_000_000  # that a shard is taken to hold
+VERSION = 2  # of the order, and of the files
+SHARD_BYTES = 64_000_000  # assumed size of a shard
 RECORD = struct.Struct("<QQQ")  # key, place, bytes of the line
-MOST_SCATTERS = 1024  # tasks of `scatter`: each task of `gather` opens files of each of them
-OVERHEAD = 256  # bytes that Python needs for a record beside its line
+MOST_SCATTERS = 1024  # tasks of `scatter`: each task of `gather` opens the files of all of them
+OVERHEAD = 256  # bytes that Python needs for a record in addition to its line
 PIECES, INDEX = "pieces.zst", "index.bin"
-PARTITION, OFFSET, STORED, SIZE, RECORDS = COLUMNS = range(5)  # of an index, whose rows are sorted by their partition
+PARTITION, OFFSET, STORED, SIZE, RECORDS = COLUMNS = range(5)  # of an index, sorted by partition
 
 
 @dataclass(frozen=True)
 class ShuffleOptions:
-    """What a recipe says of the order."""
+    """Options of the stage."""
 
     seed: int = 1234
 
@@ -55,8 +55,8 @@ OPTIONS = ShuffleOptions
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
     """The stage `shuffle`. options: those of ShuffleOptions.
 
-    memory: bytes that a task may take. As many shards come out as go in, or more where one would not fit; a partition
-    that turns out not to fit is read several times.
+    memory: bytes that a task may take. The number of shards stays the same, or grows where one would not fit; a partition
+    that does not fit after all is read several times.
     """
     partitions = max(shards, fitting_partitions(shards * SHARD_BYTES, memory), 1)
 
@@ -85,12 +85,12 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 
 def fitting_partitions(total: int, memory: int) -> int:
-    """How many parts of the text fit into the memory one after the other, with room for what Python needs."""
+    """Number of parts of the text that fit into the memory one by one, including Python's overhead."""
     return math.ceil(total / (memory / 4))
 
 
 def longest_line(memory: int) -> int:
-    """Bytes of the longest document that a task with so much memory takes."""
+    """Maximal bytes of a document for a task with this memory."""
     return memory // 8
 
 
@@ -98,7 +98,7 @@ def longest_line(memory: int) -> int:
 
 
 def count(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Write how many documents a shard has."""
+    """Write the number of documents of a shard."""
     [shard] = inputs
     documents = sum(1 for _ in lines(shard, longest_line(options["memory"])))
     (output / "count.json").write_text(json.dumps(documents))
@@ -113,7 +113,7 @@ def places(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 
 def scatter(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
-    """Write the documents of shards that follow one another by ranges of their keys."""
+    """Write the documents of consecutive shards by ranges of their keys."""
     folder, *shards = inputs
     first = int(np.load(folder / "places.npy", mmap_mode="r")[options["shard"]])
     most = longest_line(options["memory"])
@@ -141,12 +141,12 @@ def gather(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Coun
 
 
 def key_of(seed: int, place: int) -> int:
-    """Where the document of a place belongs in the new order: 64 bits that look random."""
+    """The key of a document by its place: 64 pseudo-random bits that define the new order."""
     return xxhash.xxh3_64_intdigest(place.to_bytes(8, "little"), seed % 2**64)
 
 
-def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int, partitions: int, memory: int) -> int:
-    """Write the file of pieces, and its index, of (place, line). Returns how many lines there were."""
+def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int, partitions: int, memory: int) -> None:
+    """Write the file of pieces, and its index, for lines as (place, line)."""
     import zstandard
 
     packer, index = zstandard.ZstdCompressor(level=1), []
@@ -178,7 +178,7 @@ def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int
 def gather_lines(folders: list[Path], partition: int, memory: int) -> Iterator[bytes]:
     """The lines of a partition in the order of their keys.
 
-    Where they do not fit into the memory they are read several times, a part of the range of keys at a time.
+    Where they do not fit into the memory they are read several times, for one range of keys at a time.
     """
     pieces = []
     for folder in folders:
@@ -195,7 +195,7 @@ def gather_lines(folders: list[Path], partition: int, memory: int) -> Iterator[b
 
 
 def _rows_of(path: Path, partition: int) -> np.ndarray:
-    """The rows of a partition, found in the file without reading all of it: an index has a row for every partition."""
+    """The rows of a partition by binary search in the file: an index may have a row for every partition."""
     if not path.stat().st_size:
         return np.zeros((0, len(COLUMNS)), "<i8")
     index = np.memmap(path, "<i8", "r").reshape(-1, len(COLUMNS))
@@ -231,7 +231,7 @@ def _records(pieces: list) -> Iterator[tuple[int, int, bytes]]:
                 try:
                     piece, at = unpacker.decompress(stored, max_output_size=row[SIZE]), 0
                 except zstandard.ZstdError as error:
-                    do = "remove it: it is made again"
+                    do = "remove it and run the same command again"
                     raise DataError(f"{folder / PIECES} is damaged", str(error), do) from None
                 while at < len(piece):
                     key, place, length = RECORD.unpack_from(piece, at)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage of a corpus recipe is: filters of single documents, or phases of tasks over files. Knows no engine.
+"""The interfaces of a corpus recipe's stages: filters of single documents, and phases of tasks over files.
 
 Documents are JSON objects, one a line, with the text under "text" and, where known, "url" and "id". A shard is a file of
 them (`.jsonl`, or `.jsonl.zst`).
@@ -24,11 +24,11 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a filter says of a document.
+    """A filter's result for a document.
 
-    document: what goes on, changed or not; None: dropped
-    reason:   the rule that dropped or changed it, one word with underscores; it counts under this name
-    figures:  what the rule looked at, by name: for `explain` and for histograms
+    document: the kept document, changed or not; None: dropped
+    reason:   the rule that dropped or changed it, one word with underscores; it is counted under this name
+    figures:  the values that the rule compared, by name: for `explain` and for histograms
     """
 
     document: Optional[Document]
@@ -37,15 +37,15 @@ class Verdict:
 
 
 class Filter(Protocol):
-    """Looks at one document at a time and says the same of it whatever came before, on any machine.
+    """A function of a single document, independent of earlier documents and of the machine.
 
-    Made once a process from its options (keyword arguments with defaults); may load a model then.
+    Constructed once per process from its options (keyword arguments with defaults); may load a model then.
     """
 
     def __call__(self, document: Document) -> Verdict: ...
 
 
-Counts = Mapping[str, Any]  # what a task counted: JSON; numbers of the same name are added up over tasks
+Counts = Mapping[str, Any]  # counts of a task as JSON; numbers of the same name are added up over tasks
 Made = Mapping[
     str, Sequence[Path]
 ]  # phase -> folder of each of its tasks; "documents" -> the shards that the stage reads
@@ -63,18 +63,18 @@ def flat(inputs: TaskInputs) -> list[Path]:
 
 @dataclass(frozen=True)
 class StagePhase:
-    """Tasks that do not need one another, of a stage that has to see many documents at once.
+    """Independent tasks of a stage that has to see many documents at the same time.
 
     run:   (inputs, output, options) -> counts. Reads the input paths, fills the empty folder `output` with files, and does
-           nothing else. Pure: the same bytes for the same inputs, whoever runs it, however often, in whatever
-           process; a function of a module, so that another process can import it. `options` is JSON.
-    split: what earlier phases of this stage will have made -> the inputs of each task. Called before anything runs,
-           with paths that need not exist yet: it looks at their number alone. A task that reads something of every
-           task of a phase has `made[phase]` itself among its inputs, not each of them: the plan then holds the list
-           once, and does not grow with the square of the number of shards. `run` gets all of them, one by one.
-    own:   options of each task beside the stage's, where they differ (a band, a partition): one mapping a task, or none
-    document_bytes: memory of a task that grows with the corpus, whatever a task may take: bytes a document of all shards.
-           `estimate` asks for it
+           nothing else. Pure: the same inputs always give the same bytes, in any process; a function of a module, so that
+           other processes can import it. `options` is JSON.
+    split: results of this stage's earlier phases -> the inputs of each task. Called before anything runs, with paths that
+           need not exist yet: only their number counts. A task that reads all results of a phase has the list
+           `made[phase]` as one of its inputs, not each path: the plan then holds the list once, and does not grow with
+           the square of the number of shards. `run` gets all paths of the list.
+    own:   options of each task in addition to the stage's, where they differ (a band, a partition): a mapping per task
+    document_bytes: bytes of a task's memory per document of all shards, for memory that grows with the corpus. Used by
+           `estimate`
     """
 
     name: str
@@ -85,32 +85,32 @@ class StagePhase:
 
 
 # Stages of phases: name in a recipe -> (options, number of shards, bytes of memory a task may take) -> phases. The last
-# phase writes the shards that go on: files `*.jsonl.zst` (or what a last stage makes: token files).
+# phase writes the shards for the next stage: files `*.jsonl.zst` (or token files, of the last stage).
 #
-# What the engine does with them (`plan.py`, `agenda.py`):
-# - Inputs of `split` are folders of earlier tasks, files in them, or shards, or lists of these; each decides what has to be
-#   done before.
-# - Each task of the last phase makes one shard: several files `*.jsonl.zst` of its folder are joined in the order of their
+# The engine (`plan.py`, `agenda.py`):
+# - Inputs of `split` are folders of earlier tasks, files in them, or shards, or lists of these. They determine which tasks
+#   have to be done before.
+# - Each task of the last phase writes one shard: several files `*.jsonl.zst` of its folder are joined in the order of their
 #   names, none is an empty shard. `documents.py` reads and writes shards.
 # - A task is identified by its function, its options (texts that name files: with the files' bytes), its inputs, and the
 #   version of its code: VERSION in its module, or the digest of the module's source where there is none.
 # - Counts of the last phase by these names are the stage's line in the report: documents_in, bytes_in, documents, bytes (of
 #   text), dropped: {rule: {"documents": n, "bytes": n}}. A dict whose keys are numbers is drawn as a histogram.
-#   One that cuts texts counts the documents (cut), the passages that were cut out of them (passages) and their bytes
-#   (bytes_cut), too; where several documents are made of one, what they became (pieces).
-# - Where the last phase has a task for each shard that the stage reads, it may leave `dropped.jsonl` beside the documents:
-#   an object a line with "row" (from 0, in the shard that was read), "reason", and figures. `explain` reads it.
+#   A stage that cuts texts also counts the documents (cut), the passages cut out of them (passages) and their bytes
+#   (bytes_cut); where a document becomes several, their number (pieces).
+# - Where the last phase has a task for each shard that the stage reads, it may write `dropped.jsonl` next to the documents:
+#   one object per line with "row" (from 0, in the shard that was read), "reason", and figures. `explain` reads it.
 # The module of a stage may also have
 #   OPTIONS         a dataclass whose fields are the options: the engine checks a recipe's names and types against it before
 #                   anything else; ranges are checked by its `__post_init__`
-#   MAKES_TOKENS    True: no documents come out, the stage is the last
-#   explain         (made, shard, row, document, options) -> None for a document that went on as it was, else a dict with
+#   MAKES_TOKENS    True: the stage writes no documents and is the last one
+#   explain         (made, shard, row, document, options) -> None for a document that was kept unchanged, else a dict with
 #                   "reason" (a word) and "figures" (a dict), and with "document" where it was changed and not dropped.
 #                   made: phase -> the folders of its tasks, all done, and "documents" -> the shards that the stage read;
-#                   shard, row: where among them the document stood, both from 0
+#                   shard, row: position of the document in them, both from 0
 StageOfPhases = Callable[[Mapping[str, Any], int, int], list[StagePhase]]
 
 
 def options_of(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """The options of a stage as its dataclass, out of those of a task, which may have others of its own beside them."""
+    """The options of a stage as its dataclass, from the options of a task, which may have others in addition."""
     return kind(**{one.name: options[one.name] for one in fields(kind) if one.name in options})

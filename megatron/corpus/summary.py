@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says at its end, in lines whose numbers add up: documents read, less those dropped, and more where cutting
-made several of one, are the documents of the corpus.
-"""
+"""The summary at the end of a run. Its numbers add up: documents read, minus dropped ones, plus pieces of cut ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,14 +8,14 @@ MOST_RULES, MOST_FILES = 8, 20  # shown one by one; the others as a sum
 
 
 def summary(counts: Mapping[str, dict[str, Any]]) -> list[str]:
-    """A few lines about phases (`driver.counts_by_phase`): what came in, what became of it, what goes out."""
+    """Lines with the documents read, set aside, dropped and kept, from the counts of `driver.counts_by_phase`."""
     last = counts[list(counts)[-1]]
-    found = [f"{last[name]:,} {name}" for name in ("documents", "tokens") if name in last]
-    return [*became_of(counts), f"final: {', '.join(found) or 'see final/'}"]
+    totals = [f"{last[name]:,} {name}" for name in ("documents", "tokens") if name in last]
+    return [*removed_lines(counts), f"final: {', '.join(totals) or 'see final/'}"]
 
 
-def became_of(counts: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The lines about what was read, set aside, dropped and cut."""
+def removed_lines(counts: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Lines with the documents read, set aside, dropped and cut."""
     phase = next(iter(counts))
     first = counts[phase]
     lines = [f"read: {first.get('documents', 0):,} documents, {first.get('bytes', 0) / 1e6:,.1f} MB of text"]
@@ -28,18 +26,18 @@ def became_of(counts: Mapping[str, dict[str, Any]]) -> list[str]:
     lines += [f"set aside: {path}: {reason}" for path, reason in damaged[:MOST_FILES]]
     if len(damaged) > MOST_FILES:
         lines.append(f"set aside: {len(damaged) - MOST_FILES:,} other input files")
-    for name, found in counts.items():
-        dropped = {rule: one["documents"] for rule, one in found.get("dropped", {}).items()}
-        lines += [f"{name}: {rule} dropped {n:,}" for rule, n in largest(dropped) if n or not found.get("cut")]
-        if found.get("cut"):
-            became = f", which became {found['pieces']:,}" if "pieces" in found else ""
-            passages = f"{found.get('passages', 0):,} passages ({found.get('bytes_cut', 0):,} bytes)"
-            lines.append(f"{name}: cut {passages} out of {found['cut']:,} documents{became}")
+    for name, phase_counts in counts.items():
+        dropped = {rule: one["documents"] for rule, one in phase_counts.get("dropped", {}).items()}
+        lines += [f"{name}: {rule} dropped {n:,}" for rule, n in largest(dropped) if n or not phase_counts.get("cut")]
+        if phase_counts.get("cut"):
+            became = f", which became {phase_counts['pieces']:,}" if "pieces" in phase_counts else ""
+            passages = f"{phase_counts.get('passages', 0):,} passages ({phase_counts.get('bytes_cut', 0):,} bytes)"
+            lines.append(f"{name}: cut {passages} out of {phase_counts['cut']:,} documents{became}")
     return lines
 
 
 def largest(counts: Mapping[str, int], most: int = MOST_RULES) -> list[tuple[str, int]]:
-    """The largest numbers with their names; what is not among them last, as one.
+    """The largest numbers with their names, followed by the sum of the others.
 
     >>> largest({"a": 1, "b": 5, "c": 2}, most=1)
     [('b', 5), ('2 others', 3)]

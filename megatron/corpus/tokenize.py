@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last stage: shards -> token files (`.bin`, `.idx`) by today's preprocessing, a task a shard, then a merge.
+"""The last stage: tokenize shards into `.bin` and `.idx` files, one task per shard, then merge them.
 
-The files are those that `preprocess_data.py` makes of the shards in their order.
+The result equals that of `preprocess_data.py` on the shards in their order.
 """
 
 import math
@@ -20,13 +20,13 @@ from megatron.errors import SettingsError
 from megatron.settings.schema import TokenizerSettings
 
 VERSION = "1"
-MAKES_TOKENS = True  # no documents come out of this stage: it is the last
+MAKES_TOKENS = True  # this stage writes no documents: it is the last
 NAME = "tokens"
 
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """The flags of `preprocess_data.py` that a recipe may have, and into how many datasets the corpus goes."""
+    """The flags of `preprocess_data.py` that a recipe may have, and the number of datasets."""
 
     tokenizer_type: Optional[str] = None
     vocab_file: Optional[str] = None
@@ -40,8 +40,8 @@ class TokenizeOptions:
     lang: str = "english"
     keep_newlines: bool = False
     output_format: Literal["megatron", "paddle"] = "megatron"
-    origin: bool = True  # <prefix>.origin: from which shard and byte each document comes, for `megatron.tools.trace`
-    datasets: int = 1  # of about as many shards each, as for a blend or for files that can be copied
+    origin: bool = True  # write <prefix>.origin: shard and byte of each document, for `megatron.tools.trace`
+    datasets: int = 1  # of about the same number of shards each, for a blend or for files of moderate size
 
 
 OPTIONS = TokenizeOptions
@@ -49,7 +49,7 @@ _OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model"
 
 
 def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePhase]:
-    """One task a shard, then one a dataset. Raises SettingsError for a tokenizer that cannot be built."""
+    """One task per shard, then one per dataset. Raises SettingsError for a tokenizer that cannot be built."""
     options = asdict(TokenizeOptions(**options)) | dict(options)
     datasets = options["datasets"]
     if not 1 <= datasets <= shards:
@@ -68,7 +68,7 @@ def phases(options: Mapping[str, Any], shards: int, memory: int) -> list[StagePh
 
 
 def tokenize(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokens of one shard; of an empty one none."""
+    """Tokenize a shard; write nothing for an empty one."""
     from megatron.data.preprocess import preprocess
 
     if next(read_lines(inputs[0]), None) is None:
@@ -81,7 +81,7 @@ def tokenize(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> di
 
 
 def preprocess_settings(wanted: TokenizeOptions, shard: Path, prefix: Path) -> SimpleNamespace:
-    """What `preprocess` takes: the fields of `preprocess_data.PreprocessOptions`."""
+    """The settings of `preprocess`: the fields of `preprocess_data.PreprocessOptions`."""
     given = {name: value for name, value in asdict(wanted).items() if name not in (*_OF_TOKENIZER, "datasets")}
     return SimpleNamespace(
         **given,
@@ -112,7 +112,7 @@ def _tokenizer(given: tuple):
 
 
 def join(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The token files of some shards as one dataset, in the order of the shards."""
+    """Merge the token files of shards into one dataset, in the order of the shards."""
     from megatron.data.merge import merge
 
     wanted = TokenizeOptions(**options)
@@ -123,8 +123,8 @@ def join(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> dict[s
     links.mkdir()
     count = 0
     for folder in inputs:
-        if (folder / (made + form.endings[-1])).exists():  # not of an empty shard
-            for path in folder.glob(f"{made}*"):  # the merge takes names in their order
+        if (folder / (made + form.endings[-1])).exists():  # missing for an empty shard
+            for path in folder.glob(f"{made}*"):  # the merge sorts by name
                 ending = path.name.removeprefix(made)
                 os.symlink(path.absolute(), links / f"{count:06}{ending}")
             count += 1

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wiki's dump (MediaWiki's XML, plain or packed) as a stream of pages, in pieces that processes can share.
+"""Read a wiki's dump (MediaWiki's XML, plain or compressed) as a stream of pages, in pieces for several processes.
 
     dump = WikiDump("enwiki-latest-pages-articles.xml.bz2")
     for piece in dump.pieces():                     # bytes of whole <page> elements
         for page in pages_of(piece): ...
 
-The dump is cut at `</page>`, which stands nowhere else: in texts a `<` is written as `&lt;`. Both ways of packing by bzip2
-are read: one stream, and many (multistream). Declarations of entities are refused: a few can stand for gigabytes.
+The dump is cut at `</page>`, which does not occur elsewhere: texts contain `&lt;` instead of `<`. bzip2 files may have one
+stream, or many (multistream). Declarations of entities are refused: a few can expand to gigabytes.
 """
 
 import re
@@ -18,14 +18,14 @@ from xml.parsers import expat
 from megatron.corpus.lines import blocks
 from megatron.errors import DataError
 
-PIECE = 1 << 20  # bytes of pages that are given at once, at least
-LARGEST = 64 << 20  # bytes of a page, or of what stands before the first one
+PIECE = 1 << 20  # minimal bytes of a piece
+LARGEST = 64 << 20  # bytes of a page, or of the head before the first one
 FIRST, END, LAST = b"<page>", b"</page>", b"</mediawiki>"
 
 
 @dataclass(frozen=True)
 class WikiPage:
-    """A page of a dump. redirect: it only points to another one."""
+    """A page of a dump. redirect: it only points to another page"""
 
     id: str
     revision: str
@@ -36,13 +36,13 @@ class WikiPage:
 
 
 class WikiDump:
-    """A dump that is read once, from its start. `base`: the address of its wiki, once pieces are given."""
+    """A dump, read once from its start. `base`: the address of its wiki, known after the first piece"""
 
     def __init__(self, path: str | Path):
         self.path, self.base, self.language = str(path), "", ""
 
     def pieces(self) -> Iterator[bytes]:
-        """Whole pages, some at a time. Raises DataError where the dump is none, damaged, or cut short."""
+        """Whole pages in pieces. Raises DataError for a file that is no dump, damaged, or truncated."""
         stream = blocks(self.path)
         head, rest = self._until_first_page(stream)
         self.base, self.language = _site(head, self.path)
@@ -62,10 +62,10 @@ class WikiDump:
         if whole:
             yield whole + page_end
         if not end or beyond.strip():
-            raise DataError(f"{self.path}: the dump is cut short", self._near(last), "copy or download it again")
+            raise DataError(f"{self.path}: the dump is truncated", self._near(last), "copy or download it again")
 
     def _until_first_page(self, stream: Iterator[bytes]) -> tuple[bytes, bytes]:
-        """(what stands before the first page, the first bytes from there on)."""
+        """(the head before the first page, the first bytes from there on)."""
         data = b""
         for block in stream:
             data += block
@@ -81,31 +81,31 @@ class WikiDump:
     @staticmethod
     def _near(data: bytes) -> str:
         titles = re.findall(rb"<title>([^<]*)", data[: 1 << 20])
-        return f"in the page {titles[-1].decode(errors='replace')!r}" if titles else "behind its last page"
+        return f"in the page {titles[-1].decode(errors='replace')!r}" if titles else "after its last page"
 
 
 def _site(head: bytes, path: str) -> tuple[str, str]:
-    """(address that ids are put behind, language) of what stands before the first page."""
+    """(address to which ids are appended, language) from the head before the first page."""
     if b"<!DOCTYPE" in head or b"<!ENTITY" in head:
         raise DataError(f"{path}: declares entities, as no dump of a wiki does", do="it is refused: they can be bombs")
-    found = re.search(rb"<base>([^<]*)</base>", head)
-    base = found[1].decode("utf-8", errors="replace").strip() if found else ""
+    match = re.search(rb"<base>([^<]*)</base>", head)
+    base = match[1].decode("utf-8", errors="replace").strip() if match else ""
     language = re.search(rb"<mediawiki[^>]*xml:lang=\"([\w-]*)\"", head)
     return base.rpartition("/")[0], language[1].decode() if language else ""
 
 
 class BadPages(ValueError):
-    """A piece that is not XML. The text says where."""
+    """A piece that is not XML. The message contains the place."""
 
 
 def pages_of(piece: bytes) -> Iterator[WikiPage]:
-    """The pages of a piece; of several revisions the last one's text. Raises BadPages where it is no XML.
+    """The pages of a piece, with the text of the last revision. Raises BadPages where it is not XML.
 
-    Inside of an element, as here, nothing can be declared: entities are XML's own five.
+    The pieces are parsed inside an element, where no entities can be declared.
     """
-    found: list[WikiPage] = []
+    pages: list[WikiPage] = []
     parser = expat.ParserCreate()
-    reader = _Reader(found)
+    reader = _Reader(pages)
     parser.StartElementHandler, parser.EndElementHandler = reader.start, reader.end
     parser.CharacterDataHandler = reader.text
     parser.buffer_text = True
@@ -115,14 +115,14 @@ def pages_of(piece: bytes) -> Iterator[WikiPage]:
         parser.Parse(b"</pages>", True)
     except expat.ExpatError as error:
         raise BadPages(str(error)) from None
-    yield from found
+    yield from pages
 
 
 class _Reader:
-    """Follows the elements of pages; what it does not know it passes over."""
+    """Handles the elements of pages, and ignores others."""
 
-    def __init__(self, found: list[WikiPage]):
-        self._found, self._path, self._text = found, [], []
+    def __init__(self, pages: list[WikiPage]):
+        self._pages, self._path, self._text = pages, [], []
 
     def start(self, name: str, attributes: dict) -> None:
         self._path.append(name)
@@ -142,7 +142,7 @@ class _Reader:
         if key:
             self._page[key] = "".join(self._text)
         elif where == "page":
-            self._found.append(WikiPage(**self._page))
+            self._pages.append(WikiPage(**self._page))
         self._text = []
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of a wiki page to plain text: paragraphs, headings and lists stay; tables, notes, pictures and templates go.
+"""Convert the source of a wiki page to plain text: keep paragraphs, headings and lists; remove tables, notes, pictures.
 
     plain_text("'''Anarchism''' is a [[political philosophy|philosophy]].<ref>A note</ref>")
     'Anarchism is a philosophy.'
 
-mwparserfromhell makes the tree. A template goes with all that is in it, unless it is one that stands for words of a
-sentence (`{{lang|fr|mot}}`, `{{convert|5|km}}`). Formulas stay, between dollars. Blank lines part paragraphs;
-a heading is a line of its own; items of a list begin with "- ". Sections that hold nothing, or sources and links, go.
+mwparserfromhell builds the tree. Templates are removed with their contents, except those that stand for words of a sentence
+(`{{lang|fr|mot}}`, `{{convert|5|km}}`). Formulas stay, between dollars. Paragraphs are separated by blank lines; a heading
+is a line of its own; list items begin with "- ". Empty sections, and those of sources and links, are removed.
 """
 
 import re
@@ -14,20 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Marks in text under construction: characters that XML forbids, so that no page has them.
-HEADING, ITEM, BREAK, TERM = "\x01", "\x02", "\x03", "\x04"  # what a line is; what parts a term and its meaning
-LITERAL = str.maketrans("{}[]|' ", "\x0e\x0f\x10\x11\x12\x13\x14")  # what is no markup, in formulas and code
+# Marks in intermediate text: characters that XML forbids, so that no page contains them.
+HEADING, ITEM, BREAK, TERM = "\x01", "\x02", "\x03", "\x04"  # kinds of lines; separator of a term and its meaning
+LITERAL = str.maketrans("{}[]|' ", "\x0e\x0f\x10\x11\x12\x13\x14")  # escapes markup characters in formulas and code
 AS_WRITTEN = str.maketrans("\x0e\x0f\x10\x11\x12\x13\x14", "{}[]|' ")
 
 
 def _words() -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {}
     for line in Path(__file__).with_name("wikitext_words.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
-            found[line.strip("[]")] = []
+            sections[line.strip("[]")] = []
         elif line and line[0] != "#":
-            found[list(found)[-1]].append(line)
-    return {name: tuple(words) for name, words in found.items()}
+            sections[list(sections)[-1]].append(line)
+    return {name: tuple(words) for name, words in sections.items()}
 
 
 WORDS = _words()
@@ -35,16 +35,16 @@ WORDS = _words()
 
 @dataclass(frozen=True)
 class WikiSite:
-    """What a page's text depends on beside its source. Words in lower case."""
+    """Options of a wiki for the conversion of its pages. Words in lower case."""
 
     files: frozenset[str] = frozenset(WORDS["files"])  # namespaces of pictures and sounds
     categories: frozenset[str] = frozenset(WORDS["categories"])
     sections_of_links: frozenset[str] = frozenset(WORDS["sections of links"])
-    lists: bool = True  # items of lists are text
+    lists: bool = True  # keep items of lists
 
 
 def plain_text(source: str, site: WikiSite = WikiSite()) -> str:  # noqa: B008  # it cannot be changed
-    """The text of a page. "" where nothing is left."""
+    """The text of a page; may be empty."""
     import mwparserfromhell
 
     source = choose_variant(without_notes(source.translate(_NOT_OURS)))
@@ -57,22 +57,22 @@ _NOTE = re.compile(r"(<!--)|(-->)|(<ref\b[^<>]*/\s*>)|(<ref\b[^<>]*>)|(</ref\s*>
 
 
 def without_notes(source: str) -> str:
-    """The source without comments and notes, which are a third of it. An open one goes up to the end.
+    """The source without comments and notes, which are a third of it. An unclosed one extends to the end.
 
     >>> without_notes("a<!-- <ref> --> b<ref name=x>c</ref> d<ref name=x />.")
     'a b d.'
     """
     kept, at, inside = [], 0, ""
-    for found in _NOTE.finditer(source):
-        begins_comment, ends_comment, whole, begins, ends = found.groups()
+    for match in _NOTE.finditer(source):
+        begins_comment, ends_comment, whole, begins, ends = match.groups()
         if inside:
             if inside == "comment" and ends_comment or inside == "note" and ends:
-                inside, at = "", found.end()
+                inside, at = "", match.end()
             continue
         if ends_comment or ends:
-            continue  # of nothing: it stays
-        kept.append(source[at : found.start()])
-        at = found.end()
+            continue  # an end without a beginning stays
+        kept.append(source[at : match.start()])
+        at = match.end()
         inside = "comment" if begins_comment else "note" if begins else ""
     return "".join(kept) + ("" if inside else source[at:])
 
@@ -82,18 +82,18 @@ _SIMPLIFIED = ("zh-hans", "zh-cn", "zh-sg", "zh")
 
 
 def choose_variant(source: str) -> str:
-    """Words that Chinese pages give in several scripts, in simplified Chinese where it is there, else in the first one.
+    """Choose one script where Chinese pages have several: simplified Chinese if present, else the first.
 
     >>> choose_variant("-{zh-hans:Jisuanji; zh-hant:Diannao}- -{as it is}- -{H|zh-cn:a;zh-tw:b}-.")
     'Jisuanji as it is .'
     """
-    return _VARIANT.sub(lambda found: _chosen(found[1]), source) if "-{" in source else source
+    return _VARIANT.sub(lambda match: _chosen(match[1]), source) if "-{" in source else source
 
 
 def _chosen(text: str) -> str:
     flags, bar, words = text.rpartition("|")
     if bar and set(re.split(r"[;\s]+", flags.strip())) & set("HT-"):
-        return ""  # a rule for the page, its title, or one that ends
+        return ""  # a rule for the page or its title, or the end of a rule
     by_script = dict(
         (part.partition(":")[0].strip(), part.partition(":")[2].strip())
         for part in words.split(";")
@@ -108,7 +108,7 @@ def _chosen(text: str) -> str:
 
 
 def _render(nodes, site: WikiSite) -> str:
-    """The text of nodes, with marks at the beginnings of lines that are no paragraphs."""
+    """The text of nodes, with marks at the beginning of lines that are not paragraphs."""
     return "".join(_RENDER[type(node).__name__](node, site) for node in nodes.nodes) if nodes is not None else ""
 
 
@@ -140,7 +140,7 @@ def _entity(node, site: WikiSite) -> str:
     try:
         return node.normalize().translate(_NOT_OURS).encode("utf-8", "ignore").decode()
     except (ValueError, OverflowError):
-        return ""  # of no character
+        return ""  # not a character
 
 
 DROPPED = frozenset(
@@ -253,7 +253,7 @@ TEMPLATES: dict[str, Callable[[list[str]], str]] = {
 
 # ---- lines -------------------------------------------------------------------------------------------------------------
 
-_LEFTOVERS = (  # what is no text, where the tree could not be made of it or a template went
+_LEFTOVERS = (  # markup that the parser did not understand, and punctuation around removed templates
     (re.compile(r"'{2,5}"), ""),
     (re.compile(r"__[A-Z]{3,}__"), ""),
     (re.compile(r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}"), ""),
@@ -267,7 +267,7 @@ _OF_A_TABLE = re.compile(r"\{\||\|[-}]?|!!")  # at the beginning of a line
 
 
 def _laid_out(text: str, site: WikiSite) -> str:
-    """Marked lines as the text that is given: sections, paragraphs, items."""
+    """The final text from marked lines: sections, paragraphs, items."""
     blocks: list[tuple[int, str]] = []  # (level of a heading or 0, text)
     paragraph: list[str] = []
 
@@ -301,16 +301,16 @@ def _tidy(line: str) -> str:
 
 
 def _sections(blocks: list[tuple[int, str]], site: WikiSite) -> list[str]:
-    """The blocks without sections of links, and without headings that nothing follows."""
+    """The blocks without sections of links, and without headings of empty sections."""
     kept: list[tuple[int, str]] = []
-    above = 0  # level of a section of links; what is below it goes, too
+    above = 0  # level of a section of links, which is removed with its subsections
     for level, text in blocks:
         if level:
             if above and level > above:
                 continue
             above = level if text.lower() in site.sections_of_links else 0
             while kept and kept[-1][0] >= level:
-                kept.pop()  # it had nothing
+                kept.pop()  # an empty section
         if not above:
             kept.append((level, text))
     while kept and kept[-1][0]:

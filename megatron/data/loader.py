@@ -22,7 +22,7 @@ from megatron.errors import DataError, SettingsError
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.mpu.chunks import row_numbers
 from megatron.settings.schema import Data
-from megatron.telemetry.own_code import named_in
+from megatron.telemetry.own_code import import_callable
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class MicroBatchLoader:
         self.next_step, self.pin_memory = next_step, pin_memory
         self.seq_length, self.vocab_size, self.whole, self.collate = seq_length, vocab_size, whole, collate
         if data.collate_fn:
-            self.collate = named_in(
+            self.collate = import_callable(
                 "--collate-fn", data.collate_fn, "a function that makes samples of what it is given"
             )
         self.arrays = arrays

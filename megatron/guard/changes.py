@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the run that wrote a checkpoint and the run that goes on from it. Pure; needs no torch.
+"""Settings that differ between a checkpoint and the run that resumes from it. Pure; needs no torch.
 
-A change is *dangerous* when the run would go on as a different one without a word: another model, other data, another
-order. Those are refused unless `--override` names them. Others (the layout, the learning rate, how often to save) are
-wanted at times, and told.
+A change is *dangerous* when it would silently make a different run: another model, other data, another order. Those are
+refused unless `--override` names them. Others (the layout, the learning rate, the interval between checkpoints) may be
+intended, and are logged.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,20 +15,20 @@ from megatron.model.recipe import facts_of, recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
 
-# What a changed setting means where it does not say so itself (`on_resume` of `setting`); others are irrelevant.
-BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard"), "told")
-MODEL, REFUSED, REFUSED_IN_TRAINING, TOLD, _ = ON_RESUME
+# What a changed setting means where its field has no `on_resume`; settings of other groups are irrelevant.
+BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard"), "logged")
+MODEL, REFUSED, REFUSED_IN_TRAINING, LOGGED, _ = ON_RESUME
 DANGEROUS = (MODEL, REFUSED)
-VOCABULARY = {"vocab_file", "merge_file", "tokenizer_model"}  # where it lies, whatever it is
+VOCABULARY = {"vocab_file", "merge_file", "tokenizer_model"}  # paths: the same file may lie elsewhere
 ANOTHER_MODEL = (
     "the checkpoint is of another model than the settings",
     "give the checkpoint's settings, or another --load",
 )
-ORDER = "data-order"  # what `--override` calls samples that are not those of the earlier run
+ORDER = "data-order"  # the name in `--override` for samples other than those of the earlier run
 
 
 class Change(NamedTuple):
-    """A setting that is not what it was."""
+    """A setting whose value changed."""
 
     name: str
     was: Any
@@ -44,23 +44,23 @@ class Change(NamedTuple):
 
 
 def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
-    """All changes that may matter, dangerous ones first. Settings that either side does not know are no changes."""
-    found, now = [], config.to_record()
+    """All changes that may matter, dangerous ones first. Settings that only one side has do not count."""
+    result, now = [], config.to_record()
     before = {**saved, **saved.get("extra", {})}
     here = {**now, **now["extra"]}
-    idle = ("optimizer",) if config.batch.skip_train else ()  # groups that decide about nothing here
+    idle = ("optimizer",) if config.batch.skip_train else ()  # groups that have no effect here
     for group, name, what in meanings(config):
         if what != "irrelevant" and group not in idle and name in before.get(group, {}):
             was, value = before[group][name], here[group][name]
             if what == REFUSED_IN_TRAINING:
-                what = TOLD if config.batch.skip_train else REFUSED
+                what = LOGGED if config.batch.skip_train else REFUSED
             if _plain(was) != _plain(value):
-                found.append(Change(name, was, value, what))
-    return sorted(found, key=lambda change: not change.dangerous)
+                result.append(Change(name, was, value, what))
+    return sorted(result, key=lambda change: not change.dangerous)
 
 
 def meanings(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(group, setting, one of ON_RESUME) of every setting, those of the recipe's own groups with them."""
+    """(group, setting, one of ON_RESUME) of every setting, including the recipe's own groups."""
     groups = {name: (getattr(config, name), BY_GROUP.get(name, "irrelevant")) for name in GROUPS}
     groups |= {name: (group, "refused") for name, group in config.extra.items()}
     for name, (group, default) in groups.items():
@@ -71,7 +71,7 @@ def meanings(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def overridden(config: Config) -> set[str]:
-    """The names in `--override`. Raises UsageError for one that nothing dangerous has."""
+    """The names in `--override`. Raises UsageError for a name that is no dangerous setting."""
     words = (config.guard.override or "").split(",")
     names = {word.strip().lstrip("-").replace("-", "_") for word in words} - {""}
     known = {name for _, name, what in meanings(config) if what in (*DANGEROUS, REFUSED_IN_TRAINING)} | {
@@ -79,7 +79,7 @@ def overridden(config: Config) -> set[str]:
     }
     for name in sorted(names - known):
         raise UsageError(
-            f"--override {name}: this setting needs none, or there is none of that name{did_you_mean(name, known)}",
+            f"--override {name}: this setting needs no override, or does not exist{did_you_mean(name, known)}",
             do="names: " + ", ".join(sorted(word.replace("_", "-") for word in known)),
         )
     return names
@@ -93,24 +93,25 @@ def same_vocabulary(record: Mapping[str, Any], vocabulary: Optional[str]) -> boo
 def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
     allowed = overridden(config)
-    found = [change for change in changes(config, saved) if change.what == MODEL and change.name not in allowed]
-    _refuse(found, *ANOTHER_MODEL)
+    other = [change for change in changes(config, saved) if change.what == MODEL and change.name not in allowed]
+    _refuse(other, *ANOTHER_MODEL)
 
 
 def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool = False) -> None:
-    """Raise SettingsError for every dangerous change that `--override` does not name. same_words: the vocabulary
-    has other files, and is the same.
+    """Raise SettingsError for every dangerous change that `--override` does not name.
+
+    same_words: the vocabulary files hold the same, whatever their paths
     """
     refuse_another_model(config, saved)
     dangerous = [change for change in changes(config, saved) if change.dangerous]
     _refuse([change for change in dangerous if _reshapes(config, change)], *ANOTHER_MODEL)
     allowed = overridden(config) | (VOCABULARY if same_words else set())
-    found = [change for change in dangerous if change.name not in allowed]
-    names = ",".join([*(change.name.replace("_", "-") for change in found), *_with_other_samples(config, found)])
+    refused = [change for change in dangerous if change.name not in allowed]
+    names = ",".join([*(change.name.replace("_", "-") for change in refused), *_with_other_samples(config, refused)])
     _refuse(
-        found,
-        "the checkpoint is of a run whose results depend on other settings",
-        f"give the checkpoint's settings, or --override {names} to go on with these",
+        refused,
+        "the checkpoint is of a run with other settings, on which the results depend",
+        f"give the checkpoint's settings, or --override {names} to continue with these",
     )
 
 
@@ -149,9 +150,9 @@ def refuse_another_optimizer(config: Config, saved: dict[str, dict]) -> None:
     was, now = (Optimizer(optimizer=name).rule for name in (_optimizer(saved), config.optimizer.optimizer))
     if was != now:
         raise SettingsError(
-            f"--optimizer {now} cannot go on with the state of {was}, which the checkpoint holds",
-            "the two keep different numbers of each weight",
-            f"give --optimizer {was}; or --no-load-optim, which goes on with the weights and state that starts anew",
+            f"--optimizer {now} cannot resume from the state of {was} in the checkpoint",
+            "the two keep different state for each weight",
+            f"give --optimizer {was}; or --no-load-optim, which loads the weights and reinitializes the optimizer state",
         )
 
 
@@ -159,22 +160,23 @@ def _optimizer(saved: dict[str, dict]) -> str:
     return saved.get("optimizer", {}).get("optimizer", "adam")
 
 
-def _with_other_samples(config: Config, found: list[Change]) -> list[str]:
-    """What else a run has to be allowed when these have changed: their samples are others, too."""
-    # Of files nobody can tell here: they may be the same under another name, so their samples are compared.
+def _with_other_samples(config: Config, refused: list[Change]) -> list[str]:
+    """[ORDER] where these changes also change the samples, so that `--override` must name it too."""
+    # Not the paths of data files: another path may hold the same data, so their samples are compared later.
     deciding = {"seed", "seq_length", "split", "mock_data", "dataset_type", "dataloader_type", "tokenizer_type"}
     deciding |= {"vocab_size"}
     if recipe_of(config).own_data:
         deciding |= {field.name for group in config.extra.values() for field in fields(group)}
-    return [ORDER] if any(change.name in deciding for change in found) else []
+    return [ORDER] if any(change.name in deciding for change in refused) else []
 
 
-def told(config: Config, saved: dict[str, dict], same_words: bool = False) -> list[str]:
-    """A sentence for each change that does not stop the run. Values that nobody gave are told by what they change:
-    `resumed_schedule.drift`.
+def change_messages(config: Config, saved: dict[str, dict], same_words: bool = False) -> list[str]:
+    """A sentence for each change that does not stop the run.
+
+    Defaults of the schedule that were not given are reported by their effect instead: `resumed_schedule.drift`.
     """
-    found = [change for change in changes(config, saved) if config.given(change.name) or change.name not in FOLLOWING]
-    return [f"{change}{_because(config, change, same_words)}" for change in found]
+    logged = [change for change in changes(config, saved) if config.given(change.name) or change.name not in FOLLOWING]
+    return [f"{change}{_because(config, change, same_words)}" for change in logged]
 
 
 def _because(config: Config, change: Change, same_words: bool) -> str:
@@ -186,19 +188,19 @@ def _because(config: Config, change: Change, same_words: bool) -> str:
 
 
 def probe_places(consumed: int, count: int = 8) -> list[int]:
-    """Places of the order of training, spread over what was consumed, whose samples identify a run's data."""
+    """Places in the order of training, spread over the consumed samples. The samples there identify a run's data."""
     return sorted({consumed * number // count for number in range(count)}) if consumed else []
 
 
 def refuse_other_samples(config: Config, wrong: Collection[int], lengths: str = "") -> Iterable[str]:
-    """Raise SettingsError when samples at these places are not those of the earlier run; or tell, if it is wanted so, or if
-    nothing is trained on them. lengths: of training that keep them, as `--train-iters 20 to 31`, where this one's does not.
+    """Raise SettingsError when samples at these places are not those of the earlier run.
+
+    Returns a warning instead where `--override` allows it, or where nothing is trained (--skip-train).
+    lengths: the lengths of training that keep the samples, as `--train-iters 20 to 31`, where this one does not
     """
     if not wrong:
         return []
-    what = (
-        f"the samples that this run would have had are others than the checkpoint's (at {', '.join(map(str, wrong))})"
-    )
+    what = f"the samples of this run's past steps differ from the checkpoint's (at {', '.join(map(str, wrong))})"
     if ORDER.replace("-", "_") in overridden(config):
         return [f"{what} (--override)"]
     if config.batch.skip_train:
@@ -215,14 +217,14 @@ def refuse_other_samples(config: Config, wrong: Collection[int], lengths: str = 
     )
 
 
-def _refuse(found: list[Change], what: str, do: str) -> None:
-    if found:
-        lines = [f"{_flag(change.name)}: {change.was} in the checkpoint, {change.now} now" for change in found]
+def _refuse(refused: list[Change], what: str, do: str) -> None:
+    if refused:
+        lines = [f"{_flag(change.name)}: {change.was} in the checkpoint, {change.now} now" for change in refused]
         raise SettingsError(what, "\n  ".join(lines), do)
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, in which checkpoints keep settings."""
+    """The value as in JSON, in which checkpoints keep settings."""
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a loss or gradient stopped being finite: the step is run once more, with every module watched.
+"""Locate the first non-finite value of a step: the step runs again with hooks on every module.
 
-The step is a function of weights and samples (dropout is drawn by position), so the replay meets the same numbers. If
-all is finite in the replay, the cause is not deterministic: faulty memory, a faulty device, or a kernel that reads memory
-which nobody has written.
+The step is a function of weights and samples (dropout is drawn by position), so the replay computes the same numbers. If
+all values are finite in the replay, the cause is not deterministic: faulty memory, a faulty device, or a kernel that
+reads uninitialized memory.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from torch import nn
 
 from megatron.pipeline.schedule import Op
 
-WEIGHT, FORWARD, BACKWARD, ARRIVED = range(4)  # ARRIVED: a gradient, as it came in from the stage that follows
+WEIGHT, FORWARD, BACKWARD, ARRIVED = range(4)  # ARRIVED: a gradient received from the next stage
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """The first value that is not finite, as one rank sees it. Findings sort by what comes first."""
+    """A non-finite value on one rank. Findings sort by time: the smallest came first."""
 
     kind: int
     micro: int
@@ -42,23 +42,23 @@ class Observer:
 
     def __init__(self, stages: Iterable[nn.Module], batches, rank: int = 0):
         self.stages, self.batches, self.rank = list(stages), batches, rank
-        self.found: list[Finding] = []
+        self.findings: list[Finding] = []
         self.micro, self.order = 0, 0
-        self.last = ""  # the module whose backward pass is under way
-        self.arrived = False  # a bad gradient was there before any module's backward pass
+        self.last = ""  # the module whose backward pass is running
+        self.arrived = False  # a bad gradient was received, before any module's backward pass
         self.handles: list = []
 
     def on_op(self, op: Op) -> None:
-        """The schedule comes to an op."""
+        """Start of an op of the schedule."""
         self.micro, self.order, self.last, self.arrived = op.micro, 0, "", False
 
     @contextlib.contextmanager
     def watching(self):
-        """Inside, passes through the stages are watched."""
+        """A context in which hooks check every pass through the stages."""
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
                 if not _finite(parameter):
-                    self.found.append(Finding(WEIGHT, 0, 0, self.rank, name))
+                    self.findings.append(Finding(WEIGHT, 0, 0, self.rank, name))
                 if parameter.requires_grad:
                     self.handles.append(parameter.register_hook(self._gradient_of(name)))
             for name, module in stage.named_modules():
@@ -72,7 +72,7 @@ class Observer:
                 handle.remove()
 
     def _output_of(self, name: str) -> Callable:
-        def look(module, inputs, output):
+        def check(module, inputs, output):
             self.order += 1
             outputs = _tensors(output)
             if all(map(_finite, _tensors(inputs))) and not all(map(_finite, outputs)):
@@ -81,12 +81,12 @@ class Observer:
                 if tensor.requires_grad:
                     tensor.register_hook(self._gradient_at(name))
 
-        return look
+        return check
 
     def _gradient_at(self, name: str) -> Callable:
-        """The gradient of a module's output: made by what comes behind the module, which has just been gone through."""
+        """A hook on the gradient of a module's output, which the following module's backward pass has just computed."""
 
-        def look(gradient):
+        def check(gradient):
             self.order += 1
             if _finite(gradient):
                 self.last = name
@@ -94,30 +94,30 @@ class Observer:
                 self.arrived = self.arrived or not self.last
                 self._add(ARRIVED if self.arrived else BACKWARD, self.last or f"what follows {name}")
 
-        return look
+        return check
 
     def _gradient_of(self, name: str) -> Callable:
-        def look(gradient):
+        def check(gradient):
             self.order += 1
             if not _finite(gradient):
                 self._add(ARRIVED if self.arrived else BACKWARD, name)
 
-        return look
+        return check
 
     def _add(self, kind: int, module: str, outputs=()) -> None:
         samples = self.batches[self.micro].samples.tolist()
-        for output in outputs:  # [s, b, ...]: only some samples may be spoilt
+        for output in outputs:  # [s, b, ...]: perhaps only some samples are not finite
             if output.dim() >= 2 and output.shape[1] == len(samples):
-                spoilt = ~torch.isfinite(output).transpose(0, 1).flatten(1).all(1)
-                samples = [sample for sample, bad in zip(samples, spoilt.tolist()) if bad]
+                not_finite = ~torch.isfinite(output).transpose(0, 1).flatten(1).all(1)
+                samples = [sample for sample, bad in zip(samples, not_finite.tolist()) if bad]
                 break
         samples = tuple(samples)
-        self.found.append(Finding(kind, self.micro, self.order, self.rank, module, samples))
+        self.findings.append(Finding(kind, self.micro, self.order, self.rank, module, samples))
 
     @property
     def first(self) -> Optional[Finding]:
-        """What this rank saw first; None if all was finite, or came in from another rank as it was."""
-        return min(self.found, default=None)
+        """This rank's first finding; None if every value was finite."""
+        return min(self.findings, default=None)
 
 
 def _tensors(values) -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an ended job asks for, from the exit codes of its ranks. Pure; needs no torch.
+"""Decide from the exit codes of a job's ranks what to do next: finish, stop, or retry. Pure; needs no torch.
 
 >>> judge([7, 4, -15]).action, judge([7, -9]).cause
 (<Action.STOP: 'stop'>, 'rank killed by SIGKILL')
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Action(enum.Enum):
-    """What to do next."""
+    """The next action of a supervisor."""
 
     DONE = "done"
     STOP = "stop"
@@ -22,11 +22,11 @@ class Action(enum.Enum):
 
 
 class JobVerdict(NamedTuple):
-    """Of an ended job."""
+    """The verdict on an ended job."""
 
     action: Action
     cause: str
-    code: int  # the exit code that tells it best
+    code: int  # the exit code of the cause
 
 
 MEANINGS = {
@@ -43,15 +43,15 @@ MEANINGS = {
     10: (Action.STOP, "output locked by another job (exit 10)"),
     130: (Action.PREEMPTED, "interrupted by Ctrl-C (exit 130)"),
 }
-# The rank that fails first drags others along; what says most about the cause comes first.
-TELLING = (2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
-FOR_ANOTHER = "for another rank"  # said by a rank that gave up waiting first; others only see how its connections end
-ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # how launchers end the other ranks
+# The rank that fails first brings down others: the most specific code is the cause.
+PRIORITY = (2, 3, 4, 5, 10, 8, 6, "killed", 130, 9, 1, 7, "ended", 0)
+FOR_ANOTHER = "for another rank"  # in the message of the rank that gave up first; others only see broken connections
+ENDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)  # the signals by which launchers end the other ranks
 
 
 def judge(codes: Iterable[int], retry_numerics: bool = False) -> JobVerdict:
-    """The verdict on ranks that ended with these codes (negative: by a signal; 0: done)."""
-    code = min(codes, key=lambda code: TELLING.index(_kind(code)), default=1)
+    """The verdict on a job whose ranks ended with these codes (negative: by a signal; 0: done)."""
+    code = min(codes, key=lambda code: PRIORITY.index(_kind(code)), default=1)
     if code < 0:
         return JobVerdict(Action.RETRY, f"rank killed by {_name(-code)}", code)
     action, cause = MEANINGS.get(code, (Action.RETRY, f"failed (exit {code})"))
@@ -74,7 +74,7 @@ def _name(number: int) -> str:
 
 
 def from_shell(code: int) -> int:
-    """An exit code as shells and `megatron.tools.launch` say it, with a signal as a negative number.
+    """Convert an exit code of a shell or of `megatron.tools.launch`, where a signal is 128 + n, to -n.
 
     >>> from_shell(137), from_shell(5), from_shell(130)
     (-9, 5, 130)
@@ -83,7 +83,7 @@ def from_shell(code: int) -> int:
 
 
 def codes_in_log(text: str) -> list[int]:
-    """Exit codes of ranks in what torchrun says of a failed job.
+    """Exit codes of ranks in torchrun's report of a failed job.
 
     >>> codes_in_log("  rank      : 1 (local_rank: 1)\\\\n  exitcode  : -9 (pid: 4242)")
     [-9]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a supervised job's time went. Pure; needs no torch."""
+"""Goodput of a supervised job: how much of its time went into steps that count. Pure; needs no torch."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -8,12 +8,12 @@ from typing import Optional
 from megatron.guard.heartbeat import STARTUP
 
 STARTING = "starting"
-BESIDE = ("evaluate", "save", "replay")  # phases that are neither steps nor start-up
+OTHER = ("evaluate", "save", "replay")  # phases that are neither steps nor start-up
 
 
 @dataclass
 class Attempt:
-    """One launch of the job, as the supervisor saw it. Times in seconds."""
+    """One launch of the job. Times in seconds."""
 
     number: int
     ranks: int
@@ -21,11 +21,11 @@ class Attempt:
     ended: float = 0.0
     cause: str = ""
     code: int = 0
-    first_step: int = 0  # the step it began with; 0: it never came to one
+    first_step: int = 0  # the step it began with; 0: it reached none
     last_step: int = 0  # the last step that it completed
     phases: dict = field(default_factory=dict)  # phase -> seconds, on rank 0
     first_step_seconds: float = 0.0
-    silent: float = 0.0  # that it stood still before it was ended
+    silent: float = 0.0  # without progress before it was ended
     waited: float = 0.0  # before the next launch
 
     @property
@@ -34,33 +34,33 @@ class Attempt:
 
     @property
     def setup(self) -> float:
-        """From launch to the first step; all of it, if there was none."""
-        beside = sum(self.phases.get(name, 0.0) for name in BESIDE)
-        return max(0.0, self.wall - self.silent - self.stepping - beside)
+        """Time from launch to the first step; the whole attempt, if it made none."""
+        other = sum(self.phases.get(name, 0.0) for name in OTHER)
+        return max(0.0, self.wall - self.silent - self.stepping - other)
 
     @property
     def startup(self) -> dict[str, float]:
-        """What `setup` went into, as far as rank 0 came to say; the rest is the launcher's, before and behind."""
+        """`setup` by phase, as far as rank 0 reported it; the rest is the launcher's, before and after the ranks."""
         parts = {words: self.phases.get(phase, 0.0) for phase, words in STARTUP.items()}
         return {"launcher": max(0.0, self.setup - sum(parts.values())), **parts}
 
     @property
     def stepping(self) -> float:
-        """In steps, whether they were kept or not."""
-        return sum(seconds for name, seconds in self.phases.items() if name not in (*STARTUP, *BESIDE))
+        """Time in steps, repeated ones included."""
+        return sum(seconds for name, seconds in self.phases.items() if name not in (*STARTUP, *OTHER))
 
 
 @dataclass(frozen=True)
 class GoodputReport:
-    """The account of a job."""
+    """Productive and lost time of a job. Times in seconds."""
 
     outcome: str
     code: int
     wall: float
     productive: float
     lost: dict[str, float]  # cause -> seconds
-    starting: dict[str, float]  # what the time lost in starting went into
-    first_steps: float  # seconds of the first step of all attempts: part of the steps, and longer than others
+    starting: dict[str, float]  # the time lost in starting, by phase
+    first_steps: float  # sum of the attempts' first steps, which take longer than others
     restarts: int
     steps: int
     repeated_steps: int
@@ -72,7 +72,7 @@ class GoodputReport:
         return self.productive / self.wall if self.wall > 0 else 0.0
 
     def text(self) -> str:
-        """For people."""
+        """The report as text."""
         lines = [
             f"{self.outcome} after {_time(self.wall)}: {self.steps} steps, {self.restarts} restarts, "
             f"{self.checkpoints} checkpoints",
@@ -98,12 +98,12 @@ class GoodputReport:
         return f"{parts}; first steps {self.first_steps:.1f}"
 
     def record(self) -> dict:
-        """For machines."""
+        """The report as JSON."""
         return {**asdict(self), "goodput": round(self.goodput, 4)}
 
 
 def account(attempts: list[Attempt], outcome: str, code: int, wall: float, checkpoints: int) -> GoodputReport:
-    """Sum up. A step that a later attempt made again was lost with the attempt that had to be repeated."""
+    """Sum up the attempts. A step that a later attempt repeated counts as lost in the earlier one."""
     lost: Counter[str] = Counter()
     starting: Counter[str] = Counter()
     productive, repeated, steps = 0.0, 0, 0

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank is doing right now, in a small file per rank that anybody can read, also when the rank is stuck.
+"""Heartbeats: a small file per rank with its present step and phase, readable at any time, also when the rank hangs.
 
     heartbeat = Heartbeat("/dev/shm/job", rank=3)
     heartbeat.beat("data", step=17)      # about 3 microseconds: one pwrite
     ...
     for beat in read_beats("/dev/shm/job"): print(beat.rank, beat.step, beat.phase, beat.op, beat.group)
 
-The file is one JSON object of a fixed length, rewritten in place, and behind it the name of the group whose collective
-the rank has entered last. Without a folder nothing is written; the time of each phase is counted all the same. SIGUSR2
-makes a rank with a heartbeat write the stacks of its threads beside it, whatever it hangs in; a supervisor on another
-machine, whose signals do not reach, leaves a file in the folder (`ask`) that a thread of the rank looks for.
-Needs no torch.
+The file is one JSON object of a fixed length, rewritten in place, followed by the name of the process group of the last
+collective. Without a folder nothing is written, but the time of each phase is still counted. SIGUSR2 makes a rank write
+the stacks of its threads to a file next to the heartbeat, whatever it hangs in. A supervisor on another machine cannot
+send signals: it leaves a file in the folder (`ask`), which a thread of the rank checks for. Needs no torch.
 """
 
 import contextlib
@@ -29,43 +28,43 @@ from typing import Optional
 
 SIZE = 2048  # bytes of a heartbeat file
 GROUP = 64  # of them at the end, for the name of a group
-LOOK = 2.0  # seconds between two looks for what a supervisor on another machine wants
+LOOK = 2.0  # seconds between two checks for requests of a supervisor on another machine
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
-STACKS, STOP = "stacks.wanted", "stop.wanted"  # files by which such a supervisor asks
+STACKS, STOP = "stacks.wanted", "stop.wanted"  # files that such a supervisor creates
 STARTUP = dict(start="imports", join="rendezvous", model="model", load="checkpoint", index="data")  # phases -> words
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The latest word of a rank."""
+    """The content of a heartbeat file."""
 
     rank: int
     host: str
     pid: int
-    born: int  # start of the process in kernel ticks: tells it from a later one with the same pid
-    count: int  # beats so far: silence is a count that stands still
+    born: int  # start of the process in kernel ticks: distinguishes it from a later one with the same pid
+    count: int  # beats so far: a rank is silent while this does not change
     phase: str
-    step: int  # being worked on, from 1; 0 before the first
+    step: int  # the present one, from 1; 0 before the first
     since: int = 0  # the step that this process began with
     op: str = ""  # of the pipeline's schedule: F3 is the forward pass of micro-batch 3
-    usual: float = 0.0  # median seconds between beats of this phase, as far as seen
+    usual: float = 0.0  # median seconds between beats of this phase so far
     seconds: dict = field(default_factory=dict)  # phase -> total, up to the last change of step
     first_step: float = 0.0  # seconds of the first step
     place: str = ""  # on the axes of the grid: "dp 1 pp 0 tp 2"
-    machine: str = ""  # whose process numbers are meant: hosts can share a name, and containers a host
-    slurm_step: str = ""  # JOB.STEP that the process is a part of
-    group: str = ""  # of the collective, or message, that it entered last: "dp group 1"
+    machine: str = ""  # for `pid`: hosts can share a name, and containers a host
+    slurm_step: str = ""  # JOB.STEP of the process
+    group: str = ""  # of the last collective or message: "dp group 1"
     ended: Optional[int] = None  # exit code
-    why: str = ""  # the first line of what ended it
+    why: str = ""  # the first line of the error that ended it
 
 
 class Heartbeat:
-    """A rank's side. All methods are cheap."""
+    """A rank's heartbeat. All methods are cheap."""
 
     def __init__(self, folder: Optional[str] = None, rank: int = 0):
         self.file, self.stacks = None, None
         self.count, self.step, self.since, self.phase, self.group = 0, 0, 0, "start", ""
-        self.at = time.monotonic() - age()  # the imports came before this
+        self.at = time.monotonic() - age()  # counts the imports
         self.usual: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         self.first_step, self._began = 0.0, 0.0
@@ -94,18 +93,18 @@ class Heartbeat:
         self.beat("start")
 
     def listen(self) -> None:
-        """From now on a thread does what a supervisor on another machine asks for; `close` ends it."""
+        """Start a thread that serves requests of a supervisor on another machine; `close` ends it."""
         if self.file is not None:
-            threading.Thread(target=self._answer, name="heartbeat", daemon=True).start()
+            threading.Thread(target=self._serve_requests, name="heartbeat", daemon=True).start()
 
     def note_place(self, place: dict[str, int]) -> None:
-        """Coordinates of the rank, for whoever reads its heartbeat."""
+        """Add the rank's coordinates to its heartbeat."""
         if self.file is not None:
             words = " ".join(f"{axis} {place[axis]}" for axis in ("dp", "pp", "cp", "tp") if axis in place)
             self.head += f', "place": "{words}"'
 
     def beat(self, phase: str, step: Optional[int] = None, op: str = "") -> None:
-        """Enter a phase, or the next piece of it."""
+        """Enter a phase, or its next part."""
         now = time.monotonic()
         self._account(now - self.at)
         self.at, self.phase = now, phase
@@ -121,23 +120,23 @@ class Heartbeat:
             self._write(op)
 
     def enter_group(self, group: str) -> None:
-        """About to wait for the ranks of a group: less than a microsecond."""
+        """Record the group whose ranks this one is about to wait for. Takes less than a microsecond."""
         self.group = group
         if self.file is not None:
             self._put(group.encode("ascii", "replace")[:GROUP].ljust(GROUP), SIZE - GROUP)
 
     @property
     def startup(self) -> dict[str, float]:
-        """Seconds that went by before the first step, by what they went into; the present phase up to now."""
+        """Seconds before the first step, by phase; the present phase up to now."""
         spent = {**self.totals, self.phase: self.totals.get(self.phase, 0.0) + time.monotonic() - self.at}
         return {words: round(spent[phase], 3) for phase, words in STARTUP.items() if phase in spent}
 
     def watch(self, op) -> None:
-        """Beat for an op of the schedule, as the executor comes to it."""
+        """Beat for the op of the schedule that the executor starts."""
         self.beat(op.kind, op=str(op))
 
     def close(self, error: Optional[BaseException] = None, code: int = 0) -> None:
-        """The last word: how it ended."""
+        """Write the last beat, with the exit code and the error."""
         self._over.set()
         if self.file is None:
             return
@@ -153,7 +152,7 @@ class Heartbeat:
             self.stacks.close()
 
     def _account(self, seconds: float) -> None:
-        """The phase that ends took so long. The median is tracked by steps of a tenth, up or down."""
+        """Add the duration of the phase that ends. The median is tracked by steps of a tenth, up or down."""
         name = self.phase
         self.totals[name] = self.totals.get(name, 0.0) + seconds
         usual = self.usual.get(name)
@@ -175,24 +174,24 @@ class Heartbeat:
     def _put(self, text: bytes, at: int) -> None:
         try:
             os.pwrite(self.file, text, at)
-        except OSError as error:  # a full disk must not end a training run for the sake of its heartbeat
+        except OSError as error:  # training continues without a heartbeat when the disk is full
             print(f"warning: {self.path} is no longer written: {error}", file=sys.stderr, flush=True)
             os.close(self.file)
             self.file = None
 
-    def _answer(self) -> None:
-        """Of the thread: let other machines see the heartbeat, and do once what they ask for."""
+    def _serve_requests(self) -> None:
+        """The thread: sync the heartbeat for other machines, and serve each of their requests once."""
         done = set()
         while not self._over.wait(LOOK):
             with contextlib.suppress(OSError, ValueError, TypeError):  # closed at this moment
                 os.fsync(self.file)
-                for wish in (STACKS, STOP):
-                    if wish not in done and (self.folder / wish).exists():
-                        done.add(wish)
-                        self._grant(wish)
+                for request in (STACKS, STOP):
+                    if request not in done and (self.folder / request).exists():
+                        done.add(request)
+                        self._serve(request)
 
-    def _grant(self, wish: str) -> None:
-        if wish == STOP:
+    def _serve(self, request: str) -> None:
+        if request == STOP:
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.stacks is not None:
             faulthandler.dump_traceback(self.stacks, all_threads=True)
@@ -200,37 +199,37 @@ class Heartbeat:
 
 
 def stacks_path(beat: Path) -> Path:
-    """Where the rank of a heartbeat file writes its stacks."""
+    """Path of the file to which the rank of a heartbeat file writes its stacks."""
     return beat.with_suffix(".stacks")
 
 
 def read_beats(folder: Path) -> list[Beat]:
-    """The latest words of all ranks, in rank order. A file in the middle of a change is read again."""
+    """The heartbeats of all ranks, in rank order. A file in the middle of a change is read again."""
     beats = [read_beat(path) for path in sorted(Path(folder).glob("rank_*.beat"))]
     return [beat for beat in beats if beat is not None]
 
 
-def ask(folder: Path, wish: str) -> None:
-    """Ask all ranks with a heartbeat in this folder for STACKS or STOP; they look every `LOOK` seconds."""
-    (Path(folder) / wish).touch()
+def ask(folder: Path, request: str) -> None:
+    """Request STACKS or STOP from all ranks with a heartbeat in this folder; they check every `LOOK` seconds."""
+    (Path(folder) / request).touch()
 
 
 def clear(folder: Path) -> None:
-    """Remove what a job has left in its folder of heartbeats, and what it was asked for."""
+    """Remove a job's heartbeats, stacks and requests from its folder."""
     for pattern in ("rank_*.beat", "rank_*.stacks", STACKS, STOP):
         for path in Path(folder).glob(pattern):
             path.unlink(missing_ok=True)
 
 
 def read_beat(path: Path, tries: int = 50) -> Optional[Beat]:
-    """One rank's word; None when it cannot be read."""
+    """One rank's heartbeat; None when it cannot be read."""
     for _ in range(tries):
         try:
             raw = path.read_bytes()
             group = raw[SIZE - GROUP :].decode("ascii", "replace").strip(" \n\0")
-            found = json.loads(raw[: SIZE - GROUP])
-            if found.pop("same", found["count"]) == found["count"]:  # else its ends are of two beats
-                return Beat(**found, group=group)
+            record = json.loads(raw[: SIZE - GROUP])
+            if record.pop("same", record["count"]) == record["count"]:  # else its ends are of two beats
+                return Beat(**record, group=group)
         except OSError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -240,7 +239,7 @@ def read_beat(path: Path, tries: int = 50) -> Optional[Beat]:
 
 
 def process_start_ticks(pid: int) -> int:
-    """When a process started, in ticks since the machine did; 0 when there is no such process (or no /proc)."""
+    """Start of a process, in ticks since boot; 0 when there is no such process (or no /proc)."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -248,7 +247,7 @@ def process_start_ticks(pid: int) -> int:
 
 
 def age() -> float:
-    """Seconds since this process was started; 0 where the system does not say."""
+    """Seconds since this process was started; 0 where the system does not tell."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     ticks = process_start_ticks(os.getpid())
     if clock is None or not ticks:
@@ -258,7 +257,7 @@ def age() -> float:
 
 @cache
 def machine() -> str:
-    """What processes have in common that see each other under the same numbers: a kernel, and a space of numbers."""
+    """An id shared by the processes that see each other under the same pids: kernel boot id and pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot[:13]}/{os.readlink('/proc/self/ns/pid').strip('pid:[]')}"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a job: all of them, also those in sessions of their own, and their end. Linux; needs no torch.
+"""Find and end all processes of a job, also those in sessions of their own. Linux; needs no torch.
 
 Launchers start workers in new sessions, so a signal to the job's process group does not reach them, and a stopped
-process does not hear SIGTERM. The supervisor therefore adopts orphans (`adopt_orphans`): whatever a job ever started
-stays its descendant, is found under /proc, and is ended one by one.
+process does not receive SIGTERM. The supervisor therefore adopts orphans (`adopt_orphans`): every process that a job
+started stays its descendant, is listed from /proc, and is ended one by one.
 """
 
 import contextlib
@@ -20,15 +20,12 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36  # prctl(PR_SET_PDEATHSIG, ...), prctl(PR_SET_
 
 
 def adopt_orphans() -> bool:
-    """From now on this process becomes the parent of descendants whose parent ends. False where the system cannot."""
+    """Make this process the parent of descendants whose own parent ends. False where the system cannot."""
     return _prctl(_SUBREAPER, 1)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> bool:
-    """From now on this process gets a signal when its parent ends, however that happens: no job outlives its launcher.
-
-    False where the system cannot.
-    """
+    """Let the kernel signal this process when its parent ends: no job outlives its launcher. False where it cannot."""
     return _prctl(_DEATH_SIGNAL, number)
 
 
@@ -40,28 +37,28 @@ def _prctl(what: int, value: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one, parents before children; dead ones that wait to be collected are left out."""
+    """All descendants of a process, parents before children, without zombies."""
     children = defaultdict(list)
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
         if fields and fields[0] != "Z":
             children[int(fields[1])].append(int(entry.name))
-    found, todo = [], [pid]
+    result, todo = [], [pid]
     while todo:
         below = sorted(children[todo.pop(0)])
-        found += below
+        result += below
         todo += below
-    return found
+    return result
 
 
 def children(pid: int) -> list[int]:
-    """The processes directly below one; dead ones that wait to be collected are left out."""
-    found = [(int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").glob("[0-9]*")]
-    return sorted(child for child, fields in found if fields and fields[0] != "Z" and int(fields[1]) == pid)
+    """The direct children of a process, without zombies."""
+    stats = [(int(entry.name), _stat(int(entry.name))) for entry in Path("/proc").glob("[0-9]*")]
+    return sorted(child for child, fields in stats if fields and fields[0] != "Z" and int(fields[1]) == pid)
 
 
 def state(pid: int) -> str:
-    """R running, S sleeping, D in the kernel, T stopped, Z dead and not collected, "" gone."""
+    """State of a process: R running, S sleeping, D in the kernel, T stopped, Z zombie, "" gone."""
     fields = _stat(pid)
     return fields[0] if fields else ""
 
@@ -74,7 +71,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def send(pid: int, number: int) -> bool:
-    """Signal a process; False if it is gone."""
+    """Send a signal to a process; False if it is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
         return True
@@ -82,25 +79,25 @@ def send(pid: int, number: int) -> bool:
 
 
 def is_gone(beat: Beat) -> bool:
-    """Whether a rank's process was one of this machine, and is no longer there."""
+    """Whether a rank's process ran on this machine and no longer exists."""
     return beat.machine == machine() and (process_start_ticks(beat.pid) != beat.born or state(beat.pid) == "Z")
 
 
 def alive_here(beat: Beat) -> bool:
-    """Whether a rank's process is one of this machine, and has not ended."""
+    """Whether a rank's process runs on this machine."""
     return beat.ended is None and beat.machine == machine() and not is_gone(beat)
 
 
 def end_descendants(of: int, waited_for: int = 0, grace: float = 3.0, deadline: float = 10.0) -> list[int]:
-    """End all processes below one; returns those that would not go. `waited_for`: a child whose exit code is wanted.
+    """End all descendants of a process; return those that still run. `waited_for`: a child whose exit code is read later.
 
-    SIGTERM first, for those that clean up; after `grace` seconds SIGKILL, which reaches stopped ones as well. Children
-    that a dying process leaves behind are found again.
+    SIGTERM first, for those that clean up; after `grace` seconds SIGKILL, which ends stopped ones as well. The list is
+    read again each time, for orphans of the ended ones.
     """
     start = time.monotonic()
     asked: set[int] = set()
     while True:
-        collect(of, waited_for)
+        reap(of, waited_for)
         left = descendants(of)
         passed = time.monotonic() - start
         if not left or passed > grace + deadline:
@@ -114,8 +111,8 @@ def end_descendants(of: int, waited_for: int = 0, grace: float = 3.0, deadline: 
         time.sleep(0.05)
 
 
-def collect(of: int, but: int) -> None:
-    """Take note of the death of adopted children, whose exit codes nobody waits for; `but`: one that somebody does."""
+def reap(of: int, but: int) -> None:
+    """Reap adopted zombies, except `but`: a child whose exit code is read later."""
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
         if fields and fields[0] == "Z" and int(fields[1]) == of == os.getpid() and int(entry.name) != but:

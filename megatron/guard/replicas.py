@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare replicas: ranks that hold the same parameter have to hold the same bits.
 
-Replicas never exchange parameters: they stay equal because each makes the same update. A broken reduction, a flipped bit
-or arithmetic that is not repeatable makes them drift apart without a word, and what is trained is then no model at all.
-A checksum of each parameter, compared along the axes over which it is replicated, costs one small message an axis.
+Replicas never exchange parameters: they stay equal because each applies the same update. A broken reduction, a flipped
+bit or non-deterministic arithmetic makes them drift apart silently, and the training is then worthless. The check
+compares a checksum of each parameter along the axes over which it is replicated: one small message per axis.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Copy(NamedTuple):
-    """Something that other ranks hold too."""
+    """A tensor that other ranks hold too."""
 
     name: str
     values: torch.Tensor
@@ -31,23 +31,23 @@ class Copy(NamedTuple):
 
 
 def check_replicas(optimizer: DistributedOptimizer, iteration: int) -> None:
-    """Compare parameters, main weights and buffers with those of other ranks; all ranks together, between two steps.
+    """Compare parameters, main weights and buffers with those of other ranks. All ranks call it, between two steps.
 
     Raises NumericsError, on every rank, that names each tensor that differs and the ranks whose bits are in the minority.
     """
     with torch.no_grad(), optimizer.gathered_parameters():
-        found = checksums(optimizer)
+        sums = checksums(optimizer)
     _refuse_differences(
         optimizer,
-        found,
+        sums,
         f"iteration {iteration}: ranks that hold the same parameters hold different bits",
-        "go back to a checkpoint from before (--ckpt-step); then look at the hardware of the ranks "
-        "named, and at the last change of the code",
+        "go back to an earlier checkpoint (--ckpt-step); then check the hardware of these ranks, "
+        "and the last change of the code",
     )
 
 
 def check_buffers(optimizer: DistributedOptimizer, iteration: int) -> None:
-    """`check_replicas` of buffers alone, before they are saved: of those that no rule makes one, nobody else knows."""
+    """`check_replicas` for buffers alone, before they are saved."""
     if not optimizer.buffers.held:
         return
     _refuse_differences(
@@ -59,12 +59,12 @@ def check_buffers(optimizer: DistributedOptimizer, iteration: int) -> None:
 
 
 def _refuse_differences(
-    optimizer: DistributedOptimizer, found: list[tuple[str, tuple[str, ...], torch.Tensor]], what: str, do: str
+    optimizer: DistributedOptimizer, sums: list[tuple[str, tuple[str, ...], torch.Tensor]], what: str, do: str
 ) -> None:
-    """Raise NumericsError where checksums differ on any rank. found: as `checksums` gives it."""
+    """Raise NumericsError where checksums differ on any rank. sums: the result of `checksums`."""
     mesh = optimizer.mesh
     different = [
-        text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in found if axis in axes])
+        text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in sums if axis in axes])
     ]
     bad = torch.tensor([float(bool(different))], device=optimizer.device)
     if not collectives.all_reduce(bad, mesh.world, "max").item():
@@ -75,9 +75,7 @@ def _refuse_differences(
 
 
 def checksums(optimizer: DistributedOptimizer) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
-    """(name, axes, checksum) of what this rank holds together with others; checksums on the device, from which they
-    are sent, also those of state in the memory of the host.
-    """
+    """(name, axes, checksum) of each tensor that other ranks hold too. Checksums are on the device, to be sent."""
     return [_summed(optimizer, copy) for copy in copies(optimizer)]
 
 
@@ -86,15 +84,13 @@ def _summed(optimizer: DistributedOptimizer, copy: Copy) -> tuple[str, tuple[str
 
 
 def buffer_copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
-    """The buffers that this rank holds together with others."""
+    """The buffers that other ranks hold too."""
     for held, axes in optimizer.buffers.shared():
         yield Copy(held.name, held.tensor, axes)
 
 
 def copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
-    """What this rank holds together with others: parameters as the model uses them, and shards of main weights, or of
-    frozen ones, and buffers.
-    """
+    """The tensors that other ranks hold too: the model's parameters, shards of main and frozen weights, buffers."""
     yield from buffer_copies(optimizer)
     for unit in optimizer.units if optimizer.weights.keep else ():
         for slot in unit.slots:
@@ -108,13 +104,13 @@ def copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
 
 
 def _shared(placement: Placement) -> tuple[str, ...]:
-    """The axes over which ranks hold equal pieces, data parallel ones apart."""
+    """The axes over which ranks hold equal pieces, without the data parallel axes."""
     shared = {"tp", *placement.partial} - set(placement.cut)
     return tuple(axis for axis in ("tp", "tied") if axis in shared)
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
-    """A 64-bit sum over the bits of a tensor, each word times an odd number of its own, so that order counts."""
+    """A 64-bit checksum of a tensor's bits: each word times an odd number of its own, so that the order counts."""
     words = values.reshape(-1).view(WORDS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for at, part in enumerate(words.split(1 << 22)):  # a few int64 copies of a part, not of the whole
@@ -125,18 +121,18 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _compare(mesh: Mesh, name: str, found: list[tuple[str, torch.Tensor]]) -> list[str]:
+def _compare(mesh: Mesh, name: str, own: list[tuple[str, torch.Tensor]]) -> list[str]:
     """A line for each tensor whose checksum is not the same on all ranks of an axis."""
     axis = getattr(mesh, name)
-    if axis.size == 1 or not found:
+    if axis.size == 1 or not own:
         return []
-    sums = collectives.all_gather(torch.stack([total for _, total in found]).unsqueeze(0), axis).tolist()
+    sums = collectives.all_gather(torch.stack([total for _, total in own]).unsqueeze(0), axis).tolist()
     lines = []
-    for (tensor, _), seen in zip(found, zip(*sums)):
+    for (tensor, _), seen in zip(own, zip(*sums)):
         if len(set(seen)) > 1:
             (usual, votes), *_ = Counter(seen).most_common()
             odd = [rank for rank, value in zip(axis.ranks, seen) if value != usual]
-            # Of two ranks nobody can say which is wrong.
+            # Without a majority, any of the ranks may be wrong.
             ranks = odd if 2 * votes > len(seen) else axis.ranks
             against = f"differs on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
             lines.append(f"{tensor} {against} of {', '.join(map(str, axis.ranks))} ({name})")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a supervisor asks of SLURM: to put its job back into the queue, and to end processes on other machines."""
+"""The supervisor's calls to SLURM: requeue the job, and end processes on other machines."""
 
 import os
 import subprocess
@@ -7,17 +7,17 @@ from typing import Optional
 
 
 def job() -> Optional[str]:
-    """The number of the SLURM job that this process is a part of."""
+    """The id of the SLURM job that this process belongs to."""
     return os.environ.get("SLURM_JOB_ID")
 
 
 def requeue(number: str) -> bool:
-    """Put a job back into the queue, from where it starts anew."""
+    """Put a job back into the queue, which starts it again."""
     return _done("scontrol", "requeue", number)
 
 
 def kill_step(step: str) -> bool:
-    """End all processes of a step (JOB.STEP) on all its machines at once, stopped ones too."""
+    """End all processes of a step (JOB.STEP) on all its machines immediately, stopped ones too."""
     return _done("scancel", "--signal=KILL", step)
 
 

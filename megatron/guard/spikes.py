@@ -9,8 +9,8 @@
     >>> print(recent.spike(5.0, 1.2, threshold=8))
     loss 5 is 65.6 deviations above the median 3.02 of the last 40 steps
 
-Median and median absolute deviation do not move when a few values are wild, which mean and variance do. Pure: the
-window is part of a run's state and of its checkpoints, so a resumed run judges as one that was never stopped.
+A few outliers hardly move the median and the median absolute deviation, as they do mean and variance. Pure: the window
+is part of a run's state and of its checkpoints, so a resumed run judges as an uninterrupted one.
 """
 
 import math
@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, Optional
 
-ENOUGH = 32  # steps that must have been seen before any is judged
-FLOOR = 0.01  # least deviation, as a share of the median: a curve that hardly moves is allowed to begin to
+ENOUGH = 32  # steps before any is judged
+FLOOR = 0.01  # least deviation, as a share of the median: an almost constant curve may start to move
 
 
 class Spike(NamedTuple):
-    """Something that stands out."""
+    """A loss or gradient norm far above its median."""
 
     what: str
     value: float
@@ -46,7 +46,7 @@ class Recent:
     norms: tuple[float, ...] = ()
 
     def spike(self, loss: float, norm: float, threshold: float) -> Optional[Spike]:
-        """What of the next step stands out by more than `threshold` deviations; the loss comes first."""
+        """The value of the next step that exceeds the median by more than `threshold` deviations; the loss comes first."""
         for what, value, values in (("loss", loss, self.losses), ("gradient norm", norm, self.norms)):
             if len(values) < ENOUGH:
                 continue
@@ -56,27 +56,27 @@ class Recent:
         return None
 
     def measures(self) -> list[tuple[float, float]]:
-        """(median, deviation) of losses and of norms: for whoever computes scores himself. Too few: no score is large."""
+        """(median, deviation) of losses and of norms, to compute scores from. Too few steps: an infinite deviation."""
         return [usual(values) if len(values) >= ENOUGH else (0.0, math.inf) for values in (self.losses, self.norms)]
 
     def after(self, loss: float, norm: float, window: int) -> "Recent":
-        """With one more step, of which only what is finite is kept."""
+        """The window with one more step; values that are not finite are left out."""
         return replace(self, losses=_appended(self.losses, loss, window), norms=_appended(self.norms, norm, window))
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Recent":
-        """From what a checkpoint keeps."""
+        """Restored from a checkpoint's record."""
         return cls(tuple(record["losses"]), tuple(record["norms"]))
 
 
 def robust_score(value: float, values: tuple[float, ...]) -> tuple[float, float]:
-    """(median, deviations that `value` lies above it)."""
+    """(median, number of deviations by which `value` lies above it)."""
     middle, deviation = usual(values)
     return middle, (value - middle) / deviation
 
 
 def usual(values: tuple[float, ...]) -> tuple[float, float]:
-    """(median, deviation): how far values usually are from it. 1.4826 x MAD is the standard deviation of normal values."""
+    """(median, deviation) of values. The deviation is 1.4826 x MAD: the standard deviation, where they are normal."""
     middle = median(values)
     spread = 1.4826 * median(abs(other - middle) for other in values)
     return middle, max(spread, FLOOR * abs(middle), 1e-12)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a job stands still, in plain words, from heartbeats and the stacks of its ranks. Pure text; needs no torch.
+"""Explain why a job hangs, from the heartbeats and stacks of its ranks. Pure text; needs no torch.
 
 rank 3 on n7: in the data loader for 74 s, step 17 (data/gpt_dataset.py:105 in __getitem__)
 7 ranks (0-2, 4-7) wait in all_reduce of dp group 1 (optimizer/zero.py:147 in finalize_grads), step 17, op B micro 5
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Standstill:
-    """What is known of one rank that has not moved."""
+    """The state of one rank that makes no progress."""
 
     beat: Beat
     silent: float  # seconds
@@ -76,7 +76,7 @@ class Standstill:
 
     @property
     def waits_in(self) -> Optional[str]:
-        """The collective, or message, of other ranks that it waits for; or the device, where those are waited for too."""
+        """The collective, message or device work that the rank waits for; None if it waits for nothing."""
         if self.state in ("T", "t", "Z", "", "?"):
             return None
         for stack in self._at_work():
@@ -91,11 +91,11 @@ class Standstill:
 
     @property
     def group(self) -> str:
-        """Of the collective that it waits in, as its heartbeat has it: " of dp group 1"."""
+        """The group of the collective that the rank waits in, from its heartbeat: " of dp group 1"."""
         return f" of {self.beat.group}" if self.waits_in and self.beat.group else ""
 
     def _at_work(self) -> list[tuple[Frame, ...]]:
-        """The main thread, and those that do its backward pass on a GPU."""
+        """Stacks of the main thread, and of the threads that run its backward pass on a GPU."""
         main, *others = self.stacks or ((),)
         in_backward = any(frame.function == "_engine_run_backward" for frame in main)
         passes = [stack for stack in others if any(frame.file.endswith("autograd/function.py") for frame in stack)]
@@ -103,7 +103,7 @@ class Standstill:
 
     @property
     def place(self) -> Optional[Frame]:
-        """The innermost of our lines that tells something; where data is loaded, of the thread that does it."""
+        """The innermost line of this suite's code, communication apart; first of a thread that loads data."""
         stacks = self.stacks
         if self.beat.phase == "data":
             loading = [stack for stack in stacks if any(frame.function == "micro_batch" for frame in stack)]
@@ -116,7 +116,7 @@ class Standstill:
 
 
 def _waiting(frame: Frame) -> Optional[str]:
-    """What the line of ours that a rank is in waits for, if waiting is what it does: its own words say so."""
+    """The thing that a line of this suite's code waits for, judged by its source text; None if it does not wait."""
     line = linecache.getline(frame.file, frame.line)
     if frame.file.endswith("pipeline/wire.py") and frame.function in ("wait", "arrived"):
         return "the end of a send" if "work.wait()" in line.replace("_work", "") or "sent[" in line else RECEIVE
@@ -139,12 +139,12 @@ def parse_spied(text: str) -> tuple[tuple[Frame, ...], ...]:
             for thread in threads
         ]
     except (TypeError, KeyError) as error:
-        raise ValueError(f"not what py-spy writes: {error!r}") from None
+        raise ValueError(f"not the output of py-spy: {error!r}") from None
     return tuple(stack for _, stack in sorted(stacks, key=lambda entry: entry[0]) if stack)
 
 
 def parse(text: str) -> tuple[tuple[Frame, ...], ...]:
-    """Stacks from what `faulthandler` writes, of its last dump: main thread first."""
+    """Stacks from the last dump in `faulthandler`'s output: main thread first."""
     stacks: list[list[Frame]] = []
     for line in text.splitlines():
         if re.match(r"(Current thread|Thread) 0x", line):
@@ -157,7 +157,7 @@ def parse(text: str) -> tuple[tuple[Frame, ...], ...]:
 
 
 def explain(ranks: Sequence[Standstill]) -> list[str]:
-    """A line for each group of ranks that do the same, culprits first: those that wait for nobody."""
+    """A line for each group of ranks in the same state. Those that do not wait come first: they are the cause."""
     groups: dict[tuple, list[Standstill]] = defaultdict(list)
     for rank in ranks:
         stopped = rank.state if rank.state in STATES else ""
@@ -173,7 +173,7 @@ def explain(ranks: Sequence[Standstill]) -> list[str]:
         lines.append(
             "every rank waits for another"
             + (
-                ", in different places: they have come apart"
+                ", in different places: they have diverged"
                 if several
                 else ": the network between them, or a rank of another machine"
             )
@@ -194,7 +194,7 @@ def _sentence(waiting: int, group: list[Standstill]) -> str:
     who = f"rank {ranks[0]} on {hosts[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks ({spans(ranks)})"
     verb = "s" if len(ranks) == 1 else ""
     at = f" ({one.place})" if one.place else ""
-    op = f", op {in_words(one.beat.op)}" if one.beat.op else ""
+    op = f", op {describe_op(one.beat.op)}" if one.beat.op else ""
     step = f", step {one.beat.step}{op}"
     if waiting:
         return f"{who} wait{verb} in {one.waits_in}{one.group}{at}{step}"
@@ -205,26 +205,28 @@ def _sentence(waiting: int, group: list[Standstill]) -> str:
     return f"{who}: {phase} for {silent:.0f} s{step}{at}"
 
 
-def in_words(op: str) -> str:
-    """
-    >>> in_words("B5"), in_words("F12.1")
+def describe_op(op: str) -> str:
+    """An op of the schedule in words.
+
+    >>> describe_op("B5"), describe_op("F12.1")
     ('B micro 5', 'F micro 12 chunk 1')
     """
-    found = re.fullmatch(r"([A-Z])(\d+)(?:\.(\d+))?", op)
-    if not found:
+    match = re.fullmatch(r"([A-Z])(\d+)(?:\.(\d+))?", op)
+    if not match:
         return op
-    return f"{found[1]} micro {found[2]}" + (f" chunk {found[3]}" if found[3] else "")
+    return f"{match[1]} micro {match[2]}" + (f" chunk {match[3]}" if match[3] else "")
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """
+    """Numbers as a list of ranges.
+
     >>> spans([0, 1, 2, 5, 7, 8])
     '0-2, 5, 7-8'
     """
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
         else:
-            found.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+            ranges.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)

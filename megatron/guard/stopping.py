@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons to stop before the last step: a signal, a file, the time. Each rank notices its own; all agree on one.
+"""Reasons to stop before the last step: a signal, a file, the time. Each rank votes; all agree by the sums of the votes.
 
-A rank's view is a few numbers, a part of the all-reduce that every step makes anyway; their sums are the same on every
-rank, so all stop behind the same step. Needs no torch.
+The votes are a few numbers in the all-reduce that every step does anyway. Their sums are the same on every rank, so all
+stop after the same step. Needs no torch.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from typing import NamedTuple, Optional
 from megatron.errors import SettingsError
 
 SIGNALS = ("SIGTERM", "SIGUSR1")
-LOOK = 1.0  # seconds between two looks at the kill switch: a look at a network file system is not free
+LOOK = 1.0  # seconds between two checks of the kill switch, which may lie on a network file system
 VOTES = 3  # numbers of `StopRequests.votes`
-INTERRUPTED = 2.0**32  # a vote by Ctrl-C: more than all ranks together that have caught another signal
+INTERRUPTED = 2.0**32  # the vote for Ctrl-C: more than the votes of all ranks for other signals
 
 
 class Stop(NamedTuple):
-    """All ranks have agreed to stop."""
+    """The decision of all ranks to stop."""
 
     why: str
-    preempted: bool  # from outside, to be continued later: exit code 9
+    preempted: bool  # by a signal, to be resumed later: exit code 9
     interrupted: bool = False  # by Ctrl-C: exit code 130
 
 
-class Unheard:
-    """An output whose reader may go away: Ctrl-C ends `| tee log` as well, and must not keep us from saving."""
+class UnbrokenPipe:
+    """An output that survives the loss of its reader: Ctrl-C ends `| tee log` as well, and a checkpoint is to be saved."""
 
     def __init__(self, output):
         self.output = output
@@ -55,11 +55,11 @@ class Unheard:
 
 
 class StopRequests:
-    """What may end a run early, on one rank.
+    """One rank's requests to end a run early.
 
-    signals:      catch SIGTERM and SIGUSR1. The first one is remembered, later ones change nothing: launchers repeat them.
-    kill_switch:  a file whose appearance stops the run; it must not be there at the start
-    minutes:      the longest time that the run may take, counted from `started` (seconds of time.time)
+    signals:      catch SIGTERM and SIGUSR1. Only the first one counts: launchers repeat them.
+    kill_switch:  a file whose appearance stops the run; it must not exist at the start
+    minutes:      the longest duration of the run, from `started` (seconds of time.time)
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StopRequests:
         self.caught, self.interrupted, self._looked, self._seen = 0, False, -LOOK, False
         self._before: dict[int, object] = {}
         if self.kill_switch and self.kill_switch.exists():
-            raise SettingsError(f"--kill-switch-file {self.kill_switch} is there already", do="remove it to train")
+            raise SettingsError(f"--kill-switch-file {self.kill_switch} exists already", do="remove it to train")
         for name in SIGNALS if signals else ():
             number = getattr(signal, name, None)
             if number is not None:
@@ -86,20 +86,20 @@ class StopRequests:
 
     @contextlib.contextmanager
     def interruptible(self, notice: str = "") -> Iterator[None]:
-        """Inside, the first Ctrl-C is a request to stop behind this step, and the second one a KeyboardInterrupt.
+        """A context in which the first Ctrl-C requests a stop after this step, and the second one is a KeyboardInterrupt.
 
-        notice: written at once by the rank that speaks for all. One that comes too late for a vote is raised at the end.
-        A process whose SIGINT is ignored, or is somebody else's (a program that this is a part of), keeps it so.
+        notice: written immediately, by the rank that logs. A Ctrl-C too late for a vote is raised at the end.
+        Where SIGINT is ignored, or an embedding program handles it, nothing changes.
         """
 
         def interrupt(number: int, frame) -> None:
             if self.interrupted:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                raise KeyboardInterrupt("interrupted twice: ended at once")
+                raise KeyboardInterrupt("interrupted twice: ended immediately")
             self.interrupted = True
             if sys.stdout is not None:
-                sys.stdout = Unheard(sys.stdout)
-            with contextlib.suppress(OSError):  # not print: it may be what was interrupted
+                sys.stdout = UnbrokenPipe(sys.stdout)
+            with contextlib.suppress(OSError):  # not print: a print may be what was interrupted
                 os.write(2, notice.encode())
 
         output, ours = sys.stdout, threading.current_thread() is threading.main_thread()
@@ -113,16 +113,16 @@ class StopRequests:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.stdout = output
         if self.interrupted:
-            raise KeyboardInterrupt("interrupted behind the last step")
+            raise KeyboardInterrupt("interrupted after the last step")
 
     def votes(self) -> list[float]:
-        """This rank's numbers: signal caught, kill switch seen, time over."""
+        """This rank's votes: signal caught, kill switch seen, time over."""
         over = self.minutes is not None and time.time() - self.started > 60 * self.minutes
         caught = INTERRUPTED if self.interrupted else float(self.caught != 0)
         return [caught, float(self._switched()), float(over)]
 
     def agreed(self, sums: list[float]) -> Optional[Stop]:
-        """What all ranks make of the sums of their votes."""
+        """The decision from the sums of all ranks' votes; None to continue."""
         if sums[0] >= INTERRUPTED:
             return Stop("interrupted by Ctrl-C", True, interrupted=True)
         caught, switched, over = (total > 0.5 for total in sums)
@@ -140,7 +140,7 @@ class StopRequests:
         return self._seen
 
     def close(self) -> None:
-        """Signals mean again what they meant before."""
+        """Restore the signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guards of the training loop: votes to stop, the ledger of samples, and whether a step's update is made.
+"""The guards of the training loop: votes to stop, the ledger of samples, and the decision whether to apply an update.
 
 totals = all_reduce(watch.with_votes(sums, batches))
-*losses, tokens = watch.count(totals.tolist())               # takes note of the votes and of the ledger
+*losses, tokens = watch.count(totals.tolist())               # records the votes and the ledger
 verdict = watch.judge(iteration, recent, loss, norm, cause)  # UPDATE, SKIP, or ROLLBACK; or it raises
 
-Where the host is not to wait for these numbers, the device decides by `watch.refuses` whether the update is made, and the
-rest is done a step later: `judge` comes to the same verdict then.
+Where the host must not wait for these numbers, the device decides with `watch.refuses` whether the update is applied.
+`judge` comes to the same verdict one step later.
 """
 
 import enum
@@ -26,11 +26,11 @@ from megatron.guard.stopping import VOTES, Stop, StopRequests
 from megatron.mpu.transfer import to_device
 from megatron.settings import schema
 
-IN_A_ROW = 10  # steps that may be skipped one after another before skipping is no remedy
+IN_A_ROW = 10  # consecutive skipped steps after which skipping no longer helps
 
 
 class StepVerdict(enum.Enum):
-    """What happens to a step's update."""
+    """The decision on a step's update."""
 
     UPDATE = "update"
     SKIP = "skip"
@@ -40,10 +40,9 @@ class StepVerdict(enum.Enum):
 class Watch:
     """A rank's guards during training.
 
-    heartbeat: the rank's heartbeat
     log:       prints a line of the log, on rank 0
     all_gather_object:  value -> [value of every rank]
-    counts:    this rank's samples count in the ledger (of ranks with the same micro-batches, one)
+    counts:    whether this rank's samples count in the ledger: True on one of the ranks with the same micro-batches
     """
 
     def __init__(
@@ -73,12 +72,12 @@ class Watch:
     # ---- values in the step's all-reduce ---------------------------------------------------------------------------
 
     def with_votes(self, sums: torch.Tensor, batches: Sequence) -> torch.Tensor:
-        """A rank's sums of the step, and behind them its part of the ledger and its votes to stop; fp64."""
+        """A rank's sums of the step, followed by its part of the ledger and its votes to stop; fp64."""
         halves = ledger.sum_hashes(batch.hash for batch in batches) if self.counts else (0, 0)
         return torch.cat([sums, to_device([*halves, *self.requests.votes()], sums.dtype, sums.device)])
 
     def count(self, totals: list[float]) -> list[float]:
-        """Take note of what all ranks have said; returns the totals that `with_votes` was given."""
+        """Record the votes and the ledger of all ranks; return the totals of the sums given to `with_votes`."""
         *values, first, second = totals[:-VOTES]
         self.ledger = ledger.to_hex((first, second))
         self.stop = self.requests.agreed(totals[-VOTES:])
@@ -97,11 +96,11 @@ class Watch:
         scaling: bool,
         rollbacks: int = 0,
     ) -> StepVerdict:
-        """Whether the update of a step may be made; every rank comes to the same verdict, having the same numbers.
+        """Decide whether to apply a step's update. All ranks have the same numbers and come to the same verdict.
 
-        scaling: the loss scale is dynamic, so an overflow is expected now and then
-        explain: where a value that is not finite comes from, in words; all ranks together
-        Raises NumericsError where the settings ask for a stop, or where going on would not help.
+        scaling: the loss scale is dynamic, so an overflow now and then is expected
+        explain: describes where a non-finite value comes from; all ranks call it together
+        Raises NumericsError where the settings demand a stop, or where continuing would not help.
         """
         self.spike = None
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -119,12 +118,12 @@ class Watch:
             raise NumericsError(
                 f"iteration {step}: {self.spike}",
                 f"{rollbacks} rollbacks have not helped (--max-rollbacks)",
-                "lower --lr, or look at the data that was left out",
+                "lower --lr, or check the data that was left out",
             )
         return StepVerdict.ROLLBACK
 
     def refuses(self, recent: Recent, figures: torch.Tensor) -> torch.Tensor:
-        """A flag on the device: up where `judge` will say anything but UPDATE. figures: fp64 [loss, norm] there."""
+        """A flag on the device: True where `judge` will return anything but UPDATE. figures: fp64 [loss, norm] there."""
         refused = ~torch.isfinite(figures).all()
         if self.settings.on_spike != "continue":
             measures = [*zip(*recent.measures(), strict=True)]
@@ -155,7 +154,7 @@ class Watch:
             )
 
     def find_culprit(self, stages, batches, replay: Callable[[Callable], Any], describe: Callable[[int], str]) -> str:
-        """Repeat a step on all ranks with every module watched; in words, who made the first value that is not finite.
+        """Repeat a step on all ranks with hooks on every module; describe the source of the first non-finite value.
 
         replay(on_op): runs the step's passes again, calling `on_op(op)` at each op of the schedule.
         describe(place): where a sample comes from.
@@ -165,8 +164,8 @@ class Watch:
         with observer.watching():
             replay(observer.on_op)
         mine = observer.first
-        told = mine and (mine, [describe(place) for place in mine.samples])
-        answers = sorted((answer for answer in self.all_gather_object(told) if answer), key=lambda answer: answer[0])
+        answer = mine and (mine, [describe(place) for place in mine.samples])
+        answers = sorted(filter(None, self.all_gather_object(answer)), key=lambda answer: answer[0])
         if not answers:
             return (
                 "the same step, repeated, is finite: its arithmetic is not repeatable on this machine "
@@ -174,10 +173,10 @@ class Watch:
             )
         first: Finding = answers[0][0]
         samples = "".join(f"\n    {text}" for text in answers[0][1][:8])
-        others = len({found.rank for found, _ in answers if found.kind == first.kind}) - 1
+        others = len({finding.rank for finding, _ in answers if finding.kind == first.kind}) - 1
         also = f"; seen on {others} more ranks" if others > 1 else "; seen on another rank too" if others else ""
         return f"{first}{also}{samples}"
 
     def close(self) -> None:
-        """Give back what was taken: signals."""
+        """Restore the signal handlers."""
         self.requests.close()

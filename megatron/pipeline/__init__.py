@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Pipeline parallelism: schedules, their simulation, and the loop that runs them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's model chunks, and a check that all ranks together hold each part of the model once."""
+"""Build this rank's model chunks, and check that all ranks together hold each part of the model once."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ from megatron.pipeline.stages import Pipeline
 def build_stages(
     build: Callable[..., nn.Module], pipeline: Pipeline, mesh: Mesh, selection: Selection = ALL
 ) -> list[nn.Module]:
-    """The chunks of this rank. `build(layers=range, first=bool, last=bool)` makes one, on the meta device say.
+    """Build the chunks of this rank by `build(layers=range, first=bool, last=bool)`, for example on the meta device.
 
-    A unit that both ends of the pipeline hold, such as a tied table, exists once where one rank has both ends; else each
-    end has a copy and a part of its gradient. selection: which parameters are trained.
+    A unit of both ends of the pipeline, such as a tied table, exists once where one rank has both ends; else each end has a
+    copy and a part of its gradient. selection: which parameters are trained.
     """
     last = len(pipeline.stages) - 1
     numbers = pipeline.stages_of(mesh.pp.rank)
@@ -57,17 +57,17 @@ def _mark_frozen(stages: list[nn.Module], selection: Selection) -> None:
 
 
 def _share(module: nn.Module) -> None:
-    """Note that the other end of the pipeline holds a copy of these parameters."""
+    """Mark these parameters as copies: the other end of the pipeline holds them too."""
     for part in module.modules():
         own = getattr(part, "placements", {})
         part.placements = {name: replace(placed, partial=(*placed.partial, "tied")) for name, placed in own.items()}
 
 
 def check_model_complete(stages: list[nn.Module], mesh: Mesh, all_gather_object: Callable, weights: Mapping) -> None:
-    """Raise SettingsError unless all ranks together hold these weights (name -> `Placement`), each element of them.
+    """Raise SettingsError unless all ranks together hold every element of these weights (name -> `Placement`).
 
-    all_gather_object: value -> [value of every rank]. A parameter counts by the boxes of its logical tensor that
-    ranks hold, so copies (data parallel ranks, norms on tensor parallel ranks, tied embeddings) count once.
+    all_gather_object: value -> [value of every rank]. Parameters are counted by their boxes of the logical tensor, so that
+    copies (data parallel ranks, norms on tensor parallel ranks, tied embeddings) count once.
     """
     own = set()
     held_here = {name: (parameter.shape, placed) for name, (parameter, placed) in placements(stages).items()}
@@ -97,7 +97,7 @@ def check_model_complete(stages: list[nn.Module], mesh: Mesh, all_gather_object:
 
 
 def _different(held: Mapping[str, int], wanted: Mapping[str, int]) -> list[str]:
-    """Parameters whose number of elements is not what it should be."""
+    """Messages for parameters with a wrong number of elements."""
     return [
         f"{name}: {held.get(name, 0):,} elements instead of {wanted.get(name, 0):,}"
         for name in sorted(held.keys() | wanted.keys())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of a pipeline sends to which, and in what order the ways are opened. Pure, for any map of stages.
+"""Channels between the ranks of a pipeline, and the order in which they are opened. Pure, for any map of stages.
 
 A *channel* is (kind, from, to): activations one way (F), their gradients the other (B), between two ranks of a pipeline.
 """
@@ -10,7 +10,7 @@ Channel = tuple[str, int, int]
 
 
 def channels(stages: StageMap) -> list[Channel]:
-    """Every (kind, from, to) between different ranks that these stages use, in an order that all ranks know.
+    """Every (kind, from, to) between different ranks for these stages, in the same order on all ranks.
 
     >>> channels(((0, 0), (1, 0)))
     [('B', 1, 0), ('F', 0, 1)]
@@ -20,10 +20,10 @@ def channels(stages: StageMap) -> list[Channel]:
 
 
 def opening_rounds(stages: StageMap) -> list[list[Channel]]:
-    """All channels, in rounds in which no rank has two: those of a round open at the same time.
+    """All channels, in rounds in which no rank has two. Those of a round open at the same time.
 
-    Every rank takes its own channels in this order, so nobody waits in a circle, and a channel waits for at most one of
-    each round before, not for a whole pipeline.
+    Every rank opens its own channels in this order, so there is no deadlock, and a channel waits for at most one channel of
+    each round before it, not for a whole pipeline.
 
     >>> opening_rounds(((0, 0), (1, 0), (2, 0)))
     [[('B', 1, 0)], [('B', 2, 1)], [('F', 0, 1)], [('F', 1, 2)]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look at a pipeline schedule before a machine runs it: bubble, memory, a diagram; or beside what a run measured.
+"""Check a pipeline schedule before a run: bubble, memory, a diagram. Or compare it with the times of a run.
 
 python -m megatron.pipeline.check --pp 4 --micro 8
 python -m megatron.pipeline.check --pp 4 --micro 8 --schedule zb-v --svg zb-v.svg
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, StorageError, run_main
+from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.draw import diagram, svg
-from megatron.pipeline.own_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import TRAINING, StageMap, default_chunks, problems, stage_map
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import (
@@ -36,7 +36,7 @@ from megatron.settings.schema import setting
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What to look at."""
+    """Options of the command."""
 
     pipeline_model_parallel_size: int = setting("ranks that split the layers", 4, "--pp")
     micro: int = setting("micro-batches of a step", 8, "--micros", "--num-micro-batches")
@@ -51,16 +51,14 @@ class CheckOptions:
     )
     cost: str = setting("time of F,B,I,W", ",".join(f"{COST[kind]:g}" for kind in "FBIW"))
     wire: float = setting("time of a message, in forward passes of a chunk", 0.0)
-    zero: Optional[Literal[0, 1, 2, 3]] = setting(
-        "simulate the gatherings and reductions of this ZeRO stage, too", None
-    )
+    zero: Optional[Literal[0, 1, 2, 3]] = setting("also simulate the gathers and reductions of this ZeRO stage", None)
     gather: float = setting("time of gathering a chunk's parameters", 0.5)
     reduce: float = setting("time of reducing a chunk's gradients", 0.5)
     update: float = setting("time of the optimizer's update", 0.0)
-    overlap: float = setting("share of a gathering or reduction that may run beside its pass; 0: no overlap", 0.0)
-    timeline: Optional[str] = setting("file of a run's --pipeline-timeline, to be laid over its simulation", None)
+    overlap: float = setting("share of a gather or reduction that may overlap its pass; 0: no overlap", 0.0)
+    timeline: Optional[str] = setting("file of a run's --pipeline-timeline, to compare with its simulation", None)
     svg: Optional[str] = setting("file for a picture", None)
-    no_diagram: bool = setting("numbers alone", False)
+    no_diagram: bool = setting("print numbers only", False)
 
 
 def main(argv: list[str]) -> None:
@@ -82,7 +80,7 @@ def main(argv: list[str]) -> None:
 
 
 def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
-    """Figures of the schedules that are asked for. Returns what to draw, and the unit of its times."""
+    """Print the numbers of the requested schedules. Returns the panels to draw, and the unit of their times."""
     if asked.wire < 0:
         raise SettingsError(f"--wire {asked.wire:g} must be at least 0: the time of a message")
     plans = _plans(asked)
@@ -93,12 +91,12 @@ def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
     print(f"{'schedule':>14}{'chunks':>8}{'span':>9}{'bubble':>9}   live activations of each rank, in micro-batches")
     for name, (plan, stages) in plans.items():
         verify(plan, num_microbatches, stages)
-        found, chunks = report(plan, stages, cost, asked.wire, sharding), len(stages) // len(plan)
-        live = " ".join(f"{held / chunks:g}" for held in found.live)
-        span = found.span / chunks / cost["F"]
-        print(f"{name:>14}{chunks:8d}{span:9.1f}{found.bubble:9.1%}   {live}")
+        result, chunks = report(plan, stages, cost, asked.wire, sharding), len(stages) // len(plan)
+        live = " ".join(f"{held / chunks:g}" for held in result.live)
+        span = result.span / chunks / cost["F"]
+        print(f"{name:>14}{chunks:8d}{span:9.1f}{result.bubble:9.1%}   {live}")
         times = simulate(plan, stages, cost, asked.wire, sharding)
-        # A chunk of a rank's layers is as many times shorter as there are chunks: then all are on one scale.
+        # Divided by the number of chunks, so that schedules of different chunks have one scale.
         short = {key: (start / chunks / cost["F"], end / chunks / cost["F"]) for key, (start, end) in times.items()}
         panels[f"{name}{f', {chunks} chunks a rank' * (chunks > 1)}: {span:.1f} passes"] = short
     return panels, f"time: 1 is the {UNIT}"
@@ -108,7 +106,7 @@ UNIT = "forward pass of a rank's layers"
 
 
 def _sharding(asked: CheckOptions) -> Optional[Sharding]:
-    """The gatherings and reductions that are asked for; None: passes alone."""
+    """The requested gathers and reductions; None: passes only."""
     if asked.zero is None:
         return None
     wrong = [name for name in ("gather", "reduce", "update") if not 0 <= getattr(asked, name) < math.inf]
@@ -121,10 +119,10 @@ def _sharding(asked: CheckOptions) -> Optional[Sharding]:
 
 
 def _plans(asked: CheckOptions) -> dict[str, tuple[RankSchedules, StageMap]]:
-    """Name -> plan and map of stages. Raises SettingsError when there is none that can run."""
+    """Name -> plan and map of stages. Raises SettingsError when no schedule can run."""
     if asked.schedule and is_file(asked.schedule):
-        own = read_schedule(asked.schedule)
-        return {Path(own.path).name: (own.plan, own.stages)}
+        custom = read_schedule(asked.schedule)
+        return {Path(custom.path).name: (custom.plan, custom.stages)}
     pp, num_microbatches = asked.pipeline_model_parallel_size, asked.micro
     names = [asked.schedule] if asked.schedule else TRAINING
     chunks = {name: default_chunks(name) if asked.chunks is None else asked.chunks for name in names}
@@ -133,7 +131,7 @@ def _plans(asked: CheckOptions) -> dict[str, tuple[RankSchedules, StageMap]]:
     if not good:
         raise SettingsError("; ".join(dict.fromkeys(line for lines in wrong.values() for line in lines)))
     if "1f1b" in good and chunks["1f1b"] > 1 and "interleaved" in good:
-        good.remove("1f1b")  # the same by another name
+        good.remove("1f1b")  # the same schedule
     return {
         name: (make_rank_schedules(name, pp, num_microbatches, chunks[name]), stage_map(name, pp, chunks[name]))
         for name in good
@@ -155,21 +153,21 @@ def _cost(text: str) -> dict[str, float]:
 
 
 def _measured(path: str) -> tuple[dict[str, Times], str]:
-    """A run's step beside the simulation of the same plan with the run's own times of each op."""
-    found = read_timeline(path)
-    simulated, measured = simulate(found.plan, found.stages, found.cost), found.times
+    """Compare a run's step with the simulation of the same plan from the run's times of each op."""
+    timeline = read_timeline(path)
+    simulated, measured = simulate(timeline.plan, timeline.stages, timeline.cost), timeline.times
     spans = {
         name: max(end for _, end in times.values())
         for name, times in (("measured", measured), ("simulated", simulated))
     }
-    print(f"{found.schedule}: {len(found.plan)} ranks, {_size(found.plan)[1]} micro-batches")
+    print(f"{timeline.schedule}: {len(timeline.plan)} ranks, {_size(timeline.plan)[1]} micro-batches")
     for name, times in (("measured", measured), ("simulated", simulated)):
-        print(f"{name:>12}: {spans[name] * 1000:9.2f} ms, bubble {bubble_of(times, len(found.plan)):.1%}")
+        print(f"{name:>12}: {spans[name] * 1000:9.2f} ms, bubble {bubble_of(times, len(timeline.plan)):.1%}")
     print(f"{'ratio':>12}: {spans['measured'] / spans['simulated']:9.3f}")
-    for rank in range(len(found.plan)):
+    for rank in range(len(timeline.plan)):
         costs = {
-            f"{kind}{f'.{chunk}' * (chunk > 0)}": found.costs[where, kind, chunk]
-            for where, kind, chunk in sorted(found.costs)
+            f"{kind}{f'.{chunk}' * (chunk > 0)}": timeline.costs[where, kind, chunk]
+            for where, kind, chunk in sorted(timeline.costs)
             if where == rank
         }
         print(f"{'rank':>10} {rank}: " + ", ".join(f"{name} {1000 * cost:.2f} ms" for name, cost in costs.items()))

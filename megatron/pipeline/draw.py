@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules as pictures: for the terminal, and as SVG. Both draw times, simulated or measured."""
+"""Draw pipeline schedules in the terminal and as SVG, from simulated or measured times."""
 
 import math
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ PADDING = dict(F="-", B="=", I="-", W="~", G=">", GB=">", R="<", U="+")
 
 
 def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool = False) -> str:
-    """One line per rank, time to the right, each op a block with its micro-batch (F3.1: of chunk 1). Under the line of a
-    rank that gathers and reduces stands its communication lane.
+    """A diagram with one line per rank, time to the right, each op a block with its micro-batch (F3.1: of chunk 1).
 
-    Without colour a block reads F3---- (forward of micro-batch 3). Lines are cut at `width`; `whole`: labels are.
+    A rank with gathers and reductions has a second line for its communication lane. Without colour a block reads F3----
+    (forward of micro-batch 3). Lines are cut at `width`; with `whole` they are not, but labels may be.
     """
     if not times:
         return ""
@@ -46,7 +46,7 @@ def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool
 
 
 def _rows(times: Times) -> Iterator[tuple[int, str, list[tuple[Op, float, float]]]]:
-    """(rank, name of its lane, ops of the lane): the compute lane has no name; another one only where it has ops."""
+    """(rank, name of the lane, ops of the lane): the compute lane has no name; the other one only exists with ops."""
     for rank in sorted({rank for rank, _ in times}):
         own = [(op, start, end) for (where, op), (start, end) in times.items() if where == rank]
         own.sort(key=lambda entry: entry[1:])
@@ -77,10 +77,10 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2937 } .title { fon
 
 
 def svg(panels: dict[str, Times], unit: str = "time") -> str:
-    """A picture with a panel for each title, all on one scale of time, so that they compare; `unit` names its axis.
+    """An SVG with a panel for each title, all on the same time axis, labelled by `unit`.
 
-    The whole is as wide as the longest; what is grey is time in which a rank waits, and its share stands in the title.
-    Colours follow the light or dark scheme of the page, and text grows where the picture is small.
+    Grey is time in which a rank waits; its share stands in the title. Colours follow the light or dark scheme of the page,
+    and text grows where the picture is small.
     """
     span = max((end for times in panels.values() for _, end in times.values()), default=1.0) or 1.0
     scale, y, parts = (WIDTH - LEFT - RIGHT) / span, 0.0, []
@@ -106,12 +106,12 @@ def svg(panels: dict[str, Times], unit: str = "time") -> str:
 
 
 def _titled(title: str, times: Times) -> str:
-    """A panel's name, with the share of its time in which ranks wait."""
+    """A panel's title, with the share of time in which ranks wait."""
     return f"{title}, bubble {bubble_of(times, len({rank for rank, _ in times})):.1%}" if times else title
 
 
 def _axis(span: float, scale: float, y: float, unit: str) -> tuple[list[str], float]:
-    """(lines and numbers of the axis of time below the panels, where it ends)."""
+    """(grid lines and labels of the time axis below the panels, their lower edge)."""
     step = tick(span)
     parts = []
     for number in range(int(span / step + 1e-9) + 1):
@@ -123,7 +123,7 @@ def _axis(span: float, scale: float, y: float, unit: str) -> tuple[list[str], fl
 
 
 def tick(span: float) -> float:
-    """A round distance of marks: of four to nine of them in the span.
+    """A round distance of ticks, for four to nine of them in the span.
 
     >>> tick(33), tick(0.4), tick(80)
     (5.0, 0.05, 10.0)
@@ -133,7 +133,7 @@ def tick(span: float) -> float:
 
 
 def _legend(used: set[tuple[str, int]], y: float) -> tuple[list[str], float]:
-    """(a swatch for every shade of the picture, where they end). used: (kind of op, whether its chunk is an odd one)."""
+    """(a swatch for every colour of the picture, their lower edge). used: (kind of op, whether its chunk is odd)"""
     two = any(odd for _, odd in used)
     entries = []
     for kind in FILL:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one loop that runs any schedule: training and evaluation, one stage or many.
+"""Run a pipeline schedule: one loop for training and evaluation, with one stage or many.
 
 A schedule is a list of `Op`s per rank (pipeline/schedule.py); the verifier has proved that each directed channel is
-first in, first out, so messages need no names. Without a pipeline the list is F0 B0 F1 B1 ... and nothing is sent.
+first in, first out, so messages need no tags. Without a pipeline the list is F0 B0 F1 B1 ... and nothing is sent.
 
-What a rank holds of a micro-batch between its passes: the input x, and the *edge* of the graph where the output was
-made. The output itself belongs to the message that carries it, and is freed with that.
+Between the passes of a micro-batch a rank holds its input x, and the *edge* of the autograd graph that produced the
+output. The output itself belongs to the message that carries it, and is freed with that.
 """
 
 import time
@@ -18,8 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_wgrads
 from megatron.mpu.random import seed_torch
-from megatron.pipeline.returned import Returned
 from megatron.pipeline.schedule import Op, StageMap, looped
+from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.pipeline.wire import P2PCommunicator, PendingReceive
 from megatron.telemetry.phases import phase
 
@@ -27,7 +27,7 @@ __all__ = ["P2PCommunicator", "execute"]
 
 
 class _Neighbours(NamedTuple):
-    """Of a chunk: its stage number, and the ranks that hold the stages before and after (None: there is none)."""
+    """A chunk's stage number, and the ranks of the stages before and after it (None: there is none)."""
 
     stage: int
     before: Optional[int]
@@ -44,47 +44,47 @@ def execute(
     names: Sequence[str] = ("lm loss", "tokens"),
     timeline: Optional[list] = None,
     on_op: Optional[Callable[[Op], Any]] = None,
-    returned: Optional[Returned] = None,
+    returned: Optional[StageOutputs] = None,
     seed: Optional[int] = None,
     needs_gradient: Optional[Sequence[bool]] = None,
 ) -> torch.Tensor:
-    """Run one rank's ops. Returns its sums over its micro-batches, those of `names`, in fp64.
+    """Run one rank's ops. Returns the sums of `names` over its micro-batches, in fp64.
 
-    A stage returns what goes to the next one; or (that, {name: sum}), where it has sums of its own to contribute: the
-    last stage its loss and the tokens that count, any stage what it wants to have logged, or minimised beside the loss.
+    A stage returns its output for the next stage, or (output, {name: sum}) with sums to add up: the last stage its loss
+    and the number of tokens, any stage values to log, or to minimize in addition to the loss.
 
-    stages:     this rank's model chunks; which stage chunk c is says `wire.stages`
+    stages:     this rank's model chunks; `wire.stages` maps them to stages
     batches:    micro-batches by number; every stage has them (positions, masks, sample numbers)
-    loss_func:  ({name: sum} of a stage, its micro-batch) -> the scalar whose gradient is taken, or None where the sums have
-                none; without an loss_func no gradients at all
-    timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, waiting for messages left out
-    on_op:      called with each op before its message is waited for
-    returned:   takes note of what stages return, for its `check`; without it what cannot be raises SettingsError here
-    needs_gradient: of each chunk, whether anything before it is trained: else nobody needs the gradient of its input, and
+    loss_func:  ({name: sum} of a stage, its micro-batch) -> the scalar to differentiate, or None where the sums have none;
+                without a loss_func no gradients at all
+    timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, without waits for messages
+    on_op:      called with each op before the wait for its message
+    needs_gradient: for each chunk, whether anything before it is trained: else the gradient of its input is not needed, and
                 zeros are sent; default: all
-    seed:       with micro-batch and stage what torch's generators are seeded by before a forward pass; None: they are not
+    returned:   collects the outputs of stages for a later `check`; without it a wrong output raises SettingsError here
+    seed:       seeds torch's generators before a forward pass, together with micro-batch and stage; None: they are not
     """
     split = any(op.kind == "W" for op in ops)
-    work = _Work(stages, batches, wire, loss_func, names, split=split, returned=returned, seed=seed)
-    work.needs_gradient = needs_gradient or work.needs_gradient
-    ahead = _Ahead(ops, work.post_receive)
+    runner = _OpRunner(stages, batches, wire, loss_func, names, split=split, returned=returned, seed=seed)
+    runner.needs_gradient = needs_gradient or runner.needs_gradient
+    prefetcher = RecvPrefetcher(ops, runner.post_receive)
     for op in ops:
         if on_op is not None:
             on_op(op)
-        message = ahead.message_of(op)
-        arrived = message and work.receive(op, message)
-        start = work.now() if timeline is not None else 0.0
+        message = prefetcher.message_of(op)
+        arrived = message and runner.receive(op, message)
+        start = runner.now() if timeline is not None else 0.0
         with phase(op.kind, op):
-            work.do(op, arrived)
+            runner.do(op, arrived)
         if timeline is not None:
-            timeline.append((op, start, work.now()))
-    return work.finish()
+            timeline.append((op, start, runner.now()))
+    return runner.finish()
 
 
-class _Ahead:
-    """Posts the receives of a rank's ops in their order: that of the next op that needs a message of another rank, whatever
-    lies between, before the op at hand computes. So the message arrives beside all of that, and one buffer lies ready, no
-    more: a posted receive of NCCL occupies a part of the device until its message comes.
+class RecvPrefetcher:
+    """Posts the next receive of a rank's ops before the present op computes, so that the message overlaps computation.
+
+    Never more than one: a posted receive of NCCL occupies a part of the device until its message arrives.
     """
 
     def __init__(self, ops: Sequence[Op], post: Callable[[Op], Optional[PendingReceive]]):
@@ -93,7 +93,7 @@ class _Ahead:
         self.advance()
 
     def advance(self) -> None:
-        """Post receives up to the next one from another rank."""
+        """Post receives up to and including the next one from another rank."""
         for op in self.rest:
             message = self.post(op)
             if message is not None:
@@ -102,15 +102,15 @@ class _Ahead:
                     return
 
     def message_of(self, op: Op) -> Optional[PendingReceive]:
-        """What was posted for this op; None if it needs nothing."""
+        """The receive posted for this op; None if it needs none."""
         message = self.posted.pop(op, None)
         if message is not None and message.remote:
             self.advance()
         return message
 
 
-class _Work:
-    """What one rank holds while it works through its ops."""
+class _OpRunner:
+    """Runs single ops of one rank, and holds their activations."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class _Work:
         loss_func,
         names: Sequence[str],
         split: bool,
-        returned: Optional[Returned],
+        returned: Optional[StageOutputs],
         seed: Optional[int],
     ):
         self.seed, self.needs_gradient = seed, [True] * len(stages)
-        self.returned, self.compared_later = returned or Returned(names), returned is not None
+        self.returned, self.compared_later = returned or StageOutputs(names), returned is not None
         self.chunks, self.batches, self.wire, self.loss_func, self.names = stages, batches, wire, loss_func, names
         self.places = [
             _neighbours(wire.stages or looped(wire.axis.size, len(stages)), wire.axis.rank, chunk)
@@ -132,7 +132,7 @@ class _Work:
         ]
         self.live: dict[tuple[int, int], tuple] = {}  # (micro, chunk) -> input, edge of the output
         self.deferred = attach_weight_grad_store(stages) if split else None
-        self.products: dict[tuple[int, int], list] = {}  # (micro, chunk) -> what I has left for W
+        self.products: dict[tuple[int, int], list] = {}  # (micro, chunk) -> products that I defers to W
         self.sums: list[torch.Tensor] = []  # of stages and micro-batches
 
     def now(self) -> float:
@@ -141,7 +141,7 @@ class _Work:
         return time.perf_counter()
 
     def post_receive(self, op: Op) -> Optional[PendingReceive]:
-        """Post the receive of what an op needs from another rank; None if it needs nothing."""
+        """Post the receive of an op's message from another stage; None if it needs none."""
         place = self.places[op.chunk]
         if op.kind == "W":
             return None
@@ -149,7 +149,7 @@ class _Work:
         return None if source is None else self.wire.receive(source, kind, op.micro, place.stage)
 
     def receive(self, op: Op, message: PendingReceive) -> torch.Tensor:
-        """Wait for what an op needs from another rank."""
+        """Wait for an op's message."""
         with phase(f"receive {op.kind}"):
             return message.wait()
 
@@ -178,21 +178,21 @@ class _Work:
                 self.wire.send(y.detach(), place.after, "F", op.micro, place.stage + 1)
         if training:
             own = self.loss_func(sums, self.batches[op.micro]) if sums else None
-            # Of an output that is sent only the graph is kept: its data is no part of the backward pass. There is none
-            # where all that it was made of is frozen.
+            # Keep only the graph of an output that is sent: the backward pass does not need its data. There is no graph
+            # where everything before is frozen.
             graph = place.after is not None and y.requires_grad
             if own is not None and place.after is not None and not own.requires_grad:
                 own = None
             self.live[op[1:]] = x, get_gradient_edge(y) if graph else None, own
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
-        """Note a stage's sums of a micro-batch."""
+        """Add a stage's sums of a micro-batch."""
         some = next(iter(sums.values()))
         zero = torch.zeros((), dtype=torch.float64, device=some.device)
         self.sums.append(torch.stack([sums[name].detach().double() if name in sums else zero for name in self.names]))
 
     def backward(self, op: Op, gradient: Optional[torch.Tensor]) -> None:
-        """B, or I: the same, but products for gradients of weights are kept for W."""
+        """Run B, or I: the same, but with the products for gradients of weights deferred to W."""
         place, (x, y, own) = self.places[op.chunk], self.live.pop(op[1:])
         if place.after is not None:
             self.wire.arrived("F", op.micro, place.stage + 1)  # a gradient proves that the output was received

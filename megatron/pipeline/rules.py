@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings of the pipeline work together (`settings.rules`); `stages.problems` says what is wrong with stages."""
+"""Rules for combinations of pipeline settings (`settings.rules`); `stages.problems` checks the stages themselves."""
 
-from megatron.pipeline.own_schedule import is_file
+from megatron.pipeline.custom_schedule import is_file
 from megatron.settings.rules import Rule
 
 RULES = (

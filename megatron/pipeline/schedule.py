@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline schedules as data: what each rank computes, in what order. No torch, no processes.
+"""Pipeline schedules as data: the ops of each rank in their order. No torch, no processes.
 
-A schedule is a list of ops per rank, made by a pure function. The same list is simulated, verified and drawn
+A schedule is a list of ops per rank, built by a pure function. The same list is simulated, verified and drawn
 (`check.py`) and run (`execute.py`); without pipeline parallelism it is the list F0 B0 F1 B1 ... of one rank. Two
 ranks, three micro-batches:
 
@@ -10,7 +10,7 @@ ranks, three micro-batches:
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
 
-The *map of stages*, stage -> (rank, chunk), says which part of the model a rank's chunk is. `looped` is the usual one:
+The *map of stages*, stage -> (rank, chunk), assigns parts of the model to the chunks of ranks. `looped` is the usual one:
 the stages go round the ranks, chunk by chunk. `v_shaped` goes there and back. `dependencies` and the verifier take any map.
 """
 
@@ -40,22 +40,22 @@ _OP = re.compile(r"([FBIW])([0-9]+)(?:\.([0-9]+))?")
 
 
 def parse_op(word: str) -> Op:
-    """The op that a word such as `B12` or `F3.1` (of chunk 1) means. Raises ValueError for any other word.
+    """Parse an op such as `B12` or `F3.1` (of chunk 1). Raises ValueError for any other word.
 
     >>> parse_op("I7.1")
     Op(kind='I', micro=7, chunk=1)
     """
-    found = _OP.fullmatch(word)
-    if found is None:
+    match = _OP.fullmatch(word)
+    if match is None:
         raise ValueError(f"{word!r} is no op: F0, B12, I3 and W3, with .1 for chunk 1, are")
-    return Op(found[1], int(found[2]), int(found[3] or 0))
+    return Op(match[1], int(match[2]), int(match[3] or 0))
 
 
 StageMap = tuple[tuple[int, int], ...]  # stage -> (rank, chunk)
 
 
 def looped(pp: int, chunks: int = 1) -> StageMap:
-    """Stage s lies on rank s % pp as its chunk s // pp.
+    """The map with stage s on rank s % pp as its chunk s // pp.
 
     >>> looped(2, 2)
     ((0, 0), (1, 0), (0, 1), (1, 1))
@@ -64,7 +64,7 @@ def looped(pp: int, chunks: int = 1) -> StageMap:
 
 
 def v_shaped(pp: int, chunks: int = 2) -> StageMap:
-    """Stages go down the ranks and come back: first and last stage lie on rank 0.
+    """The map whose stages go down the ranks and back: the first and the last stage are on rank 0.
 
     >>> v_shaped(2)
     ((0, 0), (1, 0), (1, 1), (0, 1))
@@ -74,7 +74,7 @@ def v_shaped(pp: int, chunks: int = 2) -> StageMap:
 
 
 def dependencies(op: Op, rank: int, stages: StageMap) -> list[tuple[int, Op]]:
-    """The ops that this op of `rank` waits for, as (rank, op). These lines are the whole data flow of a pipeline.
+    """The ops that this op of `rank` waits for, as (rank, op). This function is the whole data flow of a pipeline.
 
     >>> dependencies(Op("B", 5), rank=1, stages=looped(4))
     [(1, Op(kind='F', micro=5, chunk=0)), (2, Op(kind='B', micro=5, chunk=0))]
@@ -93,9 +93,9 @@ def dependencies(op: Op, rank: int, stages: StageMap) -> list[tuple[int, Op]]:
 
 
 def make_schedule(name: str, rank: int, pp: int, num_microbatches: int, chunks: Optional[int] = None) -> list[Op]:
-    """The ops of `rank`, in order. `name` is a key of SCHEDULES; chunks: default those that the schedule is made for.
+    """The ops of `rank`, in order. `name` is a key of SCHEDULES; chunks: default the schedule's own number.
 
-    Raises ValueError for what `problems` names.
+    Raises ValueError with the messages of `problems`.
     """
     chunks = chunks or default_chunks(name)
     wrong = problems(name, pp, num_microbatches, chunks)
@@ -105,42 +105,42 @@ def make_schedule(name: str, rank: int, pp: int, num_microbatches: int, chunks: 
 
 
 def stage_map(name: str, pp: int, chunks: int = 1) -> StageMap:
-    """Where a schedule wants the stages to lie."""
+    """The map of stages of a schedule."""
     return SCHEDULES[name].stages(pp, chunks)
 
 
 def default_chunks(name: str) -> int:
-    """Model chunks of a rank when nothing is said."""
+    """Model chunks of a rank by default."""
     return SCHEDULES[name].chunks[0] if name in SCHEDULES else 1
 
 
 def unknown(name: str) -> str:
-    """What to say of a name that no schedule of training has."""
+    """The message for an unknown name of a training schedule."""
     near = did_you_mean(name, TRAINING)
     return f"no pipeline schedule {name!r}: choose from {', '.join(TRAINING)} (or FILE.txt){near}"
 
 
 def problems(name: str, pp: int, num_microbatches: int, chunks: int = 1) -> list[str]:
-    """Why this schedule cannot run: one sentence each; empty when it can."""
+    """Reasons why this schedule cannot run, one sentence each; empty when it can."""
     if name not in SCHEDULES:
         return [unknown(name)]
-    found = []
+    wrong = []
     low, high = SCHEDULES[name].chunks
     if pp < 1 or chunks < 1:
         return [f"{pp} ranks with {chunks} model chunks each: at least 1 of both is needed"]
     if num_microbatches < 1:
-        found.append(f"{num_microbatches} micro-batches a step: at least 1 is needed")
+        wrong.append(f"{num_microbatches} micro-batches a step: at least 1 is needed")
     if high is not None and not low <= chunks <= high:
         many = "one model chunk" if high == 1 else f"{high} model chunks"
-        found.append(f"schedule {name} has {many} a rank, not {chunks}")
+        wrong.append(f"schedule {name} has {many} a rank, not {chunks}")
     elif chunks < low:
-        found.append(
+        wrong.append(
             f"schedule {name} needs at least {low} model chunks a rank "
             "(--num-virtual-stages-per-pipeline-rank 2), not 1; with one, 1f1b is the schedule"
         )
     elif pp == 1 and high is None and chunks > 1 and name != "forward-only":
-        found.append("several model chunks a rank need --pipeline-model-parallel-size of at least 2")
-    return found
+        wrong.append("several model chunks a rank need --pipeline-model-parallel-size of at least 2")
+    return wrong
 
 
 def gpipe(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
@@ -165,10 +165,10 @@ def one_f_one_b(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> l
 
 
 def zb_h1(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
-    """1F1B whose backward is split, with W lagging by `rank` (arXiv:2401.10241, section 2).
+    """1F1B with a split backward pass, W delayed by `rank` (arXiv:2401.10241, section 2).
 
-    The input's gradient travels on at once, the weights' gradient fills what was the bubble: a third of 1F1B's is left,
-    with no more than pp activations alive on any rank, as on 1F1B's first.
+    The input's gradient is sent immediately, the weights' gradient fills the bubble, of which a third remains. No rank
+    holds more than pp activations, as 1F1B's first rank.
     """
     order, waiting = [], []
     for op in one_f_one_b(rank, pp, num_microbatches, chunks):
@@ -183,8 +183,9 @@ def zb_h1(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op
 
 
 def zb_v(rank: int, pp: int, num_microbatches: int, chunks: int = 2) -> list[Op]:
-    """Two chunks a rank in a V, backward split: next to no bubble with the memory of 1F1B's first rank, pp
-    micro-batches (after ZB-V of arXiv:2405.15362).
+    """Two chunks per rank in a V, with a split backward pass: almost no bubble (after ZB-V of arXiv:2405.15362).
+
+    Every rank holds pp micro-batches, as 1F1B's first rank.
     """
     return list(_packed(pp, num_microbatches, 2 * pp)[rank])
 
@@ -195,17 +196,17 @@ def v_half(rank: int, pp: int, num_microbatches: int, chunks: int = 2) -> list[O
 
 
 def forward_only(rank: int, pp: int, num_microbatches: int, chunks: int = 1) -> list[Op]:
-    """Forward passes alone: evaluation, on any map of stages."""
+    """Only forward passes: evaluation, on any map of stages."""
     return _visits("F", pp, num_microbatches, range(chunks))
 
 
 class Schedule(NamedTuple):
-    """How a named schedule is made, and what it is made for."""
+    """A named schedule: its function, and the chunks and stages it needs."""
 
     make: Callable  # (rank, pp, num_microbatches, chunks) -> ops of the rank
     chunks: tuple[int, Optional[int]] = (1, None)  # fewest and most model chunks of a rank
     stages: Callable = looped  # (pp, chunks) -> map of stages
-    split: bool = False  # the backward pass comes as I and W
+    split: bool = False  # the backward pass is split into I and W
 
 
 SCHEDULES = {
@@ -227,7 +228,7 @@ def _visits(kind: str, pp: int, num_microbatches: int, chunks) -> list[Op]:
 
 
 def _groups(pp: int, num_microbatches: int) -> list[range]:
-    """Micro-batches in even groups of pp, or a few more: with a smaller group the interleaved schedule would hang.
+    """Micro-batches in even groups of at least pp: with smaller groups the interleaved schedule would hang.
 
     >>> _groups(4, 8), _groups(4, 11)
     ([range(0, 4), range(4, 8)], [range(0, 6), range(6, 11)])
@@ -237,13 +238,13 @@ def _groups(pp: int, num_microbatches: int) -> list[range]:
     return [range(start, end) for start, end in zip(ends, ends[1:])]
 
 
-@lru_cache(maxsize=8)  # every rank asks for its row of the same plan, at every step
+@lru_cache(maxsize=8)  # every rank takes its row of the same plan, at every step
 def _packed(pp: int, num_microbatches: int, limit: int) -> tuple[tuple[Op, ...], ...]:
-    """A V-shaped schedule, found by simulation: at each tick every idle rank runs its first op whose inputs are there.
+    """A V-shaped schedule by simulation: at each tick every idle rank runs its first op with available inputs.
 
-    All ops take one tick. A rank prefers, in this order, what feeds its neighbours (F of the way back, I, F of the way
-    out) and fills the rest with W. It holds at most `limit` (micro, chunk) activations: a micro-batch is let in only if
-    there is room for it on its way back too, which is why no rank can ever be stuck.
+    All ops take one tick. A rank prefers, in this order, ops that feed its neighbours (F of the way back, I, F of the way
+    out), and fills gaps with W. It holds at most `limit` (micro, chunk) activations: a micro-batch only enters if there is
+    also room for its way back, so that no rank can get stuck.
     """
     stages = v_shaped(pp)
     plan: list[list[Op]] = [[] for _ in range(pp)]

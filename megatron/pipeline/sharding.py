@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What data parallelism sends beside the passes of a pipeline rank, as ops of the simulation: gatherings and reductions.
+"""Communication of data parallelism in the simulation of a pipeline: gathers of parameters, reductions of gradients.
 
 A rank has two lanes. The compute lane runs the passes of its schedule, the communication lane these ops, both in order:
 
-| op      | what                                            | ZeRO | before or behind                              |
+| op      | what                                            | ZeRO | when                                          |
 |---------|-------------------------------------------------|------|-----------------------------------------------|
 | G0.1    | all-gather of chunk 1's parameters              | 1, 2 | before the first forward pass of the chunk    |
 | G3.1    | the same                                        | 3    | before the forward pass F3.1                  |
 | GB3.1   | the same                                        | 3    | before the backward pass B3.1 (or I3.1)       |
-| R7.1    | reduction of chunk 1's gradients                | 0, 1 | behind the last backward pass (or W), B7.1    |
-| R3.1    | the same                                        | 2, 3 | behind each backward pass (or W)              |
-| U0      | the update                                      | all  | behind the last reduction of all ranks: these |
+| R7.1    | reduction of chunk 1's gradients                | 0, 1 | after the last backward pass (or W), B7.1     |
+| R3.1    | the same                                        | 2, 3 | after each backward pass (or W)               |
+| U0      | the update                                      | all  | after the last reduction of all ranks, which  |
 |         |                                                 |      | agree on the norm of the gradients            |
 
-Without overlap a pass begins when what it needs has been gathered, and of ZeRO 2 and 3 it is not over before its gradients
-are reduced; ZeRO 0 and 1 reduce behind the rank's last pass. With overlap layers are gathered and reduced while others
-compute: of a message of time x the share `beside` runs during its pass, the rest before (G) or behind it (R). A pass that
-is shorter than what runs beside it takes as long as that: no message is hidden beside less work than it takes.
+Without overlap a pass starts after its gather; with ZeRO 2 and 3 it ends after the reduction of its gradients, and ZeRO 0
+and 1 reduce after the rank's last pass. With overlap, layers are gathered and reduced while others compute: a share of a
+message runs during its pass, the rest before (G) or after it (R). A pass that is shorter than its overlapped communication
+takes as long as that: compute cannot hide more communication than its own duration.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ COMMUNICATION = ("G", "GB", "R")  # kinds of the communication lane
 
 @dataclass(frozen=True)
 class Sharding:
-    """The ZeRO stage and times, in the unit of the passes'. Each is of one chunk; of all ranks alike.
+    """The ZeRO stage and the times of one chunk's communication, in the unit of the passes; equal on all ranks.
 
     gather, reduce:                time of one G and of one R
-    gather_overlap, reduce_overlap:  share of it that runs beside the pass it belongs to; 0: without --overlap-param-gather
-                                   and --overlap-grad-reduce
+    gather_overlap, reduce_overlap:  share of it that overlaps its pass; 0: without --overlap-param-gather and
+                                   --overlap-grad-reduce
     """
 
     zero: int
@@ -44,7 +44,7 @@ class Sharding:
     update: float = 0.0
 
     def gathers(self, kind: str) -> bool:
-        """Whether every pass of this kind has a gathering of its own."""
+        """Whether every pass of this kind has a gather of its own."""
         return self.zero == 3 and kind != "W"
 
     def reduces(self, kind: str) -> bool:
@@ -52,22 +52,22 @@ class Sharding:
         return self.zero >= 2 and kind in "BW"
 
     def stretched(self, kind: str, time: float) -> float:
-        """How long a pass takes with what runs before, beside and behind it.
+        """Duration of a pass including the communication before, during and after it.
 
         >>> Sharding(3, gather=1.0, reduce=2.0, gather_overlap=0.5).stretched("B", 4.0)
         6.5
         """
         gather, reduce = self.gather * self.gathers(kind), self.reduce * self.reduces(kind)
-        beside = gather * self.gather_overlap + reduce * self.reduce_overlap
-        return gather + reduce - beside + max(time, beside)
+        overlapped = gather * self.gather_overlap + reduce * self.reduce_overlap
+        return gather + reduce - overlapped + max(time, overlapped)
 
 
 class RankStreams:
-    """The two lanes of one rank while its schedule is simulated. `times` gets (rank, op) -> (start, end) of every op."""
+    """The two lanes of one rank in the simulation. Adds (rank, op) -> (start, end) of every op to `times`."""
 
     def __init__(self, rank: int, ops: Sequence[Op], sharding: Sharding, times: dict):
         self.rank, self.sharding, self.times = rank, sharding, times
-        self.free = 0.0  # when the communication lane has nothing to do any more
+        self.free = 0.0  # time at which the communication lane is idle again
         self.first = {op.chunk: op for op in reversed(ops) if op.kind == "F"}
         self.last = {op.chunk: op for op in ops if op.kind in "BW"}
         self.end = ops[-1] if ops else None
@@ -77,9 +77,9 @@ class RankStreams:
         self.gathered = self.free
 
     def run(self, op: Op, ready: float, time: float) -> float:
-        """Simulate a pass that could start at `ready` and computes for `time`. Returns when what waits for it may go on."""
+        """Simulate a pass that could start at `ready` and computes for `time`. Returns when its dependents may start."""
         plan, chunk = self.sharding, (self.rank, Op("G", 0, op.chunk))
-        begin, least = ready, 0.0  # of computing, and of its end
+        begin, least = ready, 0.0  # start of computing, and its earliest end
         if plan.gathers(op.kind):
             kind = "G" if op.kind == "F" else "GB"
             start, least = self._send(Op(kind, op.micro, op.chunk), ready, plan.gather)
@@ -103,14 +103,14 @@ class RankStreams:
         return done
 
     def _send(self, op: Op, ready: float, time: float) -> tuple[float, float]:
-        """A message that waits for the lane alone."""
+        """Send a message as soon as it is ready and the lane is free."""
         start = max(ready, self.free)
         self.free = start + time
         self.times[self.rank, op] = (start, self.free)
         return start, self.free
 
     def _reduce(self, op: Op, end: float, time: float) -> float:
-        """A reduction whose share `beside` has been sent when the pass ends."""
+        """Send a reduction of which the share `reduce_overlap` is done when the pass ends."""
         self.free = end + (1 - self.sharding.reduce_overlap) * time
         self.times[self.rank, Op("R", op.micro, op.chunk)] = (self.free - time, self.free)
         return self.free

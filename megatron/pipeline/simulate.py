@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulate, verify and measure a pipeline schedule before it is trusted with a machine. No torch, no processes.
+"""Simulate, verify and measure a pipeline schedule before a run. No torch, no processes.
 
 A *plan* is the list of op lists of all ranks, the same lists that `execute.py` runs.
 
     >>> plan = make_rank_schedules("1f1b", pp=4, num_microbatches=8)
     >>> verify(plan, num_microbatches=8)
-    >>> found = report(plan)
-    >>> round(found.bubble, 4) == round(3 / (8 + 3), 4), found.live
+    >>> result = report(plan)
+    >>> round(result.bubble, 4) == round(3 / (8 + 3), 4), result.live
     (True, (4, 3, 2, 1))
 """
 
@@ -18,7 +18,7 @@ from typing import Optional, Union
 from megatron.pipeline.schedule import Op, StageMap, dependencies, looped, make_schedule
 from megatron.pipeline.sharding import COMMUNICATION, RankStreams, Sharding
 
-COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass does twice the work of a forward pass
+COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass takes twice as long as a forward pass
 KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})
 
 Cost = Union[Mapping[str, float], Callable[[int, Op], float]]  # time by kind of op, or of any (rank, op)
@@ -28,7 +28,7 @@ Times = dict[tuple[int, Op], tuple[float, float]]
 
 
 class BrokenSchedule(ValueError):
-    """A schedule that would hang, repeat or forget work, or mix up its messages. `rank`: where, if at one place."""
+    """A schedule that would hang, repeat or omit ops, or mix up its messages. `rank`: of the first error, if known"""
 
     def __init__(self, text: str, rank: Optional[int] = None):
         super().__init__(text)
@@ -50,18 +50,17 @@ def simulate(
     message_time: float = 0.0,
     sharding: Optional[Sharding] = None,
 ) -> Times:
-    """Run the plan on a clock: (rank, op) -> (start, end).
+    """Simulate a plan: (rank, op) -> (start, end).
 
-    stages: where each stage lies (default `looped`). cost: time of an op. message_time: time of a message. sharding:
-    gatherings and reductions of ZeRO and the update are simulated, too, as ops of kinds G, GB, R and U
-    (`pipeline/sharding.py`). Sending never waits. Raises BrokenSchedule when no rank can go on, naming the op and what it
-    waits for on each.
+    stages: map of stages (default `looped`). cost: time of an op. message_time: time of a message. sharding: also simulate
+    gathers and reductions of ZeRO and the update, as ops of kinds G, GB, R and U (`pipeline/sharding.py`). Sending never
+    waits. Raises BrokenSchedule in a deadlock, with the op of each rank and the ops it waits for.
     """
     stages, cost = stages or _looped_for(plan), cost or COST
     time_of = cost if callable(cost) else lambda rank, op: cost[op.kind]
     waits = [[dependencies(op, rank, stages) for op in ops] for rank, ops in enumerate(plan)]
     times: Times = {}
-    done = times if sharding is None else {}  # of a pass: (start, when others may go on with what it made)
+    done = times if sharding is None else {}  # pass -> (start, when its dependents may start)
     lanes = [RankStreams(rank, ops, sharding, times) for rank, ops in enumerate(plan)] if sharding else None
     clock, at = [0.0] * len(plan), [0] * len(plan)
     moved = True
@@ -79,8 +78,8 @@ def simulate(
                 moved = True
     stuck = [rank for rank, ops in enumerate(plan) if at[rank] < len(ops)]
     if stuck:
-        told = "; ".join(_stuck_on(rank, plan, at, waits, done) for rank in stuck)
-        raise BrokenSchedule(f"deadlock: {told}", stuck[0])
+        where = "; ".join(_stuck_on(rank, plan, at, waits, done) for rank in stuck)
+        raise BrokenSchedule(f"deadlock: {where}", stuck[0])
     if sharding and sharding.update:
         last = max((end for _, end in times.values()), default=0.0)
         times |= {(rank, Op("U", 0)): (last, last + sharding.update) for rank in range(len(plan))}
@@ -100,10 +99,10 @@ def _looped_for(plan: RankSchedules) -> StageMap:
 
 
 def verify(plan: RankSchedules, num_microbatches: int, stages: Optional[StageMap] = None) -> None:
-    """Prove that a plan is right, or raise BrokenSchedule with what is wrong.
+    """Prove that a plan is correct, or raise BrokenSchedule with the error.
 
-    Every (micro, chunk) is done exactly once in each kind of pass; no rank waits for ever; every directed channel between
-    two ranks delivers in the order in which it is read, so that messages need no tags.
+    Each kind of pass does every (micro, chunk) exactly once; no rank waits forever; every directed channel between two
+    ranks delivers in the order in which it is read, so that messages need no tags.
     """
     stages = stages or _looped_for(plan)
     _verify_complete(plan, num_microbatches, stages)
@@ -121,7 +120,7 @@ def _verify_complete(plan: RankSchedules, num_microbatches: int, stages: StageMa
         wrong = {
             "never does": want - set(ops),
             "must not do": set(ops) - want,
-            "does twice": {op for op in set(ops) if ops.count(op) > 1} if len(ops) != len(set(ops)) else set(),
+            "repeats": {op for op in set(ops) if ops.count(op) > 1} if len(ops) != len(set(ops)) else set(),
         }
         for what, which in wrong.items():
             if which:
@@ -142,7 +141,7 @@ def _verify_channels(plan: RankSchedules, stages: StageMap) -> None:
 
 
 def _messages(plan: RankSchedules, stages: StageMap) -> dict[tuple[int, int, str], list[Op]]:
-    """(from, to, kind) -> the sender's ops, in the order in which the receiver wants their results."""
+    """(from, to, kind) -> the sender's ops, in the order in which the receiver needs their results."""
     read = defaultdict(list)
     for rank, ops in enumerate(plan):
         for op in ops:
@@ -157,12 +156,12 @@ def _messages(plan: RankSchedules, stages: StageMap) -> dict[tuple[int, int, str
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What a plan costs. Times in units of one chunk's forward pass."""
+    """Time and memory of a plan. Times in units of one chunk's forward pass."""
 
     span: float  # from the first op to the last
     bubble: float  # share of the span in which ranks wait, over all ranks
     live: tuple[int, ...]  # largest number of (micro, chunk) activations that each rank holds
-    waiting: int  # most messages that lie unread in one channel: buffers that the wire must have
+    waiting: int  # largest number of unread messages in one channel: buffers of the wire
 
 
 def report(
@@ -188,7 +187,7 @@ def bubble_of(times: Times, ranks: int) -> float:
 
 
 def live_activations(ops: list[Op]) -> int:
-    """The most (micro, chunk) activations a rank holds at once: from F to B, or to W; evaluation keeps none."""
+    """Peak number of (micro, chunk) activations of a rank: held from F to B, or to W; evaluation keeps none."""
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     if {op.kind for op in ops} <= {"F"}:
         return 0
@@ -209,7 +208,7 @@ def _most_waiting(plan: RankSchedules, stages: StageMap, times: Times) -> int:
     most = 0
     for channel in events.values():
         waiting = 0
-        for _, change in sorted(channel):  # at the same instant reading (-1) comes first: a message passed on at once
+        for _, change in sorted(channel):  # at the same instant reading (-1) comes first: the message is not stored
             waiting += change
             most = max(most, waiting)
     return most

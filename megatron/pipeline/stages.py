@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers lie where: from the settings of a pipeline to the layers of each stage. Pure.
+"""The stages of a pipeline: from its settings to the layers of each stage. Pure.
 
     >>> p = Pipeline.of(Parallel(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2), num_layers=8)
     >>> p.layers_of(rank=0), p.layers_of(rank=1)
     ([range(0, 2), range(4, 6)], [range(2, 4), range(6, 8)])
 
 A *stage* is a piece of consecutive layers; a rank holds one or more of them, its *chunks*. The first stage has the
-embedding, the last one the final norm, the output layer and the loss; either may go without any layer.
+embedding, the last one the final norm, the output layer and the loss; either may have no layer.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from typing import Optional
 
 from megatron.errors import SettingsError
 from megatron.pipeline import schedule
-from megatron.pipeline.own_schedule import CustomSchedule, is_file, read_schedule
+from megatron.pipeline.custom_schedule import CustomSchedule, is_file, read_schedule
 from megatron.pipeline.schedule import Op, StageMap
 from megatron.pipeline.simulate import report
 from megatron.settings.schema import Parallel
@@ -24,7 +24,7 @@ LAYERS_EACH = "--pipeline-stage-layers"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a run, where they lie, and in what order their passes are done."""
+    """The stages of a run, their ranks, and the order of their passes."""
 
     name: str
     pp: int
@@ -35,26 +35,26 @@ class Pipeline:
 
     @classmethod
     def of(cls, parallel: Parallel, num_layers: int, num_microbatches: Optional[int] = None) -> "Pipeline":
-        """For settings in which `problems` finds nothing, and steps of `num_microbatches` micro-batches.
+        """The pipeline for settings without `problems`, and steps of `num_microbatches` micro-batches.
 
-        Reads and verifies a schedule that is a file; raises SettingsError if it is not one for this run.
+        Reads and verifies a schedule file; raises SettingsError if it does not fit this run.
         """
         pp, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-        own = None
+        custom = None
         if is_file(name):
-            own = read_schedule(name)
-            _check_own(own, parallel, num_layers, num_microbatches)
-        chunks = own.chunks if own else chunks_of(parallel, num_layers)
-        stages = own.stages if own else schedule.stage_map(name, pp, chunks)
-        return cls(name, pp, chunks, stages, _cut(num_layers, _counts(parallel, num_layers, stages)), own)
+            custom = read_schedule(name)
+            _check_custom(custom, parallel, num_layers, num_microbatches)
+        chunks = custom.chunks if custom else chunks_of(parallel, num_layers)
+        stages = custom.stages if custom else schedule.stage_map(name, pp, chunks)
+        return cls(name, pp, chunks, stages, _cut(num_layers, _counts(parallel, num_layers, stages)), custom)
 
     @property
     def split(self) -> bool:
-        """Whether gradients of weights come in passes of their own."""
+        """Whether gradients of weights are computed in passes of their own."""
         return self.custom.split if self.custom else schedule.SCHEDULES[self.name].split
 
     def ops(self, rank: int, num_microbatches: int, training: bool = True) -> list[Op]:
-        """What a rank does in a step of training, or in an evaluation, of so many micro-batches."""
+        """The ops of a rank in a training step, or in an evaluation, of this many micro-batches."""
         if not training:
             return schedule.make_schedule("forward-only", rank, self.pp, num_microbatches, self.chunks)
         if self.custom:
@@ -69,18 +69,18 @@ class Pipeline:
         return [stage for _, stage in sorted((chunk, n) for n, (at, chunk) in enumerate(self.stages) if at == rank)]
 
     def describe(self, num_microbatches: int) -> str:
-        """What lies where, and what a step wastes, in a line.
+        """A line with the layers of each rank, the bubble and the live activations.
 
         >>> Pipeline.of(Parallel(pipeline_model_parallel_size=2), num_layers=4).describe(num_microbatches=8)
         'pipeline 1f1b: layers 0-1 | 2-3; bubble of equal stages 11.1 %, activations of at most 2 of 8 micro-batches'
         """
         plan = [self.ops(rank, num_microbatches) for rank in range(self.pp)]
-        found = report(plan, self.stages)
+        result = report(plan, self.stages)
         layers = " | ".join(" and ".join(_span(held) for held in self.layers_of(rank)) for rank in range(self.pp))
         name = "interleaved" if self.name == "1f1b" and self.chunks > 1 else self.name
         return (
-            f"pipeline {name}: layers {layers}; bubble of equal stages {100 * found.bubble:.1f} %, activations "
-            f"of at most {max(found.live) / self.chunks:g} of {num_microbatches} micro-batches"
+            f"pipeline {name}: layers {layers}; bubble of equal stages {100 * result.bubble:.1f} %, activations "
+            f"of at most {max(result.live) / self.chunks:g} of {num_microbatches} micro-batches"
         )
 
     def layers_of(self, rank: int) -> list[range]:
@@ -88,22 +88,22 @@ class Pipeline:
         return [self.layers[stage] for stage in self.stages_of(rank)]
 
 
-def _check_own(own: CustomSchedule, parallel: Parallel, num_layers: int, num_microbatches: Optional[int]) -> None:
-    found, pp = [], parallel.pipeline_model_parallel_size
+def _check_custom(own: CustomSchedule, parallel: Parallel, num_layers: int, num_microbatches: Optional[int]) -> None:
+    wrong, pp = [], parallel.pipeline_model_parallel_size
     if len(own.plan) != pp:
-        found.append(f"it has {len(own.plan)} lines of ops, and --pipeline-model-parallel-size is {pp}")
+        wrong.append(f"it has {len(own.plan)} lines of ops, and --pipeline-model-parallel-size is {pp}")
     if num_microbatches is not None and own.num_microbatches != num_microbatches:
-        found.append(
+        wrong.append(
             f"it is for {own.num_microbatches} micro-batches, and a step has {num_microbatches} (--global-batch-size / "
             "--micro-batch-size / data parallel size)"
         )
-    found += _uneven(parallel, num_layers, own.chunks)
-    if found:
-        raise SettingsError(f"--pipeline-schedule {own.path} is not for this run: {'; '.join(found)}")
+    wrong += _uneven(parallel, num_layers, own.chunks)
+    if wrong:
+        raise SettingsError(f"--pipeline-schedule {own.path} does not fit this run: {'; '.join(wrong)}")
 
 
 def chunks_of(parallel: Parallel, num_layers: int) -> int:
-    """Model chunks of a rank that the settings ask for."""
+    """Model chunks of a rank for these settings."""
     p = parallel
     if p.num_virtual_stages_per_pipeline_rank:
         return p.num_virtual_stages_per_pipeline_rank
@@ -114,33 +114,31 @@ def chunks_of(parallel: Parallel, num_layers: int) -> int:
 
 
 def problems(parallel: Parallel, num_layers: int) -> list[str]:
-    """Why a pipeline cannot be, in the words of the flags, with values that work; empty when it can."""
+    """Messages about settings that give no pipeline, with flags and values that work; empty when all is well."""
     p = parallel
     if is_file(p.pipeline_schedule):
         return _problems_of_file(p)
     if p.pipeline_schedule not in schedule.TRAINING:
         return [schedule.unknown(p.pipeline_schedule)]
     chunks = chunks_of(p, num_layers)
-    found = schedule.problems(p.pipeline_schedule, p.pipeline_model_parallel_size, 1, chunks)
-    found += _conflicts(p)
-    if found:
-        return found
-    return _uneven(p, num_layers, chunks)
+    wrong = schedule.problems(p.pipeline_schedule, p.pipeline_model_parallel_size, 1, chunks)
+    wrong += _conflicts(p)
+    return wrong or _uneven(p, num_layers, chunks)
 
 
 def _problems_of_file(p: Parallel) -> list[str]:
-    """What can be said of a file without opening it."""
+    """Messages about a schedule file that do not need its contents."""
     if p.num_layers_per_virtual_pipeline_stage or p.num_virtual_stages_per_pipeline_rank:
         return [
-            f"--pipeline-schedule {p.pipeline_schedule} says itself how many model chunks a rank has; leave out "
+            f"--pipeline-schedule {p.pipeline_schedule} itself sets the number of model chunks per rank; leave out "
             "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
         ]
     return _conflicts(p)
 
 
 def _conflicts(p: Parallel) -> list[str]:
-    """Settings that say the same thing twice."""
-    found = []
+    """Messages about settings that contradict or repeat each other."""
+    wrong = []
     ends = {
         "--decoder-first-pipeline-num-layers": p.decoder_first_pipeline_num_layers,
         "--decoder-last-pipeline-num-layers": p.decoder_last_pipeline_num_layers,
@@ -151,8 +149,8 @@ def _conflicts(p: Parallel) -> list[str]:
     }
     ends, weights = ([flag for flag, value in flags.items() if value] for flags in (ends, weights))
     if p.num_virtual_stages_per_pipeline_rank and p.num_layers_per_virtual_pipeline_stage:
-        found.append(
-            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage say the same "
+        wrong.append(
+            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage set the same "
             "thing; give one of them"
         )
     if p.pipeline_stage_layers and (ends or weights or p.num_layers_per_virtual_pipeline_stage):
@@ -161,23 +159,23 @@ def _conflicts(p: Parallel) -> list[str]:
             *weights,
             *["--num-layers-per-virtual-pipeline-stage"] * bool(p.num_layers_per_virtual_pipeline_stage),
         ]
-        found.append(f"{LAYERS_EACH} says how many layers each stage has; leave out {', '.join(others)}")
+        wrong.append(f"{LAYERS_EACH} sets the number of layers of each stage; leave out {', '.join(others)}")
     elif ends and weights:
-        found.append(
+        wrong.append(
             f"{', '.join(ends)} and {', '.join(weights)} are two ways to even out the stages; give one of them"
         )
     elif ends and p.num_layers_per_virtual_pipeline_stage:
-        found.append(
+        wrong.append(
             f"{', '.join(ends)} with several model chunks a rank needs --num-virtual-stages-per-pipeline-rank "
             "instead of --num-layers-per-virtual-pipeline-stage"
         )
     if ends and p.pipeline_model_parallel_size == 1:
-        found.append(f"{', '.join(ends)} needs --pipeline-model-parallel-size above 1")
-    return found
+        wrong.append(f"{', '.join(ends)} needs --pipeline-model-parallel-size above 1")
+    return wrong
 
 
 def _uneven(p: Parallel, num_layers: int, chunks: int) -> list[str]:
-    """What keeps the layers from being dealt out."""
+    """Messages about layers that cannot be cut into the stages."""
     pp = p.pipeline_model_parallel_size
     if p.pipeline_stage_layers:
         return _wrong_list(p.pipeline_stage_layers, num_layers, pp, chunks)
@@ -209,26 +207,26 @@ def _wrong_list(text: str, num_layers: int, pp: int, chunks: int) -> list[str]:
     counts, number = _numbers(text), pp * chunks
     if counts is None:
         return [f"{LAYERS_EACH} {text} must be numbers with commas, one for each stage, as in 2,1,1,1"]
-    found = []
+    wrong = []
     if len(counts) != number:
-        found.append(
+        wrong.append(
             f"{LAYERS_EACH} {text} is for {len(counts)} stages, and there are {number} "
             f"(--pipeline-model-parallel-size {pp}{f' x {chunks} model chunks a rank' if chunks > 1 else ''})"
         )
     if sum(counts) != num_layers:
-        found.append(f"{LAYERS_EACH} {text} is {sum(counts)} layers, and --num-layers is {num_layers}")
+        wrong.append(f"{LAYERS_EACH} {text} is {sum(counts)} layers, and --num-layers is {num_layers}")
     if 0 in counts[1:-1]:
-        found.append(f"{LAYERS_EACH} {text}: only the first and the last stage may go without layers")
-    if found and num_layers >= number:
-        found[-1] += f"; {_even_list(num_layers, number)} would work"
-    return found
+        wrong.append(f"{LAYERS_EACH} {text}: only the first and the last stage may have no layers")
+    if wrong and num_layers >= number:
+        wrong[-1] += f"; {_even_list(num_layers, number)} would work"
+    return wrong
 
 
 def _wrong_ends(p: Parallel, num_layers: int, chunks: int) -> list[str]:
     pp = p.pipeline_model_parallel_size
     given = [n for n in (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers) if n]
     middle, ranks = num_layers - sum(given), pp - len(given)
-    told = " and ".join(
+    flags = " and ".join(
         f"--decoder-{end}-pipeline-num-layers {n}"
         for end, n in (("first", p.decoder_first_pipeline_num_layers), ("last", p.decoder_last_pipeline_num_layers))
         if n
@@ -236,18 +234,18 @@ def _wrong_ends(p: Parallel, num_layers: int, chunks: int) -> list[str]:
     odd = [n for n in given if n % chunks]
     if odd:
         return [
-            f"{told}: {odd[0]} layers cannot be divided by {chunks} model chunks a rank; use a multiple of {chunks}"
+            f"{flags}: {odd[0]} layers cannot be divided by {chunks} model chunks a rank; use a multiple of {chunks}"
         ]
     if middle < 0 or (ranks == 0 and middle) or (ranks and (middle % (ranks * chunks) or middle == 0)):
         rest = f"for {ranks} ranks" if ranks else "for no rank"
         best = _or_list(num_layers, pp * chunks).removeprefix(", or ") or f"at least {pp * chunks} layers"
         rest += f" of {chunks} model chunks" * (chunks > 1)
-        return [f"{told} leaves {middle} of {num_layers} layers {rest}, which cannot be even; {best} would work"]
+        return [f"{flags} leaves {middle} of {num_layers} layers {rest}, which cannot be even; {best} would work"]
     return []
 
 
 def _counts(p: Parallel, num_layers: int, stages: StageMap) -> list[int]:
-    """Layers of each stage, for settings in which nothing is wrong."""
+    """Number of layers of each stage, for settings without problems."""
     if p.pipeline_stage_layers:
         return _numbers(p.pipeline_stage_layers)
     pp, number = p.pipeline_model_parallel_size, len(stages)
@@ -280,7 +278,7 @@ def _numbers(text: str) -> Optional[list[int]]:
 
 
 def _even_list(num_layers: int, number: int) -> str:
-    """The most even list of layers; where it is uneven the stages in the middle get one more."""
+    """The most even list of layers; where it is not even, stages in the middle get one more."""
     least, more = divmod(num_layers, number)
     heavy = set(sorted(range(number), key=lambda stage: (stage in (number - 1,), stage == 0, stage))[:more])
     return ",".join(str(least + (stage in heavy)) for stage in range(number))

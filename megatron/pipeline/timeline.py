@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step really took, op by op: written by a run (`--pipeline-timeline FILE`), laid over the simulation by check.
+"""The measured times of a step's ops: written by a run (`--pipeline-timeline FILE`), compared with a simulation by check.
 
 A JSON object: `schedule`, `stages` (stage -> [rank, chunk]), and `ranks`: for each rank its ops in order, each as
 ["F3.1", start, end] in seconds since the step began. An op's time is its computation: waiting for a message comes
@@ -34,7 +34,7 @@ class Timeline:
 
     @property
     def times(self) -> Times:
-        """As `simulate` gives them, from the first op's start on."""
+        """Times in the form of `simulate`, from the start of the first op."""
         first = min(start for record in self.ranks for _, start, _ in record)
         return {
             (rank, op): (start - first, end - first)
@@ -49,14 +49,14 @@ class Timeline:
     @cached_property
     def costs(self) -> dict[tuple[int, str, int], float]:
         """(rank, kind, chunk) -> seconds."""
-        found = defaultdict(list)
+        durations = defaultdict(list)
         for rank, record in enumerate(self.ranks):
             for op, start, end in record:
-                found[rank, op.kind, op.chunk].append(end - start)
-        return {key: median(seconds) for key, seconds in found.items()}
+                durations[rank, op.kind, op.chunk].append(end - start)
+        return {key: median(seconds) for key, seconds in durations.items()}
 
     def write(self, path: str) -> None:
-        """As JSON, one line for each rank."""
+        """Write the timeline as JSON, one line for each rank."""
         rows = [
             json.dumps([[str(op), round(start, 7), round(end, 7)] for op, start, end in record])
             for record in self.ranks
@@ -67,12 +67,12 @@ class Timeline:
 
 
 def read_timeline(path: str) -> Timeline:
-    """Raises DataError for a file that is not a timeline."""
+    """Read a timeline. Raises DataError for a file that is not one."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        ranks = [[(parse_op(word), float(start), float(end)) for word, start, end in row] for row in found["ranks"]]
-        stages = tuple((int(rank), int(chunk)) for rank, chunk in found["stages"])
-        timeline = Timeline(str(found["schedule"]), stages, ranks)
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        ranks = [[(parse_op(word), float(start), float(end)) for word, start, end in row] for row in record["ranks"]]
+        stages = tuple((int(rank), int(chunk)) for rank, chunk in record["stages"])
+        timeline = Timeline(str(record["schedule"]), stages, ranks)
         if not any(end > start for row in ranks for _, start, end in row):
             raise ValueError("nothing in it took any time")
         verify(timeline.plan, 1 + max(op.micro for row in ranks for op, _, _ in row), stages)

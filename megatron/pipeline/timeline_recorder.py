@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording a step of a run, op by op, for `python -m megatron.pipeline.check --timeline`."""
+"""Record the times of a step's ops for `python -m megatron.pipeline.check --timeline`."""
 
 import socket
 import time
@@ -13,7 +13,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import Timeline
 
-STEP = 3  # the first steps are slower: memory is asked for, kernels are chosen
+STEP = 3  # the first steps are slower: they allocate memory and select kernels
 
 
 class Recorder:
@@ -23,7 +23,7 @@ class Recorder:
         self.path, self.pipeline, self.mesh, self.steps = path, pipeline, mesh, 0
 
     def record(self) -> Optional[list]:
-        """Where `execute` should note the ops of the step that begins; None if it should not."""
+        """The list for `execute` to record the ops of the next step in; None for other steps."""
         self.steps += 1
         if self.steps != STEP:
             return None
@@ -32,7 +32,7 @@ class Recorder:
         return []
 
     def write(self, record: Optional[list]) -> None:
-        """Collect what all ranks of the pipeline noted, and write it. All ranks together."""
+        """Collect the records of all ranks of the pipeline, and write them. All ranks call it together."""
         if not record:
             return
         mesh, rows = self.mesh, [(socket.gethostname(), self.begun, record)]
@@ -41,7 +41,7 @@ class Recorder:
             dist.all_gather_object(rows, (socket.gethostname(), self.begun, record), group=mesh.pp.group)
         if mesh.rank != mesh.pp.ranks[0] or mesh.dp.rank or mesh.tp.rank or mesh.cp.rank:
             return
-        # Ranks of one machine share a clock. Those of several only know that they left the barrier together.
+        # Ranks of one machine share a clock. On several machines, times count from the end of the barrier.
         one = len({host for host, _, _ in rows}) == 1
         ranks = [
             [

@@ -2,12 +2,11 @@
 """Messages between neighbouring stages: activations one way (F), their gradients the other (B).
 
 Every message of a wire has the same shape. Sends do not wait; a receive is posted before it is needed. Between two
-chunks of one rank a message is handed over as it is.
+chunks of one rank a message is passed on as it is.
 
-On NCCL each channel is a group with a stream of its own. A send or a receive begins there once the device has done what
-it had been given before the call; what comes later, as the next pass, neither delays it nor is delayed by it. `wait` makes
-the stream of the passes wait, not the host. What is sent is kept until it is known to have been: its memory must not be
-given to others before.
+On NCCL each channel is a process group with a stream of its own. A send or receive starts there after the work that was
+queued before the call; later work, such as the next pass, overlaps it. `wait` makes the compute stream wait, not the host.
+A sent tensor is kept until the send has completed: its memory must not be reused before.
 """
 
 from itertools import chain
@@ -31,7 +30,7 @@ class P2PCommunicator:
 
     axis:           the pipeline's ranks
     shape, dtype:   of every message
-    stages:         where each stage lies, stage -> (rank, chunk); None: round the ranks
+    stages:         map of stages, stage -> (rank, chunk); None: round the ranks
     groups:         (kind, from, to) -> the process group of that channel (`open_channels`); None: all in the axis' own
     """
 
@@ -48,17 +47,17 @@ class P2PCommunicator:
         self.axis, self.shape, self.dtype, self.device, self.stages = axis, shape, dtype, device, stages
         self._groups = groups or {}
         self._local: dict[tuple[str, int, int], torch.Tensor] = {}  # (kind, micro, stage that reads) -> message
-        self._sent: dict[tuple[str, int, int], tuple] = {}  # the same -> (work, tensor): it must outlive its sending
+        self._sent: dict[tuple[str, int, int], tuple] = {}  # the same -> (work, tensor), kept until it is sent
 
     def send(self, x: torch.Tensor, to: int, kind: str, micro: int, stage: int) -> None:
-        """To rank `to` of the axis, for the F or B of a micro-batch on `stage`."""
+        """Send to rank `to` of the axis, for the F or B of a micro-batch on `stage`."""
         if to == self.axis.rank:
             self._local[kind, micro, stage] = x
             return
         if tuple(x.shape) != self.shape or x.dtype != self.dtype:
             raise SettingsError(
-                f"a stage returned {list(x.shape)} {x.dtype}, and between stages goes {list(self.shape)} {self.dtype}",
-                do="what a stage returns has the shape and format of what it was given: docs/extending.md#a-model",
+                f"a stage returned {list(x.shape)} {x.dtype}, and messages are {list(self.shape)} {self.dtype}",
+                do="return an output of the shape and dtype of the input: docs/extending.md#a-model",
             )
         self._forget_sent()
         x = x.contiguous()
@@ -67,7 +66,7 @@ class P2PCommunicator:
         self._sent[kind, micro, stage] = lanes.note(lanes.SEND, f"{kind}{micro} to rank {self.axis.ranks[to]}", work), x
 
     def receive(self, source: int, kind: str, micro: int, stage: int) -> "PendingReceive":
-        """Post the receive of the next message of a kind from a rank. `wait` on what it returns gives the message."""
+        """Post the receive of the next message of a kind from a rank. `wait` on the result returns the message."""
         if source == self.axis.rank:
             return PendingReceive(None, self._local, (kind, micro, stage))
         x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -78,15 +77,13 @@ class P2PCommunicator:
         return PendingReceive(work, x, label=f"{self.axis.label} {whence}")
 
     def arrived(self, kind: str, micro: int, stage: int) -> None:
-        """The other side is known to have read this message: let go of it (gloo never says that a send is done)."""
+        """Release a message that the other side is known to have received (gloo does not report completed sends)."""
         sent = self._sent.pop((kind, micro, stage), None)
         if sent:
             sent[0].wait()
 
     def finish(self) -> None:
-        """The end of a step. A host waits until everything is sent. A device need not: what is still on its way is kept,
-        and looked at again by the sends of the next step.
-        """
+        """End a step. On a CPU, wait for all sends. On a GPU unfinished sends are kept, and checked in the next step."""
         if self.device.type == "cuda":
             self._forget_sent()
             return
@@ -95,12 +92,12 @@ class P2PCommunicator:
         self._sent.clear()
 
     def _forget_sent(self) -> None:
-        """Let go of what is known to be sent; to ask does not wait."""
+        """Release the messages that are sent, without waiting."""
         self._sent = {key: entry for key, entry in self._sent.items() if not entry[0].is_completed()}
 
 
 class PendingReceive:
-    """A message that is to come."""
+    """An upcoming message."""
 
     def __init__(self, work, x, key=None, label: str = ""):
         self._work, self._x, self._key, self._label = work, x, key, label
@@ -119,11 +116,11 @@ class PendingReceive:
 
 
 def open_channels(mesh: Mesh, stages: StageMap) -> dict[tuple[str, int, int], dist.ProcessGroup]:
-    """A process group for each channel that this rank sends or receives on. Nobody waits for another pipeline.
+    """A process group for each channel of this rank. Pipelines do not wait for each other.
 
-    NCCL works through the messages of a communicator in one order. A receive is posted before it is needed, so a send
-    behind it would wait for it, and two ranks that do so to each other wait for ever. So F and B of a pair are two groups,
-    and F both ways between two ranks (two model chunks each) as well. gloo can do without.
+    NCCL processes the messages of a communicator in one order. A receive is posted before it is needed, so a send after it
+    would wait for it, and two such ranks would deadlock. So F and B of a pair are two groups, and so are both directions of
+    F between two ranks (with two model chunks each). gloo does not need this.
     """
     groups = {}
     for kind, source, target in chain.from_iterable(opening_rounds(stages)):
@@ -132,7 +129,7 @@ def open_channels(mesh: Mesh, stages: StageMap) -> dict[tuple[str, int, int], di
             continue
         group = new_group(sorted(ends), f"channel {kind} from {ends[0]} to {ends[1]}", mesh.timeout, connect=False)
         groups[kind, source, target] = group
-        # The first message makes the connection, for which both sides have to be there: here, not in a step.
+        # The first message connects both sides, which must not happen in a step.
         hello = torch.zeros(1, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
         if mesh.rank == ends[0]:
             dist.send(hello, ends[1], group=group)

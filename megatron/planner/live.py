@@ -8,7 +8,7 @@ time is reached within a few rounds, and the span grows by the same amount with 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from megatron.pipeline.own_schedule import is_file, read_schedule
+from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map, v_shaped
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.errors import Failure, SettingsError
-from megatron.guard.command import RANKS, config_of, of_slurm, shape_of, value_of, with_flag, with_ranks, without
+from megatron.guard.command import RANKS, config_of, is_srun, shape_of, value_of, with_flag, with_ranks, without
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.target import cluster_of, job_of
@@ -38,7 +38,7 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
     if config is None:
         raise SettingsError("the settings of the job cannot be read, so it cannot be laid out anew")
     nodes, each = shape_of(words)
-    if nodes > 1 and not of_slurm(words):
+    if nodes > 1 and not is_srun(words):
         raise SettingsError(
             f"this is one of {nodes} machines, and a supervisor on each cannot agree on fewer",
             do="supervise the job from one place: supervise ... -- srun ... torchrun ...",

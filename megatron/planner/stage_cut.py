@@ -11,7 +11,7 @@ from heapq import nsmallest
 from math import gcd
 
 from megatron.model.balance import balanced
-from megatron.pipeline import encoder_decoder
+from megatron.model.t5 import stages as t5_stages
 from megatron.planner import target
 from megatron.planner.layout import Job, Layout
 from megatron.planner.speed import Cluster, end_costs, layer_costs, step
@@ -67,8 +67,8 @@ def settled(config: Config) -> Config:
 
     All ranks cut alike: flags say the device, not what the machine of a rank looks like.
     """
-    found = encoder_decoder.settled(config)
-    if not encoder_decoder.is_cut_by_work(config, found) or not _can_be_timed(found):
+    found = t5_stages.normalize_config(config)
+    if not t5_stages.is_cut_by_work(config, found) or not _can_be_timed(found):
         return found
     p, asked, here = found.parallel, found.planner, rank_env.ranks()
     model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size

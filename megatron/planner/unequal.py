@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron.pipeline.own_schedule import is_file, read_schedule
+from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import dependencies, stage_map
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate

@@ -23,11 +23,10 @@ from typing import Any, ClassVar, Literal, Optional
 
 from megatron.settings.statements import SaidBy, Statement
 
-# What happens when a run goes on from a checkpoint that had another value: it is another model, whose weights do not fit
-# (refused with --finetune, too); refused unless --override names it, because the run would go on as a different one
-# without a word; the same where the run trains, and told where it evaluates alone (--skip-train); told; or irrelevant to
-# the result.
-ON_RESUME = ("another model", "refused", "refused in training", "told", "irrelevant")
+# What happens when a run resumes from a checkpoint that had another value: it is another model, whose weights do not fit
+# (refused with --finetune, too); refused unless --override names it, because the run would silently be a different one;
+# the same where the run trains, and logged where it only evaluates (--skip-train); logged; or irrelevant to the result.
+ON_RESUME = ("another model", "refused", "refused in training", "logged", "irrelevant")
 
 
 def setting(help: str, default=MISSING, *alias: str, **metadata):
@@ -406,7 +405,7 @@ class Data:
         "function of your own that makes samples of what a dataset gives, a micro-batch at a time: MODULE:FUNCTION "
         "(docs/extending.md)",
         None,
-        on_resume="told",
+        on_resume="logged",
     )
     num_workers: int = setting(
         "threads that prepare batches ahead; 0 prepares them in the loop", 2, on_resume="irrelevant"
@@ -465,7 +464,7 @@ class Batch:
     stop_at_loss: Optional[float] = setting(
         "training ends when the loss of a validation, the first that the log has, is at most this, any number",
         None,
-        on_resume="told",
+        on_resume="logged",
     )
     skip_train: bool = setting(
         "no training: --eval-iters batches of validation and test data, in the layout that is given",

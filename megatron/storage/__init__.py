@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that lie in an object store: what checkpoints and token files need of one. Plain paths never come here."""
+"""Files for checkpoints and data: object stores, durable writes, locks, and files of arrays."""

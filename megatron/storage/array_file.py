@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named arrays in one file that says what it is: kind, version, sizes and a checksum.
+"""A file of named arrays with a head of its kind, version, sizes and checksum.
 
     offset  content
     0       8 bytes "MEGARRAY"
@@ -7,7 +7,7 @@
     12      JSON    {"kind", "version", "about", "arrays": {name: {"dtype", "count", "offset"}}, "sum"}, then spaces
     ...     arrays, little-endian, each at a multiple of 64 bytes; `sum` is the xxh3 of all bytes of all of them
 
-Arrays are written in pieces and read through a memory map, so neither has to fit into memory.
+Arrays are written in pieces and read through a memory map, so they need not fit into memory.
 """
 
 import json
@@ -25,8 +25,8 @@ from megatron.errors import DataError
 MAGIC = b"MEGARRAY"
 LENGTH = struct.Struct("<I")
 ALIGN = 64
-UNKNOWN = "0" * 32  # stands for the checksum until all is written
-PIECE = 1 << 24  # bytes that are checked at a time
+UNKNOWN = "0" * 32  # placeholder of the checksum until all is written
+PIECE = 1 << 24  # bytes per update of the checksum
 
 
 class Pieces(NamedTuple):
@@ -42,7 +42,7 @@ class Pieces(NamedTuple):
 
 
 class ArrayFile(NamedTuple):
-    """What a file says of itself, and its arrays as read-only views of a memory map."""
+    """The head of a file, and its arrays as read-only views of a memory map."""
 
     path: Path
     about: dict[str, Any]
@@ -51,7 +51,7 @@ class ArrayFile(NamedTuple):
 
 
 def write_arrays(path, kind: str, version: int, about: Mapping[str, Any], arrays: Mapping[str, Pieces]) -> None:
-    """Write the file and flush it to the disk. `about` is JSON. The name is the caller's to give: see `Workspace`."""
+    """Write the file and flush it to the disk. `about` is JSON. The caller renames the file: see `Workspace`."""
     table, at = {}, 0
     for name, (dtype, count, _) in arrays.items():
         dtype = np.dtype(dtype)
@@ -80,7 +80,7 @@ def write_arrays(path, kind: str, version: int, about: Mapping[str, Any], arrays
 def read_arrays(path, kind: str, version: int, verify: bool = False) -> ArrayFile:
     """Open a file of this kind. verify: read all of it and compare the checksum.
 
-    Raises DataError where it is missing, of another kind or version, cut short or damaged.
+    Raises DataError where the file is missing, of another kind or version, truncated or damaged.
     """
     path = Path(path)
     try:
@@ -89,30 +89,30 @@ def read_arrays(path, kind: str, version: int, verify: bool = False) -> ArrayFil
             start = file.read(len(MAGIC) + LENGTH.size)
             length = LENGTH.unpack_from(start, len(MAGIC))[0] if len(start) == len(MAGIC) + LENGTH.size else 0
             if start[: len(MAGIC)] != MAGIC or length > size:
-                raise _refused(path, kind, "it does not begin as one")
+                raise _refused(path, kind, "it does not begin like one")
             head = file.read(length)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     try:
         content = json.loads(head)
         arrays = content["arrays"]
-        found = content["kind"], content["version"]
-        if found != (kind, version):
-            raise _refused(path, kind, f"it is version {found[1]} of {found[0]!r}, version {version} is known")
+        own = content["kind"], content["version"]
+        if own != (kind, version):
+            raise _refused(path, kind, f"it is version {own[1]} of {own[0]!r}, not version {version}")
         views, first = {}, len(start) + length
         for name, entry in arrays.items():
             views[name] = _view(path, size, first + entry["offset"], entry["count"], _type_of(entry["dtype"]))
         about, total = dict(content["about"]), str(content["sum"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refused(path, kind, f"its head is damaged: {error}") from None
-    made = ArrayFile(path, about, views, total)
-    if verify and checksum_of(made) != total:
-        raise _refused(path, kind, "its checksum is another one: it is damaged")
-    return made
+    file = ArrayFile(path, about, views, total)
+    if verify and checksum_of(file) != total:
+        raise _refused(path, kind, "its checksum does not match: it is damaged")
+    return file
 
 
 def checksum_of(file: ArrayFile) -> str:
-    """The checksum of the arrays as they are now, read in pieces."""
+    """The checksum of the arrays' present contents, read in pieces."""
     digest = xxhash.xxh3_128()
     for array in file.arrays.values():
         data = array.view(np.uint8)
@@ -142,4 +142,4 @@ def _type_of(words) -> np.dtype:
 
 
 def _refused(path: Path, kind: str, why: str) -> DataError:
-    return DataError(f"{path} is no {kind}", why, "make it again, or copy it again")
+    return DataError(f"{path} is no {kind}", why, "build it again, or copy it again")

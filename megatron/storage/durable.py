@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are complete or absent, that show any damage, and that one job writes at a time.
+"""Durable files: complete or absent, with checksums against damage, and locked for one writer at a time.
 
-A small file is *sealed*: JSON that begins with the checksum of all bytes that follow, so that a flipped, missing or added
-byte is noticed before anything is parsed. A file or folder appears under its name by a rename after everything in
-it has reached the disk. Errors of the operating system become `StorageError`s that say how much space was needed.
+A small file is *sealed*: JSON that begins with the checksum of all following bytes, so that a flipped, missing or added
+byte is noticed before anything is parsed. A file or folder is renamed to its final name after all of its contents have
+reached the disk. Errors of the operating system become `StorageError`s with the space that was needed.
 """
 
 import contextlib
@@ -24,29 +24,29 @@ from megatron.storage.urls import UrlPath
 _SEALED_LIMIT = 1 << 31  # an index of this size would describe petabytes: refuse instead of reading it
 _SEAL = '{{"checksum": "{}"'
 _SEAL_LENGTH = len(_SEAL.format("0" * 32))
-_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)  # what network file systems say of themselves
+_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN)  # of network file systems that are unreachable
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)  # of fsync on a folder: some network and user space file systems
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems without advisory locks
 
 
 class Damaged(CheckpointError):
-    """Bytes of a checkpoint are missing or differ from what was written. Another checkpoint may still be good."""
+    """Missing or changed bytes in a checkpoint. Another checkpoint may still be good."""
 
 
 def unreadable(path: Path, error: OSError, what: str = "") -> Failure:
-    """What to raise for a file that cannot be read: damage, unless the process lacks something, or the way to the file.
+    """The error to raise for a file that cannot be read: Damaged, or StorageError where a later try may succeed.
 
-    what: the part of it that was wanted. Another checkpoint is no remedy for a process without handles or memory, or for
-    a file system that has gone away for a while; trying again is.
+    A later try may succeed where the process lacks handles or memory, or the file system is unreachable for a while.
+    what: the part of the file that was read
     """
-    told = f"{path} cannot be read{what and f' in {what}'}: {error.strerror}"
+    message = f"{path} cannot be read{what and f' in {what}'}: {error.strerror}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        return StorageError(told, do="raise the limit of open files: ulimit -n 65536")
-    return StorageError(told) if error.errno in (errno.ENOMEM, *_AWAY) else Damaged(told)
+        return StorageError(message, do="raise the limit of open files: ulimit -n 65536")
+    return StorageError(message) if error.errno in (errno.ENOMEM, *_AWAY) else Damaged(message)
 
 
 def checksum(data) -> str:
-    """The 128-bit xxh3 of a buffer, in hex: 20 GB/s on one core, against accidents, not against forgers."""
+    """The 128-bit xxh3 of a buffer, in hex: 20 GB/s on one core; detects accidents, not forgery."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -54,7 +54,7 @@ def checksum(data) -> str:
 
 
 def seal(content: dict[str, Any]) -> tuple[str, bytes]:
-    """(checksum, file content) of a dict as sealed JSON, entries of its dicts one a line."""
+    """(checksum, file content) of a dict as sealed JSON, with one line for each entry of its dicts."""
     rows = []
     for key, value in content.items():
         if isinstance(value, dict) and value:
@@ -68,13 +68,13 @@ def seal(content: dict[str, Any]) -> tuple[str, bytes]:
 
 
 def read_sealed(path: Path) -> tuple[str, dict[str, Any]]:
-    """(checksum, content) of a sealed JSON file. Raises Damaged when it is absent, torn, altered or no such file."""
+    """(checksum, content) of a sealed JSON file. Raises Damaged when it is absent, truncated, changed or not sealed."""
     try:
         return _unseal(path)
     except Damaged:
         if not isinstance(path, UrlPath):
             raise
-        return _unseal(path)  # what came over a network may be good when it is asked for again
+        return _unseal(path)  # a second download may be good
 
 
 def _unseal(path: Path) -> tuple[str, dict[str, Any]]:
@@ -100,7 +100,7 @@ def _unseal(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder (created, renamed, deleted) durable, where its file system knows such a thing."""
+    """Make the names in a folder (created, renamed, deleted) durable, where its file system supports that."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -112,7 +112,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a small file and wait until the disk has it. Its name is durable after `sync_folder`."""
+    """Write a small file and flush it to the disk. Its name is durable after `sync_folder`."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -120,7 +120,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write or replace a small file: at any moment, power loss included, it has the old content or the new."""
+    """Write or replace a small file atomically: even after a power loss it has the old content or the new."""
     aside = path.with_name(f".tmp-{path.name}")
     write_synced(aside, content)
     os.replace(aside, path)
@@ -129,7 +129,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def storage_errors(path: Path, needed: Optional[int] = None):
-    """Turn an OSError while writing `path` into a StorageError that says what was needed (bytes) and what is free."""
+    """A context that turns an OSError on writing `path` into a StorageError with the bytes needed and the bytes free."""
     try:
         yield
     except OSError as error:
@@ -155,7 +155,7 @@ def storage_errors(path: Path, needed: Optional[int] = None):
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Raise StorageError before anything is written when the file system cannot take `needed` bytes."""
+    """Raise StorageError when the file system has fewer than `needed` bytes free."""
     with storage_errors(path, needed):
         if shutil.disk_usage(path).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -166,7 +166,7 @@ def require_space(path: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: str | Path):
-    """A file that appears under its name once everything has been written; what stood there before stays until then."""
+    """A file that replaces `path` when the context ends without an error; until then the old file stays."""
     path = Path(path)
     if path.is_dir():
         raise DataError(f"{path} is a folder", do="give the name of a file")
@@ -184,10 +184,11 @@ def whole_file(path: str | Path):
 
 
 class WriterLock:
-    """Held by the one process that writes into a folder. The kernel drops it when the process ends, kill -9 included.
+    """A lock of the one process that writes into a folder. The kernel drops it when the process ends, even by kill -9.
 
     A record lock (`lockf`) and not `flock`: forked children that outlive a killed writer do not inherit it, and NFS
-    knows it. Within one process it does not exclude: open one per folder. On file systems without locks it does nothing.
+    supports it. It does not exclude threads of one process: open one per folder. Without effect on file systems that have
+    no locks.
     """
 
     def __init__(self, folder: Path):
@@ -209,10 +210,10 @@ class WriterLock:
         os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def check(self) -> None:
-        """Nothing: whoever holds a lock of the kernel's holds it until it lets go. A lease has to look."""
+        """Do nothing: a kernel lock cannot be lost. A `Lease` can."""
 
     def release(self) -> None:
-        """Let others write. Harmless when repeated."""
+        """Release the lock. May be called again."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

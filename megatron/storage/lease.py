@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One writer at a time where there are no locks: an object that says who writes, renewed as long as that is so.
+"""A lease: the lock of one writer in an object store, as an object that names the writer and is renewed.
 
-A kernel drops a lock when its holder dies; an object stays. So it holds for `LASTS` seconds, and the holder renews it in
-a thread. Whoever finds one takes it over
+A kernel drops a lock when its holder dies; an object stays. So a lease is valid for `LASTS` seconds, and a thread of the
+holder renews it. Another job takes over a lease
 
-- at once, when its holder was a process of this very machine that has ended (a job that was killed and started again),
+- immediately, when its holder was a process of this machine that has ended (a job that was killed and started again),
 - else after it was not renewed for `LASTS` seconds of this process's own clock: clocks of machines are not compared.
 
-It is no proof: a holder that is stopped or cut off for longer than `LASTS` seconds does not know that it has lost the
-lease until it looks. It looks before each commit (`check`), and writes over no other save's files (`urls.Draft`).
+This is no guarantee: a holder that is stopped or disconnected for longer than `LASTS` seconds only notices the loss at the
+next `check`. It checks before each commit, and never overwrites files of another save (`urls.Draft`).
 """
 
 import json
@@ -24,39 +24,39 @@ from megatron.errors import Failure, Locked
 from megatron.storage.urls import UrlPath
 
 NAME = ".lock"
-LASTS, RENEWED, LOOKED, SETTLE = 60.0, 15.0, 1.0, 1.0  # seconds
+LASTS, RENEWED, LOOKED, PAUSE = 60.0, 15.0, 1.0, 1.0  # seconds
 
 
 class Lease:
-    """The right to write below a URL, for as long as this object is open and this process can reach the store."""
+    """The right to write below a URL, while this object is open and this process can reach the store."""
 
     def __init__(self, folder: UrlPath, log: Callable[[str], None] = lambda text: None):
-        """say: told when there is a wait for the lease of a job that may have ended.
+        """log: called when there is a wait for the lease of a job that may have ended.
 
-        Raises Locked when another job holds it and is alive.
+        Raises Locked when a living job holds the lease.
         """
         self.folder, self._path = folder, folder / NAME
         self._token, self._renewals = secrets.token_hex(8), 0
         self._end = threading.Event()
         while not self._path.create(self._content()):
             self._outlive(log)
-        self.check()  # a store that knows no If-None-Match lets the last writer win
+        self.check()  # in a store without If-None-Match the last writer wins
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
         """Raise Locked unless the lease is still this object's."""
-        found = _read(self._path)
-        if found is None or found.get("token") != self._token:
+        lease = _read(self._path)
+        if lease is None or lease.get("token") != self._token:
             what = f"{self.folder} was taken over by another job"
             raise Locked(
                 what,
-                f"held by {_holder(found)}; this one did not renew its lease in time",
+                f"held by {_holder(lease)}; this one did not renew its lease in time",
                 "end one of the two, or use another --save",
             )
 
     def release(self) -> None:
-        """Let others write. Harmless when repeated."""
+        """Give up the lease. May be called again."""
         if not self._end.is_set():
             self._end.set()
             self._thread.join()
@@ -64,10 +64,10 @@ class Lease:
                 self.check()
                 self._path.unlink()
             except Failure:
-                pass  # it is another's by now, or it will lapse
+                pass  # it belongs to another job now, or will expire
 
     def _content(self) -> bytes:
-        said = dict(
+        content = dict(
             owner=f"process {os.getpid()} on {socket.gethostname()}",
             token=self._token,
             pid=os.getpid(),
@@ -76,7 +76,7 @@ class Lease:
             written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             lasts=LASTS,
         )
-        return json.dumps(said).encode()
+        return json.dumps(content).encode()
 
     def _renew(self) -> None:
         while not self._end.wait(RENEWED):
@@ -85,52 +85,52 @@ class Lease:
                 self._renewals += 1
                 self._path.write_bytes(self._content())
             except Locked:
-                return  # `check` will say so when it matters
+                return  # the next `check` raises
             except Failure:
-                continue  # the store is away: once more in a while
+                continue  # the store cannot be reached: try again later
 
     def _outlive(self, log: Callable[[str], None]) -> None:
-        """Return when the lease that is there is gone. Raises Locked when its holder is alive."""
-        found, since, told = _read(self._path), time.monotonic(), False
-        while found is not None and not _has_ended(found):
+        """Wait for the end of the present lease. Raises Locked when its holder is alive."""
+        lease, since, logged = _read(self._path), time.monotonic(), False
+        while lease is not None and not _has_ended(lease):
             if time.monotonic() - since > LASTS:
                 break
-            if not told:
-                told = True
+            if not logged:
+                logged = True
                 log(
-                    f"{self.folder} was being written by {_holder(found)}: waiting up to {LASTS:.0f} s whether it still is"
+                    f"{self.folder} was being written by {_holder(lease)}: waiting up to {LASTS:.0f} s whether it still is"
                 )
             time.sleep(LOOKED)
             now = _read(self._path)
-            if now is not None and now != found:
+            if now is not None and now != lease:
                 raise Locked(
                     f"{self.folder} is being written by another job",
                     f"held by {_holder(now)}",
                     "use another --save, or end that job first",
                 )
-            found = now
-        if found is not None and _read(self._path) == found:
+            lease = now
+        if lease is not None and _read(self._path) == lease:
             self._path.unlink()
-            time.sleep(SETTLE)  # whoever waited, too, has deleted the same lease by then; one of them creates the next
+            time.sleep(PAUSE)  # other waiting jobs delete the same lease meanwhile; then one of them creates the next
 
 
 def _read(path: UrlPath) -> Optional[dict[str, Any]]:
-    """What a lease says; None where there is none, {} for what is no lease."""
+    """The content of a lease; None where there is none, {} where the object is no lease."""
     try:
-        found = json.loads(path.read_bytes())
+        lease = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return lease if isinstance(lease, dict) else {}
 
 
-def _holder(found: Optional[dict]) -> str:
-    return str((found or {}).get("owner") or "an unknown process")
+def _holder(lease: Optional[dict]) -> str:
+    return str((lease or {}).get("owner") or "an unknown process")
 
 
 def _machine() -> str:
-    """This start of this machine and this space of process numbers; "" where that cannot be told."""
+    """Id of this boot of this machine and of the pid namespace; "" where unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -138,10 +138,10 @@ def _machine() -> str:
         return ""
 
 
-def _has_ended(found: dict) -> bool:
+def _has_ended(lease: dict) -> bool:
     """Whether a lease's holder is known to be gone."""
-    pid = found.get("pid")
-    if not (found.get("machine") and found["machine"] == _machine() and type(pid) is int and pid > 0):
+    pid = lease.get("pid")
+    if not (lease.get("machine") and lease["machine"] == _machine() and type(pid) is int and pid > 0):
         return False
     try:
         os.kill(pid, 0)

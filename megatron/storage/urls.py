@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where files lie: plain paths, or the URLs of an object store, with the part of `pathlib.Path` that readers use.
+"""Paths and URLs of object stores, the latter with the part of `pathlib.Path` that readers need.
 
     >>> location("runs/a"), location("file:///data/a")
     (PosixPath('runs/a'), PosixPath('/data/a'))
     >>> location("s3://bucket/run/") / "iter_0000010" / "index.json"
     UrlPath('s3://bucket/run/iter_0000010/index.json')
 
-An object store has objects with long names: no directories, no rename, no fsync. What it has instead: a PUT makes a whole
-object visible or nothing, durably, and whoever reads afterwards sees it. Everything that is built on that is in
+An object store has objects with long names: no directories, no rename, no fsync. Instead, a PUT makes a whole object
+visible or nothing, durably, and every later read returns it. Everything built on that is in
 `checkpoint/storage.py`. The stores are fsspec's; only this file knows that.
 
-Each request is tried again a few times when the failure may pass by itself. What remains is a FileNotFoundError, as for
+Each request is repeated a few times when the failure may be temporary. The final error is a FileNotFoundError, as for
 paths, or a StorageError that names the URL and no credentials.
 """
 
@@ -29,20 +29,20 @@ from typing import Any, NamedTuple, Optional, Union
 
 from megatron.errors import Failure, StorageError, UsageError
 
-PACKAGES = {"s3": "s3fs", "memory": "fsspec"}  # protocol -> the package that it needs
-TRIES, PAUSE = 5, 0.2  # of a request; seconds before the second try, twice as long before each further one
+PACKAGES = {"s3": "s3fs", "memory": "fsspec"}  # protocol -> its package
+TRIES, PAUSE = 5, 0.2  # of a request; seconds before the second try, doubled before each further one
 _PART = 50 << 20  # bytes of a part of an upload
 _MAX_PARTS = 9000  # of an upload; S3 allows 10,000
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
-_FINAL = (errno.ENOSPC, errno.EDQUOT, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES)  # trying again is no use
+_FINAL = (errno.ENOSPC, errno.EDQUOT, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES)  # no retry
 _LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "fsspec", "s3fs", "asyncio", "urllib3")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError")
 
 
 def location(text: Union[str, os.PathLike, "UrlPath"]) -> Union[Path, "UrlPath"]:
-    """A path for a path or a `file://` URL, and a UrlPath for the URL of an object store.
+    """A Path for a path or a `file://` URL, and a UrlPath for the URL of an object store.
 
-    Raises UsageError for a URL of another kind, for one with credentials in it, and where its package is missing.
+    Raises UsageError for an unknown kind of URL, for a URL that contains credentials, and for a missing package.
     """
     if isinstance(text, UrlPath):
         return text
@@ -55,15 +55,15 @@ def location(text: Union[str, os.PathLike, "UrlPath"]) -> Union[Path, "UrlPath"]
     bucket = rest.partition("/")[0]
     if protocol not in PACKAGES:
         raise UsageError(
-            f"{protocol}:// is no storage that is known here",
+            f"{protocol}:// is not a supported storage",
             f"known: {', '.join(PACKAGES)}, file",
             "give a folder, or an s3:// URL",
         )
     if "@" in bucket or "?" in rest:
         raise UsageError(
             f"the {protocol}:// URL has credentials or options in it, which logs would show",
-            do="give protocol://bucket/name alone; credentials: AWS_ACCESS_KEY_ID, AWS_PROFILE and their "
-            "like, an endpoint: AWS_ENDPOINT_URL",
+            do="give only protocol://bucket/name; set credentials by AWS_ACCESS_KEY_ID, AWS_PROFILE etc., "
+            "and an endpoint by AWS_ENDPOINT_URL",
         )
     if not bucket:
         raise UsageError(f"{protocol}://{rest} names no bucket", do=f"give {protocol}://bucket/name")
@@ -72,7 +72,7 @@ def location(text: Union[str, os.PathLike, "UrlPath"]) -> Union[Path, "UrlPath"]
 
 
 def local_folder(save: str) -> Path:
-    """Where what stays on this machine goes (metrics.jsonl, logs, profiles): `--save`, or for a URL runs/<its last name>.
+    """Folder of a run's local files (metrics.jsonl, logs, profiles): `--save`, or runs/<last name> of a URL.
 
     >>> local_folder("runs/a"), local_folder("s3://bucket/team/a")
     (PosixPath('runs/a'), PosixPath('runs/a'))
@@ -93,7 +93,7 @@ def _require_package(protocol: str) -> None:
 
 
 class Stat(NamedTuple):
-    """What `UrlPath.stat` says of an object. mark: changes whenever its content does, where the store says such a thing."""
+    """The status of an object. mark: changes with its content, "" in stores that do not have such a mark"""
 
     st_size: int
     st_mode: int
@@ -136,7 +136,7 @@ class UrlPath:
 
     @property
     def parent(self) -> "UrlPath":
-        """The prefix that it lies in; a bucket is its own."""
+        """The prefix above; a bucket is its own parent."""
         above = self.url.rpartition("/")[0]
         return self if above.endswith(":/") else UrlPath(above)
 
@@ -149,14 +149,14 @@ class UrlPath:
     # ---- reading
 
     def stat(self) -> Stat:
-        """Size and identity of an object. Raises FileNotFoundError for what is none."""
-        found = self._ask("info")
-        if found["type"] != "file":
+        """Size and identity of an object. Raises FileNotFoundError where there is none."""
+        info = self._ask("info")
+        if info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", self.url)
-        mark = next((found[key] for key in ("ETag", "etag", "LastModified", "mtime", "created") if key in found), "")
-        written = found.get("LastModified") or found.get("created")
+        mark = next((info[key] for key in ("ETag", "etag", "LastModified", "mtime", "created") if key in info), "")
+        written = info.get("LastModified") or info.get("created")
         return Stat(
-            int(found["size"]), stat.S_IFREG | 0o444, written.timestamp() if written else 0.0, str(mark).strip('"')
+            int(info["size"]), stat.S_IFREG | 0o444, written.timestamp() if written else 0.0, str(mark).strip('"')
         )
 
     def exists(self) -> bool:
@@ -173,13 +173,13 @@ class UrlPath:
 
     def iterdir(self) -> Iterator["UrlPath"]:
         """Objects and prefixes directly below. Raises FileNotFoundError where there are none."""
-        found = list(self._listing())
-        if not found:
+        listed = list(self._listing())
+        if not listed:
             raise FileNotFoundError(errno.ENOENT, "no such prefix", self.url)
-        return iter([path for path, _ in found])
+        return iter([path for path, _ in listed])
 
     def glob(self, pattern: str) -> list["UrlPath"]:
-        """Those directly below whose names fit a pattern without slashes."""
+        """Objects and prefixes directly below with names that match a pattern without slashes."""
         assert "/" not in pattern
         return [path for path, _ in self._listing() if fnmatchcase(path.name, pattern)]
 
@@ -192,7 +192,7 @@ class UrlPath:
         return self._ask("cat_file")
 
     def read_range(self, at: int, size: int) -> bytes:
-        """Bytes [at, at + size) of an object; fewer only where it ends. An answer cut short is asked for again."""
+        """Bytes [at, at + size) of an object; fewer only at its end. A truncated answer is requested again."""
 
         def read(files, name: str) -> bytes:
             data = files.cat_file(name, start=at, end=at + size)
@@ -206,7 +206,7 @@ class UrlPath:
             return short.args[0]
 
     def download(self, target: Path) -> None:
-        """Copy the object into a local file, and wait until the disk has it."""
+        """Copy the object into a local file, and flush it to the disk."""
 
         def fetch(files, name: str) -> None:
             with files.open(name, "rb", block_size=_PART, cache_type="readahead") as source, open(target, "wb") as file:
@@ -230,10 +230,10 @@ class UrlPath:
             self._ask("pipe_file", content)
 
     def create(self, content: bytes) -> bool:
-        """Write a small object unless there is one of this name; whether it was written.
+        """Write a small object unless there is one of this name; returns whether it was written.
 
-        On S3 that is one request (If-None-Match), so that of several writers one succeeds. A try whose answer got lost
-        may find its own object: what is there is then compared.
+        On S3 that is one request (If-None-Match), so that of several writers one succeeds. A retry after a lost answer may
+        meet this call's own object: so the contents are compared.
         """
         try:
             with self._in_a_bucket():
@@ -246,19 +246,19 @@ class UrlPath:
 
     @contextlib.contextmanager
     def writer(self, size: int):
-        """A file to write `size` bytes to, part by part. The object is there when this ends, and not after a failure."""
+        """A file to write `size` bytes to, part by part. The object appears at the end, and not after an error."""
         part = max(_PART, -(-size // _MAX_PARTS))
         file = self._ask("open", "wb", block_size=part)
         try:
-            with self._in_a_bucket(), _told(self):
+            with self._in_a_bucket(), _store_errors(self):
                 yield file
                 file.close()
         except BaseException:
-            _give_up(file)
+            _abort(file)
             raise
 
     def unlink(self, missing_ok: bool = True) -> None:
-        """Delete the object. One that is not there is no error: stores do not tell."""
+        """Delete the object. A missing one is no error: stores do not report it."""
         with contextlib.suppress(FileNotFoundError):
             self._ask("rm_file")
 
@@ -266,7 +266,7 @@ class UrlPath:
 
     @contextlib.contextmanager
     def _in_a_bucket(self):
-        """What a store does not find when it is to write is the bucket."""
+        """A context of a write, in which "not found" means that the bucket is missing."""
         try:
             yield
         except FileNotFoundError:
@@ -277,20 +277,20 @@ class UrlPath:
     def _listing(self) -> list[tuple["UrlPath", Optional[int]]]:
         """(path, bytes or None for a prefix) of everything directly below, by name."""
         try:
-            found = self._ask("ls", detail=True)
+            entries = self._ask("ls", detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
         protocol, here = self.url.partition("://")[0], self.url.partition("://")[2]
         listed = []
-        for entry in found:
+        for entry in entries:
             name = entry["name"].strip("/")
-            if name.startswith(here + "/"):  # s3fs lists an object of the very name, too
+            if name.startswith(here + "/"):  # s3fs also lists an object of exactly this name
                 size = int(entry["size"]) if entry["type"] == "file" else None
                 listed.append((UrlPath(f"{protocol}://{name}"), size))
         return sorted(listed, key=lambda item: item[0])
 
     def _ask(self, request: str, *args, **options) -> Any:
-        """One request of fsspec about this URL, tried again while that may help."""
+        """Send a request of fsspec for this URL, with retries."""
         return self._try(lambda files, name: getattr(files, request)(name, *args, **options))
 
     def _try(self, action: Callable[[Any, str], Any]) -> Any:
@@ -308,13 +308,13 @@ class UrlPath:
 
 
 class Draft(UrlPath):
-    """The prefix of a checkpoint that one save writes into. Its files carry the save's own token in their names.
+    """The prefix of a checkpoint that one save writes to. The names of its files contain the save's own token.
 
         >>> Draft("s3://b/run/iter_0000010", "5f0c") / "shard_00000.safetensors"
         UrlPath('s3://b/run/iter_0000010/shard_00000-5f0c.safetensors')
 
-    So no save ever writes over a file of another one: neither the same iteration saved again, nor a job that was taken
-    for dead and goes on writing.
+    So no save ever overwrites a file of another one: neither the same iteration saved again, nor a job that was presumed
+    dead but still writes.
     """
 
     __slots__ = ("token",)
@@ -331,24 +331,24 @@ class Draft(UrlPath):
         return Draft, (self.url, self.token)
 
     def has(self, name: str) -> bool:
-        """Whether a file of this name is one of this save's."""
+        """Whether a file of this name belongs to this save."""
         return name.partition(".")[0].endswith(f"-{self.token}")
 
 
 class _Short(Exception):
-    """An answer that holds fewer bytes than were asked for. They are its argument."""
+    """An answer with fewer bytes than requested. They are its argument."""
 
 
 @functools.cache
 def filesystem(protocol: str, process: int):
-    """fsspec's file system, one for all threads of a process. What it has listed once it must not remember."""
+    """fsspec's file system, one for all threads of a process, without a cache of listings."""
     import fsspec
 
     return fsspec.filesystem(protocol, use_listings_cache=False, skip_instance_cache=True)
 
 
 def remove_all(paths: Iterable[UrlPath]) -> None:
-    """Delete objects, many with one request where the store can do that."""
+    """Delete objects, many with one request where the store supports it."""
     paths = list(paths)
     if paths:
         with contextlib.suppress(FileNotFoundError):
@@ -359,13 +359,13 @@ def _create(files, name: str, content: bytes) -> None:
     try:
         files.pipe_file(name, content, mode="create")
     except OSError as error:
-        if error.errno == errno.EINVAL:  # as s3fs tells 412, "precondition failed", of some stores
+        if error.errno == errno.EINVAL:  # s3fs's error for 412, "precondition failed", of some stores
             raise FileExistsError(errno.EEXIST, "there is such an object", name) from None
         raise
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed a little later: the network, a store that is busy, an answer cut short."""
+    """Whether the same request may succeed a little later: after a network error, a busy store, a truncated answer."""
     if isinstance(error, (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)):
         return False
     if isinstance(error, (_Short, TimeoutError, EOFError)):
@@ -380,7 +380,7 @@ def _of_library(error: BaseException) -> bool:
 
 
 def _raise(path: UrlPath, error: Exception, tries: int) -> None:
-    """Raise what a caller is to see: a missing or existing object as for paths, anything else as a StorageError."""
+    """Raise an error for the caller: FileNotFoundError and FileExistsError as for paths, else a StorageError."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise FileNotFoundError(errno.ENOENT, "no such object", path.url) from None
     if isinstance(error, (FileExistsError, _Short, Failure)):
@@ -393,23 +393,23 @@ def _raise(path: UrlPath, error: Exception, tries: int) -> None:
         ) from None
     if isinstance(error, PermissionError):
         raise StorageError(
-            f"{path}: access is denied", without_secrets(_words(error)), "check the credentials and what they allow"
+            f"{path}: access is denied", without_secrets(_message(error)), "check the credentials and their permissions"
         ) from None
     if not isinstance(error, (OSError, EOFError)) and not _of_library(error):
         raise error
     raise StorageError(
-        f"{path}: the object store failed: {without_secrets(_words(error))}",
+        f"{path}: the object store failed: {without_secrets(_message(error))}",
         f"tried {tries} times" if tries > 1 else None,
         "check the network, the endpoint (AWS_ENDPOINT_URL) and the bucket",
     ) from None
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return (getattr(error, "strerror", None) or str(error) or type(error).__name__)[:500]
 
 
 def without_secrets(text: str) -> str:
-    """A message of a library without what must not stand in a log: values of the environment, signatures, keys."""
+    """A library's message without secrets: values of environment variables, signatures, keys."""
     for name, value in os.environ.items():
         if re.search("SECRET|TOKEN|PASSWORD|ACCESS_KEY", name.upper()) and len(value) > 5:
             text = text.replace(value, "***")
@@ -418,17 +418,17 @@ def without_secrets(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _told(path: UrlPath):
-    """Failures of a file of fsspec, told as those of a request are."""
+def _store_errors(path: UrlPath):
+    """A context that raises errors of an fsspec file like those of a request."""
     try:
         yield
     except Exception as error:
         _raise(path, error, 1)
 
 
-def _give_up(file) -> None:
-    """Throw an upload away. fsspec would finish it when the file is closed, which it is when nobody refers to it."""
-    with contextlib.suppress(AttributeError):  # files in memory have no such thing
+def _abort(file) -> None:
+    """Discard an upload. fsspec would complete it when the file is closed, at the latest by the garbage collector."""
+    with contextlib.suppress(AttributeError):  # files in memory have no such attribute
         file.closed = True
     with contextlib.suppress(Exception):
         file.discard()

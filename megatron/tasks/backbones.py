@@ -15,9 +15,9 @@ from megatron.model.recipe import Recipe, named_recipe
 from megatron.model.t5.rules import DIVISIBLE_TARGET
 from megatron.model.t5.settings import GROUP as T5_GROUP
 from megatron.model.t5.settings import own_settings as t5_settings
+from megatron.model.t5.stages import normalize_encoder_config
 from megatron.model.weights import Unit
 from megatron.mpu.placement import Normal, Placement
-from megatron.pipeline.encoder_decoder import settled_encoder
 from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
@@ -179,7 +179,7 @@ BACKBONES = {
         lengths=("decoder_seq_length",),
         divisible=divisible_target,
         unneeded=(*MASKED_RULES, DIVISIBLE_TARGET),
-        half=Half("encoder", settled_encoder, encoder_of, ("decoder_num_layers", "decoder_seq_length")),
+        half=Half("encoder", normalize_encoder_config, encoder_of, ("decoder_num_layers", "decoder_seq_length")),
     ),
 }
 

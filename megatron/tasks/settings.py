@@ -26,17 +26,19 @@ class TaskSettings:
 
     task: str = setting("a task of GLUE or CLUE (SST2, MNLI, TNEWS ...), RACE, or a YAML file that describes one")
     task_data: Optional[str] = setting(
-        "folder with the task's files (finetune.py takes --data-path for it)", None, on_resume="told"
+        "folder with the task's files (finetune.py takes --data-path for it)", None, on_resume="logged"
     )
     train_data: Optional[list[str]] = setting(
         "training file, instead of the task's in --task-data", None, on_resume="refused in training"
     )
     valid_data: Optional[list[str]] = setting(
-        "files that are evaluated, one for each set (MNLI: matched, mismatched)", None, on_resume="told"
+        "files that are evaluated, one for each set (MNLI: matched, mismatched)", None, on_resume="logged"
     )
-    test_data: Optional[list[str]] = setting("files whose labels are predicted behind training", None, on_resume="told")
+    test_data: Optional[list[str]] = setting(
+        "files whose labels are predicted behind training", None, on_resume="logged"
+    )
     pretrained_checkpoint: Optional[str] = setting(
-        "folder of the checkpoint whose weights a run begins with; --load is where it goes on", None, on_resume="told"
+        "folder of the checkpoint whose weights a run begins with; --load is where it goes on", None, on_resume="logged"
     )
     backbone: str = setting(
         "what kind of model is below the head (default: that of the checkpoint)", DEFAULT, on_resume="another model"
@@ -70,7 +72,7 @@ class TaskSettings:
         on_resume="refused in training",
     )
     patience: Optional[int] = setting(
-        "training ends when so many evaluations in a row were no better than the best one", None, on_resume="told"
+        "training ends when so many evaluations in a row were no better than the best one", None, on_resume="logged"
     )
     best_checkpoint: bool = setting(
         "keep the weights of the best evaluation in a folder best below --save, and predict with them",

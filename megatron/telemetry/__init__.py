@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says of itself: metrics, timers, trackers, profiles, the run's record."""
+"""The output of a run: log, metrics, timers, trackers, profiles, reports."""

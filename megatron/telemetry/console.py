@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the words of a run go: short lines over a progress bar on a terminal, Megatron-LM's lines everywhere else.
+"""The log of a run: short lines and a progress bar on a terminal, Megatron-LM's lines everywhere else.
 
     console = Console("auto", active=rank == 0)
     console.log("an event")                           # folded to the width of a terminal
-    console.log(megatron_line, short=line)            # two wordings of one thing
-    console.keep(path)                                # all of it, from the start on, also goes to this file, in full
-    console.begin(train_iters, iteration)             # from here on there is a bar at the bottom
+    console.log(megatron_line, short=line)            # two forms of one message
+    console.keep(path)                                # also write the log to this file, in full and from its start
+    console.begin(train_iters, iteration)             # show a bar at the bottom from now on
     console.advance({"loss": "7.2"}); console.close()
 
-A thread may log, too: checkpoints are written in the background.
+Threads may log, too: checkpoints are written in the background.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Optional, TextIO
 
-WIDTH = 100  # columns that a line on a terminal takes at most
+WIDTH = 100  # maximal columns of a line on a terminal
 
 
 class Console:
-    """The log of a rank. Only with `active` does it say anything.
+    """The log of a rank. Silent without `active`.
 
-    form: `short` or `megatron` lines; `auto` is short where stdout is a terminal. bar: a progress bar, where it is one.
-    prints: False: it speaks to the file alone. prefix: of each line on stdout
+    form: `short` or `megatron` lines; `auto` is short where stdout is a terminal. bar: a progress bar on a terminal.
+    prints: False: log to the file only. prefix: of each line on stdout
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class Console:
         self._prints, self._prefix = prints, prefix
         self.short = form == "short" or (form == "auto" and self.terminal)
         self._wants_bar, self._bar = bar and self.terminal, None
-        self._out = _Terminal(sys.stdout, self._lost) if self.terminal else None  # None: whatever stdout is by then
+        self._out = _Terminal(sys.stdout, self._lost) if self.terminal else None  # None: the present stdout
         self._lock = threading.RLock()
         self._file: Optional[TextIO] = None
-        self._unkept: Optional[list[str]] = []  # what was said before there was a file; None: there will be none
+        self._unkept: Optional[list[str]] = []  # lines before there was a file; None: there will be none
         self._above = contextlib.ExitStack()
 
     # -- lines -------------------------------------------------------------------------------------------------------
 
     def log(self, text: str, short: Optional[str] = None) -> None:
-        """Say something, in lines of its own. short: the same for people; empty: nothing."""
+        """Log a message. short: its form on a terminal; "" prints nothing there."""
         if not self.active:
             return
         with self._lock:
@@ -65,29 +65,29 @@ class Console:
                 self._print("\n".join(f"{self._prefix}{line}" for line in shown.split("\n")))
 
     def keep_only(self, text: str) -> None:
-        """Put something into the file alone: it is said elsewhere."""
+        """Write a message to the file only."""
         with self._lock:
             if self.active:
                 self._keep(text)
 
     @property
     def width(self) -> int:
-        """Columns of a line: those of the terminal, `WIDTH` at most, and where there is no terminal."""
+        """Columns of a line: those of the terminal, but at most `WIDTH`; `WIDTH` without a terminal."""
         return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) if self.terminal else WIDTH
 
     def keep(self, path: Path) -> None:
-        """Append the log to this file from now on, and what was said before. Raises OSError."""
+        """Append the log to this file, including earlier lines. Raises OSError."""
         if not self.active:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             self._file = path.open("a", encoding="utf-8", buffering=1)
-            said, self._unkept = self._unkept or [], None
-            for text in said:
+            earlier, self._unkept = self._unkept or [], None
+            for text in earlier:
                 self._keep(text)
 
     def forget(self) -> None:
-        """There will be no file: what was said need not be remembered for it."""
+        """Drop the lines kept for a file: there will be none."""
         self._unkept = None
 
     def _keep(self, text: str) -> None:
@@ -97,7 +97,7 @@ class Console:
             return
         try:
             self._file.write(text + "\n")
-        except OSError as error:  # a full disk must not end a training run for the sake of its log
+        except OSError as error:  # training continues without a log file when the disk is full
             name, self._file = self._file.name, None
             self.log(f"warning: {name} is no longer written: {error}")
 
@@ -111,25 +111,25 @@ class Console:
             self._out.flush()
 
     def _lost(self) -> None:
-        """The terminal is gone, which is no reason to end a training run."""
+        """Continue the run without the terminal, which is gone."""
         self.terminal = False
-        self._keep("warning: the terminal is gone; the run goes on, and its log goes to this file alone")
+        self._keep("warning: the terminal is gone; the run continues, and logs to this file only")
 
     # -- the bar -----------------------------------------------------------------------------------------------------
 
     def begin(self, total: int, done: int) -> None:
-        """Steps are taken from now on: a bar at the bottom of a terminal says how far they are."""
+        """Show a progress bar of the steps at the bottom of a terminal."""
         if not self._wants_bar or self._bar is not None:
             return
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # no thread that draws: a step draws
+        tqdm.monitor_interval = 0  # no drawing thread: each step draws
         tqdm.set_lock(self._lock)
         layout = "{percentage:3.0f}% {bar} {n}/{total} [{elapsed} < {remaining}{postfix}]"
         self._bar = tqdm(
             total=total, initial=done, bar_format=layout, ncols=self._columns(), leave=False, file=self._out
         )
-        # What others print, warnings of libraries among them, goes above the bar.
+        # Output of others, such as warnings of libraries, goes above the bar.
         for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
             if is_terminal(stream):
                 above = _AboveTheBar(self, stream)
@@ -137,7 +137,7 @@ class Console:
                 self._above.enter_context(redirect(above))
 
     def advance(self, shown: dict[str, str]) -> None:
-        """A step is done; name -> what the bar shows of it."""
+        """Advance the bar by a step. shown: name -> value next to the bar"""
         if self._bar is not None:
             with self._lock:
                 self._bar.ncols = self._columns()
@@ -145,13 +145,13 @@ class Console:
                 self._bar.update()
 
     def note(self, doing: str) -> None:
-        """What goes on between two steps, for the bar to show."""
+        """Show the present activity between two steps next to the bar."""
         if self._bar is not None:
             with self._lock:
                 self._bar.set_postfix_str(doing)
 
     def rewind(self, iteration: int) -> None:
-        """The run has gone back to this iteration."""
+        """Set the bar back to this iteration."""
         if self._bar is not None:
             with self._lock:
                 self._bar.n = self._bar.last_print_n = iteration
@@ -161,7 +161,7 @@ class Console:
         return self.width - 1  # some terminals begin a line when the last column is written
 
     def close(self) -> None:
-        """Take the bar away and close the file; what is said later goes to stdout alone."""
+        """Remove the bar and close the file; later messages go to stdout only."""
         with self._lock:
             if self._bar is not None:
                 self._bar.close()
@@ -173,7 +173,7 @@ class Console:
 
 
 class _Terminal:
-    """A terminal that may be closed at any moment: what is written afterwards, by anybody, goes nowhere."""
+    """A terminal that may be closed at any moment: all later output of the process to it is discarded."""
 
     def __init__(self, stream: TextIO, lost: Callable[[], None]):
         self._stream, self._lost = stream, lost
@@ -203,7 +203,7 @@ class _Terminal:
 
 
 class _AboveTheBar:
-    """A stream of a terminal whose lines come to stand above the progress bar; half a line waits for its other half."""
+    """A stream of a terminal that writes its lines above the progress bar; an incomplete line waits for its end."""
 
     def __init__(self, console: Console, stream: TextIO):
         self._console, self._stream, self._pid, self._half = console, stream, os.getpid(), ""
@@ -224,7 +224,7 @@ class _AboveTheBar:
         return len(text)
 
     def finish(self) -> None:
-        """Nothing will complete what is left."""
+        """Write the incomplete line."""
         self._stream.write(self._half)
         self._half = ""
 
@@ -233,7 +233,7 @@ class _AboveTheBar:
 
 
 def is_terminal(stream: Optional[TextIO]) -> bool:
-    """Whether somebody reads along: a terminal that can move its cursor."""
+    """Whether a stream is a terminal that can move its cursor."""
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # it is closed
@@ -241,7 +241,7 @@ def is_terminal(stream: Optional[TextIO]) -> bool:
 
 
 def fold(text: str, width: int) -> str:
-    """Text in lines of at most `width` columns, broken at blanks; what goes on is indented. A longer word stays whole.
+    """Wrap text to lines of at most `width` columns at blanks, with indented continuation. Longer words stay whole.
 
     >>> print(fold("  saved checkpoint at iteration 20 to runs/a/iter_0000020", 30))
       saved checkpoint at

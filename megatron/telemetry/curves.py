@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curves of a run as SVG pictures, for light and dark pages."""
+"""Curves of a run as SVG pictures, for light and dark pages."""
 
 import base64
 import itertools
@@ -10,16 +10,15 @@ from typing import Optional
 from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, SOFT, VIOLET, new_figure, plain, svg_of
 from megatron.telemetry.run_record import LOSS, History, own_sums
 
-MOST_POINTS = 1500  # a curve of more points is thinned: the page stays small, the eye sees no difference
+MOST_POINTS = 1500  # longer curves are thinned: the page stays small without a visible difference
 
 Points = list[tuple[int, float]]
 
 
 def plots(history: History) -> list[tuple[str, str]]:
-    """(caption, SVG as a data URL) for what a task is judged by, loss, learning rate, throughput and gradient norm, and for
-    each further sum that the model logs; curves without data are left out.
+    """(caption, SVG as a data URL) of a task's metrics, loss, learning rate, throughput, gradient norm, and other sums.
 
-    Dotted lines are where launches after the first one began, and (red) spikes.
+    Curves without data are left out. Dotted lines mark resumed launches, and (red) spikes.
     """
     steps = history.steps
     wanted: list[tuple[str, Optional[Callable]]] = [
@@ -34,7 +33,7 @@ def plots(history: History) -> list[tuple[str, str]]:
 
 
 def memory_plot(history: History) -> list[tuple[str, str]]:
-    """The same of the memory of the first rank, where it was measured more than once."""
+    """(caption, SVG as a data URL) of the memory of the first rank, where it was measured more than once."""
     points = [
         (record["iteration"], record["bytes"] / 1e9) for record in history.memory if is_number(record.get("bytes"))
     ]
@@ -81,12 +80,12 @@ def _with_validation(steps: list[dict], evals: list[dict], name: str, color: str
 
 
 def validation_points(evals: list[dict], name: str) -> Points:
-    """(iteration, value) of the validations, one of each iteration: the final one is over other samples than the others."""
-    found = {}
+    """(iteration, value) of the validations, the first of each iteration: the final one is over other samples."""
+    first = {}
     for record in evals:
         if record.get("split") == "validation":
-            found.setdefault(record["iteration"], record)
-    return points_of(list(found.values()), name)
+            first.setdefault(record["iteration"], record)
+    return points_of(list(first.values()), name)
 
 
 def _simple(points: Points, colour: str, label: str) -> Optional[Callable]:
@@ -122,7 +121,7 @@ def _gradient_norm(steps: list[dict]) -> Optional[Callable]:
 
 
 def _both(axes, points: Points, colour: str, what: str = "") -> None:
-    """A pale line of all steps, and a strong one of their running mean."""
+    """Plot a pale line of all steps, and a strong one of their running mean."""
     axes.plot(*thin(points), color=colour, alpha=0.3, linewidth=0.8, label=f"{what}each step (pale)")
     smoothed = f"{what}mean of {2 * half_window(len(points), SHARE) + 1} steps"
     axes.plot(*thin(smooth(points)), color=colour, linewidth=1.7, label=smoothed)
@@ -146,9 +145,9 @@ def half_window(count: int, share: float) -> int:
 def smooth(points: Points, share: float = SHARE) -> Points:
     """Mean over a window of about `share` of the curve, centred so that a falling curve is not delayed.
 
-    At the end, where half of the window is missing, it goes on as the straight line through the last whole window: the
-    mean of ever fewer points would jump to the noise of the last one. At its start a curve falls faster than it shakes, so
-    there the window shrinks.
+    At the end, where half of the window is missing, it continues as the straight line through the last whole window: the
+    mean of ever fewer points would follow the noise of the last one. At the start, where a curve falls faster than its
+    noise, the window shrinks.
 
     >>> smooth([(1, 2.0), (2, 4.0), (3, 9.0)], share=1.0)
     [(1, 2.0), (2, 5.0), (3, 8.5)]
@@ -203,6 +202,6 @@ def _picture(draw: Callable, history: History) -> str:
 
 
 def data_url(picture: str | bytes) -> str:
-    """A picture, SVG or PNG, as the address of itself: the page needs no other file."""
+    """A picture, SVG or PNG, as a data URL, so that the page needs no other file."""
     kind, data = ("svg+xml", picture.encode()) if isinstance(picture, str) else ("png", picture)
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures by matplotlib whose colours follow the light or the dark scheme of the page that shows them.
+"""Pictures by matplotlib with colours that follow the light or dark scheme of the page around them.
 
     figure = new_figure(5.2, 2.9)
     ...                                   # with colours of THEME
     text = svg_of(figure)
 
-Colours of the light scheme are drawn with; in the SVG each of them becomes a CSS variable, which has two values. No torch.
+Draw with the colours of the light scheme; in the SVG each becomes a CSS variable with two values. No torch.
 """
 
 import io
@@ -26,7 +26,7 @@ INK, SOFT, LINE, BLUE, ORANGE, GREEN, VIOLET, RED = THEME
 
 
 def new_figure(width: float, height: float, needed_by: str):
-    """An empty figure of so many inches. Raises SettingsError without matplotlib; `needed_by` says who asks for it."""
+    """An empty figure, sizes in inches. Raises SettingsError without matplotlib; `needed_by` is named in the message."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -35,7 +35,7 @@ def new_figure(width: float, height: float, needed_by: str):
 
 
 def plain(axes) -> None:
-    """Axes without a frame, and with what they say in the theme's colours."""
+    """Remove the frame of axes, and colour their text by the theme."""
     axes.tick_params(colors=INK, length=0)
     axes.xaxis.label.set_color(INK)
     axes.yaxis.label.set_color(INK)
@@ -45,7 +45,7 @@ def plain(axes) -> None:
 
 
 def svg_of(figure) -> str:
-    """The figure as SVG without a ground of its own: text stays text, and the same figure gives the same bytes."""
+    """The figure as SVG without a background. Text stays text, and the same figure gives the same bytes."""
     from matplotlib import rc_context
 
     out = io.StringIO()
@@ -55,7 +55,7 @@ def svg_of(figure) -> str:
 
 
 def themed(svg: str) -> str:
-    """An SVG in which the theme's colours depend on the scheme."""
+    """The SVG with the theme's colours as variables of the scheme."""
     light, dark = ("".join(f"--c{n}: {pair[at]}; " for n, pair in enumerate(THEME.items())) for at in (0, 1))
     for number, colour in enumerate(THEME):
         svg = svg.replace(f": {colour}", f": var(--c{number})")

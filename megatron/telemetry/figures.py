@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How numbers, tables and sentences are written for people: one style for all commands, 80 columns unless told otherwise.
+"""Format numbers, tables and sentences in one style for all commands, in 80 columns by default.
 
 Counts are `22.1 B`, `5.3 M`, `12.3 k`; sizes are multiples of 10^9, 10^6 and 10^3 bytes (`38.50 GB`), as --device-memory-gb
-is; times have two digits behind the point (`3.62 s`). No torch.
+is; times have two decimals (`3.62 s`). No torch.
 """
 
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
-WIDTH = 80  # columns of an output that nobody has asked to be wider
-WIDE = 100_000  # of one that --wide asks for: nothing is cut or wrapped
+WIDTH = 80  # columns of an output
+WIDE = 100_000  # with --wide: nothing is cut or wrapped
 
 
 def count(number: float) -> str:
@@ -50,7 +50,7 @@ def part_of(used: float, whole: float) -> str:
 
 
 def _unit(number: float) -> tuple[float, str, int]:
-    """(bytes of the unit, its name, digits behind the point)."""
+    """(bytes of the unit, its name, decimals)."""
     if number < 0.99995e6:
         return 1e3, "kB", 1
     if number < 0.99995e9:
@@ -59,7 +59,7 @@ def _unit(number: float) -> tuple[float, str, int]:
 
 
 def seconds(number: float) -> str:
-    """How long something takes.
+    """A duration in the most suitable unit.
 
     >>> seconds(3.6234), seconds(0.0123), seconds(2.5e-5), seconds(146.35), seconds(1800), seconds(90_000), seconds(9e5)
     ('3.62 s', '12.30 ms', '0.03 ms', '146.35 s', '30.0 min', '25.0 h', '10.4 days')
@@ -74,7 +74,7 @@ def seconds(number: float) -> str:
 
 
 def since(number: float) -> str:
-    """How long ago something was.
+    """The age of something in the most suitable unit.
 
     >>> since(119), since(600), since(9_000), since(200_000), since(-1)
     ('119 s', '10 min', '2 h', '2 d', '0 s')
@@ -86,7 +86,8 @@ def since(number: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """
+    """A duration in few characters.
+
     >>> [short_duration(seconds) for seconds in (42.4, 261, 7500, 900000, math.inf)]
     ['42s', '4m21s', '2h05m', '10d10h', '?']
     """
@@ -101,7 +102,8 @@ def short_duration(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """A duration as hours, minutes and seconds.
+
     >>> duration(59.6), duration(3725), duration(200000)
     ('0:01:00', '1:02:05', '2d 07:33:20')
     """
@@ -112,7 +114,8 @@ def duration(seconds: float) -> str:
 
 
 def several(number: int, what: str, many: str = "") -> str:
-    """
+    """A number with its noun, in the plural where needed.
+
     >>> several(1, "run"), several(2, "run"), several(2, "launch", "launches")
     ('1 run', '2 runs', '2 launches')
     """
@@ -133,7 +136,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def sentence(text: str, width: int = WIDTH) -> str:
-    """A sentence over as many lines as it needs, its other lines indented by two more than its first.
+    """A sentence wrapped to `width`, with its later lines indented by two more than the first.
 
     >>> print(sentence("  note: a sentence that does not fit", 24))
       note: a sentence that
@@ -146,7 +149,7 @@ def sentence(text: str, width: int = WIDTH) -> str:
 
 
 def labelled(label: str, text: str, width: int = WIDTH, indent: int = 24) -> str:
-    """A label of a list and what is said of it, which starts at `indent` in all of its lines.
+    """A label and its text, all lines of which start at column `indent`.
 
     >>> print(labelled("InfiniBand", "none: NCCL uses TCP", width=24, indent=14))
       InfiniBand  none: NCCL
@@ -165,10 +168,10 @@ def table(
     width: int = WIDTH,
     spare: Sequence[str] = (),
 ) -> str:
-    """Columns as wide as they need to be, those in `left` to the left, numbers to the right.
+    """A table with columns as wide as they need to be, those in `left` aligned left, others right.
 
-    Where that is more than `width`, the columns in `spare` (their heads, the first one first) are left out as far as need
-    be, then the longest texts are cut.
+    Where that is more than `width`, the columns in `spare` (by their heads, the first one first) are left out as needed,
+    then the longest texts are cut.
 
     >>> print(table([["tp2", "3.62 s", "yes"], ["pp4-zb-h1", "12.30 s", "-"]], ["layout", "a step", "offload"]))
     layout      a step  offload
@@ -198,4 +201,4 @@ def table(
     )
 
 
-LEAST = 7  # characters that are left of a text that is cut
+LEAST = 7  # characters to keep of a text that is cut

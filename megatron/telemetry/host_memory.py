@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of this machine and of this process, as the system counts it. Needs no torch."""
+"""Memory of this machine and of this process, as the operating system counts it. Needs no torch."""
 
 import contextlib
 import os
@@ -8,16 +8,16 @@ from typing import Optional
 
 
 def available_memory(otherwise: Optional[float] = 8e9) -> Optional[float]:
-    """Bytes of memory that processes of this one's group could take now; otherwise: where the system does not say.
+    """Bytes of memory that this process could still take; `otherwise` where the system does not tell.
 
-    Files that are cached count as free, swap does not.
+    Cached files count as free, swap does not.
     """
     free = _meminfo("MemAvailable")
     return min(free, *_left_in_groups(), free) if free is not None else otherwise
 
 
 def total_memory() -> Optional[float]:
-    """Bytes of memory that this machine has, or that the group of this process may take; None where nobody says."""
+    """Bytes of memory of this machine, or the limit of this process's control group; None where unknown."""
     whole = _meminfo("MemTotal")
     return None if whole is None else min(whole, *(limit for _, limit, _ in _groups()), whole)
 
@@ -30,27 +30,28 @@ def _meminfo(name: str) -> Optional[float]:
 
 
 def _left_in_groups() -> list[float]:
-    """Bytes that are left of each limit: those of containers and of batch systems."""
-    found = []
+    """Bytes left below each limit that a container or a batch system sets."""
+    left = []
     for folder, limit, (used, cached) in _groups():
         with contextlib.suppress(OSError, ValueError, StopIteration):
             stat = (folder / "memory.stat").read_text().splitlines()
             files = next(int(line.split()[1]) for line in stat if line.split()[0] == cached)
-            found.append(limit - int((folder / used).read_text()) + files)
-    return found
+            left.append(limit - int((folder / used).read_text()) + files)
+    return left
 
 
 def _groups(
     mine: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> list[tuple[Path, float, tuple[str, str]]]:
-    """(folder, limit, names of its files of use and cached files) of each control group with a limit that this process is
-    in, of both versions of Linux's control groups.
+    """(folder, limit, names of the files of use and cached files) of each control group of this process with a limit.
+
+    Reads both versions of Linux's control groups.
     """
     kinds = {
         "": (root, "memory.max", ("memory.current", "inactive_file")),
         "memory": (root / "memory", "memory.limit_in_bytes", ("memory.usage_in_bytes", "total_inactive_file")),
     }
-    found = []
+    groups = []
     with contextlib.suppress(OSError):
         for line in mine.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -59,12 +60,12 @@ def _groups(
             place = Path(path.lstrip("/"))
             for folder in [top / part for part in (place, *place.parents)] if top else []:
                 with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                    found.append((folder, float(int((folder / limit).read_text())), names))
-    return found
+                    groups.append((folder, float(int((folder / limit).read_text())), names))
+    return groups
 
 
 def resident_memory() -> int:
-    """Bytes of memory this process holds; 0 where the system does not say."""
+    """Bytes of resident memory of this process; 0 where the system does not tell."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -73,8 +74,9 @@ def resident_memory() -> int:
 
 
 def most_resident_memory() -> int:
-    """The most that it has held since its program began; 0 where the system does not say. getrusage's figure is at least
-    what its parent held when it was forked.
+    """Peak bytes of resident memory of this process; 0 where the system does not tell.
+
+    Not getrusage, whose value is at least the memory of the parent at the time of the fork.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

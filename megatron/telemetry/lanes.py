@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank computes, sends and waits for while steps are profiled: the bars of a timeline, in lanes.
+"""Timeline of a rank's profiled steps: its passes, messages and waits as bars in lanes.
 
     recording = Recording("cuda")
     with Recording.of(recording):
-        ...                                   # collectives, pipeline messages and phases note themselves
+        ...                                   # collectives, pipeline messages and phases record themselves
     bars = recording.bars()
 
-A message is launched, is under way, and is waited for: what lies before the wait is hidden behind other work, the wait is
-*exposed*. On a CPU both are times of the host. On CUDA they are events on the stream that computes, which the host reads
-when the steps are over; between launch and wait that stream computes, in the wait it stands still.
+A message is launched, travels, and is waited for: the time before the wait overlaps other work, the wait is *exposed*. On a
+CPU both are times of the host. On CUDA they are events on the compute stream, which the host reads after the steps; between
+launch and wait that stream computes, in the wait it is idle.
 
-When a message has arrived is not known where nobody waits: a wait that finds it there is short.
+The arrival of a message is not recorded: a wait for one that has arrived is short.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ class Bar(NamedTuple):
 
     lane: str
     name: str
-    start: float  # it was launched
-    wait: float  # from here on it was waited for; `end` where nobody had to, or for what is no message
+    start: float  # launch
+    wait: float  # begin of the wait; `end` without a wait, and for a pass
     end: float
 
     @property
@@ -40,19 +40,19 @@ class Bar(NamedTuple):
 
 
 class Recording:
-    """The bars of one rank. `active` is the one that everything is noted in; None costs nothing."""
+    """The bars of one rank. Everything is recorded in the `active` one; None costs nothing."""
 
     active: Optional["Recording"] = None
 
     def __init__(self, device: str):
         self.clock = _DeviceClock() if device == "cuda" else _HostClock()
-        self.began = time.time_ns()  # when `bars` have their 0
+        self.began = time.time_ns()  # time 0 of `bars`
         self._spans: list[_Span] = []
 
     @classmethod
     @contextlib.contextmanager
     def of(cls, recording: "Recording"):
-        """Inside, `recording` is active."""
+        """A context in which `recording` is active."""
         before, cls.active = cls.active, recording
         try:
             yield
@@ -60,25 +60,25 @@ class Recording:
             cls.active = before
 
     def launch(self, lane: str, name: str) -> "_Span":
-        """Something begins now."""
+        """Start a span now."""
         span = _Span(self.clock, lane, name)
         self._spans.append(span)
         return span
 
     def bars(self) -> list[Bar]:
-        """All that was noted, in the order in which it began. What nobody has waited for yet ends with the recording."""
+        """All bars in the order of their start. Messages without a wait yet end with the recording."""
         last = self.clock.now()
         self.clock.finish()
-        found = []
+        bars = []
         for span in self._spans:
             end = span.end or last
             marks = span.start, span.wait or end, end
-            found.append(Bar(span.lane, span.name, *map(self.clock.seconds, marks)))
-        return found
+            bars.append(Bar(span.lane, span.name, *map(self.clock.seconds, marks)))
+        return bars
 
 
 class _Span:
-    """A bar that is being made. As a context manager: something that is done at once, a pass or a message."""
+    """An unfinished bar. As a context manager: a pass, or a message that is waited for immediately."""
 
     def __init__(self, clock, lane: str, name: str):
         self.clock, self.lane, self.name = clock, lane, name
@@ -99,8 +99,8 @@ class _Span:
         self.end_wait()
 
 
-class _Noted:
-    """A message under way whose wait is noted."""
+class _RecordedWork:
+    """A message in flight that records its wait."""
 
     def __init__(self, work, span: _Span):
         self.work, self.span = work, span
@@ -129,7 +129,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Marks are events on the current stream: nobody waits for one before `finish`."""
+    """Marks are events on the current stream; the host does not wait for them before `finish`."""
 
     def __init__(self):
         import torch
@@ -150,23 +150,23 @@ class _DeviceClock:
         self.cuda.synchronize()
 
 
-# ---- what notes itself ---------------------------------------------------------------------------------------------------
+# ---- recording -----------------------------------------------------------------------------------------------------------
 
 
 def note(lane: str, name: str, work: Any) -> Any:
-    """A message that has just been launched: `work`, or what notes its wait."""
+    """Record a message that has just been launched. Returns `work`, or a wrapper that records its wait."""
     recording = Recording.active
-    return work if recording is None else _Noted(work, recording.launch(lane, name))
+    return work if recording is None else _RecordedWork(work, recording.launch(lane, name))
 
 
 def span(lane: str, name: str) -> Optional[AbstractContextManager]:
-    """Around a pass, or around a message that is waited for at once. None while nothing is recorded."""
+    """A context around a pass, or around a message that is waited for immediately. None while nothing is recorded."""
     recording = Recording.active
     return None if recording is None else recording.launch(lane, name)
 
 
 def lane_of(axis: str, kind: str) -> str:
-    """Where a collective over an axis of the mesh belongs.
+    """The lane of a collective over an axis of the mesh.
 
     >>> lane_of("tp", "all-gather"), lane_of("shard", "all-gather"), lane_of("world", "all-reduce")
     ('tensor parallel', 'gathers', 'other messages')
@@ -176,11 +176,11 @@ def lane_of(axis: str, kind: str) -> str:
     return {"tp": TP, "cp": CP}.get(axis, OTHER)
 
 
-# ---- what comes of it ----------------------------------------------------------------------------------------------------
+# ---- sums ----------------------------------------------------------------------------------------------------------------
 
 
 def exposed(bars: list[Bar]) -> dict[str, float]:
-    """Seconds in waits, of each lane of messages that has any."""
+    """Seconds in waits, of each lane of messages in use."""
     sums = dict.fromkeys(LANES, 0.0)
     for bar in bars:
         sums[bar.lane] += bar.exposed
@@ -189,7 +189,7 @@ def exposed(bars: list[Bar]) -> dict[str, float]:
 
 
 def exposed_line(bars: list[Bar]) -> str:
-    """How long a rank waited for messages of which kind, in a sentence.
+    """A sentence with the time a rank waited for messages of each kind.
 
     >>> exposed_line([Bar("compute", "F0", 0, 1, 1), Bar("gathers", "all-gather", 0, 0.75, 1), Bar("sends", "F0", 0, 1, 1)])
     'Exposed communication (time in waits): 250.0 ms of 1000.0 ms: gathers 250.0 ms, sends 0.0 ms'

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lanes of profiled steps as files: `rank_N.lanes.json`, a picture of all profiled ranks, and tracks of a Chrome trace.
+"""Files of the lanes of profiled steps: `rank_N.lanes.json`, a picture of all profiled ranks, tracks of a Chrome trace.
 
 In the picture each rank has its passes and, below them, a line for each lane of messages that it uses: thin while a message
-is under way beside other work, thick and red while the rank waits for it. On the right stands how long it waited.
+overlaps other work, thick and red while the rank waits for it. The total of its waits stands on the right.
 """
 
 import json
@@ -28,7 +28,7 @@ STYLE = """text { font: 12px system-ui, sans-serif; fill: #1f2937 } .title { fon
 
 @dataclass(frozen=True)
 class RankLanes:
-    """What one rank recorded of some iterations. began: when its bars have their 0, in ns since 1970."""
+    """The recording of one rank over some iterations. began: time 0 of its bars, in ns since 1970"""
 
     rank: int
     iterations: tuple[int, int]
@@ -36,31 +36,32 @@ class RankLanes:
     bars: list[Bar]
 
     def write(self, path: Path) -> None:
-        """As JSON, a line for each bar. Nobody sees half a file."""
+        """Write the recording as JSON, a line for each bar. The file is replaced in one piece."""
         head = json.dumps(dict(rank=self.rank, iterations=self.iterations, began=self.began))[:-1]
         rows = ",\n".join(json.dumps([bar.lane, bar.name, *(round(time, 9) for time in bar[2:])]) for bar in self.bars)
         _replace(path, f'{head}, "bars": [\n{rows}\n]}}\n')
 
 
 def read_lanes(path: Path) -> RankLanes:
-    """What `RankLanes.write` wrote."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    bars = [Bar(*row) for row in found["bars"]]
-    return RankLanes(found["rank"], tuple(found["iterations"]), found["began"], bars)
+    """Read a file of `RankLanes.write`."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    bars = [Bar(*row) for row in record["bars"]]
+    return RankLanes(record["rank"], tuple(record["iterations"]), record["began"], bars)
 
 
 def draw_profiled(folder: Path, own: RankLanes, ranks: Iterable[int]) -> Path:
-    """Draw those of `ranks` whose files of the same iterations are in the folder. Each rank does so behind writing its own
-    file: the last one finds all, and who finds more than it has drawn draws again.
+    """Draw those of `ranks` that have a file of the same iterations in the folder.
+
+    Each rank does so after writing its own file, and draws again while it finds more files. So the last one draws all.
     """
     target, drawn = folder / "timeline.svg", None
     while True:
         paths = [path for path in (folder / f"rank_{rank}.lanes.json" for rank in sorted(ranks)) if path.exists()]
-        found = [lanes for lanes in map(read_lanes, paths) if lanes.iterations == own.iterations]
-        if found == drawn:
+        present = [lanes for lanes in map(read_lanes, paths) if lanes.iterations == own.iterations]
+        if present == drawn:
             return target
-        _replace(target, picture(found))
-        drawn = found
+        _replace(target, picture(present))
+        drawn = present
 
 
 def _replace(path: Path, text: str) -> None:
@@ -73,7 +74,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def picture(ranks: list[RankLanes]) -> str:
-    """An SVG with the lanes of all ranks on one scale of time. Clocks of several machines agree as far as they are set."""
+    """An SVG with the lanes of all ranks on one time axis, which is as exact as the clocks of the machines agree."""
     zero = min((lanes.began for lanes in ranks), default=0)
     shift = {lanes.rank: (lanes.began - zero) / 1e9 for lanes in ranks}
     first = min((shift[lanes.rank] + bar.start for lanes in ranks for bar in lanes.bars), default=0.0)
@@ -100,7 +101,7 @@ def picture(ranks: list[RankLanes]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 24:g}">'
         f'<style>{STYLE}</style><rect width="100%" height="100%" class="ground"/>\n'
-        f'<text x="{LEFT}" y="22" class="title">{escape(title)}: passes, and messages beside them</text>\n'
+        f'<text x="{LEFT}" y="22" class="title">{escape(title)}: passes, and overlapping messages</text>\n'
         + "\n".join([*_legend(ranks), *_axis(last - first, scale, y), *parts])
         + "\n</svg>\n"
     )
@@ -112,27 +113,27 @@ def _pass(bar: Bar, at: float, scale: float, y: float) -> list[str]:
     size = f'width="{width:.2f}" height="{TALL - 2}"'
     box = f'<rect x="{x:.2f}" y="{y}" {size} fill="{fill}" stroke="#fff" stroke-width=".5">'
     label = f'<text class="pass" x="{x + 2:.2f}" y="{y + 14}">{escape(bar.name)}</text>'
-    return [f"{box}{_told(bar)}</rect>"] + [label] * (width > 7 * len(bar.name))
+    return [f"{box}{_title(bar)}</rect>"] + [label] * (width > 7 * len(bar.name))
 
 
 def _kind(bar: Bar) -> str:
-    """Of a pass (F3.1) its kind; other phases are kinds themselves, those without a colour "data"."""
+    """The kind of a pass (F of F3.1), or the phase itself; "data" for phases without a colour."""
     return next((kind for kind in (bar.name, bar.name[0]) if kind in FILL), "data")
 
 
 def _message(bar: Bar, at: float, scale: float, y: float) -> list[str]:
-    """Thin until the wait, then thick. When a message that was sent has arrived its sender is not told: a tick."""
+    """Thin until the wait, then thick. A send is a tick: its sender does not know when it arrives."""
     x, begin, end = (LEFT + (at + time) * scale for time in bar[2:])
     way = 2.0 if bar.lane == SEND else max(begin - x, 1.0)
-    parts = [f'<rect x="{x:.2f}" y="{y + 5}" width="{way:.2f}" height="4" class="way">{_told(bar)}</rect>']
+    parts = [f'<rect x="{x:.2f}" y="{y + 5}" width="{way:.2f}" height="4" class="way">{_title(bar)}</rect>']
     if end > begin:
         parts.append(
-            f'<rect x="{begin:.2f}" y="{y}" width="{end - begin:.2f}" height="{LOW - 2}" class="wait">{_told(bar)}</rect>'
+            f'<rect x="{begin:.2f}" y="{y}" width="{end - begin:.2f}" height="{LOW - 2}" class="wait">{_title(bar)}</rect>'
         )
     return parts
 
 
-def _told(bar: Bar) -> str:
+def _title(bar: Bar) -> str:
     waited = f", waited for {1000 * bar.exposed:.3f} ms" if bar.lane != COMPUTE else ""
     return f"<title>{escape(bar.name)}: {1000 * (bar.end - bar.start):.3f} ms{waited}</title>"
 
@@ -149,7 +150,7 @@ def _legend(ranks: list[RankLanes]) -> list[str]:
 
 
 def _axis(span: float, scale: float, y: float) -> list[str]:
-    """Lines and numbers of time, in milliseconds."""
+    """Grid lines and labels of the time axis, in milliseconds."""
     step = 10.0 ** len(str(int(1000 * span))) / 10  # of ms: from one to nine marks
     marks = [number * step for number in range(int(1000 * span / step) + 1)]
     parts = []
@@ -164,11 +165,12 @@ def _axis(span: float, scale: float, y: float) -> list[str]:
 
 
 def with_lanes(trace: str, lanes: RankLanes) -> str:
-    """A Chrome trace as torch writes it, with the lanes as a process of their own. Its times are microseconds since a
-    moment that stands in it. Messages under way overlap: they are "asynchronous" events; waits do not.
+    """A Chrome trace as torch writes it, with the lanes added as a process of their own.
+
+    Times are microseconds since the trace's `baseTimeNanoseconds`. Messages overlap: they are "asynchronous" events.
     """
-    head, found, rest = trace.partition('"traceEvents": [')
-    if not found:
+    head, separator, rest = trace.partition('"traceEvents": [')
+    if not separator:
         return trace
     base = head.partition('"baseTimeNanoseconds":')[2].split(",")[0].strip()
     zero = (lanes.began - int(base or 0)) / 1000
@@ -184,4 +186,4 @@ def with_lanes(trace: str, lanes: RankLanes) -> str:
         if end > wait:
             name = f"waits for {bar.name}"
             events.append(dict(ph="X", cat="wait", name=name, pid=process, tid=bar.lane, ts=wait, dur=end - wait))
-    return head + found + "\n" + ",\n".join(map(json.dumps, events)) + "," + rest
+    return head + separator + "\n" + ",\n".join(map(json.dumps, events)) + "," + rest

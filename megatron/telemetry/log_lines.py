@@ -12,10 +12,10 @@ from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics
 def console_line(
     step: StepMetrics, interval: Interval, run: RunSizes, rates: dict[str, float], log_throughput: bool = False
 ) -> str:
-    """Megatron-LM's line for the steps since the last one, with our rates behind it.
+    """Megatron-LM's line for the steps since the last one, followed by our rates.
 
-    log_throughput: TFLOP/s stand in Megatron-LM's words and place, whatever the device is.
-    Losses are means over the steps that were not skipped; the rest is this step's. Without such a step no loss is shown.
+    log_throughput: give TFLOP/s in Megatron-LM's words and place, whatever the device is.
+    Losses are means over the steps that were not skipped, left out without such a step; all else is of this step.
     """
     milliseconds = 1000 * interval.seconds / interval.steps
     losses = interval.means
@@ -47,7 +47,7 @@ def console_line(
 
 
 def _data_rates(rates: dict[str, float]) -> list[str]:
-    """Rates besides tokens per second, as parts of Megatron-LM's line."""
+    """Rates other than tokens per second, as parts of Megatron-LM's line."""
     return [
         f"samples per second: {rates['samples_per_second']:.2f}",
         f"steps per second: {rates['steps_per_second']:.3f}",
@@ -55,7 +55,8 @@ def _data_rates(rates: dict[str, float]) -> list[str]:
     ]
 
 
-def told_rates(rates: dict[str, float]) -> str:
+def format_rates(rates: dict[str, float]) -> str:
+    """Rates of the whole job, of a data rank and of a rank, on one line."""
     parts = [
         f"{rates['samples_per_second']:.5g} samples/s",
         f"{rates['steps_per_second']:.5g} steps/s",
@@ -68,7 +69,7 @@ def told_rates(rates: dict[str, float]) -> str:
 
 
 def evaluation_lines(iteration: int, split: str, final: bool, losses: dict, perplexities: dict) -> str:
-    """Megatron-LM's three lines of an evaluation. final: at the end of training, of which set it is stands there, too."""
+    """Megatron-LM's three lines of an evaluation. final: at the end of training, with the name of the set."""
     label = f" on {split} set" if final else ""
     line = f" validation loss at iteration {iteration}{label} | " + "".join(
         f"{name} value: {value:.6E} | " + (f"{name} PPL: {perplexities[name]:.6E} | " if name in perplexities else "")
@@ -81,7 +82,7 @@ def evaluation_lines(iteration: int, split: str, final: bool, losses: dict, perp
 def short_line(
     step: StepMetrics, interval: Interval, run: RunSizes, rates: dict[str, float], width: int = WIDTH
 ) -> str:
-    """The same in at most `width` columns, for people; what matters least is left out where they do not suffice."""
+    """A line for the steps since the last one in at most `width` columns; leaves out the least important values."""
     seconds = interval.seconds / interval.steps
     losses = list(interval.means.items())
     digits = len(str(run.train_iters))
@@ -119,13 +120,13 @@ def _fitted(parts: list[tuple[int, str]], width: int) -> str:
 
 
 def short_evaluation(iteration: int, split: str, final: bool, losses: dict, perplexities: dict, seconds) -> str:
-    """Losses of an evaluation, for people."""
-    told = [
+    """The losses of an evaluation, for a terminal."""
+    parts = [
         f"{short_name(name)} {value:.4f}" + (f" (perplexity {perplexities[name]:.4g})" if name in perplexities else "")
         for name, value in losses.items()
     ]
     took = "" if seconds is None else f", in {seconds:.1f} s"
-    return f"{'final ' * (final and split == 'validation')}{split} at iteration {iteration}: {', '.join(told)}{took}"
+    return f"{'final ' * (final and split == 'validation')}{split} at iteration {iteration}: {', '.join(parts)}{took}"
 
 
 def short_name(name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this rank takes."""
+"""Memory use of a rank, now and at its peak."""
 
 import resource
 import sys
@@ -10,7 +10,7 @@ from megatron.telemetry.host_memory import most_resident_memory, resident_memory
 
 
 class MemoryUse(NamedTuple):
-    """Bytes: of tensors on a GPU and what torch has reserved for them there, or of the whole process on a CPU."""
+    """Bytes of tensors on a GPU and of torch's reserve for them, or of the whole process on a CPU."""
 
     now: int
     most: int
@@ -19,7 +19,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory_use(device: str) -> MemoryUse:
-    """At this moment, and the most that there was at a time so far."""
+    """The present memory use of this rank, and its peak so far."""
     if device == "cuda":
         import torch
 
@@ -34,12 +34,12 @@ def memory_use(device: str) -> MemoryUse:
 
 
 def peak_bytes(device: str) -> int:
-    """Of tensors on its GPU, or of the whole process on a CPU: the most that there was at a time."""
+    """Peak bytes of tensors on the GPU, or of the whole process on a CPU."""
     return memory_use(device).most
 
 
 def memory_line(uses: Sequence[MemoryUse], planned: Sequence[int], iteration: int) -> str:
-    """Megatron-LM's line, of the rank that had most, with what the planner said of it.
+    """Megatron-LM's line of memory, of the rank with the highest peak, with the planner's estimate for it.
 
     uses, planned: of each rank; planned may be empty
 
@@ -53,6 +53,6 @@ def memory_line(uses: Sequence[MemoryUse], planned: Sequence[int], iteration: in
         sizes |= {"reserved": use.reserved, "max reserved": use.most_reserved}
     if planned:
         sizes["planned"] = planned[rank]
-    told = [f"{what}: {size / 2**20:.1f}" for what, size in sizes.items()]
-    told += [f"fullest of {len(uses)} ranks"] * (len(uses) > 1)
-    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(told)}"
+    parts = [f"{what}: {size / 2**20:.1f}" for what, size in sizes.items()]
+    parts += [f"fullest of {len(uses)} ranks"] * (len(uses) > 1)
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(parts)}"

@@ -8,8 +8,8 @@
             losses = evaluate()
         metrics.record_eval(iteration, consumed, losses)
 
-The line of the log is Megatron-LM's, so that existing parsers keep working, with tokens/s, TFLOP/s, MFU and ETA behind it;
-a terminal gets `short_line` instead. Nothing here is read back to decide anything.
+The line of the log is Megatron-LM's, so that existing parsers keep working, followed by tokens/s, TFLOP/s, MFU and ETA;
+a terminal gets `short_line` instead. Output only: training never depends on these values.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from megatron.telemetry.console import Console
 from megatron.telemetry.log_lines import (
     console_line,
     evaluation_lines,
+    format_rates,
     short_count,
     short_evaluation,
     short_line,
     short_name,
-    told_rates,
 )
 from megatron.telemetry.progress_log import ProgressLog
 from megatron.telemetry.run_folder import METRICS, point_to
@@ -39,11 +39,11 @@ from megatron.telemetry.trackers import TensorBoard, VisualDL, WeightsAndBiases
 
 
 class Metrics:
-    """Writes what a run says. Only a rank with `active=True` prints or opens files; on others every call returns.
+    """Writes the log, the metrics and the curves of a run. Does nothing on ranks without `active`.
 
-    header: the run record, written first. iteration: where this launch starts. save: folder of checkpoints, where
-    metrics.jsonl and train.log go by default. timers: their times are collected with every line; all ranks have them, or
-    none. console: where the run has spoken so far. files: False: what is active speaks there alone, and opens no file.
+    header: the run record, written first. iteration: where this launch starts. save: folder of checkpoints, the default
+    place of metrics.jsonl and train.log. timers: collected with every line of the log; given on all ranks, or on none.
+    console: the console used so far. files: False: only log to the console, and open no file.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Metrics:
         self.run, self.active, self.log_interval = run, active, logging.log_interval
         self.timers, self.settings = timers, logging
         self.interval, self.epoch = Interval(), Interval()
-        self._started, self._mean = 0, Interval()  # steps of this start, and those that its mean is over
-        self._unlogged: Optional[StepMetrics] = None  # the last step, while no line has told of it
+        self._started, self._mean = 0, Interval()  # steps of this start, and those in its mean throughput
+        self._unlogged: Optional[StepMetrics] = None  # the last step, until a line includes it
         self._mark, self._carried = time.perf_counter(), 0.0
-        self._startup: Optional[dict[str, float]] = None  # what came before the first step, until that is done
+        self._startup: Optional[dict[str, float]] = None  # times before the first step, until that step is done
         self.json, self.trackers, self.progress = None, [], None
         self.console = console or Console(logging.console, bar=logging.progress_bar, active=active)
         if not files:
@@ -102,19 +102,19 @@ class Metrics:
             self.progress = ProgressLog(local_folder(save), run.ranks, self._operations(consumed_samples))
 
     def _point_to(self, path: Path, save: Optional[str]) -> None:
-        """Leave in the run's folder where its metrics are, for tools that know the folder alone."""
+        """Write the path of the metrics into the run's folder, for tools that only know the folder."""
         try:
             if save:
                 point_to(path, local_folder(save))
         except OSError as error:  # the run does not need it
-            self.log(f"warning: {local_folder(save)} does not say where the metrics are: {error}")
+            self.log(f"warning: the path of the metrics cannot be written to {local_folder(save)}: {error}")
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def record(self, step: StepMetrics) -> None:
-        """Take in a step that just ended; its time is what passed since the last one, pauses left out.
+        """Record a step that just ended. Its time is counted from the end of the previous one, without pauses.
 
-        The log has a line at every multiple of --log-interval, and of the last step of the run.
+        The log has a line at every multiple of --log-interval, and at the last step of the run.
         """
         seconds = self._lap()
         complete = step.iteration % self.log_interval == 0 or step.iteration == self.run.train_iters
@@ -123,7 +123,7 @@ class Metrics:
         if not self.active:
             return
         if self._startup is not None:
-            self._tell_startup(step.iteration, seconds)
+            self._log_startup(step.iteration, seconds)
         losses = {name: float(value) for name, value in step.losses.items()}
         for sums in (self.interval, self.epoch):
             sums.add(step, losses, seconds)
@@ -137,7 +137,7 @@ class Metrics:
             self._log(step, times)
 
     def log_rest(self) -> None:
-        """Training ends before its last step: a line of the steps since the last line, if any. All ranks together."""
+        """Log the steps since the last line, where training ends before its last step. All ranks call it together."""
         step, self._unlogged = self._unlogged, None
         if step is None:
             return
@@ -156,10 +156,10 @@ class Metrics:
         samples: Optional[range] = None,
         seconds: Optional[float] = None,
     ) -> None:
-        """Mean losses of an evaluation over `samples`, places in the order of its split.
+        """Record the mean losses of an evaluation over `samples`, places in the order of its split.
 
-        The console says "validation loss" for every split, as Megatron-LM does; and of the evaluations at the end of
-        training (`final`) of which set they are, behind the iteration: " on validation set", " on test set".
+        The log has "validation loss" for every split, as in Megatron-LM. At the end of training (`final`) it also names
+        the set, after the iteration: " on validation set", " on test set".
         """
         if not self.active:
             return
@@ -184,14 +184,14 @@ class Metrics:
         self._track(tags, iteration, consumed_samples)
 
     def record_epoch(self, number: int, iteration: int) -> None:
-        """An epoch has ended behind this iteration: a line with the mean losses of its steps, of this start alone."""
+        """Log the end of an epoch after this iteration, with the mean losses of its steps in this launch."""
         epoch, self.epoch = self.epoch, Interval()
         if not self.active:
             return
         losses = epoch.means
         rate = epoch.samples / max(epoch.seconds, 1e-9)
-        told = [f"{name} = {value:.6E}" for name, value in losses.items()] + [f"Throughput = {rate:.5g} sample/s"]
-        self.log(f"[Epoch {number} / Train]: {' | '.join(told)}")
+        parts = [f"{name} = {value:.6E}" for name, value in losses.items()] + [f"Throughput = {rate:.5g} sample/s"]
+        self.log(f"[Epoch {number} / Train]: {' | '.join(parts)}")
         self._write(
             dict(kind="epoch", epoch=number, iteration=iteration, time=now(), steps=epoch.steps)
             | dict(samples_per_second=rate)
@@ -199,13 +199,13 @@ class Metrics:
         )
 
     def _count_for_mean(self, step: StepMetrics, seconds: float) -> None:
-        """A step is in the mean throughput of this start: not the first ones, nor those whose samples were left out."""
+        """Add a step to the mean throughput of this start, except the first ones and those whose samples were left out."""
         self._started += 1
         if self._started > self.settings.throughput_ignore_steps and step.losses:
             self._mean.add(step, {}, seconds)
 
-    def tell_mean_throughput(self, iteration: int) -> None:
-        """--log-throughput, at the end of training: the mean rates of this start."""
+    def log_mean_throughput(self, iteration: int) -> None:
+        """Log the mean rates of this start at the end of training (--log-throughput)."""
         mean, ignored = self._mean, self.settings.throughput_ignore_steps
         if not (self.active and self.settings.log_throughput and self._started):
             return
@@ -215,18 +215,18 @@ class Metrics:
             )
         rates = self._rates(mean.samples, mean.seconds, mean.steps)
         but = f" (without the first {ignored} of this start)" if ignored else ""
-        self.log(f"mean throughput over {mean.steps} steps{but}: {told_rates(rates)}")
+        self.log(f"mean throughput over {mean.steps} steps{but}: {format_rates(rates)}")
         rates = {name: float(f"{value:.5g}") for name, value in rates.items()}
         self._write(dict(kind="throughput", iteration=iteration, time=now(), steps=mean.steps, ignored=ignored) | rates)
 
     def record_event(self, timer: str, iteration: int, consumed_samples: int) -> None:
-        """How long something between two steps took that a timer knows. All ranks together."""
+        """Log the time of an event between two steps, from its timer. All ranks call it together."""
         times = self.timers.collect([timer]) if self.timers else {}
         if self.active:
-            self._tell_times(times, 1, iteration, consumed_samples)
+            self._log_times(times, 1, iteration, consumed_samples)
 
     def record_save(self, iteration: int, consumed_samples: int, in_background: bool) -> None:
-        """A line of progress.txt (--log-progress)."""
+        """Append a saved checkpoint to progress.txt (--log-progress)."""
         if self.progress:
             tokens = consumed_samples * self.run.sample_tokens
             try:
@@ -239,21 +239,21 @@ class Metrics:
         return samples * self.run.sample_tokens * self.run.flops_per_token
 
     def note(self, kind: str, iteration: int, **facts) -> None:
-        """A record of something that happened behind an iteration, for the report alone."""
+        """Write a record of an event after an iteration, for the report only."""
         self._write(dict(kind=kind, iteration=iteration, time=now()) | facts)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     def start(self, startup: Optional[dict[str, float]] = None) -> None:
-        """The training loop begins now: what came before (loading, compiling) is no part of the first step.
+        """Start the clock of the first step; loading and compiling before this do not count.
 
-        startup: what that was, in seconds; it is told with the first step.
+        startup: seconds of the startup by phase, logged with the first step
         """
         if self.active:
             self.console.begin(self.run.train_iters, self.iteration)
         self._mark, self._carried, self._startup = time.perf_counter(), 0.0, startup
 
-    def _tell_startup(self, iteration: int, seconds: float) -> None:
+    def _log_startup(self, iteration: int, seconds: float) -> None:
         spent, self._startup = {**self._startup, "first step": round(seconds, 3)}, None
         total = round(sum(spent.values()), 3)
         self.log(
@@ -264,7 +264,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self, doing: str = ""):
-        """The clock stands still inside: evaluation and checkpoints. doing: what a progress bar says meanwhile."""
+        """A context that does not count as time of a step: evaluation, checkpoints. doing: shown in the progress bar."""
         self._carried += time.perf_counter() - self._mark
         if doing:
             self.console.note(doing)
@@ -293,7 +293,7 @@ class Metrics:
         } | mfu
 
     def rollback(self, iteration: int) -> None:
-        """The run has gone back to this iteration: what was recorded of later ones no longer counts."""
+        """Go back to this iteration: records of later ones no longer count."""
         self.interval, self.epoch, self._unlogged = Interval(), Interval(), None
         if self.timers:
             self.timers.forget()
@@ -303,7 +303,7 @@ class Metrics:
     # -- output ------------------------------------------------------------------------------------------------------
 
     def log(self, text: str) -> None:
-        """Say something that happened."""
+        """Log a line."""
         if self.active:
             self.console.log(text)
 
@@ -316,10 +316,10 @@ class Metrics:
         )
         tags = {"iteration-time": interval.seconds / interval.steps, "throughput": rates["tflops_per_rank"]}
         self._track(tags, step.iteration, step.consumed_samples)
-        self._tell_times(times, interval.steps, step.iteration, step.consumed_samples)
+        self._log_times(times, interval.steps, step.iteration, step.consumed_samples)
 
-    def _tell_times(self, times: dict[str, list[float]], steps: int, iteration: int, consumed_samples: int) -> None:
-        """times: timer -> seconds of each rank in so many steps; their means are told."""
+    def _log_times(self, times: dict[str, list[float]], steps: int, iteration: int, consumed_samples: int) -> None:
+        """Log mean times of a step. times: timer -> seconds of each rank in so many steps"""
         if not times:
             return
         means = {name: [seconds / steps for seconds in ranks] for name, ranks in times.items()}
@@ -335,7 +335,7 @@ class Metrics:
         if self.json:
             try:
                 self.json.write(record)
-            except OSError as error:  # a full disk must not end a training run for the sake of its log
+            except OSError as error:  # training continues without metrics when the disk is full
                 self.log(f"warning: {self.json.file.name} is no longer written: {error}")
                 self.json = None
 
@@ -348,10 +348,10 @@ class Metrics:
                 self.trackers.remove(tracker)
 
     def end(self, iteration: int, code: int, why: str) -> None:
-        """The last record: with which exit code a launch ended behind this iteration, and why."""
+        """Write the last record: the exit code with which a launch ended after this iteration, and the reason."""
         self._write(dict(kind="end", iteration=iteration, time=now(), code=code, why=why))
         if code:
-            self.console.keep_only(f"ended behind iteration {iteration} with exit code {code}: {why}")
+            self.console.keep_only(f"ended after iteration {iteration} with exit code {code}: {why}")
 
     def close(self) -> None:
         self.console.close()
@@ -367,14 +367,14 @@ class Metrics:
 
 
 def metrics_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
-    """Where the JSON lines go: `--metrics-file`, or metrics.jsonl in the `local_folder` of --save, or nowhere."""
+    """Path of the JSON lines: `--metrics-file`, or metrics.jsonl in the `local_folder` of --save, or None."""
     if logging.metrics_file:
         return Path(logging.metrics_file)
     return local_folder(save) / METRICS if save else None
 
 
 def log_path(logging: Logging, save: Optional[str]) -> Optional[Path]:
-    """Where the log goes besides stdout: `--log-file`, or train.log in the `local_folder` of --save, or nowhere."""
+    """Path of the log's copy: `--log-file`, or train.log in the `local_folder` of --save, or None."""
     if logging.log_file:
         return Path(logging.log_file)
     return local_folder(save) / "train.log" if save else None

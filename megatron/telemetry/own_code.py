@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code a run trains with, for its log and its checkpoints: the recipe's module and what it imports beside the
-package, by checksum, and uncommitted changes of the tree. Files that git does not track are in no commit.
+"""Checksums of the code that a run trains with, for its log and its checkpoints.
+
+They cover the recipe's module, the user's modules that it imports, and uncommitted changes of the source tree. Files that
+git does not track are in no commit.
 """
 
 import ast
@@ -22,8 +24,8 @@ INSTALLED = ("site-packages", "dist-packages")
 
 
 def code_record(module: str) -> dict[str, Any]:
-    """files: file -> checksum, of the module and of those beside it that it imports, one through another; diff: that of
-    uncommitted changes, or None.
+    """The record of a run's code. files: file -> checksum, of the module and of the user's modules that it imports,
+    directly or not; diff: checksum of uncommitted changes, or None.
     """
     return dict(
         files={name: checksum(path.read_bytes()) for name, path in own_files(module).items()}, diff=source_diff()
@@ -31,29 +33,29 @@ def code_record(module: str) -> dict[str, Any]:
 
 
 def code_notes(saved: object, now: Mapping[str, Any]) -> list[str]:
-    """A sentence for each file that is not what it was when a checkpoint was written. saved: its `code_record`, if any."""
+    """A sentence for each file that changed since a checkpoint was written. saved: its `code_record`, if any"""
     before = saved.get("files") if isinstance(saved, Mapping) else None
     if not isinstance(before, Mapping):
         return []
     return [
-        f"{name} is another than the checkpoint's ({before[name]} then, {found} now)"
-        for name, found in now.get("files", {}).items()
-        if name in before and before[name] != found
+        f"{name} differs from the checkpoint's ({before[name]} then, {sum_now} now)"
+        for name, sum_now in now.get("files", {}).items()
+        if name in before and before[name] != sum_now
     ]
 
 
-def named_in(flag: str, name: str, what: str) -> Callable:
-    """What the words of a flag name, MODULE:NAME. Raises SettingsError where there is none, or nothing to call."""
+def import_callable(flag: str, name: str, what: str) -> Callable:
+    """Import the callable that a flag names as MODULE:NAME. Raises SettingsError where there is none."""
     module, _, attribute = name.partition(":")
     try:
-        found = importlib.import_module(module)
+        result = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            result = getattr(result, part)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise SettingsError(f"{flag} {name}: {error}", do=f"name {what}, in a module that Python finds") from error
-    if not callable(found):
-        raise SettingsError(f"{flag} {name} is {found!r}", do=f"name {what}")
-    return found
+    if not callable(result):
+        raise SettingsError(f"{flag} {name} is {result!r}", do=f"name {what}")
+    return result
 
 
 def checksum(content: bytes) -> str:
@@ -61,9 +63,9 @@ def checksum(content: bytes) -> str:
 
 
 def own_files(module: str, inside: str = "") -> dict[str, Path]:
-    """Path below the folder that the module is imported from -> file, of it and of the modules below that folder that it
-    imports; none of the suite's package but those of its part `inside`, and none of installed ones. Nothing is imported
-    for it.
+    """Relative path -> file, of a module and of all modules that it imports from the same root folder.
+
+    Installed packages and this suite are left out, except its subpackage `inside`. Nothing is imported for it.
     """
     start = file_of(module)
     if start is None:
@@ -72,7 +74,7 @@ def own_files(module: str, inside: str = "") -> dict[str, Path]:
     suite = Path(__file__).resolve().parents[2]
     first = lambda name: name.partition(".")[0]
     within = lambda name: bool(inside) and f"{name}.".startswith(f"{inside}.")
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     todo = [module]
     while todo:
         name = todo.pop()
@@ -80,20 +82,20 @@ def own_files(module: str, inside: str = "") -> dict[str, Path]:
         stem = base.joinpath(*name.split("."))
         for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
             key = path.relative_to(base).as_posix()
-            if key not in found and path.is_file() and (within(name) or not set(INSTALLED) & set(path.parts)):
-                found[key] = path
+            if key not in files and path.is_file() and (within(name) or not set(INSTALLED) & set(path.parts)):
+                files[key] = path
                 todo += [other for other in imported(path, name) if within(other) or first(other) not in (PACKAGE, "")]
         if "." in name and not within(name):
-            todo.append(name.rpartition(".")[0])  # packages are imported with what is in them
-    return dict(sorted(found.items()))
+            todo.append(name.rpartition(".")[0])  # importing a module imports its package
+    return dict(sorted(files.items()))
 
 
 def imported(path: Path, module: str) -> Iterator[str]:
-    """Names of modules that a file imports, anywhere in it; `from a import b` gives a and a.b, one of which may be none."""
+    """Names of the modules that a file imports anywhere; `from a import b` gives a and a.b, which may be no module."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # not imported, or this process would have ended
+    except (SyntaxError, ValueError):  # never imported: that would have failed
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -106,7 +108,7 @@ def imported(path: Path, module: str) -> Iterator[str]:
 
 
 def file_of(module: str) -> Optional[Path]:
-    """The source file that a module would be imported from; None where there is none."""
+    """The source file of a module, without importing it; None where there is none."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
@@ -117,14 +119,15 @@ def file_of(module: str) -> Optional[Path]:
 
 
 def source_diff() -> Optional[str]:
-    """Checksum of what `git diff HEAD` says of the source tree; None where nothing differs, or outside a checkout."""
-    said = git("diff", "--no-ext-diff", "--binary", "HEAD")
-    return checksum(said) if said else None
+    """Checksum of `git diff HEAD` of the source tree; None where nothing differs, or outside a checkout."""
+    diff = git("diff", "--no-ext-diff", "--binary", "HEAD")
+    return checksum(diff) if diff else None
 
 
 def refuse_another_module(model_type: str, module: str) -> None:
-    """Raise UsageError where the script that runs has a recipe() of its own under the name of another module: tools, and
-    whoever goes on from a checkpoint, would take that one. module: what `model_type` names.
+    """Raise UsageError where the running script's recipe() has the name of another module.
+
+    Tools and resumed runs would import that module instead. module: the one that `model_type` names
     """
     main = sys.modules.get("__main__")
     recipe, file = getattr(main, "recipe", None), getattr(main, "__file__", None)
@@ -136,7 +139,7 @@ def refuse_another_module(model_type: str, module: str) -> None:
     spec = getattr(main, "__spec__", None)
     name = spec.name if spec is not None else here.stem
     raise UsageError(
-        f'{here.name} says model_type "{model_type}", which is {named.name if named else "no module"}',
+        f'{here.name} sets model_type "{model_type}", which is {named.name if named else "no module"}',
         "checkpoints keep it, and tools import the recipe from there",
-        f'say model_type "{name}"',
+        f'set model_type "{name}"',
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak FLOP/s of devices, for MFU."""
+"""Peak FLOP/s of devices, for the model FLOPs utilization (MFU)."""
 
 from typing import Optional
 
@@ -34,7 +34,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device_name: str, precision: str) -> Optional[float]:
-    """Dense peak FLOP/s of a device by the name its driver gives; None when the table does not know it.
+    """Dense peak FLOP/s of a device by its driver's name; None for one that is not in the table.
 
     >>> peak_flops("NVIDIA A100-SXM4-80GB", "bf16"), peak_flops("NVIDIA H100 PCIe", "fp16"), peak_flops("Abacus", "fp32")
     (312000000000000.0, 756500000000000.0, None)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases of a step, announced once: the profiler and the timers both take them from here.
+"""Phases of a step: one context announces a phase to the profiler, the timers and the timeline.
 
     with phase("reduce"):
         ...
 
-A phase is a span of a step, or of what comes between steps. The heartbeat hears of them too, before they begin, where
-that says something to somebody who looks in from outside (`Run.phase`, and the executor's `on_op`).
+A phase is a part of a step, or of the work between steps. Some are also written to the heartbeat (`Run.phase`, and the
+executor's `on_op`).
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from megatron.telemetry.timers import Timed, Timers
 
 
 class Phase(NamedTuple):
-    """How a phase is called."""
+    """The names of a phase."""
 
     words: str  # in the trace of a profiler
     timed: Timed
 
 
 PHASES = {
-    # Level 1: all that a step does, one after the other.
+    # Level 1: the parts of a step, one after the other.
     "data": Phase("data", Timed("batch-generator", 1)),
     "passes": Phase("forward and backward passes", Timed("forward-backward", 1)),
     "reduce": Phase("reduce gradients", Timed("all-grads-sync", 1)),
     "update": Phase("update weights", Timed("optimizer", 1)),
     "gather": Phase("gather weights", Timed("params-all-gather", 1)),
-    # What comes between steps.
+    # Between steps.
     "evaluate": Phase("evaluate", Timed("evaluate", 1, apart=True)),
     "save": Phase("save", Timed("save-checkpoint", 1, apart=True)),
     # Level 2: of the passes, then of the optimizer.
@@ -53,15 +53,15 @@ PHASES = {
 }
 
 
-class Listening:
-    """The timers of this process that hear of phases. Output only: nothing is decided by them."""
+class ActiveTimers:
+    """The timers of this process that measure phases. Output only: training never depends on them."""
 
     timers: Optional[Timers] = None
 
     @classmethod
     @contextlib.contextmanager
     def with_timers(cls, timers: Optional[Timers]):
-        """Inside, `timers` hear of phases."""
+        """A context in which `timers` measure phases."""
         before, cls.timers = cls.timers, timers
         try:
             yield
@@ -69,15 +69,15 @@ class Listening:
             cls.timers = before
 
 
-DRAWN = ("data", "F", "B", "I", "W", "reduce", "update")  # bars of the lane that computes, one after the other
+DRAWN = ("data", "F", "B", "I", "W", "reduce", "update")  # bars of the compute lane, one after the other
 
 
 def phase(name: str, which: object = "") -> AbstractContextManager:
-    """Announces a part of a run: `with phase("update"):`. Costs next to nothing where nobody listens.
+    """A context that announces a phase: `with phase("update"):`. Almost free while nothing measures.
 
-    which: of several, as a pass; for the timeline
+    which: one of several passes, for the timeline
     """
-    timer = Listening.timers and Listening.timers.timer_of(name)
+    timer = ActiveTimers.timers and ActiveTimers.timers.timer_of(name)
     profiled = torch.autograd._profiler_enabled()
     if not profiled and lanes.Recording.active is None:
         return timer or nullcontext()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where time and memory of some steps go (`--profile`): torch.profiler, run on chosen ranks for chosen steps.
+"""Profile time and memory of some steps with torch.profiler on chosen ranks (`--profile`).
 
-Each rank writes `rank_N.trace.json.gz`, for chrome://tracing or ui.perfetto.dev, and `rank_N.txt` with an overview (for how
-long it computed, communicated, did both, waited) and tables: phases of the step, operators, communication, memory. The
-overview and the first ten operators are printed.
+Each rank writes `rank_N.trace.json.gz`, for chrome://tracing or ui.perfetto.dev, and `rank_N.txt` with an overview (time of
+computing, of communicating, of both, of neither) and tables: phases of the step, operators, communication, memory. The
+overview and the first ten operators are logged.
 
-Beside torch's profiler runs a recording of passes and messages (`telemetry/lanes.py`): the trace has its lanes,
-`timeline.svg` draws those of all chosen ranks, and a line says for how long the rank waited for which messages.
+At the same time passes and messages are recorded (`telemetry/lanes.py`): the trace includes their lanes, `timeline.svg`
+draws those of all chosen ranks, and a line of the log gives the time in waits for each kind of message.
 """
 
 import gzip
@@ -25,16 +25,16 @@ from megatron.storage.urls import local_folder
 from megatron.telemetry import lanes, lanes_drawing
 from megatron.telemetry.phases import PHASES
 
-COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccldevkernel", "ncclkernel")  # how names of collectives begin
+COMMUNICATION = ("gloo:", "nccl:", "c10d::", "nccldevkernel", "ncclkernel")  # prefixes of names of collectives
 PHASE_WORDS = {phase.words for phase in PHASES.values()}
-ROWS, PRINTED, WIDTH = 40, 10, 60  # of a table in the file; of one in the log; characters of a name
+ROWS, PRINTED, WIDTH = 40, 10, 60  # rows of a table in the file; in the log; characters of a name
 
 
 class Profiler:
     """Profiles the iterations from --profile-step-start to --profile-step-end on this rank, if it is a chosen one.
 
     log: prints a line of the log, once for all ranks.
-    barrier: waits for all ranks. To start a profile takes seconds, which no rank is to take for a wait for another.
+    barrier: waits for all ranks. Starting a profile takes seconds, which must not appear as waits in the timeline.
     """
 
     def __init__(
@@ -50,35 +50,35 @@ class Profiler:
         self.folder = Path(self.settings.profile_dir or local_folder(config.checkpoint.save or ".") / "profile")
         self.ranks = self.settings.profile_ranks or [0]
         self.chosen = self.settings.profile and self.rank in self.ranks
-        self.under_way: Optional[profile] = None
-        lanes.Recording.active = None  # what another run of this process has left
+        self.running: Optional[profile] = None
+        lanes.Recording.active = None  # may be left from another run of this process
 
     def before(self, iteration: int) -> None:
-        """Iteration `iteration` is about to begin."""
-        if self.chosen and not self.under_way and iteration == self.settings.profile_step_start:
-            # No call stacks: with them torch 2.13 hands out names that are no text (half of the runs on this code).
+        """Start the profile if `iteration`, which is about to begin, is the first one to profile."""
+        if self.chosen and not self.running and iteration == self.settings.profile_step_start:
+            # No call stacks: with them torch 2.13 returns names that are not text (in half of the runs on this code).
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
-            self.under_way = profile(
+            self.running = profile(
                 activities=activities, record_shapes=self.settings.profile_detailed, profile_memory=True
             )
-            self.under_way.start()
+            self.running.start()
             self.first = iteration
         if self.settings.profile and iteration == self.settings.profile_step_start:
             self.barrier()
-            if self.under_way and lanes.Recording.active is None:
+            if self.running and lanes.Recording.active is None:
                 lanes.Recording.active = lanes.Recording(self.device.type)
 
     def ends(self, iteration: int) -> bool:
         """Whether `iteration`, which is done, was the last one to profile."""
-        return self.under_way is not None and iteration + 1 >= self.settings.profile_step_end
+        return self.running is not None and iteration + 1 >= self.settings.profile_step_end
 
     def end(self, iteration: int) -> None:
-        """Stop after `iteration`, if it is under way, and write what was found."""
-        if not self.under_way:
+        """Stop a running profile after `iteration`, and write its files."""
+        if not self.running:
             return
-        done, self.under_way = self.under_way, None
+        done, self.running = self.running, None
         recording, lanes.Recording.active = lanes.Recording.active, None
-        found = lanes_drawing.RankLanes(self.rank, (self.first, iteration), recording.began, recording.bars())
+        own = lanes_drawing.RankLanes(self.rank, (self.first, iteration), recording.began, recording.bars())
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         done.stop()
@@ -87,20 +87,20 @@ class Profiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             done.export_chrome_trace(str(trace))
-            _rewrite(trace, found)
-            found.write(self.folder / f"rank_{self.rank}.lanes.json")
-            picture = lanes_drawing.draw_profiled(self.folder, found, self.ranks)
-            told = f"{overview(*_busy(done.events(), self.device.type))}\n{lanes.exposed_line(found.bars)}"
+            _add_lanes(trace, own)
+            own.write(self.folder / f"rank_{self.rank}.lanes.json")
+            picture = lanes_drawing.draw_profiled(self.folder, own, self.ranks)
+            summary = f"{overview(*_busy(done.events(), self.device.type))}\n{lanes.exposed_line(own.bars)}"
             text.write_text(
-                f"iterations {self.first} to {iteration} of rank {self.rank}\n\n{told}\n\n" + self._tables(averages)
+                f"iterations {self.first} to {iteration} of rank {self.rank}\n\n{summary}\n\n" + self._tables(averages)
             )
         except OSError as error:
             raise StorageError(f"cannot write the profile to {self.folder}", error.strerror) from error
         self.log(
-            f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev), {picture} (what is "
-            f"sent beside what) and {text}"
+            f"profile of iterations {self.first} to {iteration}: {trace} (open it in ui.perfetto.dev), {picture} "
+            f"(overlap of passes and messages) and {text}"
         )
-        for line in told.splitlines():
+        for line in summary.splitlines():
             self.log(line)
         self.log(_table(_without_phases(averages), self._sort(), PRINTED))
 
@@ -119,27 +119,27 @@ class Profiler:
                 "cpu_time_total",
             ),
             "Operators": (operators, self._sort()),
-            "Communication (waiting for the others included)": (sent, "cpu_time_total"),
-            "Memory (allocated less given back, by the operator itself)": (holders, memory),
+            "Communication (including waits for other ranks)": (sent, "cpu_time_total"),
+            "Memory (allocated minus freed, by the operator itself)": (holders, memory),
         }
         return "\n".join(
             f"{title}\n{_table(events, sort, ROWS)}\n" for title, (events, sort) in tables.items() if events
         )
 
 
-def _rewrite(trace: Path, found: lanes_drawing.RankLanes) -> None:
+def _add_lanes(trace: Path, own: lanes_drawing.RankLanes) -> None:
     """Add the lanes to a trace that torch has written."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         text = file.read()
     with gzip.open(trace, "wt", encoding="utf-8", compresslevel=4) as file:
-        file.write(lanes_drawing.with_lanes(text, found))
+        file.write(lanes_drawing.with_lanes(text, own))
 
 
 Interval = tuple[float, float]  # from, to, in microseconds
 
 
 def _busy(events: EventList, device: str) -> tuple[Interval, list[Interval], list[Interval]]:
-    """(the steps, computing, communicating): of a GPU its kernels, of a CPU the operators that call no others."""
+    """Intervals of (the steps, computing, communicating): kernels of a GPU, or operators of a CPU that call no others."""
     cuda = [event for event in events if event.device_type == DeviceType.CUDA] if device == "cuda" else []
     leaves = cuda or [event for event in events if not event.cpu_children and event.name not in PHASE_WORDS]
     sent, computed = [], []
@@ -152,23 +152,23 @@ def _busy(events: EventList, device: str) -> tuple[Interval, list[Interval], lis
 
 
 def overview(whole: Interval, computing: Iterable[Interval], communicating: Iterable[Interval]) -> str:
-    """How long what was done, in a sentence; times that overlap count once.
+    """A sentence with the shares of time that were spent in computing and communicating.
 
     >>> overview((0, 1000), [(0, 600), (500, 700)], [(600, 900)])
-    'Overview: 1.0 ms, of which computing 70.0%, communicating 30.0% (33.3% of it beside computing), neither 10.0%'
+    'Overview: 1.0 ms: computing 70.0%, communicating 30.0% (33.3% of it overlapped by computing), neither 10.0%'
     """
     computed, sent = _length(computing), _length(communicating)
     both = computed + sent - (either := _length([*computing, *communicating]))
     total = max(whole[1] - whole[0], 1e-9)
-    beside = f" ({both / sent:.1%} of it beside computing)" if sent else ""
+    overlapped = f" ({both / sent:.1%} of it overlapped by computing)" if sent else ""
     return (
-        f"Overview: {total / 1e3:.1f} ms, of which computing {computed / total:.1%}, communicating {sent / total:.1%}"
-        f"{beside}, neither {1 - either / total:.1%}"
+        f"Overview: {total / 1e3:.1f} ms: computing {computed / total:.1%}, communicating {sent / total:.1%}"
+        f"{overlapped}, neither {1 - either / total:.1%}"
     )
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """What the intervals cover together."""
+    """Length of the union of the intervals."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, reached))

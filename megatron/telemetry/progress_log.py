@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""progress.txt beside the checkpoints, in Megatron-LM's form: a line at each start and each save (`--log-progress`).
+"""progress.txt next to the checkpoints, in Megatron-LM's form: a line at each start and each save (`--log-progress`).
 
 2026-11-22 10:00:00\tJob ID: 4711\t# GPUs: 8\tSaved checkpoint\tIteration: 500\tJob throughput: 98.1 TFLOP/s/GPU\t
 Cumulative throughput: 95.0 TFLOP/s/GPU\tFloating-point operations: 3.92e+18\tTokens (in billions): 0.52
@@ -18,7 +18,7 @@ LINE = re.compile(
 
 
 class ProgressLog:
-    """The first rank's side. done: floating-point operations of the whole run, up to this start."""
+    """Writes progress.txt, on the first rank. done: floating-point operations of the whole run, up to this start."""
 
     def __init__(self, folder: Path, ranks: int, done: float):
         self.path, self.ranks, self.done, self.began = folder / "progress.txt", ranks, done, datetime.now()
@@ -26,7 +26,7 @@ class ProgressLog:
         self._append("Starting job")
 
     def saved(self, iteration: int, done: float, tokens: int, in_background: bool = False) -> None:
-        """A checkpoint was written, or is about to be; done: operations of the run so far."""
+        """Log a checkpoint that was written, or is about to be. done: operations of the run so far"""
         before = first_start(self.path.read_text(encoding="utf-8").splitlines(), self.ranks)
         since, had = before or (self.began, self.done)
         parts = [
@@ -49,20 +49,20 @@ class ProgressLog:
 
 
 def first_start(lines: list[str], ranks: int) -> Optional[tuple[datetime, float]]:
-    """(when, operations so far) of the first start of the last stretch of starts on this many ranks.
+    """(time, operations so far) of the first of the last consecutive starts on this many ranks.
 
     >>> first_start(["2026-01-02 03:04:05\\tJob ID: \\t# GPUs: 8\\tStarting job"], 8)
     (datetime.datetime(2026, 1, 2, 3, 4, 5), 0.0)
     """
-    found, done = None, 0.0
+    first, done = None, 0.0
     for line in lines:
         match = LINE.match(line)
         if not match:
             continue
         if match["start"] and int(match["ranks"]) != ranks:
-            found = None
-        elif match["start"] and found is None:
-            found = datetime.strptime(match["date"], DATE), done
+            first = None
+        elif match["start"] and first is None:
+            first = datetime.strptime(match["date"], DATE), done
         elif match["done"]:
             done = float(match["done"])
-    return found
+    return first

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs on one page, and the same figures for programs: what differs between them, and what came of it.
+"""Comparison of runs by their metrics, as an HTML page or as JSON: the settings that differ, losses, curves, totals.
 
-    figures({"a": read_history(...), "b": read_history(...)})     # what --json prints
+    figures({"a": read_history(...), "b": read_history(...)})     # the output of --json
     page_of({"a": ..., "b": ...}, "a and b")                      # HTML
 
-The first run is what the others are compared with. Nothing but their metrics is read.
+The others are compared with the first run.
 """
 
 import itertools
@@ -34,14 +34,14 @@ from megatron.telemetry.run_record import LOSS, History, own_sums
 
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, INK, SOFT)
 DASHES = ("-", "--", ":", "-.")  # where there are more runs than colours
-ALWAYS = ("code commit", "--seed")  # told also where they are the same
-LAST = 20  # steps whose mean is a run's final training loss
-PLACES = (  # settings that say where a run writes, not what it trains
+ALWAYS = ("code commit", "--seed")  # listed even where they are the same
+LAST = 20  # steps in the mean that is the final training loss of a run
+PLACES = (  # settings of paths and names, which do not affect training
     *("--save", "--load", "--metrics-file", "--log-file", "--tensorboard-dir", "--wandb-project", "--wandb-exp-name"),
     *("--heartbeat-dir", "--profile-dir", "--save-copy", "--save-mirror", "--kill-switch-file"),
 )
 
-Runs = Mapping[str, History]  # name -> what its metrics say
+Runs = Mapping[str, History]  # by name
 Point = tuple[float, float]
 
 
@@ -49,7 +49,7 @@ Point = tuple[float, float]
 
 
 def figures(runs: Runs) -> dict[str, Any]:
-    """What the page says in numbers: each run's, the settings that differ, and whether the samples were the same."""
+    """The comparison as JSON: values of each run, the settings that differ, and whether the samples were the same."""
     first = next(iter(runs))
     return dict(
         runs={name: figures_of(history) for name, history in runs.items()},
@@ -60,7 +60,7 @@ def figures(runs: Runs) -> dict[str, Any]:
 
 
 def figures_of(history: History) -> dict[str, Any]:
-    """How far a run has come, what it took, and its losses."""
+    """Progress of a run: iteration, samples, tokens, time, throughput."""
     steps, last = history.steps, history.steps[-1]
     speeds = [step["tokens_per_second"] for step in steps if step.get("tokens_per_second")]
     return dict(
@@ -75,14 +75,14 @@ def figures_of(history: History) -> dict[str, Any]:
 
 
 def tokens_of_sample(history: History) -> int:
-    """Tokens of a sample; 0 where the run has not written it down."""
+    """Tokens of a sample; 0 where the run's record does not contain it."""
     return int(((history.run.get("config") or {}).get("model") or {}).get("seq_length") or 0)
 
 
 def final_losses(runs: Runs) -> dict[str, list[Optional[float]]]:
-    """What is compared -> its value in each run: losses, and further sums that models log; None where a run has none.
+    """Name of a loss or of another logged sum -> its value in each run; None where a run has none.
 
-    Training is compared at the last step that all runs have reached, as the mean of the last steps up to there.
+    Training is compared at the last step that all runs reached, as the mean of the last steps up to there.
     """
     common = min(history.steps[-1]["iteration"] for history in runs.values())
     rows: dict[str, list[Optional[float]]] = {}
@@ -95,7 +95,7 @@ def final_losses(runs: Runs) -> dict[str, list[Optional[float]]]:
 
 
 def named(runs: Runs) -> list[str]:
-    """What tasks are judged by, losses, and further sums that models log."""
+    """Names of the values to compare: tasks' metrics, losses, and other sums that models log."""
     sums = [name for history in runs.values() for name in (history.loss, *own_sums(history.steps))]
     return list(dict.fromkeys([*_judged(runs), *sums]))
 
@@ -109,18 +109,18 @@ def _at_step_1(history: History, name: str) -> Optional[float]:
 
 
 def _mean_until(history: History, name: str, end: int) -> Optional[float]:
-    found = [step[name] for step in history.steps if step["iteration"] <= end and is_number(step.get(name))]
-    return statistics.fmean(found[-LAST:]) if found else None
+    values = [step[name] for step in history.steps if step["iteration"] <= end and is_number(step.get(name))]
+    return statistics.fmean(values[-LAST:]) if values else None
 
 
 def _evaluations(runs: Runs, name: str) -> dict[str, list[Optional[float]]]:
-    """Of each split the last evaluation during training that all runs have, and the final ones."""
+    """The last evaluation of each split during training that all runs have, and the final ones."""
     rows = {}
     for split in dict.fromkeys(e.get("split") for history in runs.values() for e in history.evals):
-        found = [_by_iteration(history, split, name, final=False) for history in runs.values()]
-        shared = set.intersection(*map(set, found))
+        during = [_by_iteration(history, split, name, final=False) for history in runs.values()]
+        shared = set.intersection(*map(set, during))
         if shared:
-            rows[f"{name}, {split} at step {max(shared):,}"] = [one[max(shared)] for one in found]
+            rows[f"{name}, {split} at step {max(shared):,}"] = [one[max(shared)] for one in during]
         ends = [_by_iteration(history, split, name, final=True) for history in runs.values()]
         rows[f"{name}, final {split}"] = [one[max(one)] if one else None for one in ends]
     return rows
@@ -135,17 +135,15 @@ def _by_iteration(history: History, split: str, name: str, final: bool) -> dict[
 
 
 def differences(runs: Runs) -> dict[str, list[str]]:
-    """What is not the same in all runs -> how it is in each: versions, machine, layout, settings; always commit, seed."""
-    told = [_described(history) for history in runs.values()]
-    names = sorted(
-        dict.fromkeys(name for one in told for name in one), key=lambda name: name in PLACES
-    )  # they come last
-    rows = {name: [one.get(name, "-") for one in told] for name in names}
+    """Versions, machine, layout and settings that differ -> their value in each run; always the commit and the seed."""
+    described = [_described(history) for history in runs.values()]
+    names = sorted(dict.fromkeys(name for one in described for name in one), key=lambda name: name in PLACES)
+    rows = {name: [one.get(name, "-") for one in described] for name in names}
     return {name: values for name, values in rows.items() if len(set(values)) > 1 or name in ALWAYS}
 
 
 def _described(history: History) -> dict[str, str]:
-    """All that a run has written down of itself, what is looked for first first."""
+    """The record of a run as a flat table, the most important rows first."""
     run = history.run
     config = dict(run.get("config") or {})
     own = config.pop("extra", None) or {}
@@ -153,10 +151,8 @@ def _described(history: History) -> dict[str, str]:
     groups = [group for group in [*config.values(), *own.values()] if isinstance(group, dict)]
     settings = {f"--{name.replace('_', '-')}": value for group in groups for name, value in group.items()}
     rows = {"code commit": run.get("commit"), "--seed": settings.pop("--seed", None)}
-    code = (
-        run.get("code") or {}
-    )  # checksums, where runs keep them: the commit alone says nothing of files that git ignores
-    rows |= {f"checksum of {name}": told for name, told in (code.get("files") or {}).items()}
+    code = run.get("code") or {}  # checksums of the recipe's files: those that git ignores are in no commit
+    rows |= {f"checksum of {name}": checksum for name, checksum in (code.get("files") or {}).items()}
     rows |= {"uncommitted changes": code.get("diff")}
     rows |= {"parameters": run.get("parameters") and f"{run['parameters']:,}"}
     rows |= {f"{name} version": version for name, version in (run.get("versions") or {}).items()}
@@ -172,7 +168,7 @@ def _words(value: Any) -> str:
 
 
 def same_samples(one: History, other: History) -> dict[str, str]:
-    """Whether two runs were trained and validated on the same samples, as far as their metrics tell: yes, no or unknown."""
+    """Whether two runs were trained and validated on the same samples, by their metrics: yes, no or unknown."""
     return dict(training=_same_training(one, other), validation=_same_validation(one, other))
 
 
@@ -187,11 +183,11 @@ def _same_training(one: History, other: History) -> str:
     return f"yes: the ledgers of {len(common):,} steps are equal"
 
 
-DATA = "data_path train_data_path valid_data_path split mock_data"  # what decides which samples a place stands for
+DATA = "data_path train_data_path valid_data_path split mock_data"  # settings that decide the sample at a place
 
 
 def _same_validation(one: History, other: History) -> str:
-    """By places of the order of the split; what the token files hold is not in the metrics."""
+    """Compared by places in the order of the split; the metrics do not contain the contents of the token files."""
 
     def places(history):
         return {
@@ -206,15 +202,15 @@ def _same_validation(one: History, other: History) -> str:
         kept = [data.get(name) for name in DATA.split()]
         return [*kept, tokens_of_sample(history), (config.get("logging") or {}).get("seed")]
 
-    found = [places(history) for history in (one, other)]
-    common = found[0].keys() & found[1].keys()
+    both = [places(history) for history in (one, other)]
+    common = both[0].keys() & both[1].keys()
     if not common:
         return "unknown: no validation at a step that both have"
     if order(one) != order(other):
         return "no: their data, sequence length or seed differ"
-    if any(None in one[key] for one in found for key in common):
-        return "unknown: a run of an earlier version has not written down which samples they were"
-    differing = sorted(key for key in common if found[0][key] != found[1][key])
+    if any(None in one[key] for one in both for key in common):
+        return "unknown: a run of an earlier version did not record its validation samples"
+    differing = sorted(key for key in common if both[0][key] != both[1][key])
     if differing:
         return f"no: other places of the validation set, first at step {differing[0][1]:,}"
     return f"yes: the same places of the same data in {len(common):,} validations"
@@ -232,7 +228,7 @@ def page_of(runs: Runs, title: str) -> str:
             "Losses",
             grids=[Grid("", head, [[name, *_against_first(values)] for name, values in losses.items()], colours)],
         ),
-        Section("The same samples", tables=[("", _samples_told(runs))]),
+        Section("The same samples", tables=[("", _samples_rows(runs))]),
         Section(
             "What differs",
             grids=[Grid("", head, [[name, *values] for name, values in differences(runs).items()], colours)],
@@ -245,7 +241,7 @@ def page_of(runs: Runs, title: str) -> str:
 
 
 def tiles(runs: Runs) -> list[tuple[str, str, str]]:
-    """The number at the top of each run: its last loss of validation, else of training."""
+    """The headline number of each run: its last validation loss, else its training loss."""
     rows = [(name, values) for name, values in final_losses(runs).items() if name.startswith(f"{named(runs)[0]}, ")]
     best = next((row for row in reversed(rows) if "validation" in row[0] and None not in row[1]), None)
     name, values = best or next((row for row in rows if "mean of" in row[0]), ("", []))
@@ -253,32 +249,32 @@ def tiles(runs: Runs) -> list[tuple[str, str, str]]:
 
 
 def _against_first(values: list[Optional[float]]) -> list[str]:
-    """Each value, and behind all but the first by how much it is another.
+    """Each value, followed by its difference from the first one.
 
     >>> _against_first([2.5, 2.2499, None, 2.5])
     ['2.5000', '2.2499 (-0.25)', '-', '2.5000 (the same)']
     """
-    told = []
+    cells = []
     for number, value in enumerate(values):
         differs = ""
         if number and value is not None and values[0] is not None:
             differs = " (the same)" if value == values[0] else f" ({value - values[0]:+.2g})"
-        told.append("-" if value is None else f"{value:.4f}{differs}")
-    return told
+        cells.append("-" if value is None else f"{value:.4f}{differs}")
+    return cells
 
 
-def _samples_told(runs: Runs) -> list[tuple[str, str]]:
+def _samples_rows(runs: Runs) -> list[tuple[str, str]]:
     first, *others = runs
     rows = []
     for name in others:
-        for what, told in same_samples(runs[first], runs[name]).items():
-            rows.append((f"{first} and {name}, {what}", told))
+        for what, answer in same_samples(runs[first], runs[name]).items():
+            rows.append((f"{first} and {name}, {what}", answer))
     return rows
 
 
 def _totals(runs: Runs) -> list[list[str]]:
-    found = [figures_of(history) for history in runs.values()]
-    words: dict[str, Callable[[Any], str]] = {
+    totals = [figures_of(history) for history in runs.values()]
+    formats: dict[str, Callable[[Any], str]] = {
         "iteration": "{:,}".format,
         "tokens": count,
         "seconds": duration,
@@ -288,8 +284,8 @@ def _totals(runs: Runs) -> list[list[str]]:
     }
     names = {"iteration": "iterations", "seconds": "time in training steps", "tokens_per_second": "tokens per second"}
     return [
-        [names.get(name, name), *("-" if one[name] is None else told(one[name]) for one in found)]
-        for name, told in words.items()
+        [names.get(name, name), *("-" if one[name] is None else formatted(one[name]) for one in totals)]
+        for name, formatted in formats.items()
     ]
 
 
@@ -318,7 +314,7 @@ AXES: dict[str, tuple[str, Callable[[History], dict[int, float]]]] = {  # headin
 
 
 def plots(runs: Runs, across: str, places: Callable[[History], dict[int, float]]) -> list[tuple[str, str]]:
-    """(caption, SVG as a data URL) of the curves of all runs, over one another."""
+    """(caption, SVG as a data URL) of each quantity, with the curves of all runs."""
     judged, loss = _judged(runs), next(iter(runs.values())).loss
     own = [name for name in named(runs) if name not in (*judged, loss)]
     label = "loss (nats a token)" if loss == LOSS else loss
@@ -330,12 +326,12 @@ def plots(runs: Runs, across: str, places: Callable[[History], dict[int, float]]
         ("Gradient norm before clipping, running mean", "L2 norm of all gradients", _training("grad_norm")),
         *((f"{name}, running mean", "mean over the tokens that count", _training(name)) for name in own),
     ]
-    found = []
+    pictures = []
     for caption, label, curve in wanted:
         curves = {name: _placed(curve(history), places(history)) for name, history in runs.items()}
         if any(curves.values()):
-            found.append((caption, _picture(curves, across, label)))
-    return found
+            pictures.append((caption, _picture(curves, across, label)))
+    return pictures
 
 
 def _each(name: str) -> Callable[[History], list[tuple[int, float]]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTML of a report: layout and style, without its content."""
+"""The HTML page of a report: layout and style."""
 
 import html
 from dataclasses import dataclass, field
@@ -46,9 +46,9 @@ td:first-child { width: auto; white-space: normal; overflow-wrap: anywhere }
 
 @dataclass
 class Grid:
-    """A table of several columns: what stands over each, and rows of as many cells.
+    """A table of several columns: their heads, and rows of cells.
 
-    colours: of the columns behind the first, (in the light scheme, in the dark one).
+    colours: of the columns after the first, (in the light scheme, in the dark one).
     """
 
     caption: str
@@ -73,9 +73,9 @@ class Section:
 def page(
     title: str, subtitle: str, tiles: list[tuple[str, str, str]], sections: list[Section], refresh: int = 0
 ) -> str:
-    """A complete page; sections without content are left out. All text is escaped.
+    """A complete HTML page. Sections without content are left out; all text is escaped.
 
-    refresh: seconds after which a browser loads it again; 0: never
+    refresh: seconds after which a browser reloads the page; 0: never
     """
     cells = "".join(
         f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(what)}</span>'
@@ -119,7 +119,7 @@ def _section(section: Section) -> str:
 
 
 def _grid(grid: Grid) -> str:
-    """A table that is scrolled sideways where it does not fit; none where it has no rows."""
+    """A table, scrolled sideways where it does not fit; empty where it has no rows."""
     if not grid.rows:
         return ""
     keys = ["", *(f'<i class="key" style="--key: light-dark({light}, {dark})"></i>' for light, dark in grid.colours)]

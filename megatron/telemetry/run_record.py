@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""metrics.jsonl: what a run was and what each step did, one JSON object per line.
+"""metrics.jsonl: the settings of a run and the values of each step, one JSON object per line.
 
-Kinds: `run` (first: resolved settings, versions, host, mesh), `start` (where the time before the first step went), `step`
-(one per iteration), `eval` (`final`: at the end of training), `timers` (one per log interval, where they are on), `memory`
-(of the first rank, one per log interval), `save` (a checkpoint was written, or begun to be), `spike` (that sent the run
-back), `rewind` (to this iteration) and `end` (exit code and reason, unless the process was killed). The file only grows.
-A resumed run appends a `run` record with the iteration it starts from: that record takes back all `step` and `eval`
-records behind that iteration which a killed run had written, and `read_history` leaves them out. A line torn by the
-kill is skipped.
+Kinds: `run` (first: resolved settings, versions, host, mesh), `start` (times before the first step), `step` (one per
+iteration), `eval` (`final`: at the end of training), `timers` (one per log interval, where they are on), `memory` (of the
+first rank, one per log interval), `save` (a checkpoint was written, or started), `spike` (that caused a rollback), `rewind`
+(to this iteration) and `end` (exit code and reason, unless the process was killed). The file only grows. A resumed run
+appends a `run` record with the iteration it starts from: it invalidates the `step` and `eval` records of a killed run after
+that iteration, and `read_history` leaves them out. A line torn by the kill is skipped.
 """
 
 import json
@@ -51,23 +50,23 @@ def now() -> str:
 
 
 def library_versions() -> dict[str, str]:
-    found = dict(python=platform.python_version())
+    versions = dict(python=platform.python_version())
     for name in LIBRARIES:
         try:
-            found[name] = metadata.version(name)  # reads the installed metadata; imports nothing
+            versions[name] = metadata.version(name)  # reads the installed metadata; imports nothing
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def source_commit() -> Optional[str]:
     """Commit of the source tree, with a + when files differ from it; None outside a checkout."""
-    said = git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
-    return said.decode().strip() or None if said else None
+    output = git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    return output.decode().strip() or None if output else None
 
 
 def git(*words: str) -> Optional[bytes]:
-    """What git says of the source tree; None outside a checkout, and where git is missing or fails."""
+    """Output of a git command on the source tree; None outside a checkout, and where git is missing or fails."""
     root = Path(__file__).parent.parent.parent
     if not (root / ".git").exists():
         return None
@@ -79,7 +78,7 @@ def git(*words: str) -> Optional[bytes]:
 
 
 class JsonLines:
-    """Appends records to a file; every record is on its way to the disk when `write` returns."""
+    """Appends records to a file; every record is handed to the operating system when `write` returns."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +101,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def _finite(value):
-    """JSON has no NaN: numbers that are not finite become null."""
+    """A value for JSON, which has no NaN: numbers that are not finite become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -114,33 +113,33 @@ def _finite(value):
 
 @dataclass
 class History:
-    """A run as its records tell it, across resumes: steps and evaluations that count, in order of iteration."""
+    """A run from its records, across resumes: steps and evaluations that count, in order of iteration."""
 
     run: dict = field(default_factory=dict)  # the newest run record
     steps: list[dict] = field(default_factory=list)
     evals: list[dict] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # iteration that each launch started from
-    events: list[dict] = field(default_factory=list)  # records of the kinds of EVENTS, as they came
+    events: list[dict] = field(default_factory=list)  # records of the kinds of EVENTS, in order of time
     memory: list[dict] = field(default_factory=list)
     damaged_lines: int = 0
 
     @property
     def loss(self) -> str:
-        """The name of what is trained for: of words, or of a task's labels."""
+        """The name of the training loss: of the language model, or of a task."""
         return LOSS if any(LOSS in step for step in self.steps) else TASK_LOSS
 
     @property
     def figures(self) -> list[str]:
-        """What evaluations find out besides losses, such as a task's metrics; first the one that says which was best."""
-        found = dict.fromkeys(name for e in self.evals if e.get("split") == "validation" for name in e)
+        """Names of an evaluation's values other than losses, such as a task's metrics; first the selection criterion."""
+        logged = dict.fromkeys(name for e in self.evals if e.get("split") == "validation" for name in e)
         sums = dict.fromkeys(name for step in self.steps for name in step)
-        names = [name for name in found if name not in (*OF_EVERY_EVALUATION, *sums)]
+        names = [name for name in logged if name not in (*OF_EVERY_EVALUATION, *sums)]
         first = (self.run.get("criterion") or {}).get("figure")
         return sorted(names, key=lambda name: name != first)
 
     @property
     def smaller_is_better(self) -> bool:
-        """Of the first figure."""
+        """Whether a smaller value of the first figure is better."""
         return bool((self.run.get("criterion") or {}).get("smaller_is_better"))
 
 
@@ -149,7 +148,7 @@ LOSS, TASK_LOSS = "lm loss", "loss"
 OF_EVERY_EVALUATION = {
     *("kind", "split", "iteration", "consumed_samples", "time", "final", "first_sample", "samples", "seconds", LOSS)
 }
-OF_EVERY_STEP = {  # what a step has besides the means of what stages return
+OF_EVERY_STEP = {  # keys of a step other than the means of the stages' sums
     *("kind", "iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "loss_scale", "skipped"),
     *("seconds", "ledger", "tokens_per_second", "tflops_per_rank", "mfu", "spike", "decoupled_learning_rate"),
     *("samples_per_second", "steps_per_second", "samples_per_second_per_data_rank", "tokens_per_second_per_data_rank"),
@@ -157,13 +156,13 @@ OF_EVERY_STEP = {  # what a step has besides the means of what stages return
 
 
 def own_sums(steps: list[dict]) -> list[str]:
-    """Names of what a model logs besides the language-model loss: of a recipe's sums and of what settings add."""
+    """Names of the sums that a model logs in addition to the language-model loss."""
     names = dict.fromkeys(name for step in steps for name in step)
     return [name for name in names if name not in OF_EVERY_STEP and name != LOSS]
 
 
 def read_history(path: Path) -> History:
-    """Read a metrics file. Lines that are no records are counted in `damaged_lines`."""
+    """Read a metrics file. Damaged lines are counted in `damaged_lines`."""
     history = History()
     for record in records(path):
         if record is None:
@@ -175,8 +174,8 @@ def read_history(path: Path) -> History:
         elif kind == "memory":
             history.memory.append(record)
         if kind in ("run", "rewind"):
-            _take_back(history.steps, iteration)
-            _take_back(history.evals, iteration)
+            _drop_after(history.steps, iteration)
+            _drop_after(history.evals, iteration)
         if kind == "run":
             history.run = record
             history.starts.append(iteration)
@@ -186,7 +185,7 @@ def read_history(path: Path) -> History:
 
 
 def records(path: Path) -> Iterator[Optional[dict]]:
-    """The records of a metrics file in the order in which they were written; None for a line that is none."""
+    """The records of a metrics file in the order of writing; None for a damaged line."""
     with Path(path).open("rb") as lines:
         for line in filter(bytes.strip, lines):
             try:
@@ -197,6 +196,6 @@ def records(path: Path) -> Iterator[Optional[dict]]:
             yield record
 
 
-def _take_back(records: list[dict], iteration: int) -> None:
+def _drop_after(records: list[dict], iteration: int) -> None:
     while records and records[-1]["iteration"] > iteration:
         records.pop()

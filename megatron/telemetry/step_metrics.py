@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step did, sums over steps, and their form in metrics.jsonl and trackers."""
+"""The values of a step, their sums over steps, and their form in metrics.jsonl and trackers."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,21 +8,21 @@ from typing import Optional
 
 @dataclass(frozen=True)
 class RunSizes:
-    """What turns steps into rates. `flops_per_token`: model FLOPs, forward and backward (flops.py)."""
+    """Sizes of a run that turn steps into rates. `flops_per_token`: model FLOPs, forward and backward (flops.py)."""
 
     train_iters: int
     sample_tokens: int
     ranks: int = 1
-    data_ranks: int = 1  # of data parallelism
+    data_ranks: int = 1  # data parallel size
     flops_per_token: float = 0.0
     peak_flops: Optional[float] = None  # FLOP/s of one rank's device; None: unknown, no MFU is given
     device: str = "cpu"
-    perplexities: tuple[str, ...] = ("lm loss",)  # losses of which an evaluation gives exp, too
+    perplexities: tuple[str, ...] = ("lm loss",)  # losses for which an evaluation also gives exp(loss)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What a step did. Numbers may be 0-d tensors. `iteration` counts from 1, `consumed_samples` includes this step."""
+    """The values of a step. Numbers may be 0-d tensors. `iteration` counts from 1; `consumed_samples` includes it."""
 
     iteration: int
     consumed_samples: int
@@ -34,14 +34,14 @@ class StepMetrics:
     skipped: bool = False  # gradients overflowed (fp16): no update happened
     ledger: str = ""  # hash of the samples of the step
     num_zeros: Optional[int] = None  # elements of the gradient (--log-num-zeros-in-grad)
-    params_norm: Optional[float] = None  # behind the update (--log-params-norm)
+    params_norm: Optional[float] = None  # after the update (--log-params-norm)
     extra: dict[str, float] = field(default_factory=dict)  # written to files, not to the console
 
     @property
-    def asked_for(self) -> dict[str, float]:
-        """Figures that are there at some steps only, by their names in files."""
-        found = dict(num_zeros=self.num_zeros, params_norm=self.params_norm)
-        return {name: float(value) for name, value in found.items() if value is not None}
+    def optional_values(self) -> dict[str, float]:
+        """Values that only some steps have, by their names in files."""
+        values = dict(num_zeros=self.num_zeros, params_norm=self.params_norm)
+        return {name: float(value) for name, value in values.items() if value is not None}
 
 
 @dataclass
@@ -54,10 +54,10 @@ class Interval:
     skipped: int = 0
     nan: int = 0
     losses: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)  # steps that had such a loss
+    counts: dict[str, int] = field(default_factory=dict)  # steps with this loss
 
     def add(self, step: StepMetrics, losses: dict[str, float], seconds: float) -> None:
-        """A skipped step has no part in the mean loss; it counts as a NaN step when its loss was not finite."""
+        """Add a step. A skipped one does not count in the mean loss; it is a NaN step when its loss was not finite."""
         self.seconds += seconds
         self.samples += step.batch_size
         if step.skipped:
@@ -71,7 +71,7 @@ class Interval:
 
     @property
     def means(self) -> dict[str, float]:
-        """Of the steps that had such a loss."""
+        """Mean of each loss over the steps that have it."""
         return {name: total / self.counts[name] for name, total in self.losses.items()}
 
     @property
@@ -87,7 +87,7 @@ def step_record(step: StepMetrics, losses: dict[str, float], seconds: float, rat
         | dict(loss_scale=float(step.loss_scale), skipped=bool(step.skipped), seconds=round(seconds, 6))
         | ({"ledger": step.ledger} if step.ledger else {})
         | {name: float(f"{value:.5g}") for name, value in rates.items()}
-        | step.asked_for
+        | step.optional_values
         | {name: float(value) for name, value in step.extra.items()}
     )
 
@@ -96,5 +96,5 @@ def step_tags(step: StepMetrics, losses: dict[str, float]) -> dict[str, float]:
     tags = {"learning-rate": step.learning_rate, "batch-size": step.batch_size, "loss-scale": float(step.loss_scale)}
     if step.grad_norm is not None:
         tags["grad-norm"] = float(step.grad_norm)
-    tags |= {name.replace("_", "-"): value for name, value in step.asked_for.items()}
+    tags |= {name.replace("_", "-"): value for name, value in step.optional_values.items()}
     return tags | losses | {name: float(value) for name, value in step.extra.items()}

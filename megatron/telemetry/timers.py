@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named clocks of a rank, and what those of all ranks have counted (`--timing-log-level 1|2`).
+"""Timers of a rank by name, and the table of all ranks' times (`--timing-log-level 1|2`).
 
     timers = Timers(level=2)
     with timers("tokenize", level=2):               # or .start() and .stop()
         ...
     timers("tokenize").mean(skip=2), timers("tokenize").sum, timers("tokenize").history
 
-Timers of one level never count the same moment twice: one that starts inside another of its level stops the other's clock
-until it has ended. So those of level 1 add up to at most the time of a step; those of level 2 say what is in them. A clock
-is read only where a timer runs. Needs no torch: what a device and other ranks have to do with a clock is handed in.
+Timers of one level never count the same moment twice: one that starts inside another of its level pauses the other until
+it ends. So those of level 1 add up to at most the time of a step; those of level 2 measure parts of them. A clock is read
+only where a timer runs. Needs no torch: the synchronization with the device and with other ranks is passed in.
 """
 
 import time
@@ -22,21 +22,21 @@ WIDTH = 48  # characters of a name and its dots in the log
 
 
 class Timed(NamedTuple):
-    """How a part of a run is timed."""
+    """The timer of a part of a run."""
 
-    name: str  # of the timer
+    name: str
     level: int
-    apart: bool = False  # no part of a step: reported by itself, and timers inside it do not run
+    apart: bool = False  # not part of a step: logged by itself, and timers of a step do not run inside
 
 
 class _Lane:
-    """The timers of one level that run at this moment, the innermost last: its clock is the one that goes."""
+    """The running timers of one level, the innermost last: only that one counts time."""
 
     def __init__(self, synchronize: Callable[[], object]):
         self.synchronize, self.running, self.mark = synchronize, [], 0.0
 
     def switch(self) -> None:
-        """What has passed since the last switch belongs to the innermost timer."""
+        """Add the time since the last switch to the innermost timer."""
         self.synchronize()
         before, self.mark = self.mark, time.perf_counter()
         if self.running:
@@ -44,20 +44,20 @@ class _Lane:
 
 
 class Timer:
-    """One clock: `with timer:`, or `start` and `stop`. Made by `Timers`.
+    """A timer of `Timers`: `with timer:`, or `start` and `stop`.
 
-    history: seconds of the last uses, oldest first; sum: of all uses, and `uses` how many there were
+    history: seconds of the last uses, oldest first; sum: of all uses; uses: their number
     """
 
     def __init__(self, name: str, lane: _Lane, barrier: Optional[Callable[[], object]] = None):
         self.name, self.lane, self.barrier = name, lane, barrier
         self.history: deque[float] = deque(maxlen=HISTORY)
         self.sum, self.uses = 0.0, 0
-        self.fresh = 0.0  # of the sum: what has not been reported
-        self.part = 0.0  # of the use that is under way
+        self.fresh = 0.0  # part of the sum that was not collected yet
+        self.part = 0.0  # of the present use
 
     def start(self) -> None:
-        """Let the clock go; where timers of its level wait for all ranks first, that wait is in no timer."""
+        """Start the timer, after the barrier if it has one; the time in the barrier counts in no timer."""
         lane = self.lane
         assert self not in lane.running, f"the timer {self.name} runs already"
         lane.switch()
@@ -69,7 +69,7 @@ class Timer:
         lane.running.append(self)
 
     def stop(self) -> None:
-        """End the use that is under way. Timers end in the opposite order of their start."""
+        """Stop the timer. Timers stop in the opposite order of their start."""
         lane = self.lane
         inner = [timer.name for timer in lane.running[-1:]]
         assert inner == [self.name], f"the timer {self.name} cannot stop: {inner or 'none'} runs"
@@ -86,7 +86,7 @@ class Timer:
         return self.history[-1] if self.history else 0.0
 
     def mean(self, skip: int = 0) -> float:
-        """Seconds of a use, over `history`; the first `skip` of all uses, which are slower, left out. 0 without any."""
+        """Mean seconds of a use over `history`, without the first `skip` of all uses, which are slower. 0 without any."""
         forgotten = self.uses - len(self.history)
         kept = list(islice(self.history, max(0, skip - forgotten), None))
         return sum(kept) / len(kept) if kept else 0.0
@@ -100,7 +100,7 @@ class Timer:
 
 
 class _Apart(Timer):
-    """A timer during which those of the parts of a step do not run."""
+    """A timer that disables the timers of a step while it runs."""
 
     def __init__(self, timers: "Timers", *given):
         super().__init__(*given)
@@ -116,7 +116,7 @@ class _Apart(Timer):
 
 
 class Off(Timer):
-    """A timer of a level that is not asked for: it never runs."""
+    """A timer of a higher level than requested: it never runs."""
 
     def start(self) -> None:
         pass
@@ -125,13 +125,13 @@ class Off(Timer):
 
 
 class Timers:
-    """The timers of a rank. Those of `parts`, which all ranks know, are reported; others are for whoever makes them.
+    """The timers of a rank. Those of `parts`, which all ranks have, are logged; others belong to their creator.
 
     level:    timers of a higher level do not run
-    parts:    what is announced (phases.py) -> how it is timed
-    synchronize:   waits for the device, which works on while the clock is read: torch.cuda.synchronize
-    barrier:  waits for all ranks, before a timer of `parts` of level 1 starts
-    gather:   numbers of this rank -> those of all ranks, in their order; all ranks together
+    parts:    phase (phases.py) -> its timer
+    synchronize:   waits for the device before the clock is read: torch.cuda.synchronize
+    barrier:  waits for all ranks before a timer of `parts` of level 1 starts
+    gather:   numbers of this rank -> those of all ranks, in rank order; all ranks call it together
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Timers:
         self.level, self.gather = level, gather
         self.lanes = {number: _Lane(synchronize) for number in range(1, level + 1)}
         self.named: dict[str, Timer] = {}
-        self.apart = False  # inside of what is no part of a step
+        self.apart = False  # inside a timer that is not part of a step
         parts = {part: timed for part, timed in (parts or {}).items() if timed.level <= level}
         for name, number, apart in dict.fromkeys(parts.values()):
             given = name, self.lanes[number], barrier if number == 1 else None
@@ -155,21 +155,21 @@ class Timers:
         self.of_a_step = list(dict.fromkeys(timed.name for timed in parts.values() if not timed.apart))
 
     def __call__(self, name: str, level: int = 1) -> Timer:
-        """The timer of that name; it is made at the first call, whose level counts."""
-        found = self.named.get(name)
-        if found is None:
-            found = Timer(name, self.lanes[level]) if level <= self.level else Off(name, _Lane(lambda: None))
-            self.named[name] = found
-        return found
+        """The timer of this name, created by the first call with its level."""
+        timer = self.named.get(name)
+        if timer is None:
+            timer = Timer(name, self.lanes[level]) if level <= self.level else Off(name, _Lane(lambda: None))
+            self.named[name] = timer
+        return timer
 
     def timer_of(self, part: str) -> Optional[Timer]:
-        """Who times what begins now; None: nobody."""
+        """The timer of a phase that begins now; None where it is not timed."""
         return None if self.apart else self.parts.get(part)
 
     def collect(self, names: Optional[Iterable[str]] = None) -> dict[str, list[float]]:
-        """Timer -> seconds since it was last collected, of each rank (0: it did not run there). All ranks together.
+        """Timer -> seconds since the last collection, of each rank (0: it did not run there). All ranks call it together.
 
-        names: by default those that are parts of a step.
+        names: by default the timers of a step
         """
         running = [timer.name for lane in self.lanes.values() for timer in lane.running]
         assert not running, f"started and never stopped: {', '.join(running)}"
@@ -181,13 +181,13 @@ class Timers:
         return {name: list(times) for name, times in zip(names, zip(*self.gather(mine))) if any(times)}
 
     def forget(self) -> None:
-        """Drop what was not collected: it belongs to steps that no longer count."""
+        """Drop times that were not collected: they belong to steps that no longer count."""
         for timer in self.named.values():
             timer.fresh = 0.0
 
 
 def spans(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
-    """Timer -> least and greatest time of those ranks where it ran.
+    """Timer -> smallest and largest time among the ranks where it ran.
 
     >>> spans({"forward-recv": [0.0, 2.0, 3.0]})
     {'forward-recv': (2.0, 3.0)}
@@ -196,7 +196,7 @@ def spans(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
 
 
 def table(times: dict[str, list[float]], option: str) -> str:
-    """Seconds as Megatron-LM's log shows them, in milliseconds. option: max, minmax or all.
+    """Times in the form of Megatron-LM's log, in milliseconds. option: max, minmax or all.
 
     >>> print(table({"optimizer": [0.5, 0.25]}, "minmax"))
     (min, max) time across ranks (ms):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Curves for TensorBoard, VisualDL and Weights & Biases, under Megatron-LM's tags.
 
-A tracker has `scalars(values, iteration, consumed_samples)` and `close()`. The libraries are imported when a tracker is
-made, not before.
+A tracker has `scalars(values, iteration, consumed_samples)` and `close()`. The libraries are imported by the constructors.
 """
 
 import importlib.util
@@ -15,7 +14,7 @@ from megatron.settings.schema import Logging
 
 
 def missing_tracker(logging: Logging) -> Optional[SettingsError]:
-    """What is wrong with trackers whose package is not installed; looked for, not imported. None: nothing."""
+    """The error for a tracker whose package is not installed, checked without an import; None without problems."""
     for flag, wanted, package in (
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
         ("--visualdl-dir", logging.visualdl_dir, "visualdl"),

@@ -296,14 +296,14 @@ def explain(words: list[str], asked: CorpusOptions) -> None:
     from dataclasses import asdict
 
     from megatron.corpus.explain import explain as follow
-    from megatron.corpus.explain import told
+    from megatron.corpus.explain import history_lines
 
     histories = follow(_last_plan(asked), Path(asked.output), _one(words, "document"))
     if asked.json:
         print(json.dumps([asdict(history) | dict(fate=history.fate) for history in histories]))
         return
     for history in histories:
-        print("\n".join(told(history)))
+        print("\n".join(history_lines(history)))
 
 
 def report(words: list[str], asked: CorpusOptions) -> None:

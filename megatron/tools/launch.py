@@ -42,8 +42,9 @@ from megatron.errors import (
     run_main,
 )
 from megatron.guard import processes
-from megatron.guard.command import COMMAND, config_of, last_checkpoint, started_by
+from megatron.guard.command import config_of
 from megatron.guard.exits import FOR_ANOTHER, judge
+from megatron.guard.resume_command import COMMAND, last_checkpoint, module_command
 from megatron.guard.stacks import spans
 
 MODULE = "megatron.tools.launch"
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> None:
     if not any(os.environ.get(name) for name in LOUD):
         quiet()
     args = parse(torchrun.get_args_parser(), argv)
-    os.environ.setdefault(COMMAND, started_by(argv, MODULE))  # a supervisor's comes first
+    os.environ.setdefault(COMMAND, module_command(argv, MODULE))  # a supervisor's comes first
     with files_of(args) as kept:
         job = Launch(args)
         try:

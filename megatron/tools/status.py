@@ -24,8 +24,8 @@ from typing import Optional
 
 from megatron.errors import DataError, Failure, Interrupted, Preempted, UsageError, run_main
 from megatron.guard import processes
-from megatron.guard.command import newest_checkpoint
 from megatron.guard.heartbeat import read_beats
+from megatron.guard.resume_command import newest_checkpoint
 from megatron.settings.batch import total_iterations
 from megatron.settings.schema import Config, from_record, setting
 from megatron.storage.urls import location

@@ -35,6 +35,7 @@ from megatron.guard.evidence import standstills
 from megatron.guard.exits import Action, JobVerdict, codes_in_log, from_shell, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, process_start_ticks, read_beats
+from megatron.guard.resume_command import COMMAND, module_command, newest_checkpoint, resumed
 from megatron.guard.stacks import explain
 from megatron.planner.replan import fewer_ranks
 from megatron.settings.parse import parse
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> None:
     settings = parse(argv[:split], {"supervise": SuperviseOptions}, prog=PROG, description=DESCRIPTION, common=COMMON)
     if not argv[split + 1 :]:
         raise UsageError("there is no command behind --")
-    os.environ.setdefault(commands.COMMAND, commands.started_by(argv, "megatron.tools.supervise"))
+    os.environ.setdefault(COMMAND, module_command(argv, "megatron.tools.supervise"))
     code = Supervisor(settings["supervise"], argv[split + 1 :]).run()
     if code:
         sys.exit(code)
@@ -229,14 +230,14 @@ class Supervisor:
     def attempt(self) -> JobVerdict:
         """Start the job, watch it to its end, see to it that nothing of it is left."""
         clear(self.beats)
-        words = commands.resumed(self.command, self.save, self.others)
+        words = resumed(self.command, self.save, self.others)
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
         words = commands.with_flag(words, "--exit-signal-handler")
         number = len(self.attempts)
         attempt = Attempt(number, self.ranks, launched=time.monotonic() - self.began)
         self.attempts.append(attempt)
         self.log, self.log_at = unused(self.logs, number), 0
-        at = commands.newest_checkpoint(self.save)
+        at = newest_checkpoint(self.save)
         log(f"attempt {number} on {self.ranks} ranks" + (f", from iteration {at}" if at is not None else ""))
         with self.log.open("wb") as output:
             job = subprocess.Popen(

@@ -22,7 +22,7 @@ from typing import Any, Optional
 from megatron.errors import Failure, SettingsError, did_you_mean
 from megatron.guard.endings import peer_lost
 from megatron.settings.schema import Config
-from megatron.telemetry.own_code import named_in
+from megatron.telemetry.own_code import import_callable
 from megatron.telemetry.step_metrics import StepMetrics
 
 
@@ -206,7 +206,7 @@ def hook_makers(config: Config, own: Sequence[Maker] = ()) -> list[tuple[str, Ma
     """
     makers = [(f"{maker.__module__}:{maker.__qualname__}", maker) for maker in own]
     what = "a class, or a function that makes a Hook from the settings"
-    return makers + [(name, named_in("--hooks", name, what)) for name in config.logging.hooks or ()]
+    return makers + [(name, import_callable("--hooks", name, what)) for name in config.logging.hooks or ()]
 
 
 def make_hooks(makers: Sequence[tuple[str, Maker]], config: Config) -> Hooks:

@@ -16,7 +16,7 @@ from megatron.guard.stopping import Stop
 from megatron.model.recipe import Recipe
 from megatron.settings import schema
 from megatron.telemetry.memory import memory_line, memory_use
-from megatron.telemetry.phases import Listening
+from megatron.telemetry.phases import ActiveTimers
 from megatron.training.build import build_run
 from megatron.training.evaluation import (
     ends_with_validation,
@@ -47,7 +47,7 @@ def pretrain(
         try:
             run.hooks = make_hooks(makers, run.config)
             restore_hooks(run)
-            with Listening.with_timers(run.metrics.timers):
+            with ActiveTimers.with_timers(run.metrics.timers):
                 train(run, planned_memory)
         except BaseException as error:
             run.close(error)
@@ -135,7 +135,7 @@ def tell_end_of_training(run: Run) -> None:
     if (why := enough(run)) and run.state.iteration < run.train_iters:
         run.metrics.log(f" > training ends at iteration {run.state.iteration} of {run.train_iters}: {why}")
     if not run.config.batch.skip_train:
-        run.metrics.tell_mean_throughput(run.state.iteration)
+        run.metrics.log_mean_throughput(run.state.iteration)
         run.metrics.log(f"[after training is done] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')}")
 
 

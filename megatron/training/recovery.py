@@ -7,7 +7,7 @@ from typing import Optional
 
 from megatron.checkpoint.folder import checkpoints
 from megatron.errors import Interrupted, NumericsError, Preempted
-from megatron.guard.command import last_checkpoint, that_goes_on
+from megatron.guard.resume_command import last_checkpoint, resume_command
 from megatron.guard.stopping import Stop
 from megatron.guard.watch import StepVerdict
 from megatron.optimizer.lr_schedule import learning_rate
@@ -79,7 +79,7 @@ def stop_early(run: Run, stop: Stop) -> None:
     if run.checkpoint_manager:
         run.checkpoint_manager.wait()  # until the checkpoint is durable
     run.metrics.log_rest()
-    run.metrics.tell_mean_throughput(run.state.iteration)
+    run.metrics.log_mean_throughput(run.state.iteration)
     run.metrics.log(f"stopping at iteration {run.state.iteration}: {stop.why}")
     if stop.preempted:
         kind = Interrupted if stop.interrupted else Preempted
@@ -100,7 +100,7 @@ def _what_remains(run: Run) -> tuple[str, Optional[str]]:
     last = last_checkpoint(checkpoint)
     if last is None:
         return f"no checkpoint was saved in {checkpoint.save} yet", None
-    return f"the last checkpoint: {last}", f"to go on: {that_goes_on(checkpoint)}"
+    return f"the last checkpoint: {last}", f"to go on: {resume_command(checkpoint)}"
 
 
 def interruptible(run: Run) -> AbstractContextManager:

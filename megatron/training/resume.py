@@ -46,7 +46,7 @@ def resume(
     vocabulary: fingerprint of this run's.
     """
     same = changes.same_vocabulary(record, vocabulary)
-    settings, chosen = changes.told(config, record["config"], same), config.checkpoint.resume_schedule
+    settings, chosen = changes.change_messages(config, record["config"], same), config.checkpoint.resume_schedule
     found = [] if config.batch.skip_train else drift(config, record, dp)  # an evaluation follows no schedule
     if chosen == "checkpoint":
         found = [one for one in found if not one.of_schedule]

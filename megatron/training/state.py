@@ -23,7 +23,7 @@ from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.execute import P2PCommunicator
-from megatron.pipeline.returned import Returned
+from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import Recorder
 from megatron.settings import schema
@@ -143,10 +143,10 @@ class Run:
     counts: Mapping[str, str] = field(
         default_factory=dict
     )  # what else than tokens some sums are divided by for the log
-    returned: Optional[Returned] = field(init=False)  # what stages return, until all ranks have compared it
+    returned: Optional[StageOutputs] = field(init=False)  # what stages return, until all ranks have compared it
 
     def __post_init__(self):
-        self.returned = Returned(self.names)
+        self.returned = StageOutputs(self.names)
 
     @property
     def names(self) -> tuple[str, ...]:

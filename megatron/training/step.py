@@ -13,7 +13,7 @@ from megatron.model.recipe import shown
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.optimizer.update import choose
 from megatron.pipeline.execute import execute
-from megatron.pipeline.returned import Returned
+from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.settings.batch import batch_size
 from megatron.telemetry.memory import peak_bytes
 from megatron.telemetry.phases import phase
@@ -171,7 +171,7 @@ def record_step(run: Run, step: Optional[StepMetrics]) -> None:
 
 
 def forward_backward(
-    run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[Returned] = None
+    run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[StageOutputs] = None
 ) -> torch.Tensor:
     """Forward and backward passes of a step, in the order of the schedule; this rank's sums."""
     ops = run.pipeline.ops(run.wire.axis.rank, len(batches))

@@ -255,7 +255,7 @@ def state_json(folder: Path) -> tuple[Forge, Read]:
         with Reader(path) as reader:
             with contextlib.suppress(Failure):
                 changes.refuse_another_run(own, reader.state.get("config", {}))
-            changes.told(own, reader.state.get("config", {}))
+            changes.change_messages(own, reader.state.get("config", {}))
             resumed_schedule.drift(own, reader.state, 1)
             with contextlib.suppress(Failure):
                 resumed_schedule.follow(own, reader.state, 1)

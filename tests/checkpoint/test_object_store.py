@@ -184,7 +184,7 @@ class FaultyFile:
             raise after
 
     def discard(self):
-        urls._give_up(self.file)
+        urls._abort(self.file)
 
 
 def lay(monkeypatch, fault, only=WRITES):
@@ -230,7 +230,7 @@ def end_of(saver, monkeypatch):
 @pytest.mark.parametrize("bucket", ["memory"], indirect=True)
 def test_a_kill_at_any_write_of_a_save_leaves_what_was_there(kind, after, bucket, monkeypatch):
     iteration, value, keep_last, allowed, gone = SAVES[kind]
-    monkeypatch.setattr(lease, "SETTLE", 0.0)
+    monkeypatch.setattr(lease, "PAUSE", 0.0)
     seen, at, count = set(), 0, 1
     while at < count:
         at += 1
@@ -488,7 +488,7 @@ def test_a_save_to_a_store_that_is_away_goes_to_the_mirror(tmp_path, bucket, mon
 @pytest.fixture
 def hasty(monkeypatch):
     """Leases of half a second."""
-    for name, value in dict(LASTS=0.6, RENEWED=0.1, LOOKED=0.03, SETTLE=0.05).items():
+    for name, value in dict(LASTS=0.6, RENEWED=0.1, LOOKED=0.03, PAUSE=0.05).items():
         monkeypatch.setattr(lease, name, value)
 
 
@@ -699,7 +699,7 @@ def test_what_a_location_is(tmp_path, monkeypatch):
     assert str(path / "iter_0000001") == "s3://bucket/run/a/iter_0000001" and path.parent == UrlPath("s3://bucket/run")
     assert location("S3://bucket/a") == UrlPath("s3://bucket/a") and path.with_name("b").name == "b"
     assert location("rclone copy {} s3://bucket").name == "bucket"  # a command, not a URL
-    for text, word in (("s3://", "names no bucket"), ("ftp://host/a", "no storage that is known")):
+    for text, word in (("s3://", "names no bucket"), ("ftp://host/a", "is not a supported storage")):
         with pytest.raises(UsageError, match=word):
             location(text)
     with pytest.raises(UsageError) as caught:

@@ -53,7 +53,7 @@ def test_the_page_says_so(small_corpus, tmp_path):
     assert "<script>" not in text and "http" not in re.sub(
         r"https?://", "", re.sub("<td>.*?</td>", "", text, flags=re.S)
     )
-    for heading in ("What became of the text", "By rule", "What the corpus is like", "Samples, dropped and kept"):
+    for heading in ("Funnel", "By rule", "Kept documents", "Samples, dropped and kept"):
         assert f"<h2>{heading}</h2>" in text
     assert "Commonest domains" in text and "sizes" in text
     assert "complete" in text

@@ -20,9 +20,9 @@ from megatron.corpus.estimate import (
     PhaseSample,
     TaskCost,
     estimate,
+    fictitious_plan,
     fitted,
     input_mb,
-    made_up_plan,
     rates_of,
     simulate,
 )
@@ -197,7 +197,7 @@ def test_a_made_up_plan_is_that_of_real_files_of_these_sizes(run_on_a_sample):
     folder, output = run_on_a_sample
     recipe = parse_recipe((folder / "recipe.yaml").read_text())
     real = make_plan(recipe, output)
-    made_up = made_up_plan(recipe, 6 * 36_000, 36_000)
+    made_up = fictitious_plan(recipe, 6 * 36_000, 36_000)
     assert shape(made_up) == shape(real) and len(made_up.stages[0].makes) == len(real.stages[0].makes) == 18
     assert input_mb(real) == pytest.approx(0.216)
 
@@ -205,7 +205,7 @@ def test_a_made_up_plan_is_that_of_real_files_of_these_sizes(run_on_a_sample):
 def test_a_plan_grows_with_the_shards_and_not_with_their_square():
     pytest.importorskip("rensa")
     recipe = parse_recipe(RECIPE.format(input="x", shard=64) + "  - exact-substrings\n")
-    small, large = (made_up_plan(recipe, shards * 64e6, 64e6) for shards in (60, 240))
+    small, large = (fictitious_plan(recipe, shards * 64e6, 64e6) for shards in (60, 240))
     held = lambda plan: sum(len(task.inputs) + len(task.needs) for task in plan.tasks.values())
     paths = lambda plan: sum(map(sum, shape(plan).values()))
     assert held(large) < 5 * held(small)
@@ -294,7 +294,7 @@ def test_the_command(run_on_a_sample, capsys):
 @pytest.mark.parametrize(
     "flags, error, words",
     [
-        (["--rates", "nowhere"], DataError, "no run was started"),
+        (["--rates", "nowhere"], DataError, "contains no run"),
         (["--nodes", "0"], SettingsError, "--nodes 0: more than 0"),
         (["--input-tb", "-1"], SettingsError, "more than 0"),
         (["--node-memory-gb", "0.5"], SettingsError, "task-memory-gb"),

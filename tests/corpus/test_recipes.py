@@ -92,7 +92,7 @@ def test_what_a_filter_cannot_do_without_is_told_before_anything_runs(
 
 def test_what_stands_behind_tokens_is_refused(small_corpus, tmp_path):
     tokens = "  - tokenize: {tokenizer-type: NullTokenizer, vocab-size: 9}\n"
-    with pytest.raises(UsageError, match=r"recipe.yaml:5: tokenize stands behind tokenize, which makes tokens"):
+    with pytest.raises(UsageError, match=r"recipe.yaml:5: tokenize comes after tokenize, which makes tokens"):
         small_corpus.plan(tmp_path, stages="stages:\n" + tokens * 2)
 
 

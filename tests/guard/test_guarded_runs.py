@@ -85,7 +85,7 @@ def test_resuming_says_where_and_refuses_another_run(tmp_path, capsys):
     assert "resuming at iteration 4, 32 samples consumed, learning rate" in said
     assert "layout tp 1 pp 1 cp 1 dp 1 then and now" in said
     assert "note: --lr was 0.01 in the checkpoint, is 0.02 now" in said
-    with pytest.raises(SettingsError, match="samples that this run would have had are others"):
+    with pytest.raises(SettingsError, match="samples of this run's past steps differ"):
         _pretrain(0, f"--train-iters 6 --load {tmp_path} --seed 5 --override seed")
     _pretrain(0, f"--train-iters 6 --load {tmp_path} --seed 5 --override seed,data-order")
     assert "(--override)" in capsys.readouterr().out
@@ -236,7 +236,7 @@ def test_the_kill_switch_stops_with_a_checkpoint_and_then_keeps_others_from_star
     assert "stopping at iteration 1: --kill-switch-file" in capsys.readouterr().out
     [end] = _records(tmp_path / "a", "end")
     assert (end["iteration"], end["code"]) == (1, 0) and end["why"].startswith("--kill-switch-file")
-    with pytest.raises(SettingsError, match="is there already"):
+    with pytest.raises(SettingsError, match="exists already"):
         _pretrain(0, flags)
 
 

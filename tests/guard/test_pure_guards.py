@@ -19,6 +19,7 @@ from megatron.guard import changes, command
 from megatron.guard.exits import Action, codes_in_log, judge
 from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import Beat
+from megatron.guard.resume_command import newest_checkpoint, resumed
 from megatron.guard.spikes import ENOUGH, Recent, robust_score
 from megatron.guard.stacks import Frame, Standstill, explain, parse, parse_spied, spans
 from megatron.mpu import collectives
@@ -164,11 +165,11 @@ def test_dangerous_changes_are_refused_unless_overridden(group, name, value):
         changes.refuse_another_run(_config(**{group: {name: value}}), saved)
     advice = f"--override {flag}" + ("" if name in ("data_path", "vocab_file") else ",data-order")
     if name != "num_layers":  # of which there is no other run
-        with pytest.raises(SettingsError, match=f"{advice} to go on"):
+        with pytest.raises(SettingsError, match=f"{advice} to continue"):
             changes.refuse_another_run(_config(**{group: {name: value}}), saved)
     allowed = _config(**{group: {name: value}}, guard=dict(override=f"--seed,{flag}"))
     changes.refuse_another_run(allowed, saved)
-    assert any(flag in text and "(--override)" in text for text in changes.told(allowed, saved))
+    assert any(flag in text and "(--override)" in text for text in changes.change_messages(allowed, saved))
 
 
 def test_no_override_is_advised_where_weights_have_another_shape():
@@ -204,14 +205,14 @@ def test_another_number_of_tokens_is_said_in_the_words_of_flags(tokenizer, was, 
 
 def test_harmless_changes_are_told_and_unchanged_settings_are_not():
     saved = _record(_config(batch=dict(rampup_batch_size=[1, 2, 3])))
-    assert changes.told(_config(batch=dict(rampup_batch_size=[1, 2, 3])), saved) == []
+    assert changes.change_messages(_config(batch=dict(rampup_batch_size=[1, 2, 3])), saved) == []
     now = _config(batch=dict(rampup_batch_size=[1, 2, 3]), optimizer=dict(lr=0.5), data=dict(num_workers=9))
     changes.refuse_another_run(now, saved)
-    assert changes.told(now, saved) == ["--lr was None in the checkpoint, is 0.5 now"]
+    assert changes.change_messages(now, saved) == ["--lr was None in the checkpoint, is 0.5 now"]
 
 
 def test_other_samples_are_refused_and_unknown_overrides_too():
-    with pytest.raises(SettingsError, match="others than the checkpoint's .at 3, 9."):
+    with pytest.raises(SettingsError, match="differ from the checkpoint's .at 3, 9."):
         changes.refuse_other_samples(_config(), [3, 9])
     assert changes.refuse_other_samples(_config(guard=dict(override="data-order")), [3])
     assert changes.refuse_other_samples(_config(), []) == []
@@ -364,17 +365,17 @@ JOB = (
 
 def test_a_job_goes_on_from_its_own_checkpoint(tmp_path):
     words = [*JOB, "--save", str(tmp_path), "--load", "elsewhere", "--finetune", "--ckpt-step", "3"]
-    assert command.resumed(words, str(tmp_path)) == words
+    assert resumed(words, str(tmp_path)) == words
     for name in ("iter_0000010", "iter_0000020", "iter_0000030", ".tmp-iter_0000040-ab"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.json").touch()
     (tmp_path / "iter_0000030" / "index.json").unlink()
-    assert command.newest_checkpoint(str(tmp_path)) == 20
-    settings = command.config_of(command.resumed(words, str(tmp_path))).checkpoint
+    assert newest_checkpoint(str(tmp_path)) == 20
+    settings = command.config_of(resumed(words, str(tmp_path))).checkpoint
     assert (settings.load, settings.finetune, settings.ckpt_step) == (str(tmp_path), False, None)
     words = [*JOB, "--save", str(tmp_path / "full")]  # never written: all that was saved is in the mirror
-    assert command.resumed(words, str(tmp_path / "full"), (None, "rclone copy {} x")) == words
-    again = command.resumed(words, str(tmp_path / "full"), (str(tmp_path), "rclone copy {} x"))
+    assert resumed(words, str(tmp_path / "full"), (None, "rclone copy {} x")) == words
+    again = resumed(words, str(tmp_path / "full"), (str(tmp_path), "rclone copy {} x"))
     assert command.config_of(again).checkpoint.load == str(tmp_path)
 
 
@@ -384,7 +385,7 @@ def test_scripts_of_ones_own_are_not_run_to_ask_what_they_run(root, tmp_path):
     words = ["bash", str(script), "--save", "x"]
     assert command.is_foreign(words) and command.expanded(words) == words and command.flags_of(words) == words[2:]
     script.write_text("torchrun pretrain_gpt.py --save x\n")
-    with pytest.raises(SettingsError, match="does not hand its arguments on"):
+    with pytest.raises(SettingsError, match="does not pass its arguments on"):
         command.is_foreign(words)
     with pytest.raises(SettingsError, match="cannot be read: No such file"):
         command.is_foreign(["bash", str(tmp_path / "pretrain_none.sh")])
@@ -472,7 +473,7 @@ def test_machines_are_left_out_whole_and_only_from_one_place(monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "4")
     assert command.with_ranks(["srun", *torchrun], 8)[:3] == ["srun", "--ntasks=2", "torchrun"]
     assert command.ranks_of(["srun", "pretrain_gpt.py"]) == 4
-    with pytest.raises(SettingsError, match="does not say how many"):
+    with pytest.raises(SettingsError, match="does not give the number"):
         command.with_ranks(["python", "pretrain_gpt.py"], 2)
 
 

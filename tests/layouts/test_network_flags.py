@@ -10,7 +10,7 @@ import pytest
 
 import pretrain_gpt
 from megatron.errors import SettingsError
-from megatron.guard.changes import refuse_another_run, told
+from megatron.guard.changes import change_messages, refuse_another_run
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.settings.parse import parse_pretrain
 
@@ -78,11 +78,11 @@ def test_a_run_does_not_go_on_as_another_model(name):
         refuse_another_run(now, saved)
     allowed = replace(now, guard=replace(now.guard, override=flag))
     refuse_another_run(allowed, saved)
-    assert [words for words in told(allowed, saved) if words.startswith(f"--{flag} was ")]
+    assert [words for words in change_messages(allowed, saved) if words.startswith(f"--{flag} was ")]
 
 
 def test_another_weight_of_the_z_loss_is_told():
     config = parse_pretrain(FLAGS.split())
     now = replace(config, model=replace(config.model, z_loss_coeff=0.0))
     refuse_another_run(now, asdict(config))
-    assert told(now, asdict(config)) == ["--z-loss-coeff was 0.02 in the checkpoint, is 0.0 now"]
+    assert change_messages(now, asdict(config)) == ["--z-loss-coeff was 0.02 in the checkpoint, is 0.0 now"]

@@ -138,13 +138,13 @@ def _pipelined(rank, flags):
         irecv = staticmethod(lambda *args, **kwargs: Work("post", dist.irecv(*args, **kwargs)))
 
     wire.dist = Watched
-    done = executor._Work.do
+    done = executor._OpRunner.do
 
     def do(self, op, arrived):
         events.append(str(op))
         done(self, op, arrived)
 
-    executor._Work.do, real = do, loop.train_step
+    executor._OpRunner.do, real = do, loop.train_step
 
     def train_step(run):
         events.clear()

@@ -224,7 +224,7 @@ def plain_scores():
 def test_another_mask_is_noticed_when_a_run_goes_on(tmp_path):
     flags = f"--train-iters 4 --save {tmp_path} --load {tmp_path}"
     train((masked(FORMS["tuple"]), None, None), f"{flags} --exit-interval 2")
-    with pytest.raises(SettingsError, match="samples that this run would have had are others"):
+    with pytest.raises(SettingsError, match="samples of this run's past steps differ"):
         train((masked(FORMS["tuple"], 1 - ANSWER), None, None), flags)
     train((masked(FORMS["dict"]), None, None), flags)
 

@@ -112,12 +112,12 @@ def renamed(layer, x, sums):
 RETURNED = {
     "a bare tensor": (
         with_sums(lambda x, sums: sums["lm loss"]),
-        r'nothing returned "lm loss", ("activity", )?"tokens" \(the sums that came: (none|activity)\)',
+        r'no stage returned "lm loss", ("activity", )?"tokens" \(returned sums: (none|activity)\)',
     ),
-    "no tokens": (with_sums(without("tokens")), r'nothing returned "tokens" \(the sums that came: lm loss, activity\)'),
+    "no tokens": (with_sums(without("tokens")), r'no stage returned "tokens" \(returned sums: lm loss, activity\)'),
     "a sum that never comes": (
         with_sums(lambda x, sums: (x, sums), {"lm loss": 1.0, "activity": 0.0, "never": 1.0}),
-        r'nothing returned "never" \(the sums that came: lm loss, activity, tokens\)',
+        r'no stage returned "never" \(returned sums: lm loss, activity, tokens\)',
     ),
     "a misspelt sum": (
         with_layers(renamed),
@@ -160,7 +160,7 @@ def test_a_stage_of_a_pipeline_that_returns_another_format():
             model.register_forward_hook(lambda module, args, output: (output[0].double(), output[1]))
         return model
 
-    with pytest.raises(SettingsError, match=r"returned \[16, 2, 24\] torch.float64, and between stages goes .*float32"):
+    with pytest.raises(SettingsError, match=r"returned \[16, 2, 24\] torch.float64, and messages are .*float32"):
         train(replace(mlp.recipe(), build_model=build_model), PP, 2)
 
 

@@ -307,7 +307,7 @@ def test_its_setting_belongs_to_the_checkpoint(tmp_path):
 class Kinds:
     silent: int = setting("a setting of which the recipe says nothing", 1)
     shape: int = setting("one that changes the weights", 1, on_resume="another model")
-    wish: int = setting("one that may change", 1, on_resume="told")
+    wish: int = setting("one that may change", 1, on_resume="logged")
 
 
 def test_what_a_change_of_a_recipes_setting_is():
@@ -330,7 +330,7 @@ def test_what_a_change_of_a_recipes_setting_is():
     assert [refused(f, shape=2, override="--shape") for f in (run, model)] == [False, False]
     with pytest.raises(UsageError, match="--override wish"):
         changes.refuse_another_run(config("wish"), {})
-    assert changes.told(config(wish=2), dict(extra=dict(kinds=dict(wish=1)))) == [
+    assert changes.change_messages(config(wish=2), dict(extra=dict(kinds=dict(wish=1)))) == [
         "--wish was 1 in the checkpoint, is 2 now"
     ]
 

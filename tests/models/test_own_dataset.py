@@ -128,7 +128,7 @@ def test_settings_of_a_recipe_are_compared_on_resume(tmp_path, capsys):
     with pytest.raises(SettingsError, match="--own-step: 3 in the checkpoint, 4 now") as refused:
         train(f"{flags} 4 --train-iters 3")
     assert refused.value.code == 3 and "--override own-step,data-order" in refused.value.do
-    with pytest.raises(SettingsError, match="samples that this run would have had are others"):
+    with pytest.raises(SettingsError, match="samples of this run's past steps differ"):
         train(f"{flags} 4 --train-iters 3 --override own-step")
     train(f"{flags} 3 --train-iters 3")
     capsys.readouterr()

@@ -117,7 +117,7 @@ def test_a_run_goes_on_and_says_what_changed(tmp_path, capsys):
         json.loads((tmp_path / "iter_0000007" / "state.json").read_text())["config"]["optimizer"]["optimizer"]
         == "adagrad"
     )
-    with pytest.raises(SettingsError, match="--optimizer adam cannot go on with the state of adagrad"):
+    with pytest.raises(SettingsError, match="--optimizer adam cannot resume from the state of adagrad"):
         pretrain(0, f"{longer} --train-iters 8 --optimizer adam")
 
 

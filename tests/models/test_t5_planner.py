@@ -145,7 +145,7 @@ WRONG = {
     "--pipeline-model-parallel-split-rank 4": "there are 4 pipeline ranks; the first|there are 4 pipeline ranks",
     "--pipeline-model-parallel-split-rank -1": "split-rank -1",
     "--pipeline-model-parallel-split-rank 2 --encoder-pipeline-model-parallel-size 2": "give one of them",
-    "--pipeline-model-parallel-split-rank 2 --pipeline-stage-layers 6,6,6,6": "both say which layers",
+    "--pipeline-model-parallel-split-rank 2 --pipeline-stage-layers 6,6,6,6": "both set the layers",
     "--pipeline-model-parallel-split-rank 2 --pipeline-schedule zb-v": "several model chunks a rank",
     "--pipeline-model-parallel-split-rank 2 --encoder-num-layers 1": "gives 2 ranks to 1 encoder layers",
     "--pipeline-model-parallel-size 1 --pipeline-model-parallel-split-rank 1": "raise --pipeline-model-parallel-size",

@@ -151,7 +151,7 @@ def test_a_deadlock_names_what_each_rank_is_stuck_on():
     "plan, words",
     [
         (["F0 B0", "F0 B0 F1 B1"], "rank 0 never does B1 F1"),
-        (["F0 F1 F1 B0 B1", "F0 B0 F1 B1"], "rank 0 does twice F1"),
+        (["F0 F1 F1 B0 B1", "F0 B0 F1 B1"], "rank 0 repeats F1"),
         (["F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1"], "rank 0 must not do B2 F2"),
         (["F0 F1 B1 B0", "F1 B1 F0 B0"], "channel F from rank 0 to 1: message 0 is sent as F0, read as F1"),
         (["F0 F1 B1 B0", "F0 B0 F1 B1"], "channel B from rank 1 to 0: message 0 is sent as B0, read as B1"),

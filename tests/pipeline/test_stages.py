@@ -75,7 +75,7 @@ def test_layers_of_ranks():
         (8, {FIRST: 2, EMBEDDING: True}, "two ways to even out"),
         (8, {FIRST: 2, "pipeline_stage_layers": "2,2,2,2"}, "leave out --decoder-first-pipeline-num-layers"),
         (8, {FIRST: 2, "num_layers_per_virtual_pipeline_stage": 1}, "needs --num-virtual-stages-per-pipeline-rank"),
-        (8, {CHUNKS: 2, "num_layers_per_virtual_pipeline_stage": 1}, "say the same thing"),
+        (8, {CHUNKS: 2, "num_layers_per_virtual_pipeline_stage": 1}, "set the same thing"),
         (8, dict(num_layers_per_virtual_pipeline_stage=3), "does not cut 8 layers evenly .* 1 or 2 would work"),
         (8, dict(pipeline_schedule="zigzag"), "no pipeline schedule 'zigzag': choose from"),
         (8, dict(pipeline_schedule="forward-only"), "no pipeline schedule 'forward-only': choose from"),

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.model.arguments import parse_any
 from megatron.model.recipe import facts_of
+from megatron.model.t5 import stages as t5_stages
 from megatron.model.t5.facts import T5Facts
-from megatron.pipeline import encoder_decoder
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import bubble_of
 from megatron.pipeline.stages import Pipeline
@@ -93,7 +93,7 @@ def waste(schedule, vocabulary, cut=None, chunks=1):
         pipeline_stage_layers=words,
         num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
     )
-    config = encoder_decoder.settled(replace(config, parallel=parallel))
+    config = t5_stages.normalize_config(replace(config, parallel=parallel))
     facts = T5Facts.of(config, vocabulary)
     pipeline = Pipeline.of(config.parallel, 24)
     costs = [sum(facts.layer_flops(n, causal=0.5) for n in layers) for layers in pipeline.layers]

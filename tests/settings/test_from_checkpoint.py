@@ -12,6 +12,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError, UsageError
 from megatron.guard import command
+from megatron.guard.resume_command import resumed
 from megatron.model.arguments import parse_any
 from megatron.settings.from_checkpoint import shape_of
 from tests.models import mlp_language_model
@@ -154,12 +155,12 @@ def test_where_there_is_no_checkpoint(tmp_path, saved):
 def test_a_supervised_run_goes_on_with_the_shape(saved, tmp_path):
     words = f"torchrun pretrain_gpt.py {REST} --load {saved} --finetune --save {tmp_path}".split()
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    again = command.resumed(words, str(tmp_path))
+    again = resumed(words, str(tmp_path))
     found = command.config_of(again)
     assert found.model.num_layers == 2 and found.model.rotary_base == 500
     assert (found.checkpoint.load, found.checkpoint.finetune) == (str(tmp_path), False)
     whole = f"torchrun pretrain_gpt.py {REST} {SHAPE} --load {saved} --finetune --save {tmp_path}".split()
-    assert "--use-checkpoint-args" not in command.resumed(whole, str(tmp_path))
+    assert "--use-checkpoint-args" not in resumed(whole, str(tmp_path))
 
 
 def test_what_from_hf_advises_trains(tmp_path, capsys):

@@ -96,11 +96,11 @@ def test_it_is_in_the_log_and_in_checkpoints_and_a_change_is_told(root, run_rank
         assert f"code: pretrain_gpt.py {files[names[0]]}, {names[1]} {files[names[1]]}" in describe(reader)
     capfd.readouterr()
     train(0, "--train-iters 2")
-    assert "another than the checkpoint's" not in capfd.readouterr().out
+    assert "differs from the checkpoint's" not in capfd.readouterr().out
     record = dict(files=files | {names[1]: "0" * 12})
     monkeypatch.setattr("megatron.training.build.code_record", lambda module: record)
     train(0, "--train-iters 3")
-    told = f"note: {names[1]} is another than the checkpoint's ({files[names[1]]} then, 000000000000 now)"
+    told = f"note: {names[1]} differs from the checkpoint's ({files[names[1]]} then, 000000000000 now)"
     assert capfd.readouterr().out.count(told) == 1
 
 
@@ -143,11 +143,11 @@ def test_a_script_that_goes_by_anothers_name_is_refused(folder):
     for words, name in ((["variant_b.py"], "variant_b"), (["-m", "variant_b"], "variant_b")):
         done = run(folder, *words)
         assert done.returncode == 2, done.stderr
-        assert 'error: variant_b.py says model_type "my_variant", which is my_variant.py' in done.stderr
-        assert f'-> say model_type "{name}"' in done.stderr.replace("\n", " ")
+        assert 'error: variant_b.py sets model_type "my_variant", which is my_variant.py' in done.stderr
+        assert f'-> set model_type "{name}"' in done.stderr.replace("\n", " ")
     (folder / "my_variant.py").rename(folder / "moved.py")
     done = run(folder, "variant_b.py")
-    assert done.returncode == 2 and 'variant_b.py says model_type "my_variant", which is no module' in done.stderr
+    assert done.returncode == 2 and 'variant_b.py sets model_type "my_variant", which is no module' in done.stderr
     text = (folder / "variant_b.py").read_text().replace("my_variant", "variant_b")
     (folder / "variant_b.py").write_text(text)
     assert run(folder, "variant_b.py").returncode == 0

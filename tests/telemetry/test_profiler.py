@@ -34,7 +34,7 @@ def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
     tables = (tmp_path / "rank_1.txt").read_text()
     assert tables.startswith("iterations 2 to 3 of rank 1")
     shares = re.search(
-        r"Overview: [\d.]+ ms, of which computing ([\d.]+)%, communicating ([\d.]+)% \(.*neither ([\d.]+)%", tables
+        r"Overview: [\d.]+ ms: computing ([\d.]+)%, communicating ([\d.]+)% \(.*neither ([\d.]+)%", tables
     )
     computing, communicating, neither = (float(share) for share in shares.groups())
     assert 100 - 0.2 <= computing + communicating + neither <= 200
@@ -58,7 +58,7 @@ def test_times_that_overlap_count_once():
     told = overview((100.0, 1100.0), [(100, 200), (150, 300), (400, 500)], [(250, 450), (900, 1000)])
     assert (
         told
-        == "Overview: 1.0 ms, of which computing 30.0%, communicating 30.0% (33.3% of it beside computing), neither 50.0%"
+        == "Overview: 1.0 ms: computing 30.0%, communicating 30.0% (33.3% of it overlapped by computing), neither 50.0%"
     )
     assert overview((0.0, 1000.0), [(0, 1000)], []).endswith("computing 100.0%, communicating 0.0%, neither 0.0%")
 

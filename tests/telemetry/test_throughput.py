@@ -27,7 +27,7 @@ def take(monkeypatch, folder, seconds, *, ignore=0, left_out=(), wanted=True, tr
             now[0] += took
             losses = {} if number in left_out else {"lm loss": 2.0}
             metrics.record(StepMetrics(number, 8 * number, 8, losses, learning_rate=1e-4, skipped=not losses))
-        metrics.tell_mean_throughput(len(seconds))
+        metrics.log_mean_throughput(len(seconds))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -15,7 +15,7 @@ from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Logging
 from megatron.telemetry import timers
 from megatron.telemetry.metrics import Metrics
-from megatron.telemetry.phases import PHASES, Listening, phase
+from megatron.telemetry.phases import PHASES, ActiveTimers, phase
 from megatron.telemetry.step_metrics import RunSizes, StepMetrics
 from megatron.telemetry.timers import HISTORY, Timed, Timers, table
 from megatron.training import build, step
@@ -85,9 +85,9 @@ def test_a_timer_that_was_never_stopped_is_told():
 def test_a_level_that_is_not_asked_for_reads_no_clock(monkeypatch):
     monkeypatch.setattr(timers.time, "perf_counter", lambda: pytest.fail("a clock was read"))
     many = Timers(1, {name: phase.timed for name, phase in PHASES.items()})
-    with many("mine", level=2), Listening.with_timers(many), phase("F"):
+    with many("mine", level=2), ActiveTimers.with_timers(many), phase("F"):
         pass
-    with Listening.with_timers(None), phase("reduce"), phase("F"):
+    with ActiveTimers.with_timers(None), phase("reduce"), phase("F"):
         pass
     assert many("mine").uses == 0 and "forward-compute" not in many.collect()
 

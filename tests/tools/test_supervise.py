@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.errors import SettingsError, UsageError
-from megatron.guard.command import COMMAND, newest_checkpoint
 from megatron.guard.exits import Action, JobVerdict
 from megatron.guard.goodput import Attempt
 from megatron.guard.heartbeat import Beat, read_beats
 from megatron.guard.processes import descendants, die_with_parent, is_gone, state
+from megatron.guard.resume_command import COMMAND, newest_checkpoint
 from megatron.tools import supervise
 from megatron.tools.supervise import heartbeat_folder
 

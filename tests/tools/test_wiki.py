@@ -130,9 +130,9 @@ def test_damage_and_harm_is_named_and_leaves_nothing(tmp_path, monkeypatch):
         "cut.bz2": (whole.read_bytes()[: whole.stat().st_size // 2], "damaged or cut short"),
         "short.xml": (
             dump(tmp_path / "x.xml", tail="  <page>\n <title>Last", lang="en").read_bytes(),
-            "cut short.*\n.*'Last'",
+            "truncated.*\n.*'Last'",
         ),
-        "no_end.xml": (dump(tmp_path / "x.xml", tail="").read_bytes(), "cut short"),
+        "no_end.xml": (dump(tmp_path / "x.xml", tail="").read_bytes(), "truncated"),
         "empty.xml": (b"", "is empty"),
         "text.xml": (b"just text\n" * 100, "is no dump of a wiki"),
         "bomb.xml": ((BILLION + HEAD + "".join(PAGES) + TAIL).encode(), "declares entities"),

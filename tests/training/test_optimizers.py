@@ -259,7 +259,7 @@ def test_another_optimizer_is_refused_on_resume(tmp_path):
     other = f"{SIX} --optimizer sgd --sgd-momentum 0.8 --lr 0.3 {CONSTANT} --load {tmp_path}"
     with pytest.raises(SettingsError) as refused:
         pretrain(0, other)
-    for words in ("--optimizer sgd cannot go on with the state of adam", "give --optimizer adam", "--no-load-optim"):
+    for words in ("--optimizer sgd cannot resume from the state of adam", "give --optimizer adam", "--no-load-optim"):
         assert words in str(refused.value)
     pretrain(0, f"{other} --no-load-optim --save {tmp_path}")
     with Reader(tmp_path / "iter_0000006") as reader:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
-from megatron.guard.changes import told
+from megatron.guard.changes import change_messages
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.resumed_schedule import drift, lengths_of, sentence
 from megatron.settings.parse import parse_pretrain
@@ -125,7 +125,7 @@ CASES = [  # then, now, what is said to have changed by itself
     ("--train-iters 10 --lr-decay-style constant", "--train-iters 20 --lr-decay-style constant", []),
     ("--train-iters 10 --lr-decay-iters 7", "--train-iters 20 --lr-decay-iters 7", []),
     ("--train-iters 10 --lr-decay-iters 7", "--train-iters 10", ["falls over 10 steps, 7 in"]),
-    ("--train-iters 10", "--train-iters 10 --lr-decay-iters 7", []),  # asked for: told as a changed flag
+    ("--train-iters 10", "--train-iters 10 --lr-decay-iters 7", []),  # asked for: logged as a changed flag
     ("--train-samples 80", "--train-samples 160", ["160 samples, 80 in the checkpoint (--lr-decay-samples 80)"]),
     (
         "--train-iters 10 --lr-decay-style constant --lr-warmup-fraction 0.5",
@@ -176,7 +176,7 @@ def test_a_batch_of_each_rank_makes_another_one_on_more_ranks():
 
 def test_what_is_said_as_a_warning_is_not_told_twice():
     then, now = record(f"{BASE} --train-iters 10"), config(f"{BASE} --train-iters 20 --min-lr 1e-5")
-    assert [words.split(" was")[0] for words in told(now, then["config"])] == ["--train-iters", "--min-lr"]
+    assert [words.split(" was")[0] for words in change_messages(now, then["config"])] == ["--train-iters", "--min-lr"]
 
 
 def test_lengths_of_a_record():

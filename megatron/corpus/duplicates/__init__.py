@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding texts that repeat: signatures, candidate pairs, comparison, groups, removal."""
+"""Parts of deduplication: signatures, candidate pairs, comparison, groups, removal."""

@@ -2,9 +2,9 @@
 """Candidate pairs: documents with the same key in a band.
 
 The keys of a band are divided into partitions by their highest bits; a partition that does not fit into memory is
-worked on in smaller ranges. In each group of documents of one key, in the order of their numbers, a document is paired with
-the `links` before it and with the first: all pairs of a small group, and a chain with few gaps of a large one.
-Pairs are kept as [pairs, 2] int64, the smaller number first, sorted, each once.
+processed in smaller ranges. Within a group of documents with one key, in the order of their numbers, a document is paired
+with the `links` before it and with the first one: all pairs of a small group, a chain with few gaps of a large one. Pairs
+are stored as [pairs, 2] int64, the smaller number first, sorted, each once.
 """
 
 from collections.abc import Iterator
@@ -17,49 +17,49 @@ from megatron.corpus.duplicates.key_runs import fitting_ranges, partition_of_key
 from megatron.corpus.duplicates.signatures import Fingerprints
 
 PAIRS = "pairs.npy"
-RECORD = 96  # bytes of memory that a record takes while it is sorted, with a pair or two of it
+RECORD = 96  # bytes of memory per record during sorting, including one or two pairs
 
 
 def candidate_pairs(
     prints: Fingerprints, band: int, partition: int, partitions: int, links: int, earlier: int, memory: int
 ) -> tuple[np.ndarray, int]:
-    """(pairs [n, 2] int64 of a partition of a band, records looked at).
+    """(pairs [n, 2] int64 of a partition of a band, number of records).
 
-    earlier: documents below this number are of an earlier corpus: they are not paired with each other
+    earlier: documents below this number belong to an earlier corpus and are not paired with each other
     """
     count = partial(prints.count, band)
-    found, records = [np.zeros((0, 2), np.int64)], 0
+    pairs, records = [np.zeros((0, 2), np.int64)], 0
     for first, last in fitting_ranges(count, *partition_of_keys(partition, partitions), max(1, memory // RECORD)):
         keys, documents = prints.records(band, first, last)
         records += len(keys)
-        found.append(_pairs(keys, documents, links, earlier))
-    return sorted_pairs(np.concatenate(found)), records
+        pairs.append(_pairs(keys, documents, links, earlier))
+    return sorted_pairs(np.concatenate(pairs)), records
 
 
 def _pairs(keys: np.ndarray, documents: np.ndarray, links: int, earlier: int) -> np.ndarray:
-    order = np.argsort(keys, kind="stable")  # shards come in order: within a key, documents stay in theirs
+    order = np.argsort(keys, kind="stable")  # within a key, documents keep their order
     keys, documents = keys[order], documents[order]
     again = keys[1:] == keys[:-1]
-    kept = np.zeros(len(keys), bool)  # most keys are those of one document
+    kept = np.zeros(len(keys), bool)  # most keys have one document only
     kept[1:] |= again
     kept[:-1] |= again
     keys, documents = keys[kept], documents[kept]
-    found = []
+    parts = []
     for back in range(1, min(links, len(keys) - 1) + 1):
         same = keys[back:] == keys[: len(keys) - back]
-        found.append(np.stack([documents[: len(keys) - back][same], documents[back:][same]], 1))
+        parts.append(np.stack([documents[: len(keys) - back][same], documents[back:][same]], 1))
     places = np.arange(len(keys))
     begins = np.ones(len(keys), bool)
     begins[1:] = keys[1:] != keys[:-1]
     first = np.maximum.accumulate(np.where(begins, places, 0))
     far = places - first > links
-    found.append(np.stack([documents[first[far]], documents[far]], 1))
-    pairs = np.concatenate(found)
+    parts.append(np.stack([documents[first[far]], documents[far]], 1))
+    pairs = np.concatenate(parts)
     return pairs[pairs[:, 1] >= earlier]
 
 
 def sorted_pairs(pairs: np.ndarray) -> np.ndarray:
-    """The pairs by their first and then second document, each once."""
+    """The pairs sorted by their first and then second document, without repetitions."""
     if not len(pairs):
         return pairs
     bits = int(pairs[:, 1].max()).bit_length()
@@ -73,7 +73,7 @@ def sorted_pairs(pairs: np.ndarray) -> np.ndarray:
 
 
 def save_pairs(path: Path, pairs: np.ndarray) -> None:
-    """Kept as [2, pairs]: the first documents can be searched in the file without reading it."""
+    """Save pairs as [2, pairs], so that the first documents can be searched in the file without reading it."""
     np.save(path, np.ascontiguousarray(pairs.T, "<i8"))
 
 
@@ -82,11 +82,11 @@ def load_pairs(path: Path) -> np.ndarray:
 
 
 def merged(files: list[Path], first: int, end: int, most: int) -> Iterator[np.ndarray]:
-    """The pairs of many files whose first document is in [first, end), each once, in order, some `most` at a time."""
+    """The pairs of many files with a first document in [first, end), sorted and unique, about `most` at a time."""
     parts = [part for file in files if len(part := between_pairs(load_pairs(file), first, end))]
     if sum(map(len, parts)) > most and end - first > 1:
         middle = (first + end) // 2
-        del parts  # and so the maps of the files
+        del parts  # and the maps of the files
         yield from merged(files, first, middle, most)
         yield from merged(files, middle, end, most)
     elif parts:
@@ -94,6 +94,6 @@ def merged(files: list[Path], first: int, end: int, most: int) -> Iterator[np.nd
 
 
 def between_pairs(pairs: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Of sorted pairs, those whose first document is in [first, end)."""
+    """The part of sorted pairs with first documents in [first, end)."""
     start, stop = np.searchsorted(pairs[:, 0], [first, end])
     return pairs[start:stop]

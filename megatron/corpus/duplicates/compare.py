@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which candidate pairs are near-duplicates: their signatures decide, and where these leave a doubt, their texts.
+"""Compare candidate pairs by their signatures, and doubtful ones by their texts.
 
-What a task of pairs leaves behind, pairs as in `candidates`:
-    accepted.npy, accepted_similarity.npy    by their signatures
+Output of a task, with pairs as in `candidates`:
+    accepted.npy, accepted_similarity.npy    near-duplicates by their signatures
     doubtful.npy, doubtful_similarity.npy    to be compared by their texts
-    examples.npy, examples_similarity.npy    some of every similarity, for the report; compared by their texts, too
-    wanted.npy                               the documents whose texts are needed, sorted
+    examples.npy, examples_similarity.npy    some of every similarity, for the report; also compared by their texts
+    wanted.npy                               documents with texts to read, sorted
 """
 
 import collections
@@ -22,7 +22,7 @@ from megatron.corpus.duplicates.shards import PieceFile, blocks_of_lines, encode
 from megatron.corpus.duplicates.signatures import Fingerprints, Signing
 
 BINS = 20  # of the histogram of similarities, from 0 to 1
-DOUBT = 3.0  # standard errors of an estimate around the threshold within which the texts decide
+DOUBT = 3.0  # an estimate is doubtful within this many standard errors around the threshold
 _SHOWN = 240  # characters of a text in the report
 
 
@@ -32,12 +32,12 @@ def estimates(prints: Fingerprints, pairs: np.ndarray) -> np.ndarray:
 
 
 def pairs_in(memory: int, how: Signing) -> int:
-    """How many pairs can be compared at once: two signatures each, as they are read and as they are put in order."""
+    """Number of pairs that can be compared together: two signatures each, as read and as sorted."""
     return max(1, memory // (16 * how.numbers + 256))
 
 
 def doubtful(similarity: np.ndarray, threshold: float, how: Signing, verify: str) -> np.ndarray:
-    """Which pairs have to be compared by their texts, [pairs] bool."""
+    """Whether each pair has to be compared by its texts, [pairs] bool."""
     if verify == "signatures":
         return np.zeros(len(similarity), bool)
     margin = DOUBT * math.sqrt(max(threshold * (1 - threshold), 0.25 / how.numbers) / how.numbers)
@@ -45,8 +45,8 @@ def doubtful(similarity: np.ndarray, threshold: float, how: Signing, verify: str
     return near if verify == "texts" else near & (similarity <= threshold + margin)
 
 
-class Findings:
-    """The pairs of a task, with their similarities, sorted into those files."""
+class ComparedPairs:
+    """The pairs of a task with their similarities, divided into accepted and doubtful ones."""
 
     def __init__(self, how: Signing, threshold: float, verify: str, examples: int, earlier: int):
         self.how, self.threshold, self.verify, self.earlier = how, threshold, verify, earlier
@@ -56,7 +56,7 @@ class Findings:
 
     def add(self, pairs: np.ndarray, similarity: np.ndarray) -> None:
         self.histogram += histogram(similarity)
-        has_texts = pairs[:, 0] >= self.earlier  # of an earlier corpus there are fingerprints alone
+        has_texts = pairs[:, 0] >= self.earlier  # an earlier corpus only has fingerprints
         doubt = doubtful(similarity, self.threshold, self.how, self.verify) & has_texts
         sure = ~doubt & (similarity >= self.threshold)
         self._kept["doubtful"].append((pairs[doubt], similarity[doubt]))
@@ -64,16 +64,16 @@ class Findings:
         self._examples.add(pairs[has_texts], similarity[has_texts])
 
     def write(self, folder: Path) -> dict[str, int]:
-        """Returns counts."""
-        found = {name: _together(parts) for name, parts in self._kept.items()}
-        found["examples"] = self._examples.chosen()
-        for name, (pairs, similarity) in found.items():
+        """Write the files. Returns counts."""
+        files = {name: _together(parts) for name, parts in self._kept.items()}
+        files["examples"] = self._examples.chosen()
+        for name, (pairs, similarity) in files.items():
             save_pairs(folder / f"{name}.npy", pairs)
             np.save(folder / f"{name}_similarity.npy", similarity.astype("<f4"))
-        wanted = np.unique(np.concatenate([found["doubtful"][0].ravel(), found["examples"][0].ravel()]))
+        wanted = np.unique(np.concatenate([files["doubtful"][0].ravel(), files["examples"][0].ravel()]))
         np.save(folder / "wanted.npy", wanted.astype("<i8"))
         np.save(folder / "histogram.npy", self.histogram)
-        counts = {name: len(found[name][0]) for name in ("accepted", "doubtful")}
+        counts = {name: len(files[name][0]) for name in ("accepted", "doubtful")}
         return dict(pairs=int(self.histogram.sum()), **counts)
 
 
@@ -83,7 +83,7 @@ def _together(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, n
 
 
 def histogram(similarity: np.ndarray) -> np.ndarray:
-    """How many pairs are in [k / BINS, (k + 1) / BINS), for each k; 1 counts in the last. [BINS] int64"""
+    """Number of pairs with similarity in [k / BINS, (k + 1) / BINS), for each k; 1 counts in the last. [BINS] int64"""
     return np.bincount(_bin(similarity), minlength=BINS)[:BINS]
 
 
@@ -92,7 +92,7 @@ def _bin(similarity: np.ndarray) -> np.ndarray:
 
 
 class _Examples:
-    """A few pairs of every bin of similarity: those of the least hash, so that they do not depend on who saw them first."""
+    """A few pairs of every bin of similarity: those with the least hashes, independent of the order of pairs."""
 
     def __init__(self, each: int):
         self.each, self._parts = each, []
@@ -122,7 +122,7 @@ def least_hashed(pairs: np.ndarray, similarity: np.ndarray, each: int) -> np.nda
 
 
 def write_sets(shard: Path, wanted: np.ndarray, first: int, folder: Path, how: Signing, text_key: str) -> int:
-    """Keep the sets of shingles of some documents of a shard, and how their texts begin. Returns bytes of these texts.
+    """Write the sets of shingles and the beginnings of some texts of a shard. Returns the bytes of these texts.
 
     wanted: their numbers, ascending; first: the number of the shard's first document
     """
@@ -145,7 +145,7 @@ def write_sets(shard: Path, wanted: np.ndarray, first: int, folder: Path, how: S
 
 
 class ShingleStore:
-    """What `write_sets` left of all shards, by the number of a document; the last sets used are kept, within `memory`."""
+    """The output of `write_sets` for all shards, by document number, with a cache of the last sets within `memory`."""
 
     def __init__(self, folders: Sequence[Path], memory: int):
         self._memory, self._held = memory, 0
@@ -160,11 +160,11 @@ class ShingleStore:
         if number in self._sets:
             self._sets.move_to_end(number)
             return self._sets[number]
-        self._sets[number] = found = np.frombuffer(self._of(number).piece("sets", number), "<u8")
-        self._held += found.nbytes
+        self._sets[number] = hashes = np.frombuffer(self._of(number).piece("sets", number), "<u8")
+        self._held += hashes.nbytes
         while self._held > self._memory and len(self._sets) > 2:
             self._held -= self._sets.popitem(last=False)[1].nbytes
-        return found
+        return hashes
 
     def _of(self, number: int) -> "_ShardSets":
         return self._files[int(np.searchsorted(self._last, number))]
@@ -176,7 +176,7 @@ class ShingleStore:
 
 
 class _ShardSets:
-    """Those of one shard."""
+    """The sets and beginnings of one shard."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -193,7 +193,7 @@ class _ShardSets:
 
 
 def between(file: Path, first: int, end: int) -> np.ndarray:
-    """The numbers of a sorted file that are in [first, end)."""
+    """The numbers in [first, end) of a sorted file."""
     numbers = np.load(file, mmap_mode="r")
     start, stop = np.searchsorted(numbers, [first, end])
     return np.array(numbers[start:stop])
@@ -214,7 +214,7 @@ def example_rows(folder: Path, known: ShingleStore) -> list[dict]:
 
 
 def chosen_examples(folders: Sequence[Path], each: int) -> list[dict]:
-    """Of the examples of all tasks, `each` of every similarity: the same however many tasks there were."""
+    """`each` examples of every similarity from all tasks, independent of the number of tasks."""
     rows = [row for folder in folders for row in json.loads((folder / "examples.json").read_text(encoding="utf-8"))]
     pairs = np.array([row["documents"] for row in rows], np.int64).reshape(-1, 2)
     take = least_hashed(pairs, np.array([row["estimate"] for row in rows], np.float32), each)
@@ -224,6 +224,6 @@ def chosen_examples(folders: Sequence[Path], each: int) -> list[dict]:
 
 
 def pairs_by_similarity(folders: Sequence[Path]) -> dict[str, int]:
-    """How many candidate pairs have which estimated similarity: {"0.50": 12, ...}, by the lower edge of each bin."""
+    """Histogram of the estimated similarities of candidate pairs: {"0.50": 12, ...}, by the lower edge of each bin."""
     total = sum((np.load(folder / "histogram.npy") for folder in folders), np.zeros(BINS, np.int64))
     return {f"{number / BINS:.2f}": int(pairs) for number, pairs in enumerate(total)}

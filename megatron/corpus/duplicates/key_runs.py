@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records sorted by a key of 64 bits, in runs, and ranges of them from the folders of many tasks.
+"""Records in runs sorted by a 64-bit key, and reading of key ranges from the folders of many tasks.
 
 The folder of a task: facts.json with the lengths of its runs, and for each column a file, run after run; the column
-`keys` is sorted within each run. A reader takes the records of a range of keys out of every run.
+`keys` is sorted within each run. A reader takes the records of a range of keys from every run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ KEY = "keys"
 
 
 class RunWriter:
-    """Adds runs to the files of a folder. columns: name -> type of number, beside the keys."""
+    """Adds runs to the files of a folder. columns: name -> type of number, in addition to the keys"""
 
     def __init__(self, folder: Path, columns: Mapping[str, str]):
         self._folder, self._columns = folder, {KEY: "<u8", **columns}
@@ -46,24 +46,24 @@ class RunReader:
         self._folders = [Path(folder) for folder in folders]
 
     def count(self, first: int, last: int) -> int:
-        """How many records have first <= key <= last."""
+        """Number of records with first <= key <= last."""
         return sum(stop - start for _, start, stop in self._parts(first, last))
 
     def read(self, first: int, last: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(whose each record is, columns) of those records, those of a folder together, in the order of the folders."""
+        """(folder of each record, columns) of these records, in the order of the folders."""
         parts = list(self._parts(first, last))
-        whose = np.repeat([number for number, _, _ in parts], [stop - start for _, start, stop in parts])
+        owners = np.repeat([number for number, _, _ in parts], [stop - start for _, start, stop in parts])
         columns = self.facts[0]["columns"] if self.facts else {KEY: "<u8"}
-        found = {
+        values = {
             name: np.concatenate(
                 [np.zeros(0, kind), *(self._column(number, name)[start:stop] for number, start, stop in parts)]
             )
             for name, kind in columns.items()
         }
-        return whose.astype(np.int64), found
+        return owners.astype(np.int64), values
 
     def _parts(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """(folder, first record, record behind the last) of each run that has some."""
+        """(folder, first record, end) of each run that has records in the range."""
         for number, facts in enumerate(self.facts):
             keys, at = self._column(number, KEY), 0
             for length in facts["runs"]:
@@ -90,7 +90,7 @@ def partition_of_keys(number: int, of: int) -> tuple[int, int]:
 
 
 def fitting_ranges(count: Callable[[int, int], int], first: int, end: int, most: int) -> Iterator[tuple[int, int]]:
-    """[first, end) of the keys as ranges (first, last) of at most so many records, or of one key."""
+    """Divide keys [first, end) into ranges (first, last) of at most `most` records, or of one key."""
     if count(first, end - 1) <= most or end - first == 1:
         yield first, end - 1
         return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading shards of documents in blocks, numbering documents over all shards, and writing shards without some of them.
+"""Read shards in blocks, number documents over all shards, and write shards without some documents.
 
-A document's number counts lines over all shards in their order, from 0: it says nothing of how many shards there are.
+A document's number counts lines over all shards in their order, from 0, independent of the number of shards.
 """
 
 import bisect
@@ -18,13 +18,13 @@ from megatron.corpus.documents import decode
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError
 
-BLOCK = 1 << 21  # bytes of a shard that are looked at together: small beside a task's memory, large beside a document
+BLOCK = 1 << 21  # bytes of a shard that are processed together: much less than a task's memory, more than a document
 FACTS = "facts.json"
 WRITTEN = "documents.jsonl.zst"
 
 
 def blocks_of_lines(path: Path, block_size: int = BLOCK) -> Iterator[list[bytes]]:
-    """The lines of a shard, some at a time, without their ends. Blank lines are no documents and are left out."""
+    """The lines of a shard in blocks, without their ends and without blank lines."""
     [source] = find_sources([str(path)])
     for block, _ in read_blocks(source, block_size):
         if lines := [line for line in block.split(b"\n") if line and not line.isspace()]:
@@ -41,14 +41,14 @@ def document_of(line: bytes) -> Optional[dict[str, Any]]:
 
 
 def text_of(line: bytes, key: str = "text") -> Optional[str]:
-    """The text of a document, or None where a line has none."""
+    """The text of a line's document, or None."""
     document = document_of(line)
     text = document.get(key) if document is not None else None
     return text if isinstance(text, str) else None
 
 
 def encoded(text: str) -> bytes:
-    """UTF-8, halves of surrogate pairs included."""
+    """The text in UTF-8, with halves of surrogate pairs."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -57,7 +57,7 @@ def encoded(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class Numbering:
-    """Which shard a document is of: shard `i` holds the numbers [starts[i], starts[i + 1])."""
+    """The document numbers of shards: shard `i` holds the numbers [starts[i], starts[i + 1])."""
 
     starts: np.ndarray  # [shards + 1], int64
 
@@ -89,7 +89,7 @@ def write_facts(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What a task says of the files in its folder. Raises DataError."""
+    """The facts in a task's folder. Raises DataError."""
     try:
         return json.loads((Path(folder) / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def numbering_of(folders: Sequence[Path]) -> Numbering:
-    """The documents of some shards, one folder of a first phase each."""
+    """The numbering of some shards, from the folders of their first phase."""
     return Numbering.of(read_facts(folder)["documents"] for folder in folders)
 
 
@@ -107,29 +107,29 @@ def text_sizes(folder: Path) -> np.ndarray:
 
 
 def saved_below(folders: Sequence[str], name: str, phase: str) -> list[Path]:
-    """What a first phase has left of an earlier corpus: folders with a file of this name below the given ones, sorted.
+    """Folders of a first phase for an earlier corpus: those below the given ones with a file of this name, sorted.
 
     Raises DataError where there is none.
     """
-    found = []
+    result = []
     for folder in folders:
         below = sorted(path.parent for path in Path(folder).rglob(name))
         if not below:
             raise DataError(
-                f"{folder}: holds no fingerprints", do=f"against: folders that the phase {phase} has filled"
+                f"{folder}: holds no fingerprints", do=f"against: give the output folders of the phase {phase}"
             )
-        found += below
-    return found
+        result += below
+    return result
 
 
-# -------------------------------------------------------------------------------------------------------- what goes on
+# -------------------------------------------------------------------------------------------------------------- output
 
 
 @dataclass
 class Removed:
-    """The documents of one shard that go, and the number of the document that each is a duplicate of.
+    """The removed documents of one shard, and the number of the document that each duplicates.
 
-    similarity: of the two, where it is known: it may be below the threshold, for documents between them make a group
+    similarity: of the two, where known; it may be below the threshold, where other documents connect them
     """
 
     rows: np.ndarray  # [removed], int64, ascending
@@ -146,7 +146,7 @@ class Removed:
 
 
 class PieceFile:
-    """Writes `<path>.bin`, pieces one behind the other, and `<path>_ends.npy`, where each of them ends."""
+    """Writes pieces into `<path>.bin`, and their ends into `<path>_ends.npy`."""
 
     def __init__(self, path: Path):
         self._path, self._file, self._ends = path, open(f"{path}.bin", "wb"), [0]
@@ -163,7 +163,7 @@ class PieceFile:
 
 
 def read_piece(path: Path, number: int) -> bytes:
-    """One of those pieces."""
+    """Read a piece of a `PieceFile`."""
     start, end = np.load(f"{path}_ends.npy", mmap_mode="r")[number : number + 2].tolist()
     with open(f"{path}.bin", "rb") as file:
         file.seek(start)
@@ -179,11 +179,11 @@ def copy_without(
     reason: str,
     output: Path,
 ) -> dict[str, Any]:
-    """Write the lines of a shard that stay, unchanged, and a note of each that goes. Returns counts.
+    """Write the kept lines of a shard, unchanged, and a note for each removed one. Returns counts.
 
-    The notes, `dropped.jsonl`, say: row, id and url where the document has them, reason, of which document (a row of a
-    shard) it is a duplicate, and how similar they are. sizes: bytes of each text of the shard, for the counts; names:
-    what a note calls each shard: its number, or the folder of its fingerprints
+    The notes, `dropped.jsonl`, contain row, id and url where the document has them, reason, the duplicated document (shard
+    and row), and their similarity. sizes: bytes of each text of the shard, for the counts; names: of the shards in notes:
+    numbers, or folders of fingerprints
     """
     gone = {row: number for number, row in enumerate(removed.rows.tolist())}
     with shard_writer(output / WRITTEN) as write, open(output / "dropped.jsonl", "wb") as notes:
@@ -193,10 +193,10 @@ def copy_without(
             for line in lines:
                 if row in gone:
                     of_shard, of_row = numbering.place(int(removed.kept[gone[row]]))
-                    told = dict(row=row, reason=reason, of_shard=names[of_shard], of_row=of_row)
+                    facts = dict(row=row, reason=reason, of_shard=names[of_shard], of_row=of_row)
                     if removed.similarity is not None:
-                        told["similarity"] = round(float(removed.similarity[gone[row]]), 4)
-                    notes.write(_note(line, told))
+                        facts["similarity"] = round(float(removed.similarity[gone[row]]), 4)
+                    notes.write(_note(line, facts))
                 else:
                     stay.append(line)
                 row += 1
@@ -205,7 +205,7 @@ def copy_without(
 
 
 def fates(sizes: np.ndarray, dropped: np.ndarray, reason: str) -> dict[str, Any]:
-    """Counts of documents and bytes of text that came in, go on, and were dropped. dropped: rows"""
+    """Counts of documents and bytes of text before, after, and dropped. dropped: rows"""
     came, went = int(sizes.sum(dtype=np.int64)), int(sizes[dropped].sum(dtype=np.int64))
     return dict(
         documents_in=len(sizes),
@@ -216,15 +216,15 @@ def fates(sizes: np.ndarray, dropped: np.ndarray, reason: str) -> dict[str, Any]
     )
 
 
-def _note(line: bytes, told: dict[str, Any]) -> bytes:
+def _note(line: bytes, facts: dict[str, Any]) -> bytes:
     document = document_of(line) or {}
     known = {key: document[key] for key in ("id", "url") if key in document}
-    return json.dumps({**told, **known}).encode() + b"\n"
+    return json.dumps({**facts, **known}).encode() + b"\n"
 
 
 @contextlib.contextmanager
 def shard_writer(path: Path):
-    """A function that adds lines to a zstd file: the same bytes each time for the same lines."""
+    """A context with a function that adds lines to a zstd file. The same lines give the same bytes."""
     import zstandard
 
     with open(path, "wb") as file, zstandard.ZstdCompressor(level=1).stream_writer(file, closefd=False) as packed:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of shingles: of each run of `width` characters or words of a text, for many texts at once, in numpy.
+"""Hashes of shingles, which are runs of `width` characters or words of a text, for many texts together, in numpy.
 
-A text as `width` = 3 characters sees it: "abcd" -> {"abc", "bcd"}. One that is shorter than a shingle is one shingle; one
-without any unit has none. Characters are code points, as they are; words are lower-cased runs of letters and digits,
-and each character of a script without spaces (Chinese, Japanese, Thai ...) is a word of its own.
+With `width` = 3 characters, "abcd" -> {"abc", "bcd"}. A text shorter than a shingle is one shingle; a text without any unit
+has none. Characters are unchanged code points; words are lower-cased runs of letters and digits, and each character of a
+script without spaces (Chinese, Japanese, Thai ...) is a word of its own.
 
 The hash of a shingle is a polynomial in its units modulo 2^64, mixed. Hashes are a stored format (FORMAT): fingerprints of
 an earlier corpus hold minima of them.
@@ -14,18 +14,18 @@ from functools import cache
 
 import numpy as np
 
-FORMAT = 1  # of the hashes: a change makes fingerprints that were saved before useless
+FORMAT = 1  # of the hashes: a change invalidates saved fingerprints
 KINDS = ("characters", "words")
 
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
-_PIECE = 1 << 15  # hashes that are worked on together: their arrays stay in the cache of a core
-_SEPARATOR, _LETTER, _WORD = 0, 1, 2  # what a code point is
+_PIECE = 1 << 15  # hashes that are computed together: their arrays fit into the cache of a core
+_SEPARATOR, _LETTER, _WORD = 0, 1, 2  # classes of code points
 
 
 def shingles(texts: Sequence[str], kind: str, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(hashes [n] uint64, ends [texts + 1] int64): those of text i are hashes[ends[i]:ends[i + 1]], some of them twice.
+    """(hashes [n] uint64, ends [texts + 1] int64): those of text i are hashes[ends[i]:ends[i + 1]], with repetitions.
 
     >>> hashes, ends = shingles(["abcd", "bcd", "", "ab"], "characters", 3)
     >>> ends.tolist(), bool(hashes[1] == hashes[4])
@@ -67,7 +67,7 @@ def _words(texts: Sequence[str], width: int) -> tuple[np.ndarray, np.ndarray]:
     codes = codes_of("\n".join(lowered))
     starts, stops = word_bounds(codes)
     hashes = span_hashes(codes, starts, stops)
-    bounds = _ends([len(text) + 1 for text in lowered])  # of texts, in characters, a newline behind each
+    bounds = _ends([len(text) + 1 for text in lowered])  # of texts, in characters, with a newline after each
     words = np.diff(np.searchsorted(starts, bounds))
     padded = np.where(words > 0, np.maximum(words, width), 0)
     ends = _ends(padded)
@@ -77,9 +77,9 @@ def _words(texts: Sequence[str], width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def word_bounds(codes: np.ndarray, punctuation: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(first character, character behind the last) of each word of some code points.
+    """(first character, end) of each word of some code points.
 
-    punctuation: every character that is no letter, no digit and no white space is a word, too
+    punctuation: every character that is no letter, no digit and no white space is a word too
     """
     kinds = _kinds(punctuation)[codes]
     before = np.empty_like(kinds)
@@ -93,7 +93,7 @@ def word_bounds(codes: np.ndarray, punctuation: bool = False) -> tuple[np.ndarra
 
 
 def span_hashes(codes: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """A hash of each span of code points: a difference of prefix sums, taken back to the span's own start. [spans]"""
+    """A hash of each span of code points: a difference of prefix sums, shifted to the span's own start. [spans]"""
     forward, backward = _powers(_power_of_two(len(codes) + 1))
     sums = np.zeros(len(codes) + 1, np.uint64)
     np.cumsum((codes.astype(np.uint64) + np.uint64(1)) * forward[: len(codes)], out=sums[1:])
@@ -103,8 +103,8 @@ def span_hashes(codes: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.
 def _windows(units: np.ndarray, ends: np.ndarray, width: int) -> np.ndarray:
     """The hash of each run of `width` units, [units] uint64.
 
-    A text of n units has n - width + 1 runs; in the places left over at its end the last of them stands again: a set
-    of hashes and its minima stay what they are, and nothing has to be moved.
+    A text of n units has n - width + 1 runs; the remaining places at its end repeat the last one, which changes neither the
+    set of hashes nor its minima.
     """
     n = len(units)
     hashes = np.empty(n, np.uint64)
@@ -119,7 +119,7 @@ def _windows(units: np.ndarray, ends: np.ndarray, width: int) -> np.ndarray:
 
 
 def window_hashes(units: np.ndarray, width: int) -> np.ndarray:
-    """The hash of each run of `width` numbers, whatever texts they are of, [units - width + 1] uint64."""
+    """The hash of each run of `width` numbers, across texts, [units - width + 1] uint64."""
     pieces = [np.zeros(0, np.uint64)]
     for start in range(0, len(units) - width + 1, _PIECE):
         pieces.append(mixed(_rolled(units[start : start + _PIECE + width - 1].astype(np.uint64), width)))
@@ -141,7 +141,7 @@ def _rolled(units: np.ndarray, width: int) -> np.ndarray:
 
 
 def mixed(hashes: np.ndarray) -> np.ndarray:
-    """In place: each bit of what comes in changes many of what goes out; a polynomial alone is linear in its units."""
+    """Mix hashes in place, so that each input bit changes many output bits: the polynomial is linear in its units."""
     hashes ^= hashes >> np.uint64(32)
     hashes *= _MIX
     hashes ^= hashes >> np.uint64(29)
@@ -181,7 +181,7 @@ _UNSPACED += ((0xF900, 0xFAFF), (0xFF66, 0xFF9D), (0x20000, 0x3FFFF))
 
 @cache
 def _kinds(punctuation: bool) -> np.ndarray:
-    """[code points] uint8: what each is to words."""
+    """[code points] uint8: the class of each."""
     kinds = np.full(0x110000, _WORD if punctuation else _SEPARATOR, np.uint8)
     for code in range(0x110000):
         character = chr(code)

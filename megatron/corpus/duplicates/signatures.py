@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MinHash signatures of texts, their bands, and the files that keep them: the fingerprints of a shard.
+"""MinHash signatures of texts, their bands, and their files: the fingerprints of a shard.
 
 A signature is `bands * rows` numbers of 32 bits. Two texts agree in each with a probability of their Jaccard similarity
 J (of their sets of shingles), so the share of equal numbers estimates J with a standard error of at most
@@ -7,10 +7,10 @@ sqrt(J (1 - J) / numbers), and all `rows` numbers of a band are equal with proba
 candidate in at least one band with probability 1 - (1 - J^rows)^bands.
 
 The folder of a shard's fingerprints:
-    facts.json       documents, how they were signed, versions
+    facts.json       documents, options of the signatures, versions
     signatures.bin   [documents, bands * rows] uint32
     keys.bin         [bands, signed] uint64: a hash of each document's part of a signature, sorted within a band
-    rows.bin         [bands, signed] uint32: whose they are; documents without a shingle are not among them
+    rows.bin         [bands, signed] uint32: their documents; those without a shingle are left out
     sizes.bin        [documents] uint32: bytes of their texts
 """
 
@@ -33,10 +33,10 @@ _KEY_BASE = 0xC2B2AE3D27D4EB4F
 
 @dataclass(frozen=True)
 class Signing:
-    """How texts are signed: all that two fingerprints must have in common to be compared.
+    """Options of signatures. Fingerprints are only comparable with equal options.
 
-    kind: minhash: rensa's, one random permutation a number; one_permutation: the hashes are divided among the numbers,
-          and a number that gets none takes another's (densified; Shrivastava 2017): faster for texts of many shingles
+    kind: minhash: rensa's, with one random permutation per number; one_permutation: the hashes are divided among the
+          numbers, and a number without any takes another's (densification; Shrivastava 2017): faster for long texts
     """
 
     shingle: Literal["characters", "words"] = "characters"
@@ -60,12 +60,12 @@ class Signing:
         return self.bands * self.rows
 
     def facts(self) -> dict[str, Any]:
-        """What fingerprints say of themselves: equal where signatures may be compared."""
+        """The description in fingerprints: equal for comparable signatures."""
         return dict(asdict(self), format=FORMAT, shingle_format=shingles.FORMAT, algorithm=algorithm(self.kind))
 
 
 def algorithm(kind: str) -> str:
-    """Who computes the signatures, with the version of the numbers."""
+    """The algorithm of the signatures, with its version."""
     return f"rensa.RMinHash {_rensa().RMinHash.ALGORITHM_VERSION}" if kind == "minhash" else "one_permutation 1"
 
 
@@ -73,13 +73,13 @@ def _rensa():
     try:
         import rensa
     except ImportError as error:
-        do = "pip install '.[corpus]'; in a recipe, kind: one_permutation does without it"
+        do = "pip install '.[corpus]'; in a recipe, kind: one_permutation does not need it"
         raise SettingsError("signatures of the kind minhash need the package rensa", str(error), do) from None
     return rensa
 
 
 def sign_texts(texts: Sequence[str], how: Signing) -> tuple[np.ndarray, np.ndarray]:
-    """(signatures [texts, numbers] uint32, which texts have a shingle at all [texts] bool)."""
+    """(signatures [texts, numbers] uint32, whether each text has a shingle [texts] bool)."""
     hashes, ends = shingles.shingles(texts, how.shingle, how.width)
     full = np.diff(ends) > 0
     bounds = np.concatenate([[0], ends[1:][full]])
@@ -96,19 +96,19 @@ def _minhash(hashes: np.ndarray, bounds: np.ndarray, numbers: int, seed: int) ->
 
 
 def _one_permutation(hashes: np.ndarray, bounds: np.ndarray, numbers: int, seed: int) -> np.ndarray:
-    """The least hash of each of `numbers` classes of hashes; a class without any takes that of another, drawn by its own
-    number ("optimal densification"): an empty class would agree with every other empty class."""
+    """The least hash of each of `numbers` classes of hashes. An empty class, which would agree with all other empty ones,
+    takes the hash of another class, drawn by its own number ("optimal densification")."""
     texts = len(bounds) - 1
     hashes = hashes * np.uint64((2 * seed + 1) % (1 << 64))
     hashes ^= hashes >> np.uint64(31)
     which = ((hashes >> np.uint64(32)) * np.uint64(numbers)) >> np.uint64(32)
     place = which.astype(np.int64) + np.repeat(np.arange(texts) * numbers, np.diff(bounds))
     none = 1 << 32
-    found = np.full(texts * numbers, none, np.uint64)
-    np.minimum.at(found, place, hashes & np.uint64(0xFFFFFFFF))
-    found = found.reshape(texts, numbers)
-    dense = found.copy()
-    text, number = np.nonzero(found == none)
+    least = np.full(texts * numbers, none, np.uint64)
+    np.minimum.at(least, place, hashes & np.uint64(0xFFFFFFFF))
+    least = least.reshape(texts, numbers)
+    dense = least.copy()
+    text, number = np.nonzero(least == none)
     draws = np.random.Generator(np.random.PCG64(numbers)).integers(0, numbers, [64, numbers])
     neighbours = (
         np.arange(numbers) + np.arange(1, numbers + 1)[:, None]
@@ -116,7 +116,7 @@ def _one_permutation(hashes: np.ndarray, bounds: np.ndarray, numbers: int, seed:
     for other in (*draws, *neighbours):
         if not len(text):
             break
-        dense[text, number] = taken = found[text, other[number]]
+        dense[text, number] = taken = least[text, other[number]]
         text, number = text[taken == none], number[taken == none]
     return dense.astype(np.uint32)
 
@@ -151,11 +151,11 @@ def write_fingerprints(shard: Path, folder: Path, how: Signing, text_key: str = 
             size += int(lengths.sum())
     rows = np.flatnonzero(np.concatenate(full)) if full else np.zeros(0, np.int64)
     signatures = _mapped(folder / "signatures.bin", "<u4", (documents, how.numbers))
-    with open(folder / "keys.bin", "wb") as keys, open(folder / "rows.bin", "wb") as whose:
+    with open(folder / "keys.bin", "wb") as keys, open(folder / "rows.bin", "wb") as owners:
         for key in band_keys(signatures[rows], how):
             order = np.argsort(key, kind="stable")
             keys.write(key[order].astype("<u8", copy=False))
-            whose.write(rows[order].astype("<u4"))
+            owners.write(rows[order].astype("<u4"))
     write_facts(folder, dict(documents=documents, signed=len(rows), bytes=size, signing=how.facts()))
     return dict(documents=documents, signed=len(rows), without_text=unreadable, bytes=size)
 
@@ -169,20 +169,20 @@ def _mapped(path: Path, kind: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Fingerprints:
-    """Those of several shards, in order: read in parts, never as a whole.
+    """The fingerprints of several shards, in order, read in parts.
 
-    Raises DataError where shards were signed in different ways: their signatures cannot be compared.
+    Raises DataError where shards were signed with different options: such signatures cannot be compared.
     """
 
     def __init__(self, folders: Sequence[Path], how: Signing, counts: Optional[np.ndarray] = None):
-        """counts: what `counts` of these folders is, where it is known: none of them is opened before it is needed."""
+        """counts: the `counts` of these folders, where known; then no folder is opened before it is needed"""
         self.folders, self.how = [Path(folder) for folder in folders], how
         self.counts = _checked_counts(self.folders, how) if counts is None else counts
         self.numbering = Numbering.of(self.counts[:, 0])
         self._signed = self.counts[:, 1].tolist()
 
     def records(self, band: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """(keys uint64, documents int64) of a band with first <= key <= last, those of each shard behind one another."""
+        """(keys uint64, documents int64) of a band with first <= key <= last, shard by shard."""
         keys, documents = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
         for shard, (start, end) in enumerate(self._ranges(band, first, last)):
             if start < end:
@@ -193,7 +193,7 @@ class Fingerprints:
         return np.concatenate(keys), np.concatenate(documents)
 
     def count(self, band: int, first: int, last: int) -> int:
-        """How many records that would be."""
+        """Number of these records."""
         return sum(end - start for start, end in self._ranges(band, first, last))
 
     def _ranges(self, band: int, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -202,27 +202,27 @@ class Fingerprints:
             yield int(np.searchsorted(keys, np.uint64(first))), int(np.searchsorted(keys, np.uint64(last), "right"))
 
     def signatures(self, documents: np.ndarray) -> np.ndarray:
-        """[documents, numbers] uint32. Files are opened one after the other, so that few of their pages stay in memory."""
-        found = np.empty((len(documents), self.how.numbers), np.uint32)
+        """[documents, numbers] uint32. Files are opened one by one, so that few of their pages stay in memory."""
+        signatures = np.empty((len(documents), self.how.numbers), np.uint32)
         for shard, places, rows in self.numbering.by_shard(documents):
             shape = (int(np.diff(self.numbering.starts[shard : shard + 2])[0]), self.how.numbers)
-            found[places] = _mapped(self.folders[shard] / "signatures.bin", "<u4", shape)[rows]
-        return found
+            signatures[places] = _mapped(self.folders[shard] / "signatures.bin", "<u4", shape)[rows]
+        return signatures
 
 
 def _checked_counts(folders: Sequence[Path], how: Signing) -> np.ndarray:
-    """Documents of each shard, and those of them that have a signature, [shards, 2] int64."""
+    """Documents of each shard, and documents with a signature, [shards, 2] int64."""
     counts, wanted = np.zeros((len(folders), 2), np.int64), how.facts()
     for number, folder in enumerate(folders):
-        found = read_facts(folder)
-        if differs := _difference(found.get("signing", {}), wanted):
+        facts = read_facts(folder)
+        if differs := _difference(facts.get("signing", {}), wanted):
             raise DataError(f"{folder}: was signed with {differs}", do="sign it again, or use the same options")
-        counts[number] = found["documents"], found["signed"]
+        counts[number] = facts["documents"], facts["signed"]
     return counts
 
 
-def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """How fingerprints were made otherwise than now, in words."""
+def _difference(saved: dict[str, Any], wanted: dict[str, Any]) -> str:
+    """The options that differ between fingerprints and now, in words."""
     return ", ".join(
-        f"{key} {found.get(key)} (now {value})" for key, value in wanted.items() if found.get(key) != value
+        f"{key} {saved.get(key)} (now {value})" for key, value in wanted.items() if saved.get(key) != value
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of documents from pairs, in one process: 4 bytes a document (8 beyond 4 billion), whatever the number of pairs.
+"""Union-find of documents from pairs in one process: 4 bytes per document (8 beyond 4 billion), for any number of pairs.
 
 >>> groups = DocumentGroups(5)
 >>> groups.join(np.array([[1, 3], [3, 4]]))
@@ -9,20 +9,20 @@
 
 import numpy as np
 
-_PIECE = 1 << 22  # documents or pairs that are looked at together
+_PIECE = 1 << 22  # documents or pairs that are processed together
 
 
 class DocumentGroups:
-    """Each document points to a smaller one of its group, or, the smallest of it, to itself.
+    """Groups of documents. Each document points to a smaller one of its group; the smallest one points to itself.
 
-    What comes out does not depend on the order of the pairs.
+    The result does not depend on the order of the pairs.
     """
 
     def __init__(self, documents: int):
         self._parent = np.arange(documents, dtype=np.uint32 if documents < 1 << 32 else np.int64)
 
     def join(self, pairs: np.ndarray) -> None:
-        """Make one group of the groups of each pair. [pairs, 2]"""
+        """Join the groups of each pair. [pairs, 2]"""
         for start in range(0, len(pairs), _PIECE):
             self._join(np.asarray(pairs[start : start + _PIECE]))
 
@@ -34,7 +34,7 @@ class DocumentGroups:
             if not apart.any():
                 return
             one, other = one[apart], other[apart]
-            # Of several pairs that give one root a new parent, the smallest wins; the others are looked at again.
+            # Of several pairs that give one root a new parent, the smallest wins; the loop repeats the others.
             np.minimum.at(self._parent, np.maximum(one, other), np.minimum(one, other))
 
     def _roots(self, documents: np.ndarray) -> np.ndarray:
@@ -42,7 +42,7 @@ class DocumentGroups:
         while True:
             further = self._parent[roots]
             if (further == roots).all():
-                self._parent[documents] = roots  # the way is short the next time
+                self._parent[documents] = roots  # shortens the path
                 return roots
             roots = further
 

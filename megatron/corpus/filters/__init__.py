@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filters of documents, by the names that recipes give them. docs/corpus_filters.md says what each one does.
+"""Filters of documents by their names in recipes. See docs/corpus_filters.md.
 
     keep_english = build_filter("language", keep=["en"])
     keep_english({"text": "..."})  # -> stage.Verdict
 
-A filter is made once a process from its options: keyword arguments with defaults. Names may have underscores for
-hyphens; one with a colon, "package.module:Class", is a filter of one's own.
+A filter is constructed once per process from its options: keyword arguments with defaults. Names may have underscores
+instead of hyphens; a name with a colon, "package.module:Class", is a user's own filter.
 """
 
 import importlib
@@ -38,7 +38,7 @@ FILTERS: dict[str, str] = {
 
 
 def filter_class(name: str) -> type:
-    """The class of a filter: of the table, or "package.module:Class". Raises SettingsError where there is none."""
+    """The class of a filter in the table, or of "package.module:Class". Raises SettingsError where there is none."""
     place = FILTERS.get(name.replace("_", "-"), name)
     module, colon, attribute = place.partition(":")
     if not (module and colon and attribute):
@@ -48,14 +48,14 @@ def filter_class(name: str) -> type:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the filter's own module is there, and what it imports is missing
+            raise  # the filter's own module exists, and one of its imports is missing
         raise SettingsError(f"filter {name}: there is no module {error.name}", do="check PYTHONPATH") from None
     except AttributeError:
         raise SettingsError(f"filter {name}: the module {module} has no {attribute}") from None
 
 
 def build_filter(name: str, **options) -> Filter:
-    """A filter with its options. Raises SettingsError for a name or an option that there is not."""
+    """A filter with its options. Raises SettingsError for an unknown name or option."""
     kind = filter_class(name)
     parameters = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

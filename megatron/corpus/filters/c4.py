@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of C4 (Raffel et al. 2020, section 2.2): lines that are no sentences go, and pages that keep too few.
+"""The rules of C4 (Raffel et al. 2020, section 2.2): remove lines that are no sentences, and drop pages with too few.
 
-A line stays when it ends in terminal punctuation (no ellipsis), has enough words between spaces, none of which is too
-long, and speaks neither of Javascript nor of cookies and terms of use. A page goes for "lorem ipsum" or a curly bracket in
-a line that got as far as that, or when the lines that stay have too few sentences. Marks of citations are cut out.
+A line is kept when it ends in terminal punctuation (no ellipsis), has enough words between spaces and none that is too
+long, and mentions neither Javascript nor cookies nor terms of use. A page is dropped for "lorem ipsum" or a curly bracket
+in a line that passed the earlier rules, or when the kept lines have too few sentences. Citation marks are removed.
 """
 
 import re
@@ -37,7 +37,7 @@ class C4:
         policy: bool = True,
         citations: bool = True,
     ):
-        """Each rule by its threshold, None for off, or by a switch."""
+        """Thresholds of the rules, None to disable one, and switches."""
         self.min_sentences, self.min_words, self.max_word_length = min_sentences, min_words_a_line, max_word_length
         self.terminal_punctuation, self.citations = terminal_punctuation, citations
         self.lorem_ipsum, self.curly_bracket = lorem_ipsum, curly_bracket
@@ -59,7 +59,7 @@ class C4:
                 return Verdict(None, "curly_bracket", {"lines": len(lines)})
             if self.policy and any(phrase in lower for phrase in self.policies):
                 continue
-            if self.min_sentences is not None and sentences < self.min_sentences:  # more need no counting
+            if self.min_sentences is not None and sentences < self.min_sentences:  # more are not counted
                 sentences += max(1, len(self.ends.findall(line)))
             kept.append(line)
         figures = {"lines": len(lines), "kept_lines": len(kept), "sentences": sentences}
@@ -73,7 +73,7 @@ class C4:
         return Verdict({**document, "text": cleaned}, "lines_removed", figures)
 
     def _sentence_line(self, line: str) -> Optional[str]:
-        """The line without marks of citations; None where it does not look like sentences."""
+        """The line without citation marks; None where it does not look like sentences."""
         longest = self.max_word_length
         words = line.split() if self.min_words is not None or longest is not None and len(line) > longest else ()
         if longest is not None and len(line) > longest and any(len(word) > longest for word in words):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents by what a fastText classifier says of them: educational, toxic, of a topic ... The model is the user's own.
+"""Filter documents by a user's fastText classifier: educational, toxic, of a topic ...
 
 classifier = FastTextClassifier(model="quality.bin", keep={"hq": 0.9})
 """
@@ -13,11 +13,11 @@ from megatron.errors import SettingsError, did_you_mean
 
 
 class FastTextClassifier:
-    """Keeps documents with one of the labels in `keep` at its score or more, or with none of those in `drop` at theirs.
+    """Keeps documents with a label of `keep` at its score or more, or drops those with a label of `drop`.
 
     model: a .bin or .ftz file
-    keep, drop: label (without __label__) -> score; one of the two
-    longest: characters that are looked at
+    keep, drop: label (without __label__) -> minimal score; one of the two
+    longest: characters to classify
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class FastTextClassifier:
                 raise SettingsError(f"{model} has no label {label!r}{did_you_mean(label, known)}", do=do)
 
     def __call__(self, document: Document) -> Verdict:
-        labels, found = self._predict(one_line(document["text"][: self.longest]), k=-1, threshold=-1.0)
-        scores = {label.removeprefix(PREFIX): float(score) for label, score in zip(labels, found)}
+        labels, values = self._predict(one_line(document["text"][: self.longest]), k=-1, threshold=-1.0)
+        scores = {label.removeprefix(PREFIX): float(score) for label, score in zip(labels, values)}
         figures = {label: scores.get(label, 0.0) for label in (*self.keep, *self.drop)}
         if self.keep and not any(figures[label] >= least for label, least in self.keep.items()):
             return Verdict(None, "no_kept_label", figures)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quality rules that FineWeb adds (Penedo et al. 2024, section 3.6), with its thresholds; None switches one off.
+"""The quality rules that FineWeb adds (Penedo et al. 2024, section 3.6), with its thresholds; None disables a rule.
 
-Lines are those with anything but white space in them. Words are the tokens of `words.cut`.
+Blank lines do not count. Words are the tokens of `words.cut`.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from megatron.corpus.stage import Document, Verdict
 
 
 class FineWeb:
-    """Lines that end a sentence, short lines, repeated lines, line breaks to words."""
+    """Rules for lines that end a sentence, short lines, repeated lines, and line breaks per word."""
 
     chinese = False
 
@@ -28,8 +28,8 @@ class FineWeb:
         max_newlines: Optional[float] = 0.3,
         terminal_punctuation: str = "",
     ):
-        """short_line: characters of the longest line that is short. terminal_punctuation: what ends a sentence; default:
-        the marks of all scripts that Unicode calls terminators of sentences."""
+        """short_line: characters of the longest short line. terminal_punctuation: characters that end a sentence; default:
+        Unicode's sentence terminators of all scripts"""
         self.min_punctuated_lines = min_punctuated_lines
         self.max_short_lines, self.short_line = max_short_lines, short_line
         self.max_duplicates, self.max_newlines = max_duplicate_line_characters, max_newlines
@@ -57,7 +57,7 @@ class FineWeb:
 
 
 class FineWebChinese(FineWeb):
-    """The same for Chinese, without newlines to words. A short line has half as many characters: they say twice as much."""
+    """The same for Chinese, without newlines per word. A short line has half as many characters, which carry more."""
 
     chinese = True
 
@@ -82,8 +82,7 @@ class FineWebChinese(FineWeb):
 
 @cache
 def sentence_ends() -> frozenset[str]:
-    """What Unicode calls Sentence_Terminal, which Python's own tables do not have: the ranges of version 15, with three
-    Khmer signs that end sections."""
+    """Unicode's property Sentence_Terminal (version 15), which Python does not have, and three Khmer section signs."""
     ranges = (
         "21 2e 3f 589 61d-61f 6d4 700-702 7f9 837 839 83d-83e 964-965 104a-104b 1362 1367-1368 166e 1735-1736 17d4-17d6 "
         "17d9-17da 1803 1809 1944-1945 1aa8-1aab 1b5a-1b5b 1b5e-1b5f 1b7d-1b7e 1c3b-1c3c 1c7e-1c7f 203c-203d 2047-2049 "
@@ -93,8 +92,8 @@ def sentence_ends() -> frozenset[str]:
         "1173c-1173e 11944 11946 11a42-11a43 11a9b-11a9c 11c41-11c42 11ef7-11ef8 11f43-11f44 16a6e-16a6f 16af5 "
         "16b37-16b38 16b44 16e98 1bc9f 1da88"
     )
-    found = set()
+    characters = set()
     for word in ranges.split():
         first, _, last = word.partition("-")
-        found |= set(map(chr, range(int(first, 16), int(last or first, 16) + 1)))
-    return frozenset(found)
+        characters |= set(map(chr, range(int(first, 16), int(last or first, 16) + 1)))
+    return frozenset(characters)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quality rules of Gopher (Rae et al. 2021, section A1.1), with its thresholds; None switches a rule off.
+"""The quality rules of Gopher (Rae et al. 2021, section A1.1), with its thresholds; None disables a rule.
 
-What the paper leaves open is read as datatrove reads it, whose names the thresholds bear in docs/corpus_filters.md: words
-are the tokens of `words.cut`, punctuation is counted for ratios to words and not for their number and length.
+Details that the paper leaves open follow datatrove, whose names of the thresholds are in docs/corpus_filters.md: words are
+the tokens of `words.cut`; punctuation counts in ratios to words, but not in their number and length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ BULLETS, ELLIPSES = ("\u2022", "-"), ("...", "\u2026")
 
 
 class Gopher:
-    """Length, shape of words, symbols, bullets, ellipses, alphabetic words, stop words."""
+    """Rules for length, word length, symbols, bullets, ellipses, alphabetic words, stop words."""
 
     chinese = False
 
@@ -73,10 +73,10 @@ class Gopher:
 
 
 class GopherChinese(Gopher):
-    """Gopher's rules without those made for words between spaces: their mean length, and English stop words.
+    """Gopher's rules for Chinese, without mean word length and English stop words.
 
-    Han characters are counted as words are in English. Punctuation is a larger share of characters than of words:
-    .8 alphabetic would drop good prose, so the share is that of letters among what is no punctuation, digits included.
+    Each Han character counts as a word. Punctuation is a larger share of characters than of words, and a minimum of .8
+    alphabetic words would drop good prose: the default is .7.
     """
 
     chinese = True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Web pages into their texts, by resiliparse (fast, in C) or trafilatura (slower, leaves out more that is no content).
+"""Extract the text of web pages, by resiliparse (fast, in C) or trafilatura (slower, removes more boilerplate).
 
-Parsers take the square of the time for tags inside of tags: a page that nests them deeper than any page does on purpose
-is dropped before it is parsed.
+Parsers take quadratic time in the depth of nested tags: a page with a deeper nesting than any real page is dropped before
+it is parsed.
 """
 
 import re
@@ -15,7 +15,7 @@ from megatron.corpus.stage import Document, Verdict
 from megatron.errors import SettingsError
 
 _TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)")
-# Elements that hold nothing, or that the next one of their kind ends: they open no level.
+# Elements without contents, or that end at the next one of their kind: they do not nest.
 _FLAT = frozenset(
     "area base br col embed hr img input link meta param source track wbr p li dt dd td th tr option thead tbody tfoot "
     "html head body".split()
@@ -23,11 +23,11 @@ _FLAT = frozenset(
 
 
 class HtmlToText:
-    """Puts the text of the page under `key` into "text", and takes the page out of the document.
+    """Extracts the text of the page under `key` into "text", and removes the page from the document.
 
-    key: where the page is; "text" is fine
+    key: key of the page; may be "text"
     main_content: leave out menus, headers and footers
-    max_depth: levels of tags inside of tags
+    max_depth: maximal depth of nested tags
     """
 
     def __init__(
@@ -49,9 +49,7 @@ class HtmlToText:
         figures = {"page_characters": len(page), "depth": depth(page)}
         if figures["depth"] > self.max_depth:
             return Verdict(None, "nested_too_deep", figures)
-        page = (
-            page.replace("\0", " ").encode("utf-8", "replace").decode()
-        )  # parsers end at a NUL, and refuse surrogates
+        page = page.replace("\0", " ").encode("utf-8", "replace").decode()  # parsers stop at NUL, and reject surrogates
         try:
             text = (self.extract(page) or "").strip()
         except (ValueError, RuntimeError) as error:
@@ -63,7 +61,7 @@ class HtmlToText:
 
 
 def depth(page: str) -> int:
-    """The most levels of tags inside of tags that a page may have, as far as its tags say.
+    """An upper bound of the depth of a page's nested tags.
 
     >>> depth("<div><ul><li>one<li>two</ul></div><p>a<br>b<p>c")
     2
@@ -74,7 +72,7 @@ def depth(page: str) -> int:
     sums = np.cumsum(np.array(levels, np.int64))
     if not len(sums):
         return 0
-    lowest = np.minimum(np.minimum.accumulate(sums), 0)  # what ends more than began counts for nothing
+    lowest = np.minimum(np.minimum.accumulate(sums), 0)  # surplus end tags do not count
     return int((sums - lowest).max())
 
 
@@ -97,7 +95,7 @@ def _trafilatura(main_content: bool) -> Callable[[str], Optional[str]]:
 
 
 def _missing(package: str, why: Optional[str] = None) -> SettingsError:
-    return SettingsError(f"taking texts out of pages needs the package {package}", why, "pip install '.[corpus]'")
+    return SettingsError(f"extracting texts from pages needs the package {package}", why, "pip install '.[corpus]'")
 
 
 EXTRACTORS = {"resiliparse": _resiliparse, "trafilatura": _trafilatura}

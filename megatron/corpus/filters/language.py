@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language of a document: kept are those in a list of languages, told by one of three detectors.
+"""Keep documents in some languages, by one of three language detectors.
 
 eldc        (default) n-grams in C, the model is in the package: 60 languages
-fasttext    lid.176.bin or lid.176.ftz, which the user has: 176 languages, what CCNet and FineWeb use
-langdetect  what Megatron-LM's cleaning uses, with its seed fixed, so that it says the same again: 55 languages
+fasttext    the user's lid.176.bin or lid.176.ftz: 176 languages, as in CCNet and FineWeb
+langdetect  as in Megatron-LM's cleaning, with a fixed seed for reproducible results: 55 languages
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +19,14 @@ Detector = Callable[[str], tuple[str, float]]  # text -> (language, score from 0
 
 
 class LanguageFilter:
-    """Keeps documents in some languages, and notes the language of each under `key`.
+    """Keeps documents in some languages, and stores the language of each under `key`.
 
-    keep: codes that the detector says, in any case (EN is en); "zh" means "zh-cn" and "zh-tw" too; a text: between commas.
-        None keeps all that have a language. One that the detector never says would drop every document: SettingsError
-    min_score: what the detector has to be sure of, as it says itself; scores of different detectors do not compare
+    keep: codes of the detector, in upper or lower case; "zh" includes "zh-cn" and "zh-tw"; a list, or a text with commas.
+        None keeps all documents with a language. A code that the detector does not have raises SettingsError
+    min_score: minimal score of the detector; scores of different detectors are not comparable
     model: file of lid.176 for fasttext
-    longest: characters that are looked at, from the beginning
-    key: key of the document that gets the language; None for none
+    longest: characters to classify, from the beginning
+    key: key of the document for the language; None for none
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LanguageFilter:
 
 
 def known_codes(wanted: Iterable[str], codes: Iterable[str], detector: str) -> frozenset[str]:
-    """The codes of a detector that are wanted. Raises SettingsError for one that it never says, and for none.
+    """The wanted codes in the detector's spelling. Raises SettingsError for one that it does not have, and for none.
 
     >>> sorted(known_codes(["EN, de", "zh"], ["de", "en", "zh-cn", "zh-tw"], "langdetect"))
     ['de', 'en', 'zh']
@@ -80,7 +80,7 @@ def _eldc(model: Optional[str], scored: bool) -> tuple[Detector, list[str]]:
     eldc.init()
 
     def detect(text: str) -> tuple[str, float]:
-        text = text.replace("\0", " ")  # it would end there
+        text = text.replace("\0", " ")  # C strings end there
         try:
             language = eldc.detect(text)
         except UnicodeEncodeError:  # lone surrogates
@@ -88,7 +88,7 @@ def _eldc(model: Optional[str], scored: bool) -> tuple[Detector, list[str]]:
             language = eldc.detect(text)
         if language == "und":
             return UNKNOWN, 0.0
-        # The score takes a pass of its own: it is told where there is a least score, and 1 elsewhere.
+        # The score takes a pass of its own: it is 1 unless there is a minimal score.
         return language, float(eldc.detect_details(text).scores.get(language, 0.0)) if scored else 1.0
 
     return detect, eldc.LANGUAGES
@@ -115,7 +115,7 @@ def _langdetect(model: Optional[str], scored: bool) -> tuple[Detector, list[str]
     def detect(text: str) -> tuple[str, float]:
         try:
             best = langdetect.detect_langs(text)[0]
-        except langdetect.LangDetectException:  # nothing in the text that tells a language
+        except langdetect.LangDetectException:  # no features in the text
             return UNKNOWN, 0.0
         return best.lang, best.prob
 
@@ -126,7 +126,7 @@ DETECTORS = {"eldc": _eldc, "fasttext": _fasttext, "langdetect": _langdetect}
 
 
 def one_line(text: str) -> str:
-    """A text as fastText takes it: one line, encodable."""
+    """A text in fastText's form: one line, encodable."""
     return text.replace("\n", " ").encode("utf-8", "replace").decode()
 
 
@@ -136,7 +136,7 @@ def labels_of(predict) -> list[str]:
 
 
 def load_fasttext(path: str):
-    """A fastText model. Raises DataError for a file that is none."""
+    """Load a fastText model. Raises DataError for a file that is none."""
     fasttext = _package("fasttext", "fasttext-predict")
     try:
         with open(path, "rb") as file:
@@ -144,7 +144,7 @@ def load_fasttext(path: str):
     except OSError as error:
         raise DataError(f"fastText model {path}: {error.strerror}") from None
     if magic != (793712314).to_bytes(4, "little"):
-        raise DataError(f"{path} is no fastText model", "its first bytes are others", "give a .bin or .ftz file")
+        raise DataError(f"{path} is no fastText model", "its first bytes are different", "give a .bin or .ftz file")
     try:
         return fasttext.load_model(path)
     except (ValueError, RuntimeError) as error:

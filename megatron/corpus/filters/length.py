@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's rule of length: documents with fewer than 128 tokens go (`cleanup_dataset.py`).
+"""Megatron-LM's length rule: drop documents with fewer than 128 tokens (`cleanup_dataset.py`).
 
-Tokens are counted in short texts alone: with 8 characters a token, which no text has, 1,024 characters are enough.
+Only short texts are tokenized: a text of 1,024 characters has enough tokens even with 8 characters per token.
 """
 
 import re
@@ -17,8 +17,8 @@ CHARACTERS_A_TOKEN = 8  # an upper bound: on average they are 5 in English
 class ShortDocuments:
     """Drops documents with fewer than `min_tokens` tokens.
 
-    vocab_file, merge_file, tokenizer_type, tokenizer_model: the vocabulary, as in preprocessing. Without one, pieces are
-    counted: what a byte-level BPE cuts a text into before it cuts on, so there are at most as many of them as tokens
+    vocab_file, merge_file, tokenizer_type, tokenizer_model: the vocabulary, as in preprocessing. Without one, the pieces of
+    a byte-level BPE's pretokenizer are counted: their number is at most that of tokens
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class ShortDocuments:
         return Verdict(None, "too_few_tokens", figures) if tokens < self.min_tokens else Verdict(document, "", figures)
 
 
-# Contractions, words, numbers and signs with the space before them, and white space: the pattern of the first BPE of this
-# kind, in `re`'s words ([^\W\d_] are letters).
+# Contractions, words, numbers and signs with the space before them, and white space: the pattern of the first byte-level
+# BPE in the syntax of `re` ([^\W\d_] are letters).
 _PIECE = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
 
 def count_pieces(text: str) -> int:
-    """Words, numbers, signs and runs of white space.
+    """Number of words, numbers, signs and runs of white space.
 
     >>> count_pieces("It's 3 o'clock.")
     7

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents by their perplexity under a small language model, as CCNet cuts the web into head, middle and tail.
+"""Filter documents by their perplexity under a small language model, as CCNet does for head, middle and tail.
 
-The model is an ARPA file (KenLM's and SRILM's text format), or anything that gives a perplexity: a class of one's own,
-made from `model` if that is given, that is called with a text.
+The model is an ARPA file (KenLM's and SRILM's text format), or a user's own class, constructed from `model` if that is
+given, and called with a text to return its perplexity.
 
     PerplexityFilter(model="en.arpa", most=1500)
     PerplexityFilter(scorer="my_filters:Perplexity", model="en.bin", most=1500)
@@ -20,11 +20,11 @@ _HEADING = re.compile(r"\\([1-9])-grams:")
 
 
 class PerplexityFilter:
-    """Keeps texts whose perplexity is at least `least` and at most `most`.
+    """Keeps texts with a perplexity from `least` to `most`.
 
-    model: an ARPA file, or what `scorer` is made from
+    model: an ARPA file, or the argument of `scorer`
     scorer: "package.module:Class"; an object of it is called with a text and returns a number
-    longest: characters that are looked at
+    longest: characters to score
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class PerplexityFilter:
 class ArpaModel:
     """An n-gram model with back-off (Katz 1987), from an ARPA file.
 
-    A text's lines are its sentences, its words are between spaces, as KenLM takes them. Perplexity counts the end of
-    each sentence; words that the model does not know count as <unk>, and as probability 1e-10 where it has none.
+    Lines are sentences, and words are separated by spaces, as in KenLM. Perplexity includes the end of each sentence;
+    unknown words count as <unk>, or as probability 1e-10 in a model without it.
     """
 
     def __init__(self, path: str):
@@ -104,9 +104,9 @@ class ArpaModel:
         """log10 p(word | history), backing off to shorter histories."""
         backed_off = 0.0
         while True:
-            found = self.grams.get((*history, word))
-            if found is not None:
-                return backed_off + found[0]
+            entry = self.grams.get((*history, word))
+            if entry is not None:
+                return backed_off + entry[0]
             if not history:
                 return backed_off - 10.0
             backed_off += self.grams.get(history, (0.0, 0.0))[1]

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ftfy's repairs (mojibake, entities, quotes, widths, control characters, NFC), the same texts for a tenth of the time.
+"""Repair texts like ftfy (mojibake, entities, quotes, widths, control characters, NFC), in a tenth of the time.
 
-ftfy looks at each line of a text, and most lines of most texts it leaves alone. A line that it changes has at least one of
+ftfy processes each line of a text, and does not change most lines. A line that it changes has at least one of
 
-  1. a character that it replaces by itself: curly quotes, ligatures, full and half widths, controls, line ends;
+  1. a character that it replaces individually: curly quotes, ligatures, full and half widths, controls, line ends;
   2. an HTML entity, if no "<" came before the end of the line;
-  3. what its heuristic for mojibake takes for bad: each of its patterns needs two neighbours of a small set of
-     non-ASCII characters, or a C1 control, or one of four letters, all of which `_Rules.perhaps_bad` finds;
+  3. mojibake by its heuristic: each of its patterns needs two adjacent characters of a small set of non-ASCII ones, or a C1
+     control, or one of four letters; `FtfyRules.hard` matches all of these;
   4. an escape sequence of a terminal, or half of a surrogate pair;
   5. characters that are not in the normal form C.
 
-Lines without any are kept as they are. Those with the first alone get each character's replacement, which ftfy's own
-functions have given, and are looked at again; all others go through ftfy. That the list is complete holds for ftfy's
-patterns as they were when tests/corpus/test_repair.py went through them, branch by branch; with an ftfy whose patterns
-differ, every text that is not plain goes through it.
+Lines without any of these are kept. Lines with only the first get the replacements of single characters, as ftfy's own
+functions give them, and are checked again; all others are processed by ftfy. tests/corpus/test_repair.py verifies that the
+list is complete for a certain version of ftfy's patterns, branch by branch; with other patterns, ftfy processes every text.
 """
 
 import re
@@ -23,12 +22,12 @@ from functools import cache
 from megatron.corpus.stage import Document, Verdict
 from megatron.errors import SettingsError
 
-KNOWN = "3281edbd1e8f1760"  # fingerprint of ftfy's patterns that the list above was checked against
+KNOWN = "3281edbd1e8f1760"  # fingerprint of ftfy's patterns for which the list above was verified
 _ENTITY = re.compile(r"&#?[0-9A-Za-z]{1,24};")
 
 
 class TextRepair:
-    """Repairs a text as `ftfy.fix_text` does. Never drops one."""
+    """Repairs texts as `ftfy.fix_text` does. Never drops a document."""
 
     def __init__(self) -> None:
         self._rules = rules_of_ftfy()
@@ -42,7 +41,7 @@ class TextRepair:
 
 
 class FtfyRules:
-    """`ftfy.fix_text` with its default settings, without looking at lines that it would not change."""
+    """`ftfy.fix_text` with default settings, skipping lines that it would not change."""
 
     def __init__(self, ftfy):
         import ftfy.badness
@@ -60,10 +59,10 @@ class FtfyRules:
         self.hard = re.compile(f"[{mojibake}][{mojibake}]|[\x80-\x9f\u0152\u0153\xc2\xc3\x1b\ud800-\udfff]")
 
     def fix(self, text: str) -> str:
-        """What `ftfy.fix_text(text)` returns."""
+        """The result of `ftfy.fix_text(text)`."""
         if not self.known:
             return self.ftfy.fix_text(text)
-        html = text.find("<")  # from its line on, entities are left alone
+        html = text.find("<")  # from its line on, entities are not decoded
         entities_end = len(text) if html < 0 else text.rfind("\n", 0, html) + 1
         if not self._is_hard(text, entities_end):
             fixed = self._replace(text)
@@ -72,7 +71,7 @@ class FtfyRules:
         return self._by_lines(text, entities_end)
 
     def _is_hard(self, text: str, entities_end: int) -> bool:
-        """Whether the rules 2 to 5 may apply to some line. Deleted characters leave `entities_end` at a later place."""
+        """Whether rules 2 to 5 may apply to some line. After deletions, `entities_end` may be too large."""
         if "&" in text and _ENTITY.search(text, 0, entities_end):
             return True
         if text.isascii():
@@ -80,14 +79,14 @@ class FtfyRules:
         return self.hard.search(text) is not None or not unicodedata.is_normalized("NFC", text)
 
     def _replace(self, text: str) -> str:
-        """The text with rule 1 applied; the same object where it does not."""
+        """Apply rule 1; returns the same object where it changes nothing."""
         if text.isascii() and not _ASCII_CONTROLS.search(text):
             return text
         fixed = self.replaceable.sub(lambda match: self.replaced.get(match[0], "\n"), text)
         return text if fixed == text else fixed
 
     def _by_lines(self, text: str, entities_end: int) -> str:
-        """Lines that need it through ftfy, one at a time as it takes them. A huge line it cuts into pieces: all is its."""
+        """Process lines that need it by ftfy, one at a time. ftfy splits huge lines: then it gets the whole text."""
         lines = text.split("\n")
         if max(map(len, lines)) >= self.auto.max_decode_length:
             return self.ftfy.fix_text(text)
@@ -112,7 +111,7 @@ _ASCII_CONTROLS = re.compile("[\x00-\x08\x0b\r\x0e-\x1f\x7f]")
 
 @cache
 def rules_of_ftfy() -> FtfyRules:
-    """The rules, made once a process. Raises SettingsError where ftfy is not installed."""
+    """The rules, built once per process. Raises SettingsError where ftfy is not installed."""
     try:
         import ftfy
     except ImportError:
@@ -121,7 +120,7 @@ def rules_of_ftfy() -> FtfyRules:
 
 
 def fingerprint(ftfy) -> str:
-    """A mark of everything in ftfy that the shortcuts rely on."""
+    """A hash of everything in ftfy that the shortcuts rely on."""
     import hashlib
 
     data = ftfy.chardata
@@ -133,7 +132,7 @@ def fingerprint(ftfy) -> str:
 
 
 def _characters(data) -> list[str]:
-    """All characters that ftfy replaces one by one, but those of an escape sequence."""
+    """All characters that ftfy replaces individually, except those of escape sequences."""
     points = {*data.LIGATURES, *data.WIDTH_MAP, *data.CONTROL_CHARS, 0x0D, 0x2028, 0x2029} - {0x1B}
     quotes = [
         c for c in map(chr, range(0x2000, 0x2100)) if data.DOUBLE_QUOTE_RE.match(c) or data.SINGLE_QUOTE_RE.match(c)
@@ -142,7 +141,7 @@ def _characters(data) -> list[str]:
 
 
 def _replacement(fixes, character: str) -> str:
-    """What ftfy makes of a character by itself, its steps in their order."""
+    """ftfy's replacement of a single character, by its steps in their order."""
     for step in (
         fixes.fix_latin_ligatures,
         fixes.fix_character_width,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gopher's rules about repetition (Rae et al. 2021, table A1): lines, paragraphs, frequent and repeated n-grams.
+"""Gopher's repetition rules (Rae et al. 2021, table A1): lines, paragraphs, frequent and repeated n-grams.
 
 An n-gram is n tokens of `words.cut`. Top n-grams: characters of the most frequent one (with a space between tokens) times
 its count, over the text's. Duplicate n-grams: characters in n-grams that occurred before (without spaces), each
-character counted once: after one that occurred before, the search goes on behind it.
+character counted once: after a repeated n-gram, the search continues at its end.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from megatron.corpus.filters.rules import Rule, above, judged
 from megatron.corpus.filters.words import Words, cut
 from megatron.corpus.stage import Document, Verdict
 
-Limits = Mapping[int, float]  # n -> most characters of the text, as a share
+Limits = Mapping[int, float]  # n -> maximal share of the text's characters
 
 TOP = {2: 0.20, 3: 0.18, 4: 0.16}
 DUPLICATE = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
@@ -24,7 +24,7 @@ _MIXERS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 
 
 
 class GopherRepetition:
-    """Drops texts that repeat their lines, paragraphs or n-grams."""
+    """Drops texts with repeated lines, paragraphs or n-grams."""
 
     chinese = False
 
@@ -40,7 +40,7 @@ class GopherRepetition:
         self.max_lines, self.max_line_characters = max_duplicate_lines, max_duplicate_line_characters
         self.max_paragraphs = max_duplicate_paragraphs
         self.max_paragraph_characters = max_duplicate_paragraph_characters
-        # The names of a mapping are texts once it has been JSON.
+        # Keys of a mapping from JSON are strings.
         self.top_ngrams = [(int(n), limit) for n, limit in top_ngrams.items()]
         self.duplicate_ngrams = [(int(n), limit) for n, limit in duplicate_ngrams.items()]
 
@@ -69,7 +69,7 @@ class GopherRepetition:
 
 
 class GopherRepetitionChinese(GopherRepetition):
-    """The same for Chinese: tokens are characters, and a word has about two, so that n-grams are twice as long."""
+    """The same for Chinese, with n-grams of double length: tokens are characters, and a word has about two."""
 
     chinese = True
 
@@ -93,7 +93,7 @@ class GopherRepetitionChinese(GopherRepetition):
 
 
 def paragraphs(text: str) -> list[str]:
-    """What stands between blank lines; white space around the text is no part of it.
+    """The parts of a text between blank lines, without white space around the text.
 
     >>> paragraphs("a\\nb\\n\\n\\nc\\n\\n")
     ['a\\nb', 'c']
@@ -103,7 +103,7 @@ def paragraphs(text: str) -> list[str]:
 
 
 def lines(text: str) -> list[str]:
-    """What stands between line breaks, blank lines left out, but what is before a first and behind a last break.
+    """The lines of a text without blank ones, but with an empty line for a break at its beginning or end.
 
     >>> lines("a\\n\\nb\\n")
     ['a', 'b', '']
@@ -113,7 +113,7 @@ def lines(text: str) -> list[str]:
 
 
 def repeated(pieces: list[str]) -> tuple[int, int]:
-    """(how many pieces are equal to an earlier one, the characters of those)."""
+    """(number of pieces that are equal to an earlier one, their characters)."""
     different = set(pieces)
     count = len(pieces) - len(different)
     return count, sum(map(len, pieces)) - sum(map(len, different)) if count else 0
@@ -136,7 +136,7 @@ def top_characters(words: Words, n: int) -> int:
 
 
 def _tuples(words: Words, n: int) -> np.ndarray:
-    """uint64 [tokens - n + 1]: hashes of n tokens in a row, as a sequence of tokens."""
+    """uint64 [tokens - n + 1]: hashes of n consecutive tokens, as a sequence of tokens."""
     single = words.joined(1)
     single ^= single >> np.uint64(29)
     count = len(single) - n + 1
@@ -150,7 +150,7 @@ def _tuples(words: Words, n: int) -> np.ndarray:
 
 
 def duplicate_characters(words: Words, n: int) -> int:
-    """Characters in n-grams that occurred before, from left to right, those that overlap a found one left out."""
+    """Characters in n-grams that occurred before, from left to right and without overlaps."""
     grams = words.joined(n)
     if len(grams) < 2:
         return 0
@@ -171,8 +171,8 @@ def duplicate_characters(words: Words, n: int) -> int:
 def _perhaps_twice(grams: np.ndarray) -> np.ndarray:
     """bool: true for each n-gram that occurs more than once, and for one in eight of the others.
 
-    A table of slots remembers who wrote last into each; written from both ends, an n-gram that is alone in its slot is
-    found there both times.
+    A table of slots holds the last n-gram written into each. It is written from both ends: an n-gram that is alone in its
+    slot is there both times.
     """
     bits = (8 * len(grams)).bit_length()
     slots = ((grams ^ (grams >> np.uint64(31))) * _MIXERS[0]) >> np.uint64(64 - bits)

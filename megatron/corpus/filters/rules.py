@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How sets of rules say what they found: one rule after the other, until one drops the document.
+"""Evaluate a sequence of rules until one drops the document.
 
     def rules(self, text):
         words = len(text.split())
         yield "words", words, words < 50 and "too_few_words"
 
-What comes after the rule that drops is not computed.
+Rules after the one that drops are not computed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ Rule = tuple[str, float, Literal[False] | str]  # the figure's name, the figure,
 
 
 def judged(document: Document, rules: Iterable[Rule]) -> Verdict:
-    """The verdict of rules: the first that has a reason drops the document; figures are those seen until then."""
+    """The verdict of rules: the first one with a reason drops the document; figures are those up to it."""
     figures = {}
     for name, figure, reason in rules:
         figures[name] = figure
@@ -27,12 +27,12 @@ def judged(document: Document, rules: Iterable[Rule]) -> Verdict:
 
 
 def below(name: str, figure: float, least: Optional[float], reason: str) -> Iterator[Rule]:
-    """A rule with a lower limit; nothing where the limit is None, which switches it off."""
+    """A rule with a lower limit; None disables it."""
     if least is not None:
         yield name, figure, figure < least and reason
 
 
 def above(name: str, figure: float, most: Optional[float], reason: str) -> Iterator[Rule]:
-    """A rule with an upper limit; nothing where the limit is None."""
+    """A rule with an upper limit; None disables it."""
     if most is not None:
         yield name, figure, figure > most and reason

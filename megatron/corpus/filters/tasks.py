@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of Megatron-LM's `cleanup_fix_dataset.py`, one after the other in the order in which they are asked for.
+"""The tasks of Megatron-LM's `cleanup_fix_dataset.py`, run in the given order.
 
-remove_* drop a document, the others change its text. In the original, ftfy_fix_text ended the work on a document, so that
-general_cleaning never ran beside it.
+remove_* drop a document, the others change its text. In the original, ftfy_fix_text is the last task on a document, so that
+general_cleaning never runs with it.
 """
 
 import re
@@ -50,7 +50,7 @@ class CleaningTasks:
             self._ftfy = rules_of_ftfy()
 
     def __call__(self, document: Document) -> Verdict:
-        """A document that goes on has the names of the tasks that changed it in `figures`, each with 1."""
+        """Run the tasks. `figures` of a kept document has the names of the tasks that changed it, each with 1."""
         text, changed = document["text"], {}
         for name, task in self.tasks:
             after = task(text)
@@ -73,12 +73,12 @@ class CleaningTasks:
 
 
 def remove_512(text: str) -> Optional[str]:
-    """Fewer than 512 characters."""
+    """Drop texts with fewer than 512 characters."""
     return None if len(text) < 512 else text
 
 
 def remove_256_javascript(text: str) -> Optional[str]:
-    """Fewer than 256 characters that speak of Javascript: what a page says to those who have it switched off."""
+    """Drop texts with fewer than 256 characters that mention Javascript, such as notices that it is disabled."""
     return None if len(text) < 256 and "javascript" in text.lower() else text
 
 
@@ -86,16 +86,16 @@ _SPACES = re.compile(r"  +|\b\n+ |\b\n+")
 
 
 def general_cleaning(text: str) -> str:
-    """Several spaces, and line breaks after a word, become one space."""
+    """Replace several spaces, and line breaks after a word, by one space."""
     return _SPACES.sub(" ", text)
 
 
-# Blanks before the marks of sentences and around hyphens and at signs: how the corpus Stories is written.
+# The corpus Stories has spaces before punctuation and around hyphens and at signs.
 _STORIES = ((" '", "'"), (" !", "!"), (" .", "."), (" ?", "?"), (" - ", "-"), (" @ ", "@"))
 
 
 def stories(text: str) -> str:
-    """Takes out the blanks that tokenisation left in the corpus Stories.
+    """Remove the spaces that tokenization left in the corpus Stories.
 
     >>> stories("It 's well - known , is it ?")
     "It's well-known , is it?"
@@ -106,7 +106,7 @@ def stories(text: str) -> str:
 
 
 def realnews(text: str) -> str:
-    """Each line of a RealNews document is a paragraph: a blank line after each.
+    """Add a blank line after each line of a RealNews document, which is a paragraph.
 
     >>> realnews("One.\\nTwo.")
     'One.\\n\\nTwo.'
@@ -118,7 +118,7 @@ _BLANK_LINES = re.compile(r"\n\n+")
 
 
 def gutenberg(text: str) -> str:
-    """Several blank lines of a Gutenberg book become one.
+    """Replace several blank lines of a Gutenberg book by one.
 
     >>> gutenberg("CHAPTER I\\n\\n\\n\\nIt was")
     'CHAPTER I\\n\\nIt was'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents by their address: lists of bad ones, and any other rule about URLs."""
+"""Filter documents by their URL: lists of bad addresses, and any other rule."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from megatron.errors import SettingsError
 class UrlFilter:
     """Drops documents by their "url".
 
-    rule: "module:function" of url -> why it goes (one word with underscores), "" or None where it stays
-    domains: domains that go, each with all below it
-    blacklist: files (see `addresses.py`): what the command blacklist_urls leaves out goes, but repeated addresses
-    missing: what becomes of a document without a URL
+    rule: "module:function" of url -> reason to drop (one word with underscores), "" or None to keep
+    domains: domains to drop, with their subdomains
+    blacklist: files (see `addresses.py`) with the rules of the command blacklist_urls, but for repeated addresses
+    missing: keep or drop documents without a URL
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class UrlFilter:
     def _is_listed(self, url: str) -> bool:
         try:
             host = urlsplit(url if "//" in url else f"//{url}").hostname or ""
-        except ValueError:  # a bracket that is not closed
+        except ValueError:  # an unclosed bracket
             return False
         return is_below(host.strip("."), self.domains)
 

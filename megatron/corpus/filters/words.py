@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text cut into the words that rules count, in numpy over its code points: some 100 MB/s, in any script.
+"""Tokenize a text into words for the rules, in numpy over its code points: some 100 MB/s, in any script.
 
-    words = cut(text)            # one token a word, as English and most languages are written
-    words = cut(text, chinese=True)  # Han characters and kana are tokens of themselves
+    words = cut(text)            # one token per word, as in English and most languages
+    words = cut(text, chinese=True)  # Han characters and kana are tokens of their own
 
 A token is a run of letters, digits, marks and underscores. A dot between two of them belongs to it (3.14, e.g), and so do
-comma, colon and slash between digits (1,000); an apostrophe between two begins a new one (don 't). Other characters that
-are not white space are tokens of themselves, but dots, hyphens or tildes in a row are one. That is near to what spaCy
-makes of English, which datatrove counts.
+comma, colon and slash between digits (1,000); an apostrophe between two starts a new token (don 't). Other characters that
+are not white space are tokens of their own, except that consecutive dots, hyphens or tildes are one. This is close to
+spaCy's English tokenizer, which datatrove uses.
 """
 
 import sys
@@ -55,13 +55,13 @@ class Words:
         return self.ends - self.starts
 
     def having(self, bit: int) -> np.ndarray:
-        """bool [tokens]: whether any character of the token is of that class."""
-        found = np.zeros(len(self.points) + 1, np.int64)
-        np.cumsum((self.kinds & bit) > 0, out=found[1:])
-        return found[self.ends] > found[self.starts]
+        """bool [tokens]: whether any character of the token has this class."""
+        counts = np.zeros(len(self.points) + 1, np.int64)
+        np.cumsum((self.kinds & bit) > 0, out=counts[1:])
+        return counts[self.ends] > counts[self.starts]
 
     def count(self, words) -> int:
-        """How many of these different words occur."""
+        """Number of these different words that occur."""
         return sum(self._occurs(word) for word in words)
 
     def _occurs(self, word: str) -> bool:
@@ -72,7 +72,7 @@ class Words:
 
     @cached_property
     def sums(self) -> np.ndarray:
-        """uint64 [tokens + 1]: hash sums before each token, of the characters of the tokens written without spaces."""
+        """uint64 [tokens + 1]: prefix sums of hashes before each token, over all characters except white space."""
         powers = powers_of(BASE, len(self.points))
         inside = np.flatnonzero((self.kinds & SPACE) == 0)
         values = (self.points[inside] + np.uint64(1)) * powers[: len(inside)]
@@ -82,24 +82,24 @@ class Words:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """int64 [tokens + 1]: characters of all tokens before each."""
+        """int64 [tokens + 1]: number of characters in all tokens before each."""
         places = np.zeros(len(self) + 1, np.int64)
         np.cumsum(self.lengths, out=places[1:])
         return places
 
     def joined(self, n: int) -> np.ndarray:
-        """uint64 [tokens - n + 1]: hashes of n tokens in a row written without spaces; equal texts have equal ones."""
+        """uint64 [tokens - n + 1]: hashes of n consecutive tokens without spaces; equal texts have equal hashes."""
         if len(self) < n:
             return np.empty(0, np.uint64)
         return (self.sums[n:] - self.sums[:-n]) * self._shifts[: len(self) - n + 1]
 
     @cached_property
     def _shifts(self) -> np.ndarray:
-        """uint64 [tokens]: what moves a sum that begins at a token to the beginning of the text."""
+        """uint64 [tokens]: factors that shift a sum from a token to the beginning of the text."""
         return powers_of(INVERSE, len(self.points))[self.places[:-1]]
 
 
-@lru_cache(maxsize=1)  # filters one after the other ask for the same text
+@lru_cache(maxsize=1)  # consecutive filters process the same text
 def cut(text: str, chinese: bool = False) -> Words:
     """The tokens of a text."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks on this machine: in this process for one worker, else in a team of processes that may be killed at any time.
+"""Run tasks on this machine: in this process for one worker, else in worker processes that may be killed at any time.
 
-The driver gives each process one task at a time over a pipe. A process that dies takes its attempt with it and is replaced;
-a driver that dies takes its processes with it.
+The driver sends each process one task at a time over a pipe. When a process dies, its attempt has failed and the process is
+replaced; when the driver dies, its processes end.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from megatron.corpus.plan import CorpusTask
 from megatron.errors import SettingsError
 from megatron.mpu.cpu_threads import cores
 
-WATCH = 0.5  # seconds between looks at the memory of the workers
+WATCH = 0.5  # seconds between checks of the workers' memory
 _PR_SET_PDEATHSIG = 1
 
 
 def run_local(agenda: Agenda, output: Path, workers: int, memory: Optional[int] = None) -> None:
-    """Do all that can be done of an agenda. memory: bytes that all workers may hold together; None: not watched."""
+    """Run all tasks of an agenda that can run. memory: limit of all workers together, in bytes; None: no limit"""
     if workers == 1:
         while task := agenda.take():
             agenda.finish(execute(task, output))
@@ -39,7 +39,7 @@ def run_local(agenda: Agenda, output: Path, workers: int, memory: Optional[int] 
 
 
 def workers_for(workers: Optional[int], memory_gb: Optional[float], task_gb: float) -> int:
-    """How many tasks at a time: as many as asked for, or as there are cores, and as there is memory for.
+    """Number of tasks at a time: as requested, or the number of cores, limited by the memory.
 
     >>> workers_for(8, 4.0, 1.5), workers_for(2, None, 1.0)
     (2, 2)
@@ -50,14 +50,14 @@ def workers_for(workers: Optional[int], memory_gb: Optional[float], task_gb: flo
     if memory_gb < task_gb:
         raise SettingsError(
             f"--memory-gb {memory_gb:g}: a task of this recipe may take {task_gb:g} GB",
-            do=f"give more, or put task-memory-gb: {memory_gb:g} into the recipe (stages then cut their work finer)",
+            do=f"give more, or put task-memory-gb: {memory_gb:g} into the recipe (stages then have smaller tasks)",
         )
     return max(1, min(asked, int(memory_gb / task_gb)))
 
 
 @dataclass
 class _Member:
-    """A process with the task that it has, if any."""
+    """A process and its task, if any."""
 
     process: multiprocessing.Process
     pipe: Connection
@@ -66,7 +66,7 @@ class _Member:
 
 
 class _Team:
-    """The processes. They end with the `with` block, however it ends."""
+    """The worker processes. They are killed at the end of the `with` block."""
 
     def __init__(self, agenda: Agenda, output: Path, workers: int, memory: Optional[int]):
         self.agenda, self.output, self.size, self.memory = agenda, output, workers, memory
@@ -85,13 +85,13 @@ class _Team:
             member.pipe.close()
 
     def hand_out(self) -> None:
-        """Give a task to whoever has none; start who is missing."""
+        """Start missing processes, and give a task to each idle one."""
         while len(self.members) < self.size and len(self.members) < len(self.agenda.running) + len(self.agenda.ready):
             self.members.append(self._start())
         for member in self.members:
             if member.task is None and (task := self.agenda.take()):
                 member.task = task
-                with contextlib.suppress(OSError):  # it has just died: `collect` sees that
+                with contextlib.suppress(OSError):  # it has just died: `collect` notices
                     member.pipe.send(task)
 
     def _start(self) -> _Member:
@@ -104,7 +104,7 @@ class _Team:
         return _Member(process, ours)
 
     def collect(self) -> None:
-        """Wait for something to happen, and take what came."""
+        """Wait for outcomes or deaths, and record them."""
         handles = {member.process.sentinel: member for member in self.members} | {m.pipe: m for m in self.members}
         ready = wait(list(handles), timeout=WATCH)
         for member in {id(handles[one]): handles[one] for one in ready}.values():
@@ -115,7 +115,7 @@ class _Team:
         self._watch_memory()
 
     def _outcome(self, member: _Member) -> Optional[TaskOutcome]:
-        """What a member has sent, or what its death means."""
+        """The outcome that a member has sent, or that follows from its death."""
         try:
             if member.pipe.poll():
                 return member.pipe.recv()
@@ -131,7 +131,7 @@ class _Team:
         return TaskOutcome(member.task.folder, member.killed_for or _death(member.process.exitcode))
 
     def _watch_memory(self) -> None:
-        """End the largest task where all together hold more than they may: it fails, and is tried again."""
+        """Kill the largest task where all together exceed the memory limit: it fails, and is tried again."""
         if not self.memory or time.monotonic() - self.looked < WATCH:
             return
         self.looked = time.monotonic()
@@ -155,7 +155,7 @@ def _death(code: Optional[int]) -> str:
 
 
 def _resident(process: Optional[int]) -> int:
-    """Bytes of memory that a process holds by itself."""
+    """Bytes of unshared memory of a process."""
     try:
         fields = Path(f"/proc/{process}/statm").read_text().split()
     except OSError:
@@ -164,7 +164,7 @@ def _resident(process: Optional[int]) -> int:
 
 
 def _work(pipe: Connection, output: Path, driver: int) -> None:
-    """Body of a worker process: tasks come, outcomes go. Ctrl-C reaches the whole group: the driver alone answers it."""
+    """Body of a worker process: receive tasks, send outcomes. Ignores Ctrl-C, which the driver handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with(driver)
@@ -178,7 +178,7 @@ def _work(pipe: Connection, output: Path, driver: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, where it can; go at once where that has happened."""
+    """Let the kernel kill this process when its parent ends, where it can; exit now if it has ended already."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

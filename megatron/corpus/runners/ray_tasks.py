@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks on a Ray cluster (`pip install '.[scale]'`), or on one that Ray starts on this machine.
+"""Run tasks on a Ray cluster (`pip install '.[scale]'`), or on one that Ray starts on this machine.
 
-Only tasks and outcomes pass through Ray: files go through the file system that all nodes share. A task whose worker or node
-dies is tried again by Ray, three times; one that fails is tried again by the agenda.
+Only tasks and outcomes pass through Ray; files are on the file system that all nodes share. Ray retries a task three times
+when its worker or node dies; the agenda retries a task that fails.
 
-A cluster is found by `RAY_ADDRESS`. Its nodes and this driver have to agree about tokens: set RAY_AUTH_MODE (and
-RAY_AUTH_TOKEN_PATH) everywhere to the same, for a `ray.init()` on a laptop may have left a token that they would ask for.
+`RAY_ADDRESS` is the address of a cluster. Its nodes and this driver need the same RAY_AUTH_MODE (and RAY_AUTH_TOKEN_PATH):
+an earlier `ray.init()` on a machine may have left a token.
 """
 
 import os
@@ -18,12 +18,12 @@ from megatron.corpus.agenda import MOST_ATTEMPTS, Agenda, TaskOutcome, child_thr
 from megatron.corpus.plan import CorpusTask
 from megatron.errors import SettingsError
 
-WINDOW = 4  # tasks in flight a core: enough to keep it busy, few enough for the driver's memory
+WINDOW = 4  # tasks in flight per core: enough to keep it busy, few enough for the driver's memory
 WAIT = 1.0  # seconds
 
 
 def run_ray(agenda: Agenda, output: Path, workers: Optional[int] = None, task_memory: int = 0) -> None:
-    """Do all that can be done of an agenda. workers: cores, where Ray is started here; task_memory: bytes of each task."""
+    """Run all tasks of an agenda that can run. workers: cores, where Ray is started here; task_memory: bytes per task"""
     ray = _import()
     ours = not ray.is_initialized()
     if ours:
@@ -60,7 +60,7 @@ def _import():
 
 
 def _start(ray, workers: Optional[int]) -> None:
-    """Connect to the cluster of RAY_ADDRESS, or start one here. Workers find this package where this process did."""
+    """Connect to the cluster of RAY_ADDRESS, or start one here. Workers get this process's import path."""
     root = str(Path(__file__).resolve().parents[3])
     paths = os.pathsep.join(dict.fromkeys([root, *(path for path in sys.path if path)]))
     common = dict(
@@ -82,13 +82,13 @@ def _start(ray, workers: Optional[int]) -> None:
 
 
 def _asked(ray, task_memory: int) -> Optional[int]:
-    """Memory to ask for: not more than a node has, for then no task would ever run."""
+    """Memory to request per task, at most that of a node: else no task would ever run."""
     most = max((node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]), default=0)
     return min(task_memory, int(most)) or None
 
 
 def _remote_execute(task: CorpusTask, output: str, folder: str) -> TaskOutcome:
-    """Body of a task on some node: paths of options are as the driver sees them."""
+    """Body of a task on a node, in the driver's working directory, since options may have relative paths."""
     child_threads()
     with suppress(OSError):
         os.chdir(folder)
@@ -96,7 +96,7 @@ def _remote_execute(task: CorpusTask, output: str, folder: str) -> TaskOutcome:
 
 
 def _outcome(ray, one, task: CorpusTask, agenda: Agenda) -> TaskOutcome:
-    """What a task came to. One whose workers died four times has had all its attempts."""
+    """The outcome of a task. One whose workers died four times has had all its attempts."""
     try:
         return ray.get(one)
     except Exception as error:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks as SLURM job arrays: an array a phase, each behind the one before it.
+"""Run tasks as SLURM job arrays: one array per phase, each after the previous one.
 
-Task i of n of an array does the tasks of its phase whose hash mod n is i (`work_on`, by `corpus_array.sbatch`), with the
-processes of the local runner. A task of the corpus that fails four times is set aside on the disk, and the task of the
-array ends well all the same: `afterok` then lets the next phase do what does not need it. What jobs lost that were killed
-is submitted again by whoever waits, or by the same command.
+Array task i of n runs the tasks of its phase with hash mod n == i (`work_on`, by `corpus_array.sbatch`), in the processes
+of the local runner. A task that fails four times is quarantined on the disk, and the array task still succeeds, so that
+`afterok` lets the next phase run the tasks that do not need it. Tasks lost by killed jobs are submitted again by the
+waiting command, or by running the same command again.
 """
 
 import os
@@ -22,11 +22,11 @@ from megatron.errors import Failure, SettingsError
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "slurm" / "corpus_array.sbatch"
-POLL = 2.0  # seconds between looks at the queue
+POLL = 2.0  # seconds between checks of the queue
 
 
 def part_of(task_id: str, parts: int) -> int:
-    """Which part of its phase a task belongs to.
+    """The part of its phase that a task belongs to.
 
     >>> part_of("00ff", 7)
     3
@@ -37,7 +37,7 @@ def part_of(task_id: str, parts: int) -> int:
 def work_on(
     plan: CorpusPlan, output: Path, phase: str, part: int, parts: int, workers: int, memory: Optional[int] = None
 ) -> None:
-    """Do the tasks of a part of a phase whose needs are there; what fails for good is noted on the disk."""
+    """Run the tasks of a part of a phase that can run, and quarantine those that fail repeatedly."""
     if phase not in plan.phases:
         raise SettingsError(f"--phase {phase}: the plan has none of this name", do=f"it has: {', '.join(plan.phases)}")
     only = [folder for folder in plan.tasks if plan.tasks[folder].phase == phase]
@@ -53,9 +53,9 @@ def work_on(
 def run_slurm(
     agenda: Agenda, output: Path, arrays: int, flags: Sequence[str] = (), memory_gb: float = 0, wait: bool = True
 ) -> None:
-    """Submit what is left, wait for it, and submit again what jobs lost, up to four times. arrays: tasks of an array.
+    """Submit the remaining tasks, wait, and submit tasks lost by jobs again, up to four times. arrays: tasks of an array
 
-    Raises Failure where the jobs are submitted and not waited for: nothing is done yet.
+    Raises Failure with `wait=False`: the jobs are submitted, and nothing is done yet.
     """
     if not shutil.which("sbatch"):
         raise SettingsError("--runner slurm needs sbatch", do="run it on a node where jobs are submitted")
@@ -70,17 +70,17 @@ def run_slurm(
         if not wait:
             raise Failure(
                 f"{len(jobs)} arrays are submitted, and not waited for (--no-wait)",
-                do="the same command, when they have ended, says what is missing and goes on; `status` shows how far it is",
+                do="run the same command when they have ended, to check and continue; `status` shows the progress",
             )
         _wait_for(jobs, agenda, output)
-        _look(agenda, output)
+        _update(agenda, output)
         if agenda.left == before and not agenda.quarantined:
             print("the jobs have ended, and nothing was done: see the logs of the arrays", flush=True)
     agenda.ready.clear()
 
 
 def submit(agenda: Agenda, output: Path, arrays: int, flags: Sequence[str], memory_gb: float) -> list[str]:
-    """An array for each phase that has tasks left, each behind the one before it. Returns the numbers of the jobs."""
+    """Submit an array for each phase with remaining tasks, each after the previous one. Returns the job ids."""
     given_up = set(agenda.quarantined) | set(read_quarantine(output, agenda.plan))
     jobs: list[str] = []
     (output / "logs").mkdir(parents=True, exist_ok=True)
@@ -102,9 +102,9 @@ def submit(agenda: Agenda, output: Path, arrays: int, flags: Sequence[str], memo
 
 
 def _wait_for(jobs: list[str], agenda: Agenda, output: Path) -> None:
-    """Wait until no job of these is in the queue."""
+    """Wait until none of these jobs is in the queue."""
     while _queued(jobs):
-        _look(agenda, output)
+        _update(agenda, output)
         time.sleep(POLL)
 
 
@@ -114,13 +114,11 @@ def _queued(jobs: list[str]) -> bool:
     )
     if done.returncode == 0:
         return bool(done.stdout.strip())
-    return (
-        "Invalid job id" not in done.stderr
-    )  # it has ended so long ago that the queue does not know it; else ask again
+    return "Invalid job id" not in done.stderr  # a job that ended long ago; otherwise ask again
 
 
-def _look(agenda: Agenda, output: Path) -> None:
-    """Take note of what the jobs have done and given up so far."""
+def _update(agenda: Agenda, output: Path) -> None:
+    """Record the finished and quarantined tasks of the jobs so far."""
     for folder in folders_done(agenda.wanted - agenda.done, output):
         agenda.quarantined.pop(folder, None)
         agenda.finish(TaskOutcome(folder))

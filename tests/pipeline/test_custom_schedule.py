@@ -2,7 +2,7 @@
 import pytest
 
 from megatron.errors import SettingsError
-from megatron.pipeline.own_schedule import is_file, read_schedule
+from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import v_shaped
 from megatron.pipeline.simulate import make_rank_schedules
 from megatron.pipeline.stages import Pipeline, problems
@@ -36,17 +36,17 @@ def test_a_file_may_say_v(tmp_path):
     [
         ("F0 B0\nF0 X0", "own.txt, line 2: 'X0' is no op"),
         ("F0 B0\nF0 B\u0663", "line 2: 'B.' is no op"),  # a digit of another script
-        ("F0 F1213141516 B0 B1", "line 1: F1213141516 cannot be: .* the line has 4 ops"),
-        ("F0 F0.99999999 B0 B0.1", "line 1: F0.99999999 cannot be"),
+        ("F0 F1213141516 B0 B1", "line 1: F1213141516 is not possible: .* the line has 4 ops"),
+        ("F0 F0.99999999 B0 B0.1", "line 1: F0.99999999 is not possible"),
         ("F0 F1 B0 B1\n\nF0 B0 F1", "own.txt, line 3: this schedule cannot run\n  rank 1 never does B1"),
-        ("F0 F1 B0 B1\nF0 B0 F1 B1 B1", "line 2: .*\n.*rank 1 does twice B1"),
+        ("F0 F1 B0 B1\nF0 B0 F1 B1 B1", "line 2: .*\n.*rank 1 repeats B1"),
         ("F0 B0 F1 B1\nF0 F1 B0 B1", "line 1: .*\n.*deadlock: rank 0 is stuck on B0, waiting for B0 of rank 1"),
         ("F0 F1 B1 B0\nF1 B1 F0 B0", "line 1: .*\n.*channel F from rank 0 to 1: message 0 is sent as F0, read as F1"),
         ("F0 F1\nF0 F1", "never trains"),
         ("F0 I0\nF0 I0", "passes of kinds"),
         ("# nothing", "holds no schedule"),
         ("stages: zigzag\nF0 B0", "line 1: 'stages: zigzag' is not known"),
-        ("stages: v\nF0 B0", "V mean two model chunks"),
+        ("stages: v\nF0 B0", "V need two model chunks"),
         ("F0 F0.2 B0.2 B0", "rank 0 never does B0.1"),
     ],
 )
@@ -73,4 +73,4 @@ def test_a_file_has_to_fit_the_run(tmp_path):
     with pytest.raises(SettingsError, match="--num-layers 5 cannot be cut into 2 even stages"):
         Pipeline.of(fits, 5, 2)
     chunked = Parallel(pipeline_model_parallel_size=2, pipeline_schedule=path, num_virtual_stages_per_pipeline_rank=2)
-    assert "says itself how many model chunks" in problems(chunked, 4)[0]
+    assert "itself sets the number of model chunks" in problems(chunked, 4)[0]

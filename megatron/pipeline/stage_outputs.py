@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stages return: what goes on, and sums by name. A sum that nobody returns would be logged as 0, and a loss without
-the number of its tokens as a sum: the names of all ranks are compared behind the first step.
+"""Check the outputs of stages: a tensor for the next stage, and sums by name.
+
+A sum that no stage returns would be logged as 0, and a loss without its number of tokens as a sum. So the names of all
+ranks are compared after the first step.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,28 +16,28 @@ FORM = 'the last stage returns (None, {"lm loss": sum over tokens, "tokens": how
 SUMS = "the recipe's `sums`: docs/extending.md#a-model"
 
 
-class Returned:
-    """What the stages of one rank have returned.
+class StageOutputs:
+    """Collects the outputs of one rank's stages, and their first error.
 
-    names: of the sums that the recipe names, its loss first, and the number of tokens last
+    names: of the recipe's sums, its loss first, and the number of tokens last
     """
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
-        self.seen: set[str] = set()  # names that came
-        self.fault: Optional[tuple[str, ...]] = None  # the first thing that cannot be: the words of its SettingsError
+        self.seen: set[str] = set()  # names of returned sums
+        self.fault: Optional[tuple[str, ...]] = None  # the first error: arguments of its SettingsError
 
     def take(self, output: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-        """(what goes on, those of the sums that can be added up) of what a stage returned."""
+        """Split a stage's output into (output for the next stage, sums); no sums after an error."""
         x, sums = output if isinstance(output, tuple) and len(output) == 2 else (output, {})
         if isinstance(output, tuple) and len(output) != 2 or not isinstance(sums, dict):
-            self._note(f"a stage returned {_form(output)}", "it returns what goes on, or (that, {name: sum})", FORM)
+            self._note(f"a stage returned {_form(output)}", "it returns its output, or (output, {name: sum})", FORM)
             return x, {}
         for name in sums.keys() - set(self.names):
             self._note(
                 f'a stage returned the sum "{name}", which the recipe does not name{did_you_mean(str(name), self.names)}',
                 f"it names {', '.join(self.names)}",
-                f'give it a weight in the recipe: sums={{..., "{name}": 0.0}}, where 0 is to be logged alone',
+                f'give it a weight in the recipe: sums={{..., "{name}": 0.0}}; with 0 it is only logged',
             )
         for name, value in sums.items():
             if not isinstance(value, torch.Tensor) or value.dim():
@@ -49,20 +51,20 @@ class Returned:
         return x, {} if self.fault else sums
 
     def check(self, all_gather_object: Callable[[Any], list] = lambda value: [value]) -> None:
-        """Raise SettingsError, on all ranks alike, where something cannot be, or nobody has returned a sum."""
+        """Raise SettingsError on all ranks for a wrong output, or for a sum that no stage returned."""
         answers = all_gather_object((self.fault, self.seen))
         for fault, _ in answers:
             if fault:
                 raise SettingsError(*fault)
-        came = set().union(*(seen for _, seen in answers))
-        if missing := [name for name in self.names if name not in came]:
-            told = ", ".join(name for name in self.names if name in came) or "none"
+        seen = set().union(*(names for _, names in answers))
+        if missing := [name for name in self.names if name not in seen]:
+            returned = ", ".join(name for name in self.names if name in seen) or "none"
             words = ", ".join(f'"{name}"' for name in missing)
             do = FORM if {self.names[0], self.names[-1]} & set(missing) else f"return it, or take it out of {SUMS}"
-            raise SettingsError(f"nothing returned {words} (the sums that came: {told})", do=do)
+            raise SettingsError(f"no stage returned {words} (returned sums: {returned})", do=do)
 
     def raise_fault(self) -> None:
-        """Raise SettingsError where something cannot be: for passes behind the first step."""
+        """Raise SettingsError for a wrong output, without other ranks: for passes after the first step."""
         if self.fault:
             raise SettingsError(*self.fault)
 
@@ -71,7 +73,7 @@ class Returned:
 
 
 def _form(output: Any) -> str:
-    """What was returned, by its types.
+    """An output as the names of its types.
 
     >>> _form((None, 3.0))
     '(NoneType, float)'

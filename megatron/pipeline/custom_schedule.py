@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's own schedule: a text file with a line of ops for each rank, verified before it is used.
+"""A pipeline schedule from a user's text file: a line of ops for each rank, verified before use.
 
     # two ranks, three micro-batches; B may be split into I and W; F0.1 is of the rank's second model chunk
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
 
-Empty lines and what follows # are left out. A line `stages: v` says that the two chunks of a rank lie in a V (first and
-last stage on rank 0); without it they go round the ranks.
+Empty lines and comments after # are ignored. With a line `stages: v` the two chunks of a rank lie in a V (first and last
+stage on rank 0); without it the stages go round the ranks.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ DO = "docs/design.md explains schedules; python -m megatron.pipeline.check draws
 
 @dataclass(frozen=True)
 class CustomSchedule:
-    """A verified plan from a file."""
+    """A verified schedule from a file."""
 
     path: str
     plan: RankSchedules
@@ -33,7 +33,7 @@ class CustomSchedule:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step: the plan is for this number alone."""
+        """Micro-batches of a step: the plan is only for this number."""
         return 1 + max(op.micro for ops in self.plan for op in ops)
 
     @property
@@ -42,12 +42,12 @@ class CustomSchedule:
 
 
 def is_file(name: str) -> bool:
-    """Whether `--pipeline-schedule name` means a file."""
+    """Whether a value of `--pipeline-schedule` is a file."""
     return name.endswith(".txt") or "/" in name
 
 
 def read_schedule(path: str) -> CustomSchedule:
-    """Read and verify. Raises SettingsError naming file, line and op."""
+    """Read and verify a schedule file. Raises SettingsError with file, line and op."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -64,16 +64,16 @@ def read_schedule(path: str) -> CustomSchedule:
         raise SettingsError(f"{path} holds no schedule", "there is no line of ops", DO)
     chunks = 1 + max(op.chunk for ops in plan for op in ops)
     if shape is v_shaped and chunks != 2:
-        raise SettingsError(f"{path}: stages in a V mean two model chunks a rank, and the ops know {chunks}", do=DO)
-    own = CustomSchedule(path, plan, shape(len(plan), chunks))
+        raise SettingsError(f"{path}: stages in a V need two model chunks a rank, and the ops have {chunks}", do=DO)
+    schedule = CustomSchedule(path, plan, shape(len(plan), chunks))
     try:
-        verify(plan, own.num_microbatches, own.stages)
+        verify(plan, schedule.num_microbatches, schedule.stages)
     except BrokenSchedule as error:
         where = "" if error.rank is None else f", line {lines[error.rank]}"
         raise SettingsError(f"{path}{where}: this schedule cannot run", str(error), DO) from error
     if not any(op.kind in "BW" for op in plan[0]):
-        raise SettingsError(f"{path}: this schedule never trains", "it has forward passes alone", DO)
-    return own
+        raise SettingsError(f"{path}: this schedule never trains", "it only has forward passes", DO)
+    return schedule
 
 
 def _shape(words: list[str], where: str):
@@ -89,9 +89,9 @@ def _ops(words: list[str], where: str) -> list[Op]:
     except ValueError as error:
         raise SettingsError(f"{where}: {error}", do=DO) from error
     for word, op in zip(words, ops):
-        if max(op.micro, op.chunk) >= len(ops):  # a slip of the keyboard; billions of them would take for ever to miss
+        if max(op.micro, op.chunk) >= len(ops):  # a typing error: `verify` would list billions of missing ops
             raise SettingsError(
-                f"{where}: {word} cannot be: micro-batches and chunks count from 0, without gaps, and "
+                f"{where}: {word} is not possible: micro-batches and chunks count from 0, without gaps, and "
                 f"the line has {len(ops)} ops",
                 do=DO,
             )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the layers of an encoder-decoder are counted and cut into stages: from its own flags to those of the suite. Pure.
+"""Layers and pipeline stages of an encoder-decoder: convert its own flags to the common ones. Pure.
 
-`--num-layers`, where only the encoder's layers are meant by it, becomes the number of both halves together, and
-`--pipeline-model-parallel-split-rank` and `--encoder-pipeline-model-parallel-size` become `--pipeline-stage-layers`. Where
-nobody says how layers are cut, stages get them by their work, as the model's facts have it: a decoder layer at 512 and 114
-tokens is 0.4 of an encoder layer. The planner makes a cut by time of that (`planner/stage_cut.py`).
+`--num-layers`, which may be the encoder's, becomes the total of both halves, and `--pipeline-model-parallel-split-rank` and
+`--encoder-pipeline-model-parallel-size` become `--pipeline-stage-layers`. Without such flags layers are divided among the
+stages by their FLOPs: a decoder layer at 512 and 114 tokens is 0.4 of an encoder layer. The planner refines this by time
+(`planner/stage_cut.py`).
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from megatron.errors import SettingsError
 from megatron.model.balance import balanced
 from megatron.model.t5.facts import T5Facts, even
 from megatron.model.t5.settings import SHORT, T5Settings, own_settings
-from megatron.pipeline.own_schedule import is_file
+from megatron.pipeline.custom_schedule import is_file
 from megatron.pipeline.schedule import TRAINING
 from megatron.pipeline.stages import LAYERS_EACH, chunks_of
 from megatron.settings.schema import Config, Parallel
@@ -22,27 +22,27 @@ from megatron.settings.schema import Config, Parallel
 SPLIT, OF_ENCODER = "--pipeline-model-parallel-split-rank", "--encoder-pipeline-model-parallel-size"
 
 
-def settled(config: Config) -> Config:
-    """`Recipe.settled` of an encoder-decoder. Raises SettingsError for layers and stages that cannot be."""
+def normalize_config(config: Config) -> Config:
+    """The settings of an encoder-decoder in common flags. Raises SettingsError for impossible layers and stages."""
     return _counted(config, *_layers(own_settings(config), config.model.num_layers))
 
 
-def is_cut_by_work(given: Config, found: Config) -> bool:
-    """Whether nobody said how layers are cut, and `settled` did. found: what it made of `given`."""
+def is_cut_by_work(given: Config, normalized: Config) -> bool:
+    """Whether `normalize_config` chose the layers of the stages. normalized: its result for `given`"""
     own = own_settings(given)
     split = own.pipeline_model_parallel_split_rank is not None or own.encoder_pipeline_model_parallel_size
-    return not split and given.parallel.pipeline_stage_layers != found.parallel.pipeline_stage_layers
+    return not split and given.parallel.pipeline_stage_layers != normalized.parallel.pipeline_stage_layers
 
 
-def settled_encoder(config: Config) -> Config:
-    """The same for its encoder alone: the layers of the decoder, however many somebody gave, are left out."""
+def normalize_encoder_config(config: Config) -> Config:
+    """The same for the encoder alone, without the layers of the decoder."""
     own = own_settings(config)
     encoder, _ = _layers(replace(own, decoder_num_layers=own.decoder_num_layers or None), config.model.num_layers)
     return _counted(config, encoder, 0)
 
 
 def _counted(config: Config, encoder: int, decoder: int) -> Config:
-    """With so many layers, and how they are cut."""
+    """The settings with these numbers of layers, divided among the stages."""
     own, model = own_settings(config), config.model
     short = min(SHORT, model.seq_length) if own.decoder_seq_length is None else own.decoder_seq_length
     layers = dict(encoder_num_layers=encoder, decoder_num_layers=decoder, num_layers=encoder + decoder)
@@ -62,8 +62,8 @@ def _layers(own: T5Settings, given: int) -> tuple[int, int]:
     decoder = encoder if own.decoder_num_layers is None else own.decoder_num_layers
     if given == 0 and own.encoder_num_layers is None:
         raise SettingsError(
-            "--encoder-num-layers is missing: how many layers the encoder has",
-            do="give it, and --decoder-num-layers where the decoder has another number (default: as many)",
+            "--encoder-num-layers is missing: the number of layers of the encoder",
+            do="give it, and --decoder-num-layers where the decoder has another number (default: the same)",
         )
     for name, number, other in (("encoder", encoder, "pretrain_gpt.py"), ("decoder", decoder, "pretrain_bert.py")):
         if number < 1:
@@ -80,32 +80,32 @@ def _layers(own: T5Settings, given: int) -> tuple[int, int]:
 
 
 def _split(config: Config, own: T5Settings) -> Config:
-    """Stages of one kind of layer each, as the flags ask for them."""
+    """The settings with stages of either encoder or decoder layers, as the flags request them."""
     p, rank, more = config.parallel, own.pipeline_model_parallel_split_rank, own.encoder_pipeline_model_parallel_size
     encoder, decoder = own.encoder_num_layers, own.decoder_num_layers
     if decoder == 0:
         raise SettingsError(
-            f"{OF_ENCODER if more else SPLIT}: there is no decoder beside the encoder", do="leave it out"
+            f"{OF_ENCODER if more else SPLIT}: there is no decoder, only the encoder", do="leave it out"
         )
     if rank is not None and more:
-        raise SettingsError(f"{SPLIT} and {OF_ENCODER} say the same thing in two ways", do="give one of them")
+        raise SettingsError(f"{SPLIT} and {OF_ENCODER} set the same thing in two ways", do="give one of them")
     flag, pp = (OF_ENCODER, p.pipeline_model_parallel_size + more) if more else (SPLIT, p.pipeline_model_parallel_size)
     first = more or rank
     if more < 0 or not 0 < first < pp:
-        told = f"{flag} {more or rank}"
+        value = f"{flag} {more or rank}"
         raise SettingsError(
-            f"{told}: there are {pp} pipeline ranks" if not more else f"{told} is no number of ranks",
+            f"{value}: there are {pp} pipeline ranks" if not more else f"{value} is no number of ranks",
             "the first ranks have the encoder, the others the decoder",
             f"give {'1' if pp == 2 else f'1 to {pp - 1}'}"
             if pp > 1
             else "leave it out, or raise --pipeline-model-parallel-size",
         )
-    if others := _said(p):
-        raise SettingsError(f"{flag} and {', '.join(others)} both say which layers a stage has", do="give one of them")
+    if others := _layer_flags(p):
+        raise SettingsError(f"{flag} and {', '.join(others)} both set the layers of stages", do="give one of them")
     if is_file(p.pipeline_schedule) or chunks_of(p, encoder + decoder) > 1:
         raise SettingsError(
             f"{flag}: with several model chunks a rank, a rank may have both kinds of layer",
-            do=f"say the layers of each chunk by {LAYERS_EACH}, or leave them to the suite",
+            do=f"give the layers of each chunk by {LAYERS_EACH}, or leave both out",
         )
     for name, layers, ranks in (("encoder", encoder, first), ("decoder", decoder, pp - first)):
         if layers < ranks:
@@ -117,8 +117,8 @@ def _split(config: Config, own: T5Settings) -> Config:
     return config.derive(flag, pipeline_model_parallel_size=pp, pipeline_stage_layers=layers, **split)
 
 
-def _said(p: Parallel) -> list[str]:
-    """Flags that say which layers lie where."""
+def _layer_flags(p: Parallel) -> list[str]:
+    """The given flags that set the layers of stages."""
     names = "pipeline_stage_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
     names += "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
     names += "num_layers_per_virtual_pipeline_stage"
@@ -126,9 +126,9 @@ def _said(p: Parallel) -> list[str]:
 
 
 def _by_work(config: Config) -> Optional[list[int]]:
-    """Layers of each stage, so that the one with most work has as little as can be; None: somebody else says."""
+    """Number of layers of each stage that minimizes the work of the largest stage; None where flags set them."""
     p, layers = config.parallel, config.model.num_layers
-    if p.pipeline_model_parallel_size < 2 or _said(p) or p.pipeline_schedule not in TRAINING:
+    if p.pipeline_model_parallel_size < 2 or _layer_flags(p) or p.pipeline_schedule not in TRAINING:
         return None
     stages = p.pipeline_model_parallel_size * max(1, chunks_of(p, layers))
     facts = T5Facts.of(config, config.tokenizer.vocab_size or 32000)
