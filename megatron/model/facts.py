@@ -35,8 +35,8 @@ from megatron.model.layer_ops import (
     Residual,
 )
 from megatron.model.linear_kinds import Chosen, chosen_of, with_own_weights
-from megatron.model.weights import Table, Unit, add_prefix, elements, logical, norm, positions, vocab_embedding
-from megatron.mpu.placement import Placement
+from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, vocab_embedding
+from megatron.mpu.placement import Placement, elements
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Model, Parallel
 

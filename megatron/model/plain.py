@@ -18,9 +18,8 @@ import torch
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe
-from megatron.model.weights import elements
 from megatron.mpu.layers import map_buffers, place_buffers
-from megatron.mpu.placement import Constant, Normal, Own, Placement, placed_buffers, placements
+from megatron.mpu.placement import Constant, Normal, Own, Placement, elements, placed_buffers, placements
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Config
 

@@ -11,14 +11,12 @@ Legend: h hidden, v vocabulary, g key-value groups, q queries of a group, d chan
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.mpu.placement import Constant, Normal, Placement, Table
 from megatron.settings.schema import Model
-
-Table = Mapping[str, Placement]
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,6 @@ def frozen(table: Table) -> dict[str, Placement]:
 def logical(units: Iterable[Unit]) -> dict[str, Placement]:
     """All weights of these units by their full names."""
     return {name: placement for unit in units for name, placement in add_prefix(unit.name, unit.weights).items()}
-
-
-def elements(table: Table) -> int:
-    """Parameters of a table; buffers are none."""
-    return sum(math.prod(placement.shape) for placement in table.values() if not placement.buffer)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

@@ -193,3 +193,11 @@ def placed_buffers(model) -> dict[str, PlacedBuffer]:
                 assert found.get(path, (module,))[0] is module, f"two buffers are named {path}"
                 found[path] = PlacedBuffer(module, name, placement)
     return found
+
+
+Table = Mapping[str, Placement]
+
+
+def elements(table: Table) -> int:
+    """Parameters of a table, without its buffers."""
+    return sum(math.prod(placement.shape) for placement in table.values() if not placement.buffer)

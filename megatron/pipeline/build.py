@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import nn
 
 from megatron.errors import SettingsError
-from megatron.model.selection import ALL, Selection
 from megatron.mpu.layers import place_persistent_buffers
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Own, placed_buffers, placements
+from megatron.mpu.selection import ALL, Selection
 from megatron.pipeline.stages import Pipeline
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Optional
 
 from megatron.model.facts import Facts, RankSetup
-from megatron.model.selection import ALL, Selection
+from megatron.mpu.selection import ALL, Selection
 from megatron.optimizer.kinds import knows_matrices, state_of
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline

@@ -11,9 +11,9 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron.model.facts import Facts, LayerDesign
-from megatron.model.selection import Selection
 from megatron.model.weights import Table
 from megatron.mpu.placement import BUFFER_BYTES
+from megatron.mpu.selection import Selection
 from megatron.optimizer.flat import aligned, unit_size
 from megatron.planner.layout import Job, Layout
 

@@ -20,10 +20,10 @@ from megatron.guard.watch import Watch
 from megatron.model.attention import told_of_kernel
 from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe, module_of, sums_of
-from megatron.model.selection import Selection
 from megatron.mpu import collectives, initialize
 from megatron.mpu.initialize import RankContext, weight_format
 from megatron.mpu.placement import placed_buffers
+from megatron.mpu.selection import Selection
 from megatron.optimizer.kinds import knows_matrices
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler

@@ -10,9 +10,9 @@ import torch
 
 from megatron.model.facts import Facts, RankSetup
 from megatron.model.recipe import Recipe
-from megatron.model.selection import Selection
 from megatron.mpu.cpu_threads import affinity, quota
 from megatron.mpu.initialize import RankContext
+from megatron.mpu.selection import Selection
 from megatron.optimizer.lr_schedule import Lengths, learning_rate
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import schema

@@ -182,7 +182,7 @@ def test_no_override_is_advised_where_weights_have_another_shape():
             changes.refuse_another_run(now, _record(_config()))
         assert "--override" not in str(refused.value)
     rope = dict(position_embedding_type="rope")
-    with pytest.raises(SettingsError, match="--override max-position-embeddings to go on"):
+    with pytest.raises(SettingsError, match="--override max-position-embeddings to continue"):
         changes.refuse_another_run(_config(model=rope | {name: 1024}), _record(_config(model=rope)))
 
 

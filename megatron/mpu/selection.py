@@ -12,8 +12,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from megatron.errors import SettingsError
-from megatron.model.weights import Table, elements
-from megatron.mpu.placement import Placement
+from megatron.mpu.placement import Placement, Table, elements
 from megatron.settings.schema import Optimizer
 
 SHOWN = 4  # names that a message lists
