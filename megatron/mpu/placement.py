@@ -17,7 +17,9 @@ from typing import NamedTuple, Optional, Union
 
 from megatron.errors import SettingsError
 
-MODEL_AXES = ("tp",)  # their ranks hold copies of what they do not cut; those of data and context parallelism: mesh.py
+# Axes that cut weights, of dense ones and of experts, slowest first (mesh.py): their ranks hold copies of what they do not
+# cut. Copies of data and context parallelism are the optimizer's matter.
+DENSE_AXES, EXPERT_AXES = ("tp",), ("ep", "etp")
 
 
 class Normal(NamedTuple):
@@ -41,7 +43,8 @@ class Placement:
     """Where the local piece of a logical tensor lies.
 
     shape:    the logical tensor, without any padding
-    cut:      axis name -> the dim that this axis cuts into equal pieces of ceil(dim / axis size)
+    cut:      axis name -> the dim that this axis cuts into equal pieces of ceil(dim / axis size): `tp`, or of experts `ep`
+              and `etp`. On one dim these two cut ep x etp pieces, of which an ep rank's are consecutive
     partial:  axes over which each rank's gradient is a partial sum, and has to be summed before it is used: `tp` for
               sequence-parallel norms, `tied` for an embedding that first and last stage both hold
     init:     initial values
@@ -65,15 +68,36 @@ class Placement:
     embedding_or_output: bool = False
     matrices: Optional[tuple[int, tuple[int, ...]]] = None
 
+    def __post_init__(self):
+        if not any({*self.cut, *self.partial} <= {*axes, "tied"} for axes in (DENSE_AXES, EXPERT_AXES)):
+            raise SettingsError(
+                f"axes of a weight of shape {list(self.shape)} do not go together: cut {self.cut}, partial {self.partial}",
+                "tp cuts dense weights; ep and etp cut experts, whose ranks are divided in another way (docs/design.md)",
+                'write cut={"tp": dim}, or cut={"ep": dim, "etp": dim}',
+            )
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold pieces or copies of it: an expert's if one of them cuts it or sums its gradient."""
+        return EXPERT_AXES if {*EXPERT_AXES} & {*self.cut, *self.partial} else DENSE_AXES
+
+    def _cuts(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(dim, axes that cut it) of each cut dim."""
+        axes_of = lambda dim: tuple(axis for axis in self.model_axes if self.cut.get(axis) == dim)
+        return [(dim, axes_of(dim)) for dim in sorted(set(self.cut.values()))]
+
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the piece of one rank, padding included; `sizes`: axis name -> ranks.
 
         >>> Placement((50257, 4), Normal(0.02), cut={"tp": 0}, multiple=128).local_shape({"tp": 8})
         (6400, 4)
+        >>> Placement((8, 12, 4), Normal(0.02), cut={"ep": 0, "etp": 1}).local_shape({"ep": 4, "etp": 2})
+        (2, 6, 4)
         """
         local = list(self.shape)
-        for axis, dim in self.cut.items():
-            local[dim] = math.ceil(local[dim] / (sizes.get(axis, 1) * self.multiple)) * self.multiple
+        for dim, axes in self._cuts():
+            pieces = math.prod(sizes.get(axis, 1) for axis in axes)
+            local[dim] = math.ceil(local[dim] / (pieces * self.multiple)) * self.multiple
         return tuple(local)
 
     def matrix_shapes(self) -> list[tuple[int, int]]:
@@ -88,18 +112,22 @@ class Placement:
 
     def owned(self, place: dict[str, int]) -> bool:
         """Whether this rank is the one of all that hold these elements that counts them: in norms, sums and files."""
-        copies = {*MODEL_AXES, *self.partial} - set(self.cut)
+        copies = {*self.model_axes, *self.partial} - set(self.cut)
         return all(place[axis] == 0 for axis in copies)
 
     def box(self, local_shape, ranks: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, extent) of the local piece in the logical tensor; `ranks`: this rank's place on each cutting axis.
+        """(offset, extent) of the local piece in the logical tensor.
+
+        ranks: this rank's place on each cutting axis (`Mesh.coordinates`); where two cut one dim, on both: `ep_etp`
 
         >>> Placement((10, 4), Normal(0.02), cut={"tp": 0}).box((8, 4), {"tp": 1})
         ((8, 0), (2, 4))
+        >>> Placement((8, 12, 4), Normal(0.02), cut={"ep": 0, "etp": 1}).box((2, 6, 4), {"ep": 3, "etp": 1})
+        ((6, 6, 0), (2, 6, 4))
         """
         offset = [0] * len(self.shape)
-        for axis, dim in self.cut.items():
-            offset[dim] = min(ranks[axis] * local_shape[dim], self.shape[dim])
+        for dim, axes in self._cuts():
+            offset[dim] = min(ranks["_".join(axes)] * local_shape[dim], self.shape[dim])
         return tuple(offset), tuple(min(n, full - at) for n, full, at in zip(local_shape, self.shape, offset))
 
 
