@@ -201,6 +201,21 @@ def test_two_exchanges_under_way(run_ranks):
         assert gradient.eq(16).all()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_without_gradients(mode, run_ranks):
+    """In evaluation, and of an input that asks for no gradient."""
+
+    def body(rank):
+        with mode():
+            y = mappings.all_to_all(inputs(rank, 3, 1), Mesh(rank, ep=2, shard=2).ep, [2, 1])
+            return y.requires_grad, (y * 1).numpy()
+
+    for rank, (asks, y) in enumerate(run_ranks(2, body)):
+        assert not asks and torch.equal(
+            torch.from_numpy(y), arrivals([inputs(r, 3, 1) for r in range(2)], [[2, 1]] * 2, rank)
+        )
+
+
 def test_an_axis_of_one_rank_keeps_its_rows():
     x = torch.ones(4, 2)
     assert mappings.all_to_all(x, Mesh().ep, [4]) is x and mappings.start_all_to_all(x, Mesh().ep).wait() is x
@@ -214,3 +229,14 @@ def test_counts_that_are_not_those_of_the_rows_are_refused():
     for sent, said in (([1, 1], [2, 1]), ([3], [3]), (None, None)):
         with pytest.raises(AssertionError, match=r"3 rows(, \[| for 2 ranks)"):
             collectives.all_to_all(torch.ones(3, 2), axis, sent, said)
+
+
+def test_counts_are_read_from_the_device_once(monkeypatch):
+    """Not once for each direction, and not at all where they are lists."""
+    reads, tolist, axis = [], torch.Tensor.tolist, Mesh(0, ep=2, shard=2, create_groups=False).ep
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: reads.append(x) or tolist(x))
+    monkeypatch.setattr(collectives, "all_to_all", lambda x, axis: x + 1)  # of the counts
+    assert collectives.row_counts(torch.ones(3, 2), axis, torch.tensor([2, 1])) == ([2, 1], [3, 2])
+    assert len(reads) == 1
+    assert collectives.row_counts(torch.ones(3, 2), axis, [2, 1], (0, 4)) == ([2, 1], [0, 4])
+    assert len(reads) == 1
