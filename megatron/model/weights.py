@@ -28,7 +28,7 @@ class Unit:
     layer:   its number in the whole network; None: it is no layer
     ends:    which ends of the pipeline hold a unit that is no layer: "first", "last" or both, as a tied table
     axes:    axes of the mesh (copies, shards): ranks along the first hold the same shards of it, whose gradients are
-             reduced; ranks along the second may divide it. Of experts: (`expert_dp`, `alone`)
+             reduced; ranks along the second may divide it. Of experts: (`expert_replicate`, `expert_shard`)
     """
 
     name: str

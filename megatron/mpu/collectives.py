@@ -6,7 +6,9 @@ This is the one place that knows.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
+from typing import Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -62,15 +64,67 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     return piece
 
 
-def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Part i of `x` along its first dim goes to rank i, whose part for this rank comes in its place: [n * size, ...]."""
+Rows = Union[Sequence[int], torch.Tensor]  # a number of rows for each rank of an axis
+
+
+def all_to_all(x: torch.Tensor, axis: Axis, sent: Optional[Rows] = None, received: Optional[Rows] = None):
+    """Rows of `x` [n, ...] go to the ranks of the axis, in rank order; those that arrive [m, ...] are in rank order, too.
+
+    sent: rows for each rank, any of which may be 0 (default: as many for each); received: rows from each (default: the
+    ranks tell each other, in a small message)
+    Rows that are a tensor of the device are read by the host, which waits for the device.
+    """
     if axis.size == 1:
         return x
-    GroupListener.notify(axis.label)
-    arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sent, received = row_counts(x, axis, sent, received)
+    arrived = empty_rows(x, received)
     with _at_once("all-to-all", axis):
-        dist.all_to_all_single(arrived, x.contiguous(), group=axis.group)
+        _send_rows(arrived, x, axis, sent, received)
     return arrived
+
+
+def start_all_to_all(
+    arrived: torch.Tensor,
+    x: torch.Tensor,
+    axis: Axis,
+    sent: Optional[Sequence[int]] = None,
+    received: Optional[Sequence[int]] = None,
+):
+    """Begin to fill `arrived` [m, ...] with rows of `x` [n, ...] of all ranks (`all_to_all`); `wait()` ends it."""
+    if axis.size == 1:
+        arrived.copy_(x)
+        return Done()
+    return _noted("all-to-all", axis, _send_rows(arrived, x, axis, sent, received, async_op=True))
+
+
+def row_counts(x: torch.Tensor, axis: Axis, sent: Optional[Rows], received: Optional[Rows] = None):
+    """`sent` and `received` of an `all_to_all` of `x` as lists, in one read of the device; (None, None): equal parts."""
+    if sent is None:
+        assert received is None and len(x) % axis.size == 0, (
+            f"{len(x)} rows for {axis.size} ranks: say how many for each"
+        )
+        return None, None
+    if received is None:
+        sent = torch.as_tensor(sent, dtype=torch.int64, device=x.device)
+        sent, received = torch.stack((sent, all_to_all(sent, axis))).tolist()
+    sent, received = (rows.tolist() if isinstance(rows, torch.Tensor) else list(rows) for rows in (sent, received))
+    assert len(sent) == len(received) == axis.size and sum(sent) == len(x), (
+        f"{len(x)} rows, {sent} to {axis.size} ranks"
+    )
+    return sent, received
+
+
+def empty_rows(x: torch.Tensor, rows: Optional[Sequence[int]]) -> torch.Tensor:
+    """Memory for so many rows like those of `x`, contiguous; None: for as many."""
+    return x.new_empty((len(x) if rows is None else sum(rows), *x.shape[1:]))
+
+
+def _send_rows(arrived: torch.Tensor, x: torch.Tensor, axis: Axis, sent, received, async_op: bool = False):
+    GroupListener.notify(axis.label)
+    # Rows are sent as bytes: gloo does not know int16 and fp8, nor NCCL int16.
+    as_bytes = lambda rows: rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
+    arrived, x = as_bytes(arrived), as_bytes(x.detach().contiguous())
+    return dist.all_to_all_single(arrived, x, received, sent, group=axis.group, async_op=async_op)
 
 
 class Done:

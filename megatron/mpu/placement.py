@@ -21,7 +21,9 @@ from megatron.errors import SettingsError, did_you_mean
 COMBINE = ("same", "max", "min", "sum", "mean")
 # Formats of buffers, by torch's names -> bytes of an element.
 BUFFER_BYTES = dict(float64=8, float32=4, bfloat16=2, float16=2, int64=8, int32=4, int16=2, int8=1, uint8=1, bool=1)
-MODEL_AXES = ("tp",)  # their ranks hold copies of what they do not cut; those of data and context parallelism: mesh.py
+# Axes that cut weights, of dense ones and of experts, slowest first (mesh.py): their ranks hold copies of what they do not
+# cut. Copies of data and context parallelism are the optimizer's matter.
+DENSE_AXES, EXPERT_AXES = ("tp",), ("ep", "etp")
 
 
 class Normal(NamedTuple):
@@ -70,7 +72,8 @@ class Placement:
     """Where the local piece of a logical tensor lies.
 
     shape:    the logical tensor, without any padding
-    cut:      axis name -> the dim that this axis cuts into equal pieces of ceil(dim / axis size)
+    cut:      axis name -> the dim that this axis cuts into equal pieces of ceil(dim / axis size): `tp`, or of experts `ep`
+              and `etp`. On one dim these two cut ep x etp pieces, of which an ep rank's are consecutive
     partial:  axes over which each rank's gradient is a partial sum, and has to be summed before it is used: `tp` for
               sequence-parallel norms, `tied` for an embedding that first and last stage both hold
     init:     initial values
@@ -98,15 +101,36 @@ class Placement:
     frozen: bool = False
     buffer: Optional[Buffer] = None
 
+    def __post_init__(self):
+        if not any({*self.cut, *self.partial} <= {*axes, "tied"} for axes in (DENSE_AXES, EXPERT_AXES)):
+            raise SettingsError(
+                f"axes of a weight of shape {list(self.shape)} do not go together: cut {self.cut}, partial {self.partial}",
+                "tp cuts dense weights; ep and etp cut experts, whose ranks are divided in another way (docs/design.md)",
+                'write cut={"tp": dim}, or cut={"ep": dim, "etp": dim}',
+            )
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks hold pieces or copies of it: an expert's if one of them cuts it or sums its gradient."""
+        return EXPERT_AXES if {*EXPERT_AXES} & {*self.cut, *self.partial} else DENSE_AXES
+
+    def _cuts(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(dim, axes that cut it) of each cut dim."""
+        axes_of = lambda dim: tuple(axis for axis in self.model_axes if self.cut.get(axis) == dim)
+        return [(dim, axes_of(dim)) for dim in sorted(set(self.cut.values()))]
+
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the piece of one rank, padding included; `sizes`: axis name -> ranks.
 
         >>> Placement((50257, 4), Normal(0.02), cut={"tp": 0}, multiple=128).local_shape({"tp": 8})
         (6400, 4)
+        >>> Placement((8, 12, 4), Normal(0.02), cut={"ep": 0, "etp": 1}).local_shape({"ep": 4, "etp": 2})
+        (2, 6, 4)
         """
         local = list(self.shape)
-        for axis, dim in self.cut.items():
-            local[dim] = math.ceil(local[dim] / (sizes.get(axis, 1) * self.multiple)) * self.multiple
+        for dim, axes in self._cuts():
+            pieces = math.prod(sizes.get(axis, 1) for axis in axes)
+            local[dim] = math.ceil(local[dim] / (pieces * self.multiple)) * self.multiple
         return tuple(local)
 
     def matrix_shapes(self) -> list[tuple[int, int]]:
@@ -121,18 +145,22 @@ class Placement:
 
     def owned(self, place: dict[str, int]) -> bool:
         """Whether this rank is the one of all that hold these elements that counts them: in norms, sums and files."""
-        copies = {*MODEL_AXES, *self.partial} - set(self.cut)
+        copies = {*self.model_axes, *self.partial} - set(self.cut)
         return all(place[axis] == 0 for axis in copies)
 
     def box(self, local_shape, ranks: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(offset, extent) of the local piece in the logical tensor; `ranks`: this rank's place on each cutting axis.
+        """(offset, extent) of the local piece in the logical tensor.
+
+        ranks: this rank's place on each cutting axis (`Mesh.coordinates`); where two cut one dim, on both: `ep_etp`
 
         >>> Placement((10, 4), Normal(0.02), cut={"tp": 0}).box((8, 4), {"tp": 1})
         ((8, 0), (2, 4))
+        >>> Placement((8, 12, 4), Normal(0.02), cut={"ep": 0, "etp": 1}).box((2, 6, 4), {"ep": 3, "etp": 1})
+        ((6, 6, 0), (2, 6, 4))
         """
         offset = [0] * len(self.shape)
-        for axis, dim in self.cut.items():
-            offset[dim] = min(ranks[axis] * local_shape[dim], self.shape[dim])
+        for dim, axes in self._cuts():
+            offset[dim] = min(ranks["_".join(axes)] * local_shape[dim], self.shape[dim])
         return tuple(offset), tuple(min(n, full - at) for n, full, at in zip(local_shape, self.shape, offset))
 
 

@@ -124,18 +124,7 @@ class ExpertLayer(Layer):
         return (torch.cat((back, none))[slot] * weight[:, None]).view_as(u)
 
     def swapped(self, x):
-        return Swap.apply(x, self.mesh)
-
-
-class Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return collectives.all_to_all(x, axis)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return collectives.all_to_all(gradient, ctx.axis), None
+        return mappings.all_to_all(x, self.mesh)
 
 
 # ---- latent attention ------------------------------------------------------------------------------------------------
@@ -332,8 +321,10 @@ def measured(rank, name, ranks, sp, again):
 
         return counted
 
-    part = {"start_reduce_scatter": lambda n, args: args[1].nbytes, "all_gather": lambda n, args: n * args[0].nbytes}
-    names = "all_reduce all_gather reduce_scatter all_to_all start_all_reduce start_all_gather start_reduce_scatter"
+    part = dict.fromkeys(("start_reduce_scatter", "start_all_to_all"), lambda n, args: args[1].nbytes)
+    part["all_gather"] = lambda n, args: n * args[0].nbytes
+    names = "all_reduce all_gather reduce_scatter all_to_all"
+    names += " start_all_reduce start_all_gather start_reduce_scatter start_all_to_all"
     with pytest.MonkeyPatch.context() as patch:
         for op in names.split():
             patch.setattr(collectives, op, counting(op, part.get(op, lambda n, args: args[0].nbytes)))

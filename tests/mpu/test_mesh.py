@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import SettingsError
 from megatron.mpu.initialize import join_job
-from megatron.mpu.mesh import Mesh, ranks_along
+from megatron.mpu.mesh import EXPERT_DP, Axis, Mesh, expert_sizes, mesh_of, ranks_along
 from megatron.pipeline.schedule import looped
 from megatron.pipeline.wire import open_channels
 from megatron.settings.schema import Kernels, Parallel
@@ -41,15 +41,16 @@ def test_groups_of_any_axes_divide_the_ranks(sizes, axes):
 def test_a_large_job_is_laid_out_in_one_process():
     mesh = Mesh(16383, tp=8, pp=16, replicate=16, shard=8, create_groups=False)
     assert mesh.world_size == 16384
-    assert mesh.coordinates == dict(
-        pp=15, replicate=15, shard=7, cp=0, tp=7, dp=127, dp_cp=127, world=16383, tied=1, ep=0, expert_dp=127
-    )
+    dense = dict(pp=15, replicate=15, shard=7, cp=0, tp=7, dp=127, dp_cp=127, world=16383, tied=1)
+    experts = dict(ep=0, etp=7, ep_etp=7, expert_dp=127, expert_replicate=15, expert_shard=7)
+    assert mesh.coordinates == dense | experts
     assert mesh.pp.ranks[0] == 16383 - 15 * 1024
 
 
 def test_axes_of_size_one_have_no_group():
     mesh = Mesh()
-    assert all(getattr(mesh, name).size == 1 and getattr(mesh, name).group is None for name in mesh.coordinates)
+    axes = [axis for axis in vars(mesh).values() if isinstance(axis, Axis)]
+    assert len(axes) > 10 and all(axis.size == 1 and axis.group is None for axis in axes)
 
 
 def test_topology_names_every_group():
@@ -81,6 +82,144 @@ def test_first_and_last_stage_share_an_embedding():
     tied = [Mesh(rank, tp=2, pp=4, create_groups=False).tied for rank in range(8)]
     assert [axis.ranks for axis in tied] == [(0, 6), (1, 7), (2,), (3,), (4,), (5,), (0, 6), (1, 7)]
     assert [axis.rank for axis in tied] == [0, 0, 0, 0, 0, 0, 1, 1]
+
+
+def by_megatron_core(order: str, sizes: dict[str, int], varied: str) -> list[list[int]]:
+    """Groups as Megatron-Core defines them: axes of `order`, the fastest first ("tp-cp-ep-dp-pp"); a group is all ranks
+    whose places differ on `varied` ("tp-ep") alone. Experts: sizes of their own, with cp 1, over the same ranks.
+    """
+    strides, stride = {}, 1
+    for axis in order.split("-"):
+        strides[axis], stride = stride, stride * sizes[axis]
+    groups: dict[tuple, list[int]] = {}
+    for rank in range(stride):
+        place = {axis: rank // strides[axis] % sizes[axis] for axis in strides}
+        groups.setdefault(tuple(at for axis, at in place.items() if axis not in varied.split("-")), []).append(rank)
+    return sorted(groups.values())
+
+
+def experts_by_megatron_core(world: int, pp: int, ep: int, etp: int, instances: int) -> dict[str, list[list[int]]]:
+    """The experts' groups by the names of `Mesh`. instances: --num-distributed-optimizer-instances, each of which has
+    consecutive ranks of expert data parallelism."""
+    sizes = dict(tp=etp, cp=1, ep=ep, dp=world // pp // ep // etp, pp=pp)
+    groups = lambda varied: by_megatron_core("tp-cp-ep-dp-pp", sizes, varied)
+    found = dict(etp=groups("tp"), ep=groups("ep"), ep_etp=groups("tp-ep"), pp=groups("pp"), expert_dp=groups("dp"))
+    part = sizes["dp"] // instances
+    parts = [[ranks[at : at + part] for at in range(0, len(ranks), part)] for ranks in found["expert_dp"]]
+    found["expert_shard"] = [ranks for each in parts for ranks in each]
+    found["expert_replicate"] = [list(ranks) for each in parts for ranks in zip(*each, strict=True)]
+    return {name: sorted(lists) for name, lists in found.items()}
+
+
+def expert_groups(sizes: dict[str, int]) -> dict[str, list[list[int]]]:
+    joined = dict(expert_dp=EXPERT_DP, ep_etp=("ep", "etp"))
+    names = (*sizes, *joined)
+    return {name: sorted(ranks_along(sizes, joined.get(name, (name,)))) for name in names}
+
+
+def divisions(number: int, parts: int):
+    """All ordered ways to write a number as a product of so many."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in (n for n in range(1, number + 1) if number % n == 0):
+        yield from ((first, *rest) for rest in divisions(number // first, parts - 1))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_groups_of_experts_are_megatron_cores(world):
+    """Every layout of few ranks: equal where Megatron-Core has one, else the state of experts is divided no further."""
+    seen = {"equal": 0, "no further": 0, "refused": 0}
+    for pp, replicate, shard, cp, tp in divisions(world, 5):
+        dense = dict(pp=pp, replicate=replicate, shard=shard, cp=cp, tp=tp)
+        for ep, etp, _ in divisions(world // pp, 3):
+            block, own = shard * cp * tp, ep * etp
+            if block % own and own % block:
+                seen["refused"] += 1
+                with pytest.raises(SettingsError, match="one of the two has to divide the other") as refused:
+                    expert_sizes(dense, ep, etp, shard_over_cp=True)
+                assert f"--sharding-degree {shard} x" in refused.value.why
+                continue
+            instances = replicate if block % own == 0 else world // pp // own
+            seen["equal" if instances == replicate else "no further"] += 1
+            found = expert_groups(expert_sizes(dense, ep, etp, shard_over_cp=True))
+            assert found == experts_by_megatron_core(world, pp, ep, etp, instances), (dense, ep, etp)
+            copies = expert_sizes(dense | dict(replicate=replicate * shard, shard=1), ep, etp)
+            assert copies["expert_shard"] == 1 and copies["expert_replicate"] == world // pp // own
+    assert seen["equal"] and (world < 4 or seen["no further"]) and (world % 6 or seen["refused"])
+
+
+LARGE = [
+    (dict(tp=8, cp=2, pp=16, replicate=4, shard=16), 32, 1),
+    (dict(tp=4, cp=1, pp=8, replicate=1, shard=512), 64, 2),
+    (dict(tp=1, cp=4, pp=16, replicate=16, shard=16), 64, 1),
+    (dict(tp=2, cp=8, pp=1, replicate=32, shard=32), 8, 4),
+    (dict(tp=2, cp=1, pp=64, replicate=16, shard=8), 128, 1),  # more ranks than divide dense weights
+]
+
+
+@pytest.mark.parametrize("sizes, ep, etp", LARGE)
+def test_groups_of_experts_on_16384_ranks(sizes, ep, etp):
+    mesh = Mesh(11111, ep=ep, etp=etp, shard_over_cp=True, create_groups=False, **sizes)
+    experts, block = mesh.expert_sizes, sizes["shard"] * sizes["cp"] * sizes["tp"]
+    assert math.prod(experts.values()) == mesh.world_size == 16384
+    found = expert_groups(experts)
+    instances = experts["expert_replicate"] if ep * etp > block else sizes["replicate"]
+    assert found == experts_by_megatron_core(16384, sizes["pp"], ep, etp, instances)
+    assert found["pp"] == ranks_along(mesh.sizes, ["pp"])
+    # All experts lie on consecutive ranks; ranks that divide their state divide that of dense weights together, too.
+    assert all(ranks == list(range(ranks[0], ranks[0] + ep * etp)) for ranks in found["ep_etp"])
+    assert all(len({rank // block for rank in ranks}) == 1 for ranks in found["expert_shard"])
+    for name in ("ep", "etp", *EXPERT_DP, "expert_dp"):
+        axis = getattr(mesh, name)
+        assert list(axis.ranks) in found[name] and axis.ranks[axis.rank] == 11111
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sizes", [dict(tp=2, cp=2, pp=2, replicate=3), dict(tp=4, cp=2), dict(cp=3, replicate=2), {}])
+def test_experts_that_nothing_divides_lie_as_dense_weights_do(sizes, sharded):
+    """ep 1 and no etp: the same axes, whatever takes part in them."""
+    for rank in range(math.prod(sizes.values())):
+        mesh = Mesh(rank, shard_over_cp=sharded, create_groups=False, **sizes)
+        for dense, experts in (
+            ("tp", "etp"),
+            ("dp_cp", "expert_dp"),
+            *zip(("replicate", "shard"), EXPERT_DP, strict=True),
+        ):
+            assert getattr(mesh, dense).ranks == getattr(mesh, experts).ranks
+        assert mesh.ep.ranks == (rank,) and not mesh.folded
+
+
+def test_settings_and_experts_give_one_mesh():
+    """`mesh_of`: ZeRO divides experts, its degree those within the ranks that it names; stage 0 divides none."""
+    words = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    sizes = lambda parallel, **more: mesh_of(parallel, 5, 32, create_groups=False, **more).expert_sizes
+    of = lambda replicate, shard, ep, etp: dict(pp=2, expert_replicate=replicate, expert_shard=shard, ep=ep, etp=etp)
+    assert sizes(Parallel(**words), ep=4) == of(2, 1, 4, 2)
+    assert sizes(Parallel(**words, sharding_stage=1), ep=4, etp=1) == of(1, 4, 4, 1)
+    assert sizes(Parallel(**words, sharding_stage=3, sharding_degree=4), ep=4, etp=1) == of(2, 2, 4, 1)
+    assert sizes(Parallel(**words, sharding_stage=3, sharding_degree=2), ep=8, etp=1) == of(2, 1, 8, 1)
+
+
+@pytest.mark.parametrize("ep, etp", [(3, 1), (8, 2), (1, 3), (0, 1), (32, 1)])
+def test_experts_that_do_not_divide_a_stage_are_refused(ep, etp):
+    with pytest.raises(SettingsError) as refused:
+        Mesh(0, tp=2, pp=2, replicate=4, ep=ep, etp=etp, create_groups=False)
+    assert f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp}" in refused.value.what
+    assert "8 ranks of a pipeline stage" in refused.value.what
+    assert refused.value.why == "16 ranks, --pipeline-model-parallel-size 2"
+
+
+def test_topology_of_experts():
+    text = Mesh(0, tp=2, replicate=2, shard=2, ep=2, etp=1, create_groups=False).topology()
+    assert text.split("\nexperts: ")[1].splitlines() == [
+        "pp 1 x expert_replicate 2 x expert_shard 2 x ep 2 x etp 1",
+        "etp: [0] [1] [2] [3] [4] [5] [6] [7]",
+        " ep: [0,1] [2,3] [4,5] [6,7]",
+        "expert_dp: [0,2,4,6] [1,3,5,7]",
+        "expert_shard: [0,2] [1,3] [4,6] [5,7]",
+        "expert_replicate: [0,4] [1,5] [2,6] [3,7]",
+    ]
 
 
 def test_every_group_gives_up_a_silent_rank_when_the_settings_say_so(run_ranks):

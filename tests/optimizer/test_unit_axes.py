@@ -10,7 +10,7 @@ import torch
 
 from megatron.model.weights import Unit
 from megatron.mpu.layers import create_parameters
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.mesh import EXPERT_DP, Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.optimizer.units import DATA_PARALLEL
 from megatron.optimizer.zero import DistributedOptimizer
@@ -110,10 +110,14 @@ def _reference(start, ranks):
         (dict(replicate=4), 0, ("expert_dp", "alone")),
         (dict(replicate=2), 0, ("expert_dp", "alone")),  # every expert once
         (dict(shard=4), 1, ("expert_dp", "alone")),
-        (dict(shard=4), 1, ("alone", "expert_dp")),
-        (dict(shard=4), 2, ("alone", "expert_dp")),
-        (dict(shard=4), 3, ("alone", "expert_dp")),
         (dict(replicate=2, shard=2), 3, ("expert_dp", "alone")),
+        (dict(replicate=4), 0, EXPERT_DP),
+        (dict(shard=4), 1, EXPERT_DP),  # no copies of a shard
+        (dict(shard=4), 2, EXPERT_DP),
+        (dict(shard=4), 3, EXPERT_DP),
+        (dict(replicate=2, shard=2), 3, EXPERT_DP),
+        (dict(replicate=2, shard=4), 2, EXPERT_DP),  # two copies of two shards of each expert
+        (dict(replicate=2, shard=4), 3, EXPERT_DP),
     ],
 )
 def test_experts_train_as_in_one_process(sizes, stage, axes, overlap, run_ranks):

@@ -141,6 +141,7 @@ def counted_step():
     counting("start_all_reduce", "all_reduce", lambda n, args: args[0].nbytes)
     counting("start_all_gather", "all_gather", lambda n, args: args[0].nbytes)
     counting("start_reduce_scatter", "reduce_scatter", lambda n, args: args[1].nbytes)
+    counting("start_all_to_all", "all_to_all", lambda n, args: args[1].nbytes)
     P2PCommunicator.send = counted_send
 
     def step(config):
