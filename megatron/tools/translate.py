@@ -27,6 +27,8 @@ from megatron.settings.files import read_text
 from megatron.settings.parse import parse
 from megatron.settings.schema import GROUPS, setting
 from megatron.settings.sources import (
+    CLOSES,
+    OPENS,
     REDIRECTION,
     Command,
     flags_of_words,
@@ -79,15 +81,20 @@ def main(argv: list[str]) -> None:
     dialect = DIALECTS[given[0]]
     if options.to_dialect:
         return print_back(dialect, words)
-    lost = 0
+    lost = named = 0
     for one in translations(dialect, words):
         if isinstance(one, str):
-            print(one)
+            print(
+                one if options.format == "command" else "\n".join(f"# {line.lstrip('# ')}" for line in one.splitlines())
+            )
+            named += isinstance(one, Untranslated)
             continue
         print("\n".join(shown(one, dialect, options.format)))
         lost += len(one.found.lost)
-    if options.strict and lost:
-        raise SettingsError(f"{lost} settings of {dialect.title} have no equivalent", do="see 'no equivalent' above")
+    told = [f"{lost} settings of {dialect.title} have no equivalent"] * bool(lost)
+    told += [f"{named} commands are not translated"] * bool(named)
+    if options.strict and told:
+        raise SettingsError(", and ".join(told), do="see 'no equivalent' and 'not translated' above")
 
 
 def divided(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -112,6 +119,10 @@ class TranslatedRun:
     known: Mapping[str, Spelling] = field(default_factory=spellings)
 
 
+class Untranslated(str):
+    """A comment that names a command of a script that has no translation."""
+
+
 def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun | str]:
     """What the words name: a file of settings, a script with commands, or one command. Text: lines of a shell, such as
     commands that prepare its data."""
@@ -132,11 +143,23 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
             f"{name}: no command of {dialect.title} in it", f"it would start {' or '.join(dialect.programs)}"
         )
     variables: list[TheirSetting] = []  # of the environment, which the suite reads
+    empty = False  # whether only comments stand in a loop or a condition, which a shell refuses
     for command in commands:
-        if command.assigns:
-            variables += (known := [one for one in command.sources if dialect.names(one.key)])
+        instead = INSTEAD.get(name_among(command.program, INSTEAD))
+        if command.kind == "other" or instead:
+            yield Untranslated(f"# {command.where}: not translated: {command.text}{instead and f': {instead}' or ''}")
+            continue
+        word = command.text.partition(" ")[0]
+        if empty and word in CLOSES:
+            yield ":"
+        known = [one for one in command.sources if command.kind == "assigns" and dialect.names(one.key)]
+        empty = command.kind == "shell" and word in OPENS or empty and known == command.sources != []
+        if command.kind == "shell":
+            yield command.text
+        elif command.kind == "assigns":
+            variables += known
             yield from (one.text for one in command.sources if one not in known)
-        elif name_among(command.program, OURS) or name_among(command.program, INSTEAD):
+        elif name_among(command.program, OURS):
             yield of_tool(command)
         else:
             yield of_command(dialect, command, variables, Path(".") if command.where == "command" else path.parent)
@@ -145,8 +168,6 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
 def of_tool(command: Command) -> str:
     """A command that prepares data, or uses what was trained, by the program of ours that takes its flags."""
     place = f"# {command.where}: {command.program}: "
-    if sentence := INSTEAD.get(name_among(command.program, INSTEAD)):
-        return place + sentence
     many = f"\n# {command.where}: once for each file; --input FOLDER takes all of them" if "{}" in command.words else ""
     found = Translation()
     start, notes = started(command, found)

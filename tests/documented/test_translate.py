@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.errors import run_main
+from megatron.errors import SettingsError, run_main
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.table import TheirSetting, flags_of, sentence
 from megatron.settings.parse import parse_pretrain
@@ -378,6 +378,51 @@ def test_the_environment_of_a_script_and_what_stands_behind_it_arrive(capsys, tm
     )
     assert text.splitlines()[-1] == 'PADDLE_Y=1 python pretrain_gpt.py "${FLAGS[@]}" 2>&1 | tee "$task_name.log"'
     assert '--save "$task_name"' in text and "--lr 1e-4" in text
+
+
+SCRIPT = """#!/bin/bash
+set -e
+[ -z "$X" ] && X=3
+rm -rf output/*
+run() {
+  if [ "$1" = 1 ] && [ "$X" = 3 ]; then
+    python run_pretrain.py --max_lr 1e-4 --output_dir out$1
+  else python run_eval.py --eval_path "a b"; fi
+}
+for i in 1 2; do run $i; done 2>&1
+case $X in
+  3) lr=2e-4 ;;
+  *) lr=$X
+esac
+cd x && python run_pretrain.py --max_lr 2e-4 --output_dir last || exit 1
+"""
+
+
+def test_a_script_keeps_its_shell_and_names_every_other_command(capsys, tmp_path):
+    """Conditions and loops run what they ran; each line that is neither translated nor the shell's own is named."""
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    with pytest.raises(SettingsError, match="^8 commands are not translated"):
+        tool.main(["--from", "paddlenlp", "--strict", str(tmp_path / "run.sh")])
+    text = capsys.readouterr().out
+    named = [line.partition("run.sh:")[2] for line in text.splitlines() if "not translated" in line]
+    assert named == [
+        "4: not translated: rm -rf output/*",
+        '8: not translated: python run_eval.py --eval_path "a b": python -m megatron.tools.evaluate --load DIR takes'
+        " --eval_path and --overlapping_eval",
+        "11: not translated: case $X in",
+        "12: not translated: 3) lr=2e-4",
+        "13: not translated: *) lr=$X",
+        "14: not translated: esac",
+        "15: not translated: cd x &&",
+        "15: not translated: || exit 1",
+    ]
+    assert [pairs(words[2:])["--save"] for words in run_by_bash(f"X=\n{text}")] == ["out1", "last"]
+
+
+def test_a_script_as_yaml_is_yaml(capsys, tmp_path):
+    (tmp_path / "run.sh").write_text("export A=1\nls\nif true; then python run_pretrain.py --max_lr 1e-4; fi\n")
+    text = printed(capsys, "--from", "paddlenlp", "--format", "yaml", str(tmp_path / "run.sh"))
+    assert float(yaml.safe_load(text)["lr"]) == 1e-4 and "# export A=1" in text
 
 
 def test_loops_and_yaml(capsys, tmp_path):
