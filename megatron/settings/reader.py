@@ -196,14 +196,16 @@ class SettingsReader:
         from megatron.settings.sources import read_python
         from megatron.settings.translate import translate
 
-        sources = read_python(path)
+        sources = read_python(path, COLOSSALAI.names)
         if not any(
             COLOSSALAI.knows(one.key) and dashed(one.key.split(".")[-1]) not in self.spellings for one in sources
         ):
             return False
         found = translate(COLOSSALAI, sources)
         for line in found.lines:
-            self.read(Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else path))
+            self.read(
+                Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else COLOSSALAI.unasked)
+            )
         for source, sentence in found.idle:
             self.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
         self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in found.lost]

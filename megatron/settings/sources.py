@@ -10,7 +10,8 @@ YAML, JSON and Python are read, and nothing in them is run.
 import ast
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -269,16 +270,24 @@ def _resolved(word: str, key: str, found: dict[str, TheirSetting]) -> str:
     return _resolved(found[target].value, target, found) if target in found and target != key else word
 
 
-def read_python(path: str) -> list[TheirSetting]:
+def read_python(path: str, names: Callable[[str], bool] = lambda key: True) -> list[TheirSetting]:
     """Assignments of a Python file by dotted keys: constants, lists, `dict(...)`. A class or a call stands as its name, and
     a line that would have to be run has the key `CODE`; imports only bring names. Raises UsageError of what is no Python.
+
+    names: whether a key means something by itself: one that does not, and that other lines use, counts there alone.
     """
     text = read_text(path)
     file, lines = read_assignments(text, path), text.splitlines()
-    place = lambda key, words, line: TheirSetting(key, words, f"{path}:{line}", lines[line - 1].strip().rstrip(","))
-    found = [place(*one) for name, value in file.assigned for one in _values(value, name)]
+    assigned = [(name, value) for name, value in file.assigned if names(name) or name not in file.used]
+    rows = [one for name, value in assigned for one in _values(value, name)]
+    many = Counter(line for _, _, line in rows)
+
+    def place(key: str, words: list[str], line: int) -> TheirSetting:
+        text = lines[line - 1].strip().rstrip(",") if many[line] < 2 else f"{key} = {', '.join(words)}"
+        return TheirSetting(key, words, f"{path}:{line}", text)
+
     code = [node for node in file.others if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    return found + [place(CODE, [], node.lineno) for node in code]
+    return [place(*one) for one in rows] + [place(CODE, [], node.lineno) for node in code]
 
 
 def _values(node: ast.expr, key: str) -> Iterator[tuple[str, list[str], int]]:

@@ -64,6 +64,7 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translatio
         else:
             out.idle.append((source, _overruled(source.words, given[source.key])))
     _keep_last(out, known)
+    out.idle += [(TheirSetting(text, [], dialect.title, text), why) for text, why in dialect.unsaid.items()]
     said = {_name(line, known) for line in out.lines}
     for default in dialect.defaults:
         unasked = default.where and not _said((default.where,), given) or _said(default.unless, given)
@@ -115,7 +116,7 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     if lost is not None and source.value.lower() in NO and not dialect.knows(source.key):
         out.idle.append((source, ANYWAY))
     elif lost is not None and (idle is None or dialect.knows(source.key)):
-        out.lost.append((source, lost))
+        out.lost.append((source, lost + did_you_mean(source.key, dialect.keys(), 0.9)))
     elif idle is not None:
         out.idle.append((source, idle))
     elif dialect.knows(source.key):
@@ -125,7 +126,7 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     elif source.key.startswith("$"):
         out.lost.append((source, "a variable of the shell: what it holds is not read; translate that"))
     else:
-        near = did_you_mean(source.key, (key.partition("=")[0] for key in dialect.table), 0.8)
+        near = did_you_mean(source.key, dialect.keys(), 0.8)
         out.lost.append((source, f"no key that is known of {dialect.title}{near}"))
 
 

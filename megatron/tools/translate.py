@@ -179,7 +179,7 @@ def of_tool(command: Command) -> str:
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     if dialect.name == "fleetx":
         return of_fleetx([path], [])
-    found = translate(dialect, read_python(path) if path.endswith(".py") else read_tree(path))
+    found = translate(dialect, read_python(path, dialect.names) if path.endswith(".py") else read_tree(path))
     start, notes = started_by(found) if found.start else (["python"], [])
     return TranslatedRun(found, start, "pretrain_gpt.py", notes=notes)
 
@@ -246,7 +246,7 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         if reader == "deepspeed":
             own = translate(DIALECTS["deepspeed"], read_tree(path), own)
         else:
-            sources = (read_python(path) if reader == "python" else read_tree(path)) + sources
+            sources = (read_python(path, dialect.names) if reader == "python" else read_tree(path)) + sources
     found, program = translate(dialect, sources, own), "pretrain_gpt.py"
     found.lost += missing
     if "torchrun" in start:
@@ -397,7 +397,7 @@ def plain(word: str) -> str:
 
 def beside(line: FlagLine, dialect: Dialect, told: set[str]) -> str:
     if line.source is None:
-        return f"what {dialect.title} does where nothing is said"
+        return dialect.unasked
     place = _place(line.source)
     changed = f"  ({line.changed})" if line.changed and place not in told else ""
     told.add(place)

@@ -486,6 +486,40 @@ def test_colossal_ais_data_and_losses_are_named(capsys, tmp_path):
         assert words in text
 
 
+PIPELINE = """PIPELINE = 2
+MODE = '1d'
+BATCH_SIZE = 8
+NUM_MICRO_BATCHES = 4
+gradient_accumulation = 2
+NUM_EPOCHS = 3
+fp16 = dict(mode=AMP_TYPE.NAIVE)
+parallel = dict(pipeline=PIPELINE, tensor=dict(mode=MODE, size=2))
+optimizer = dict(type=Adam, lr=0.1, bets=(0.9, 0.95))
+model = dict(type=gpt2_small, dtype=torch.half, num_chunks=1, hidden=3)
+cudnn_benchmark = False
+"""
+
+
+def test_colossal_ais_pipelines(capsys, tmp_path):
+    """BATCH_SIZE holds the micro-batches; names that other lines use are no settings; each setting has one place."""
+    (tmp_path / "c.py").write_text(PIPELINE)
+    text = printed(capsys, "--from", "colossalai", str(tmp_path / "c.py"))
+    found, lost = pairs(flags_printed(text)), text.partition("# no equivalent")[2]
+    assert (found["--micro-batch-size"], found["--gradient-accumulation-steps"]) == ("2", "8")
+    assert [line.partition("c.py:")[2] for line in lost.splitlines()[1:]] == [
+        "9: optimizer.bets = 0.9, 0.95: an optimizer has --lr, --weight-decay, --adam-beta1 and their like"
+        " (docs/flags.md); did you mean optimizer.betas?",
+        "10: model.hidden = 3: shapes are --num-layers and its like, or a name: --model-name-or-path gpt2-small",
+    ]
+    assert "cudnn_benchmark = False: no layer here is one that cuDNN computes" in text
+    assert "warms up over 5 epochs" in text and text.count("parallel.pipeline = 2") == 1
+    (tmp_path / "c.py").write_text(PIPELINE.replace(", bets=(0.9, 0.95)", "").replace(", hidden=3", ""))
+    config = parse_pretrain(["--config", str(tmp_path / "c.py")])
+    assert (config.batch.micro_batch_size, config.batch.gradient_accumulation_steps) == (2, 8)
+    assert config.said("clip_grad").where == "what Colossal-AI does where nothing is said"
+    assert "warms up over 5 epochs" in capsys.readouterr().err
+
+
 def test_llmacc_launches_and_plans(capsys):
     """Both commands of the page: one trains, one asks; the comments in them do not end them here, and are told of."""
     text = printed(capsys, "--from", "llmacc", str(HERE / "D_llmacc.sh"))

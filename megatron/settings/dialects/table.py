@@ -96,6 +96,7 @@ class Dialect:
               raises ValueError, whose words are told, where there is none, and NoEffect
     defaults: see Default
     programs: scripts or modules whose command lines these are
+    unsaid:   what its scripts do where nobody says anything, and no flag here -> sentence, which is always told
     presence: section -> what it means to be there, as a row has it
     kept:     keys whose words this suite's scripts take as they are
     base:     whether flags that are not named here are Megatron-LM's
@@ -111,6 +112,7 @@ class Dialect:
     computed: Mapping[str, Computed] = field(default_factory=dict)
     defaults: tuple[Default, ...] = ()
     programs: tuple[str, ...] = ()
+    unsaid: Mapping[str, str] = field(default_factory=dict)
     presence: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     base: bool = False
@@ -121,6 +123,11 @@ class Dialect:
         rows = [row for line in self.words.splitlines() if line.strip() for row in _rows(*line.strip().split("  ", 1))]
         assert len(dict(rows)) == len(rows), f"{self.name}: a key is there twice"
         object.__setattr__(self, "table", dict(rows))
+
+    @property
+    def unasked(self) -> str:
+        """Where its defaults come from."""
+        return f"what {self.title} does where nothing is said"
 
     def flags(self, source: TheirSetting, given: Mapping[str, TheirSetting]) -> list[tuple[str, list[str]]] | None:
         """The flags for a key and its value, with their words; None where neither a row nor a function makes them.
@@ -156,6 +163,10 @@ class Dialect:
     def knows(self, key: str) -> bool:
         """Whether some value of a key has a row."""
         return key in self.table or any(row.startswith(f"{key}=") for row in self.table)
+
+    def keys(self) -> list[str]:
+        """The keys that have rows."""
+        return [row.partition("=")[0] for row in self.table]
 
     def values(self, key: str) -> list[str]:
         """The values of a key that have rows of their own."""
