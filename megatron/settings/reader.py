@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
-from megatron.settings.dialects.commands import PROFILER, TABLES, profiler_options
+from megatron.settings.dialects.commands import PROFILER, TABLES, defaults_of_paddlenlp, profiler_options
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
@@ -264,6 +264,7 @@ class SettingsReader:
         """The same at the end, with contradictions among the problems."""
         self._drop_other_data()
         self._note_whose_curve()
+        self._note_whose_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
         return chosen
@@ -282,6 +283,13 @@ class SettingsReader:
         theirs = [one.flag for one in self.statements if one.flag in ("--decay-steps", "--warmup-rate")]
         if theirs and not named and self.trains:
             self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
+
+    def _note_whose_defaults(self) -> None:
+        """PaddleNLP's words, and what PaddleNLP does otherwise where nothing is said."""
+        said = {one.name for one in self.statements}
+        if self.trains:
+            is_said = lambda flag: self.spellings[flag].setting.name in said
+            self.notes += defaults_of_paddlenlp(self.line.words, is_said)
 
     def read_plan(self) -> Optional[GivenPlan]:
         """`--parallel-plan`: its layout wins over files and earlier turns; a word that says otherwise is a problem."""

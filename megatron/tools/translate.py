@@ -40,7 +40,7 @@ from megatron.settings.sources import (
     read_words,
 )
 from megatron.settings.spelling import BadValue, Spelling, spellings_of
-from megatron.settings.translate import DIALECTS, Translation, back, spellings, translate, translate_fleetx
+from megatron.settings.translate import DIALECTS, VARIABLE, Translation, back, spellings, translate, translate_fleetx
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,20 @@ def of_tool(command: Command) -> str:
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     if dialect.name == "fleetx":
         return of_fleetx([path], [])
-    found = translate(dialect, read_python(path, dialect.names) if path.endswith(".py") else read_tree(path))
+    sources = read_python(path, dialect.names) if path.endswith(".py") else read_tree(path)
+    if not count_known(dialect, sources):
+        most = max(DIALECTS.values(), key=lambda one: count_known(one, sources))
+        whose = f"its keys are those of {most.title}: --from {most.name}" if count_known(most, sources) else None
+        raise UsageError(f"{path}: no setting of {dialect.title} in it", do=whose)
+    found = translate(dialect, sources)
     start, notes = started_by(found) if found.start else (["python"], [])
     return TranslatedRun(found, start, "pretrain_gpt.py", notes=notes)
+
+
+def count_known(dialect: Dialect, sources: list[TheirSetting]) -> int:
+    keys = {dialect.name_of(one.key) for one in sources}
+    sections = (*dialect.presence, *dialect.kept)
+    return sum(dialect.names(key) or key.partition(".")[0] in sections for key in keys)
 
 
 def of_fleetx(paths: list[str], overrides: list[str]) -> TranslatedRun:
@@ -353,6 +364,12 @@ def shown(one: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     ]
     kept = [(as_flag(line), beside(line, dialect, told)) for line in one.found.kept]
     rows += kept if form == "command" else []
+    if form == "yaml":
+        written = "  (a variable of a shell, which YAML has not: write its value)"
+        rows = [
+            (row, comment + written * any(map(VARIABLE.search, line.words)))
+            for line, (row, comment) in zip(one.found.lines, rows)
+        ]
     width = max([len(row) for row, _ in rows if len(row) <= 60], default=0)
     body = [f"{row:{width}}  # {comment}" for row, comment in rows]
     head = [f"# from {dialect.title}, by megatron.tools.translate"] + [f"# {note}" for note in one.notes]
@@ -382,7 +399,10 @@ def as_flag(line: FlagLine) -> str:
 
 def as_yaml(line: FlagLine, known: Mapping[str, Spelling]) -> str:
     spelling = known[line.flag]
-    value = spelling.value(line.words)
+    try:
+        value = spelling.value(line.words)
+    except BadValue:  # a variable of a shell
+        value = line.words[0]
     if isinstance(value, list):
         return f"{spelling.setting.name}: [{', '.join(map(plain, line.words))}]"
     word = line.words[0] if line.words and spelling.implies is None else "null" if value is None else str(value)

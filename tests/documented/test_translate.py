@@ -90,6 +90,7 @@ A = {
     "--device": "cuda",
     "--lr-decay-style": "cosine",
     "--eval-iters": "10",
+    "--test-iters": "100",
     "--split": "949,50,1",
 }
 B = {
@@ -286,6 +287,78 @@ def test_steps_win_over_epochs_and_the_output_says_so(capsys):
     words = flags_printed(text)
     batch = parse_pretrain([*SHAPE, *words]).batch
     assert (batch.train_iters, batch.train_epochs) == (5, None)
+
+
+def test_paddlenlps_defaults_are_lines(capsys):
+    """As model_zoo/gpt/args.py has them; test_iters is ten times eval_iters there, and a switch alone is false."""
+    text = printed(capsys, "--from", "paddlenlp", "python run_pretrain.py --device cpu --use_amp --use_recompute")
+    assert pairs(flags_printed(text)) == {
+        "--device": "cpu",
+        "--lr": "1e-4",
+        "--min-lr": "1e-5",
+        "--lr-decay-style": "cosine",
+        "--lr-decay-iters": "360000",
+        "--lr-warmup-fraction": "0.01",
+        "--weight-decay": "0",
+        "--clip-grad": "0",
+        "--micro-batch-size": "8",
+        "--train-iters": "500000",
+        "--log-interval": "1",
+        "--eval-interval": "500",
+        "--eval-iters": "10",
+        "--test-iters": "100",
+        "--save-interval": "500",
+        "--split": "949,50,1",
+    }
+    assert "--use_amp: PaddleNLP reads it as false where no value follows" in text
+    parse_pretrain(
+        [*SHAPE, "--mp_degree", "1", "--max_lr", "1e-4", "--max_steps", "9", "--use_amp", "--grad_clip", "1"]
+    )
+    told = capsys.readouterr().err
+    assert "note: --use-amp without a value is true here, and false in PaddleNLP" in told
+    assert "PaddleNLP's defaults, where this suite has others: --min-lr 1e-5, --lr-decay-style cosine" in told
+    assert "--weight-decay 0" in told and "--clip-grad" not in told and "--lr 1e-4" not in told
+    parse_pretrain([*SHAPE, "--max-lr", "1e-4", "--mp-degree", "1", "--lr-warmup-iters", "3"])
+    assert "PaddleNLP" not in capsys.readouterr().err
+
+
+def test_variables_of_a_shell_stay(capsys):
+    line = 'python run_pretrain.py --mp_degree $MP --max_lr "$lr" --max_steps ${STEPS:-100} --bf16 $BF --use_amp $AMP'
+    line += " --seed $((1+2))"
+    text = printed(capsys, "--from", "paddlenlp", line)
+    found = pairs(flags_printed(f"MP=2 lr=1e-3 BF=true AMP=x\n{text}"))
+    wanted = {
+        "--tensor-model-parallel-size": "2",
+        "--lr": "1e-3",
+        "--train-iters": "100",
+        "--bf16": "true",
+        "--seed": "3",
+    }
+    assert wanted.items() <= found.items()
+    assert (
+        "--use_amp '$AMP': what $AMP holds is not read: say its value or, if it is true, --fp16 --amp-level O1"
+        " --initial-loss-scale 32768" in text
+    )
+    text = printed(capsys, "--from", "paddlenlp", "--format", "yaml", line)
+    assert "tensor_model_parallel_size: '$MP'" in text and "which YAML has not: write its value" in text
+    text = printed(capsys, "--from", "hf-trainer", "python run_clm.py --learning_rate $LR --warmup_steps $W")
+    assert '--lr "$LR"' in text and "--warmup_steps '$W': what $W holds is not read: say its value" in text
+
+
+def test_notes_of_what_has_no_effect_are_true(capsys, tmp_path):
+    text = printed(
+        capsys, "--from", "paddlenlp", "python run_pretrain.py --check_accuracy yes --hidden_dropout_prob 0.0"
+    )
+    assert "says another value" not in text and "--attention-dropout 0 " in text
+    text = printed(capsys, "--from", "paddlenlp", "python run_pretrain.py --use_recompute None")
+    assert "--use_recompute None: 'None' is neither true nor false" in text
+    text = printed(capsys, "--from", "hf-trainer", "accelerate launch --mixed_precision bf16 run_clm.py --bf16 true")
+    assert (
+        text.count("--mixed_precision bf16: command:1: --bf16 true says the same") == 1
+        and "says another value" not in text
+    )
+    text = printed(capsys, "--from", "nemo", str(HERE / "others/megatron_gpt.yaml"))
+    assert text.count("precision: bf16-mixed") == 1
 
 
 def test_fleetx_is_what_its_file_is_read_as(capsys):
@@ -744,6 +817,9 @@ WRONG = [
     ("--from fleetx --formt yaml circle.yaml", 2, "did you mean --format"),
     ("--to deepspeed pretrain_gpt.py --zero 2", 2, "no flags of this suite: --zero"),
     ("--to deepspeed pretrain_gpt.py --lr fast", 2, "--lr 'fast' is not a number"),
+    ("--from deepspeed fleetx.yaml", 2, "fleetx.yaml: no setting of DeepSpeed in it(.|\\n)*--from fleetx"),
+    ("--from colossalai other.py", 2, "other.py: no setting of Colossal-AI in it"),
+    ("--from fleetx bases.yaml", 2, "bases.yaml:1: _base_ names one file, and there are 2: a.yaml, b.yaml"),
     ("--from deepspeed --strict lost.json", 3, "1 settings of DeepSpeed have no equivalent"),
 ]
 
@@ -756,6 +832,9 @@ def test_wrong_uses_have_one_message_and_their_code(line, code, told, tmp_path, 
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "lost.json").write_text('{"moe": {"enabled": true}}')
     (tmp_path / "bad.py").write_text("x = = 1")
+    (tmp_path / "other.py").write_text("x = 1\nprint(x)\n")
+    (tmp_path / "fleetx.yaml").write_text("Model: {num_layers: 2}\nGlobal: {seed: 3, other: null}\n")
+    (tmp_path / "bases.yaml").write_text("_base_: [a.yaml, b.yaml]\n")
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9")
     (tmp_path / "binary.sh").write_bytes(bytes(range(256)))
     (tmp_path / "zero.py").write_bytes(b"x = 1\0")

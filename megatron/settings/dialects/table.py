@@ -11,7 +11,8 @@ A line of `words` is a key, or a key with one of its values (in small letters), 
     =  optimizer.params.weight_decay seed                              what has the same name here
     optim=adamw|sgd                      --optimizer ...               several values, or keys, with one meaning
 
-`false` of a key that has a row for `true` asks for nothing, unless that is done anyway.
+`false` of a key that has a row for `true` asks for nothing, unless that is done anyway. A row of `--use_amp=` is
+for a switch that is false where no value follows.
 
 Keys of the other tables may be patterns (`zero_optimization.stage3_*`).
 """
@@ -83,6 +84,10 @@ class Default(NamedTuple):
     unless: tuple[str, ...] = ()
     where: str = ""
 
+    def is_said(self, flag: str) -> bool:
+        """Whether a flag, with dashes, is among those that take its place."""
+        return any(fnmatchcase(flag, one.replace("_", "-")) for one in self.unless)
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -135,6 +140,8 @@ class Dialect:
         given: all keys with what counts of each. Raises ValueError where the value is none.
         """
         value, row = source.value.lower() or "true", self.table.get(source.key)
+        if not source.value and f"{source.key}=" in self.table:
+            raise NoEffect(f"{self.title} reads it as false where no value follows")
         if f"{source.key}=true" in self.table or row is not None and is_switch(row):
             value = "true" if value in YES else "false" if value in NO else value
         if (one := self.table.get(f"{source.key}={value}")) is not None:
@@ -170,7 +177,8 @@ class Dialect:
 
     def values(self, key: str) -> list[str]:
         """The values of a key that have rows of their own."""
-        return [row.partition("=")[2] for row in self.table if row.startswith(f"{key}=")]
+        found = [row.partition("=")[2] for row in self.table if row.startswith(f"{key}=")]
+        return list(filter(None, found))
 
 
 def _rows(key: str, meaning: str) -> list[tuple[str, str]]:
