@@ -31,8 +31,16 @@ WORD = re.compile(rf"""(;+ | (?:{QUOTED} | [^\s;'"\\])+)""", re.VERBOSE)
 OPERATORS = (";", ";;", "&&", "||")
 OPENS, CLOSES = ("then", "do", "else", "{", "("), ("elif", "else", "fi", "done", "}", ")")
 CONDITIONS, LOOPS, TESTS = ("if", "elif", "while", "until"), ("for", "select"), ("[", "[[", "test")
-FUNCTION = re.compile(r"[\w-]+\(\)")
-ITS_OWN = ("set", "unset", "wait", "shift", "export")  # commands of the shell that mean the same around another program
+FUNCTION = re.compile(r"function ([\w-]+)( ?\(\))?|([\w-]+) ?\(\)")
+ITS_OWN = (
+    "set",
+    "unset",
+    "wait",
+    "shift",
+    "export",
+    ":",
+    "true",
+)  # commands of the shell that mean the same around another program
 CODE = "code"  # the key of a line that would have to be run
 
 
@@ -54,6 +62,7 @@ class Command:
     places: list[str] = field(default_factory=list)  # of the words of the launcher
     kind: str = "other"
     text: str = ""  # as the script has it
+    in_condition: bool = False  # `if python train.py; then`, which is named as well
     joined: str = ""  # the operator between it and the next one
 
 
@@ -80,7 +89,7 @@ def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[
         if not continued or number == len(lines):
             for kind, part, joined in _parts(tokens):
                 one, first = _command(part, programs, notes), part[0][2]
-                own |= {first.removesuffix("()")} if FUNCTION.fullmatch(first) else set()
+                own |= {*(FUNCTION.fullmatch(one.text) or [""])[0].strip("() ").split()[-1:]}
                 kind = kind or ("shell" if first in own and one.kind == "other" else one.kind)
                 if inside := (inside or first == "case") and first != "esac":
                     one, kind = Command([], "", [], one.where, text=one.text), "other"
@@ -92,10 +101,8 @@ def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[
         return [Command([], "", [source for one in found for source in one.sources], kind="run")]  # a list of flags
     wanted = wanted or [one for one in found if one.sources and one.kind == "other" and not programs]
     for one in wanted:
-        if one.kind == "other":
-            one.kind = "run"
-        else:  # `if python train.py; then` stays, and is named as well
-            found.insert(found.index(one), replace(one, kind="other", joined=""))
+        one.in_condition = one.kind == "shell"
+        one.kind = "run" if one.kind == "other" else one.kind
     return list(_with_operators(found)) if wanted else []
 
 
@@ -150,13 +157,16 @@ def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[tuple[str, list[tuple
     part, kind, condition = [], "", False
     for token in [*tokens, (";", "", ";")]:
         word = token[2]
+        if word in (*OPERATORS, "{") and FUNCTION.fullmatch(" ".join(one[2] for one in part)):
+            yield "shell", part, ""
+            part, kind = [], ""
         if word in OPERATORS:
             if part:
                 yield kind, part, word
             part, kind = [], "shell" if condition else ""
         elif part:
             part.append(token)
-        elif word in OPENS or FUNCTION.fullmatch(word):
+        elif word in OPENS:
             condition, kind = False, ""
             yield "shell", [token], ""
         else:
@@ -194,9 +204,9 @@ def _assigned(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
     exported = [word for word, _, _ in tokens[:1] if word == "export"]
     own = tokens[len(exported) :]
     if own and all(ASSIGNED.match(word) for word, _, _ in own):
-        for word, where, _ in own:
+        for word, where, written in own:
             name, _, value = word.partition("=")
-            yield TheirSetting(name, [value], where, " ".join([*exported, quoted(word)]))
+            yield TheirSetting(name, [value], where, " ".join([*exported, written]))
 
 
 def quoted(word: str) -> str:

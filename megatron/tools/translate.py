@@ -126,28 +126,17 @@ class Untranslated(str):
 def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun | str]:
     """What the words name: a file of settings, a script with commands, or one command. Text: lines of a shell, such as
     commands that prepare its data."""
-    [name, *others], path = words, Path(words[0])
-    if others:
-        commands = [read_words(words, dialect.programs)]
-    elif path.suffix in (".yaml", ".yml", ".json", ".py") and path.is_file():
-        yield of_file(dialect, name)
+    path = Path(words[0])
+    if len(words) == 1 and path.suffix in (".yaml", ".yml", ".json", ".py") and path.is_file():
+        yield of_file(dialect, words[0])
         return
-    elif path.is_file():
-        commands = read_commands(read_text(name), name, dialect.programs)
-    elif " " in name:
-        commands = read_commands(name, "command", dialect.programs) or read_commands(name, "command")
-    else:
-        raise UsageError(f"{name}: no such file", do="give a file, or a command in quotes or as words")
-    if not commands:
-        raise UsageError(
-            f"{name}: no command of {dialect.title} in it", f"it would start {' or '.join(dialect.programs)}"
-        )
     variables: list[TheirSetting] = []  # of the environment, which the suite reads
     empty = False  # whether only comments stand in a loop or a condition, which a shell refuses
-    for command in commands:
+    for command in commands_of(dialect, words):
         instead = INSTEAD.get(name_among(command.program, INSTEAD))
-        if command.kind == "other" or instead:
+        if command.kind == "other" or instead or command.in_condition:
             yield Untranslated(f"# {command.where}: not translated: {command.text}{instead and f': {instead}' or ''}")
+        if command.kind == "other" or instead and not command.in_condition:
             continue
         word = command.text.partition(" ")[0]
         if empty and word in CLOSES:
@@ -163,6 +152,24 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
             yield of_tool(command)
         else:
             yield of_command(dialect, command, variables, Path(".") if command.where == "command" else path.parent)
+
+
+def commands_of(dialect: Dialect, words: list[str]) -> list[Command]:
+    """The commands of a script, of a text, or the one that the words are."""
+    [name, *others], path = words, Path(words[0])
+    if others:
+        commands = [read_words(words, dialect.programs)]
+    elif path.is_file():
+        commands = read_commands(read_text(name), name, dialect.programs)
+    elif " " in name:
+        commands = read_commands(name, "command", dialect.programs) or read_commands(name, "command")
+    else:
+        raise UsageError(f"{name}: no such file", do="give a file, or a command in quotes or as words")
+    if not commands:
+        raise UsageError(
+            f"{name}: no command of {dialect.title} in it", f"it would start {' or '.join(dialect.programs)}"
+        )
+    return commands
 
 
 def of_tool(command: Command) -> str:
