@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
-from megatron.settings.dialects.commands import PROFILER, TABLES, defaults_of_paddlenlp, profiler_options
+from megatron.settings.dialects.commands import (
+    PROFILER,
+    TABLES,
+    answer_of_paddlenlp,
+    defaults_of_paddlenlp,
+    profiler_options,
+)
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
@@ -84,7 +90,13 @@ class SettingsReader:
 
     def read(self, word: Word) -> None:
         """Take one word. What no reader takes is unknown."""
-        readers = (self._of_setting, self._of_profiler, self._of_another_command, self._of_megatron_lm)
+        readers = (
+            self._of_setting,
+            self._of_profiler,
+            self._of_another_command,
+            self._of_megatron_lm,
+            self._of_paddlenlp,
+        )
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
@@ -135,6 +147,15 @@ class SettingsReader:
         elif known.sentence:
             self.notices.setdefault(known.sentence, []).append(str(word))
         return True
+
+    def _of_paddlenlp(self, word: Word) -> bool:
+        """A word of PaddleNLP's that is no flag here."""
+        idle, refused = answer_of_paddlenlp(word.flag) if self.trains else ("", "")
+        if idle:
+            self.notices.setdefault(idle, []).append(str(word))
+        elif refused:
+            self.problems.append(f"{word} {refused}")
+        return bool(idle or refused)
 
     def _read_files(self, paths: list[str], overrides: list[str]) -> dict[str, list[Word]]:
         """Take what files say. Returns each `Section.key=value` of -o with what it says, which the command line places."""

@@ -146,9 +146,11 @@ def _words(line: str) -> list[tuple[str, str]]:
 
 
 def _unquoted(found: re.Match) -> str:
+    """What quotes hold; `x` is $(x), so that `quoted` keeps it."""
     text = found[0]
-    if text[0] == '"':
-        return re.sub(r'\\(["\\])', r"\1", text[1:-1])
+    if text[0] in '"`':
+        inner = re.sub(r'\\(["\\])', r"\1", text[1:-1]) if text[0] == '"' else text
+        return re.sub("`([^`]*)`", r"$(\1)", inner)
     return text[1:-1] if text[0] == "'" else text.removeprefix("\\")
 
 
@@ -214,7 +216,7 @@ def quoted(word: str) -> str:
     if ASSIGNED.match(word):
         name, _, value = word.partition("=")
         return f"{name}={quoted(value)}" if value else word
-    return f'"{word}"' if re.search("[$`]", word) and '"' not in word else shlex.quote(word)
+    return f'"{word}"' if "$" in word and '"' not in word else shlex.quote(word)
 
 
 def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:

@@ -31,7 +31,7 @@ FLEETX = fleetx.TABLES["train"]
 DIALECTS = {
     one.name: one for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER)
 }
-VARIABLE = re.compile(r"\$(\w|\(|\{\w+[}:#%/?+=-])|`")  # of a shell: $X, ${X:-3}, $(nproc)
+VARIABLE = re.compile(r"\$(\w|\(|\{\w+[}:#%/?+=-])")  # of a shell: $X, ${X:-3}, $(nproc)
 ANYWAY = "it is done anyway, or asks for nothing"
 EMPTY = ("", "null", "none", "~", "???")
 

@@ -149,7 +149,7 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
             variables += known
             yield from (one.text for one in command.sources if one not in known)
         elif name_among(command.program, OURS):
-            yield of_tool(command)
+            yield from of_tool(command)
         else:
             yield of_command(dialect, command, variables, Path(".") if command.where == "command" else path.parent)
 
@@ -172,15 +172,16 @@ def commands_of(dialect: Dialect, words: list[str]) -> list[Command]:
     return commands
 
 
-def of_tool(command: Command) -> str:
+def of_tool(command: Command) -> Iterator[str]:
     """A command that prepares data, or uses what was trained, by the program of ours that takes its flags."""
     place = f"# {command.where}: {command.program}: "
     many = f"\n# {command.where}: once for each file; --input FOLDER takes all of them" if "{}" in command.words else ""
     found = Translation()
     start, notes = started(command, found)
-    lost = [f"\n# {note}" for note in [*notes, *(f"{_place(source)}: {text}" for source, text in found.lost)]]
+    yield from (f"# {note}" for note in notes)
+    yield from (Untranslated(f"# {_place(source)}: not translated: {text}") for source, text in found.lost)
     words = [*start, OURS[name_among(command.program, OURS)], *map(quoted, command.words), *map(as_is, command.behind)]
-    return f"{place}its flags are taken as they are{many}{''.join(lost)}\n" + " ".join(words)
+    yield f"{place}its flags are taken as they are{many}\n" + " ".join(words)
 
 
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:

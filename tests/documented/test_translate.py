@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.errors import SettingsError, run_main
+from megatron.errors import SettingsError, UsageError, run_main
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.table import TheirSetting, flags_of, sentence
 from megatron.settings.parse import parse_pretrain
@@ -322,9 +322,23 @@ def test_paddlenlps_defaults_are_lines(capsys):
     assert "PaddleNLP" not in capsys.readouterr().err
 
 
+def test_words_of_paddlenlp_that_are_no_flags_have_an_answer(capsys):
+    parse_pretrain([*SHAPE, "--fuse_transformer", "true", "--share_folder", "false"])
+    told = capsys.readouterr().err
+    assert "--fuse-transformer has no effect: kernels are chosen" in told and "--share-folder has no effect" in told
+    with pytest.raises(UsageError) as refused:
+        parse_pretrain([*SHAPE, "--micro_bsz", "3", "--to_static", "true", "--continue_training", "true"])
+    for words in (
+        "--micro-bsz has another name here: --micro-batch-size",
+        "--to-static is not supported: layers are compiled by --torch-compile",
+        "--continue-training is not supported: say --load DIR to go on",
+    ):
+        assert words in str(refused.value)
+
+
 def test_variables_of_a_shell_stay(capsys):
     line = 'python run_pretrain.py --mp_degree $MP --max_lr "$lr" --max_steps ${STEPS:-100} --bf16 $BF --use_amp $AMP'
-    line += " --seed $((1+2))"
+    line += " --seed $((1+2)) --eval_freq `echo 7`"
     text = printed(capsys, "--from", "paddlenlp", line)
     found = pairs(flags_printed(f"MP=2 lr=1e-3 BF=true AMP=x\n{text}"))
     wanted = {
@@ -334,7 +348,7 @@ def test_variables_of_a_shell_stay(capsys):
         "--bf16": "true",
         "--seed": "3",
     }
-    assert wanted.items() <= found.items()
+    assert wanted.items() <= found.items() and found["--eval-interval"] == "7"
     assert (
         "--use_amp '$AMP': what $AMP holds is not read: say its value or, if it is true, --fp16 --amp-level O1"
         " --initial-loss-scale 32768" in text
@@ -500,6 +514,13 @@ def test_a_script_keeps_its_shell_and_names_every_other_command(capsys, tmp_path
     ]
     saved = [pairs(words[2:]).get("--save") for words in run_by_bash(f"X=\n{text}")]
     assert saved == ["out1", "last", None, "in  again"]
+
+
+def test_what_a_tools_launcher_cannot_say_is_not_translated(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text("python -m paddle.distributed.launch --elastic_level 1 tools/eval.py -c x.yaml\n")
+    with pytest.raises(SettingsError, match="^1 commands are not translated"):
+        tool.main(["--from", "fleetx", "--strict", str(tmp_path / "run.sh")])
+    assert "run.sh:1: --elastic_level 1: not translated: python -m megatron.tools.supervise" in capsys.readouterr().out
 
 
 def test_a_script_as_yaml_is_yaml(capsys, tmp_path):

@@ -6,7 +6,7 @@ What is not named here is read as `settings.parse` reads it.
 
 from collections.abc import Callable
 
-from megatron.settings.dialects.table import Default, Dialect, epochs_unless
+from megatron.settings.dialects.table import Default, Dialect, epochs_unless, sentence
 
 PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_only")
 
@@ -117,6 +117,18 @@ PADDLENLP = Dialect(
 _ROWS = [(key.replace("_", "-"), meaning) for key, meaning in PADDLENLP.table.items()]
 THEIRS = {key for key, meaning in _ROWS if "=" not in key and key != meaning}  # its words that are no other suite's
 FALSE_ALONE = {key[:-1] for key, _ in _ROWS if key.endswith("=")}
+
+
+def answer_of_paddlenlp(flag: str) -> tuple[str, str]:
+    """(why it has no effect, why it is refused) of a word of PaddleNLP's, with dashes, that is no flag here; or empty.
+
+    >>> answer_of_paddlenlp("--micro-bsz")
+    ('', 'has another name here: --micro-batch-size')
+    """
+    key = "--" + flag[2:].replace("-", "_")
+    lost, row = sentence(PADDLENLP.lost, key), PADDLENLP.table.get(key)
+    refused = f"is not supported: {lost}" if lost else f"has another name here: {row}" if row else ""
+    return sentence(PADDLENLP.idle, key) or "", refused
 
 
 def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[[str], bool]) -> list[str]:
