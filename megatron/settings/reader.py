@@ -14,7 +14,13 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
-from megatron.settings.dialects.commands import PROFILER, TABLES, profiler_options
+from megatron.settings.dialects.commands import (
+    PROFILER,
+    TABLES,
+    answer_of_paddlenlp,
+    defaults_of_paddlenlp,
+    profiler_options,
+)
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
@@ -84,7 +90,13 @@ class SettingsReader:
 
     def read(self, word: Word) -> None:
         """Take one word. What no reader takes is unknown."""
-        readers = (self._of_setting, self._of_profiler, self._of_another_command, self._of_megatron_lm)
+        readers = (
+            self._of_setting,
+            self._of_profiler,
+            self._of_another_command,
+            self._of_megatron_lm,
+            self._of_paddlenlp,
+        )
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
@@ -135,6 +147,15 @@ class SettingsReader:
         elif known.sentence:
             self.notices.setdefault(known.sentence, []).append(str(word))
         return True
+
+    def _of_paddlenlp(self, word: Word) -> bool:
+        """A word of PaddleNLP's that is no flag here."""
+        idle, refused = answer_of_paddlenlp(word.flag) if self.trains else ("", "")
+        if idle:
+            self.notices.setdefault(idle, []).append(str(word))
+        elif refused:
+            self.problems.append(f"{word} {refused}")
+        return bool(idle or refused)
 
     def _read_files(self, paths: list[str], overrides: list[str]) -> dict[str, list[Word]]:
         """Take what files say. Returns each `Section.key=value` of -o with what it says, which the command line places."""
@@ -196,14 +217,16 @@ class SettingsReader:
         from megatron.settings.sources import read_python
         from megatron.settings.translate import translate
 
-        sources = read_python(path)
+        sources = read_python(path, COLOSSALAI.names)
         if not any(
             COLOSSALAI.knows(one.key) and dashed(one.key.split(".")[-1]) not in self.spellings for one in sources
         ):
             return False
         found = translate(COLOSSALAI, sources)
         for line in found.lines:
-            self.read(Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else path))
+            self.read(
+                Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else COLOSSALAI.unasked)
+            )
         for source, sentence in found.idle:
             self.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
         self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in found.lost]
@@ -262,6 +285,7 @@ class SettingsReader:
         """The same at the end, with contradictions among the problems."""
         self._drop_other_data()
         self._note_whose_curve()
+        self._note_whose_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
         return chosen
@@ -280,6 +304,13 @@ class SettingsReader:
         theirs = [one.flag for one in self.statements if one.flag in ("--decay-steps", "--warmup-rate")]
         if theirs and not named and self.trains:
             self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
+
+    def _note_whose_defaults(self) -> None:
+        """PaddleNLP's words, and what PaddleNLP does otherwise where nothing is said."""
+        said = {one.name for one in self.statements}
+        if self.trains:
+            is_said = lambda flag: self.spellings[flag].setting.name in said
+            self.notes += defaults_of_paddlenlp(self.line.words, is_said)
 
     def read_plan(self) -> Optional[GivenPlan]:
         """`--parallel-plan`: its layout wins over files and earlier turns; a word that says otherwise is a problem."""

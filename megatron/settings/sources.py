@@ -10,8 +10,10 @@ YAML, JSON and Python are read, and nothing in them is run.
 import ast
 import re
 import shlex
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from megatron.errors import UsageError
 from megatron.settings.dialects.programs import INSTEAD, OURS
@@ -23,12 +25,32 @@ from megatron.settings.words import JOINED_LINES
 FLAG = re.compile(r"--?[A-Za-z]")
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 REDIRECTION = re.compile(r"\||\|&|&|(\d|&)?>+(&\d)?.*")  # and what follows: `2>&1 | tee log.txt`
+QUOTED = r"""'[^']*' | "(?:\\.|[^"\\])*" | \\. | `[^`]*` | \$\{[^}]*\} | \(\([^()]*\)\)
+    | \$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"""
+WORD = re.compile(rf"""(;+ | (?:{QUOTED} | [^\s;'"\\])+)""", re.VERBOSE)
+OPERATORS = (";", ";;", "&&", "||")
+OPENS, CLOSES = ("then", "do", "else", "{", "("), ("elif", "else", "fi", "done", "}", ")")
+CONDITIONS, LOOPS, TESTS = ("if", "elif", "while", "until"), ("for", "select"), ("[", "[[", "test")
+FUNCTION = re.compile(r"function ([\w-]+)( ?\(\))?|([\w-]+) ?\(\)")
+ITS_OWN = (
+    "set",
+    "unset",
+    "wait",
+    "shift",
+    "export",
+    ":",
+    "true",
+)  # commands of the shell that mean the same around another program
 CODE = "code"  # the key of a line that would have to be run
 
 
 @dataclass
 class Command:
-    """One command of a script: what starts it, the script or module, its flags, and what is odd about its lines."""
+    """One command of a script: what starts it, the script or module, its flags, and what is odd about its lines.
+
+    kind: what becomes of it: "run" is translated, "assigns" (`export NAME=value`, `sources` are its names) and "shell" (the
+    words of loops and conditions) stay, and "other" is only named.
+    """
 
     launcher: list[str]
     program: str
@@ -38,17 +60,21 @@ class Command:
     notes: list[str] = field(default_factory=list)
     behind: list[str] = field(default_factory=list)  # redirections of the shell
     places: list[str] = field(default_factory=list)  # of the words of the launcher
-    assigns: bool = False  # it is `export NAME=value`, and `sources` are its names
+    kind: str = "other"
+    text: str = ""  # as the script has it
+    in_condition: bool = False  # `if python train.py; then`, which is named as well
+    joined: str = ""  # the operator between it and the next one
 
 
 def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[Command]:
-    """The commands of a script, by its lines: those of `programs` and of what prepares their data, else all with flags; and
-    assignments of variables before them.
+    """The commands of a script, by its lines. Those of `programs` and of what prepares their data are to be run, else all
+    with flags; without any of them the list is empty.
 
     A line that ends in a backslash goes on, also where the shell would take its value and the next flag for one word,
     or the backslash for a part of a comment; that is noted.
     """
     found, tokens, notes = [], [], []
+    own, inside = {*ITS_OWN}, False  # a `case`, of which everything is only named
     lines = text.splitlines()
     for number, raw in enumerate(lines, 1):
         body, continued = raw.rstrip(), raw.rstrip().endswith("\\")
@@ -59,17 +85,44 @@ def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[
             notes.append(f"{where}: no blank before the backslash: for a shell its last word and the next are one")
         if continued and "#" in body and not _words(body[body.index("#") :][:-1]):
             notes.append(f"{where}: for a shell the command ends here, in the comment")
-        tokens += [(word, where, body.removesuffix("\\").strip()) for word in words]
+        tokens += [(word, where, as_written) for word, as_written in words]
         if not continued or number == len(lines):
-            for part in _parts(tokens):
-                found.append(_command(part, programs, notes))
+            for kind, part, joined in _parts(tokens):
+                one, first = _command(part, programs, notes), part[0][2]
+                own |= {*(FUNCTION.fullmatch(one.text) or [""])[0].strip("() ").split()[-1:]}
+                kind = kind or ("shell" if first in own and one.kind == "other" else one.kind)
+                if inside := (inside or first == "case") and first != "esac":
+                    one, kind = Command([], "", [], one.where, text=one.text), "other"
+                found.append(replace(one, kind=kind, joined=joined))
                 notes = []
             tokens, notes = [], []
     wanted = [one for one in found if name_among(one.program, (*programs, *OURS, *INSTEAD))]
     if not wanted and found and all(one.sources and not one.launcher and not one.program for one in found):
-        return [Command([], "", [source for one in found for source in one.sources])]  # a list of flags
-    wanted = wanted or [one for one in found if one.sources and not one.assigns and not programs]
-    return [one for one in found if one.assigns or one in wanted] if wanted else []
+        return [Command([], "", [source for one in found for source in one.sources], kind="run")]  # a list of flags
+    wanted = wanted or [one for one in found if one.sources and one.kind == "other" and not programs]
+    for one in wanted:
+        one.in_condition = one.kind == "shell"
+        one.kind = "run" if one.kind == "other" else one.kind
+    return list(_with_operators(found)) if wanted else []
+
+
+def _with_operators(found: list[Command]) -> Iterator[Command]:
+    """The commands with what joins them, as `cd x &&`: it stays between words of the shell, and is named beside others."""
+    for one, after in pairwise([*found, Command([], "", [])]):
+        operator = one.joined if one.joined in ("&&", "||") else ""
+        single = after.kind == "assigns" and len(after.sources) == 1
+        if operator and single and one.kind == "other" and one.text.split()[0] in TESTS:
+            one.kind = "shell"
+        if operator and one.kind == "shell" and (after.kind == "shell" or single):
+            one.text += f" {operator}"
+        elif operator and after.kind == "other":
+            after.text = f"{operator} {after.text}"
+        elif operator and one.kind == "other":
+            one.text += f" {operator}"
+        elif operator and (operator, one.kind) != ("&&", "assigns"):
+            yield one
+            one = Command([], "", [], one.where, text=operator)
+        yield one
 
 
 def read_words(words: list[str], programs: tuple[str, ...] = ()) -> Command:
@@ -77,28 +130,51 @@ def read_words(words: list[str], programs: tuple[str, ...] = ()) -> Command:
     tokens = []
     for word in words:
         joined = JOINED_LINES.fullmatch(word)
-        tokens += [(part, "command", "") for part in (joined.groups() if joined else [word])]
-    return _command(tokens, programs, [])
+        tokens += [(part, "command", quoted(part)) for part in (joined.groups() if joined else [word])]
+    return replace(_command(tokens, programs, []), kind="run")
 
 
-def _words(line: str) -> list[str]:
-    reader = shlex.shlex(line, posix=True, punctuation_chars=";")
-    reader.whitespace_split = True
-    try:
-        return list(reader)
-    except ValueError:  # quotes that another line closes
-        return line.replace('"', " ").replace("'", " ").split()
+def _words(line: str) -> list[tuple[str, str]]:
+    """(word, as it is written) of a line of a shell, up to a comment. Quotes that another line closes are left out.
+
+    >>> _words("A=$(cat x | wc -l); echo 'b c' # d")
+    [('A=$(cat x | wc -l)', 'A=$(cat x | wc -l)'), (';', ';'), ('echo', 'echo'), ('b c', "'b c'")]
+    """
+    found = WORD.findall(line)
+    end = next((i for i, word in enumerate(found) if word.startswith("#")), len(found))
+    return [(re.sub(QUOTED, _unquoted, word, flags=re.VERBOSE), word) for word in found[:end]]
 
 
-def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
-    """`export A=1 && python train.py; ls` as three commands."""
-    part = []
-    for token in [*tokens, (";", "", "")]:
-        if token[0] not in (";", "&&", "||"):
-            part += [token] * (bool(part) or token[0] not in ("do", "then", "else", "exec", "time", "(", "{"))
+def _unquoted(found: re.Match) -> str:
+    """What quotes hold; `x` is $(x), so that `quoted` keeps it."""
+    text = found[0]
+    if text[0] in '"`':
+        inner = re.sub(r'\\(["\\])', r"\1", text[1:-1]) if text[0] == '"' else text
+        return re.sub("`([^`]*)`", r"$(\1)", inner)
+    return text[1:-1] if text[0] == "'" else text.removeprefix("\\")
+
+
+def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[tuple[str, list[tuple[str, str, str]], str]]:
+    """(kind, tokens, the operator behind it) of each command: `if [ $A ]; then python a.py; fi` are four."""
+    part, kind, condition = [], "", False
+    for token in [*tokens, (";", "", ";")]:
+        word = token[2]
+        if word in (*OPERATORS, "{") and FUNCTION.fullmatch(" ".join(one[2] for one in part)):
+            yield "shell", part, ""
+            part, kind = [], ""
+        if word in OPERATORS:
+            if part:
+                yield kind, part, word
+            part, kind = [], "shell" if condition else ""
         elif part:
-            yield part
-            part = []
+            part.append(token)
+        elif word in OPENS:
+            condition, kind = False, ""
+            yield "shell", [token], ""
+        else:
+            condition = condition or word in CONDITIONS
+            kind = "shell" if condition or word in (*LOOPS, *CLOSES) else ""
+            part = [token]
 
 
 def name_among(program: str, names: Collection[str]) -> str:
@@ -108,8 +184,9 @@ def name_among(program: str, names: Collection[str]) -> str:
 
 def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], notes: list[str]) -> Command:
     words, place = [word for word, _, _ in tokens], tokens[0][1] if tokens else ""
+    text = " ".join(written for _, _, written in tokens)
     if sources := list(_assigned(tokens)):
-        return Command([], "", sources, place, notes=notes, assigns=True)
+        return Command([], "", sources, place, notes=notes, kind="assigns", text=text)
     named = [i for i, word in enumerate(words) if name_among(word, (*programs, *OURS, *INSTEAD))]
     named = named or [i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
     at = named[0] if named else next((i for i, word in enumerate(words) if FLAG.match(word)), len(words)) - 1
@@ -118,23 +195,20 @@ def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], note
         launcher = launcher[:-1]
     program = words[at] if at >= 0 else ""
     place = tokens[max(at, 0)][1] if tokens else ""
+    places = [where for _, where, _ in tokens]
     end = next((i for i in range(at + 1, len(words)) if REDIRECTION.fullmatch(words[i])), len(words))
     flags, behind = list(flags_of_words(tokens[at + 1 : end])), words[end:]
-    return Command(
-        launcher, program, flags, place, words[at + 1 : end], notes, behind, [where for _, where, _ in tokens]
-    )
+    return Command(launcher, program, flags, place, words[at + 1 : end], notes, behind, places, text=text)
 
 
 def _assigned(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
-    """The variables of a line that does nothing but `export A=1 B=2`, or `A=$(nproc --all)`."""
+    """The variables of a line that does nothing but `export A=1 B=2`."""
     exported = [word for word, _, _ in tokens[:1] if word == "export"]
     own = tokens[len(exported) :]
-    if own and re.match(r"[A-Za-z_]\w*=(\$\(|`)", own[0][0]):
-        own = [(" ".join(word for word, _, _ in own), *own[0][1:])]
     if own and all(ASSIGNED.match(word) for word, _, _ in own):
-        for word, where, _ in own:
+        for word, where, written in own:
             name, _, value = word.partition("=")
-            yield TheirSetting(name, [value], where, " ".join([*exported, quoted(word)]))
+            yield TheirSetting(name, [value], where, " ".join([*exported, written]))
 
 
 def quoted(word: str) -> str:
@@ -208,16 +282,24 @@ def _resolved(word: str, key: str, found: dict[str, TheirSetting]) -> str:
     return _resolved(found[target].value, target, found) if target in found and target != key else word
 
 
-def read_python(path: str) -> list[TheirSetting]:
+def read_python(path: str, names: Callable[[str], bool] = lambda key: True) -> list[TheirSetting]:
     """Assignments of a Python file by dotted keys: constants, lists, `dict(...)`. A class or a call stands as its name, and
     a line that would have to be run has the key `CODE`; imports only bring names. Raises UsageError of what is no Python.
+
+    names: whether a key means something by itself: one that does not, and that other lines use, counts there alone.
     """
     text = read_text(path)
     file, lines = read_assignments(text, path), text.splitlines()
-    place = lambda key, words, line: TheirSetting(key, words, f"{path}:{line}", lines[line - 1].strip().rstrip(","))
-    found = [place(*one) for name, value in file.assigned for one in _values(value, name)]
+    assigned = [(name, value) for name, value in file.assigned if names(name) or name not in file.used]
+    rows = [one for name, value in assigned for one in _values(value, name)]
+    many = Counter(line for _, _, line in rows)
+
+    def place(key: str, words: list[str], line: int) -> TheirSetting:
+        text = lines[line - 1].strip().rstrip(",") if many[line] < 2 else f"{key} = {', '.join(words)}"
+        return TheirSetting(key, words, f"{path}:{line}", text)
+
     code = [node for node in file.others if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    return found + [place(CODE, [], node.lineno) for node in code]
+    return [place(*one) for one in rows] + [place(CODE, [], node.lineno) for node in code]
 
 
 def _values(node: ast.expr, key: str) -> Iterator[tuple[str, list[str], int]]:

@@ -8,6 +8,7 @@ Nothing is dropped: a source is a line, has no effect here for a reason that is 
 there is instead. Files are read, and never run.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,12 +25,13 @@ from megatron.settings.dialects.nemo import NEMO
 from megatron.settings.dialects.table import Default, Dialect, FlagLine, NoEffect, TheirSetting, flags_of, sentence
 from megatron.settings.sources import CODE
 from megatron.settings.spelling import NO, BadValue, Spelling, dashed, spellings_of
-from megatron.settings.statements import SaidBy, resolve
+from megatron.settings.statements import SaidBy, Statement, resolve
 
 FLEETX = fleetx.TABLES["train"]
 DIALECTS = {
     one.name: one for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER)
 }
+VARIABLE = re.compile(r"\$(\w|\(|\{\w+[}:#%/?+=-])")  # of a shell: $X, ${X:-3}, $(nproc)
 ANYWAY = "it is done anyway, or asks for nothing"
 EMPTY = ("", "null", "none", "~", "???")
 
@@ -62,8 +64,9 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translatio
         if given[source.key] is source or source.key == CODE:
             _one(dialect, source, given, known, out)
         else:
-            out.idle.append((source, _overruled(source.words, given[source.key])))
+            out.idle.append((source, _overruled(source.words == given[source.key].words, given[source.key])))
     _keep_last(out, known)
+    out.idle += [(TheirSetting(text, [], dialect.title, text), why) for text, why in dialect.unsaid.items()]
     said = {_name(line, known) for line in out.lines}
     for default in dialect.defaults:
         unasked = default.where and not _said((default.where,), given) or _said(default.unless, given)
@@ -72,8 +75,15 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translatio
     return out
 
 
-def _overruled(words: list[str], winner: TheirSetting) -> str:
-    return f"{winner.where}: {winner.text} says {'the same' if words == winner.words else 'another value'}"
+def _overruled(same: bool, winner: TheirSetting) -> str:
+    return f"{winner.where}: {winner.text} says {'the same' if same else 'another value'}"
+
+
+def unread(value: str) -> str:
+    """What is said of a value that is no number, which may be a variable of a shell."""
+    if VARIABLE.search(value):
+        return f"what {value} holds is not read: say its value"
+    return f"'{value}' is not a number"
 
 
 def _said(keys: tuple[str, ...], given: Mapping[str, TheirSetting]) -> bool:
@@ -102,7 +112,8 @@ def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spel
             flags = dialect.flags(source, given)
         except ValueError as error:
             target = out.idle if isinstance(error, NoEffect) else out.lost
-            target.append((source, str(error)))
+            uncounted = re.match("invalid literal|could not convert", str(error))
+            target.append((source, unread(source.value) if uncounted else str(error)))
             return
         if flags is None:
             return _without_row(dialect, source, known, out)
@@ -115,17 +126,21 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     if lost is not None and source.value.lower() in NO and not dialect.knows(source.key):
         out.idle.append((source, ANYWAY))
     elif lost is not None and (idle is None or dialect.knows(source.key)):
-        out.lost.append((source, lost))
+        out.lost.append((source, lost + did_you_mean(source.key, dialect.keys(), 0.9)))
     elif idle is not None:
         out.idle.append((source, idle))
     elif dialect.knows(source.key):
-        out.lost.append((source, f"'{source.value}' is none of {', '.join(dialect.values(source.key))}"))
+        known_values = dialect.values(source.key)
+        told = f"is none of {', '.join(known_values)}" if known_values != ["true"] else "is neither true nor false"
+        meaning = dialect.table.get(f"{source.key}=true", "").replace(";", "")
+        held = unread(source.value) + (f" or, if it is true, {meaning}" if meaning else "")
+        out.lost.append((source, held if VARIABLE.search(source.value) else f"'{source.value}' {told}"))
     elif dialect.base and source.key.startswith("-"):
         _flag_of_megatron(source, dialect, known, out)
     elif source.key.startswith("$"):
         out.lost.append((source, "a variable of the shell: what it holds is not read; translate that"))
     else:
-        near = did_you_mean(source.key, (key.partition("=")[0] for key in dialect.table), 0.8)
+        near = did_you_mean(source.key, dialect.keys(), 0.8)
         out.lost.append((source, f"no key that is known of {dialect.title}{near}"))
 
 
@@ -147,12 +162,16 @@ def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spel
         if spelling is None:
             out.start.append(FlagLine(flag, words, source))
             continue
+        changed = dialect.changed.get(source.key, "")
         try:
             statement = spelling.statement(words, SaidBy.COMMAND)
         except BadValue as bad:
-            out.lost.append((source, f"{flag} {bad}"))
+            if any(map(VARIABLE.search, words)):  # what it holds, the command sees
+                statement = Statement(spelling.setting.name, " ".join(words), SaidBy.COMMAND, flag)
+                out.lines.append(FlagLine(flag, words, source, changed, statement))
+            else:
+                out.lost.append((source, f"{flag} {bad}"))
             continue
-        changed = dialect.changed.get(source.key, "")
         out.lines.append(FlagLine(*_canonical(spelling, flag, statement.value, words), source, changed, statement))
 
 
@@ -188,7 +207,7 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
     """Of lines that say the same setting the one that would count on a command line of these words."""
     chosen, _ = resolve([line.says for line in out.lines if line.says])
     winners = {line.says.name: line for line in out.lines if line.says and line.says is chosen.get(line.says.name)}
-    kept = []
+    kept, seen = [], {id(line.source) for line in winners.values()}
     for line in out.lines:
         winner = winners.get(_name(line, known))
         if line is winner or not line.says and winner is None:
@@ -196,7 +215,9 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
         elif line.says and (winner is None or line.says.withdraws):
             out.idle.append((line.source, ANYWAY))
         elif line.says and line.source != winner.source:
-            out.idle.append((line.source, _overruled(line.words, winner.source)))
+            same = line.says.value == winner.says.value
+            note = (line.source, _overruled(same, winner.source))
+            out.idle += [note] * (note not in out.idle and not (same and id(line.source) in seen))
     out.lines = kept
 
 

@@ -27,6 +27,8 @@ from megatron.settings.files import read_text
 from megatron.settings.parse import parse
 from megatron.settings.schema import GROUPS, setting
 from megatron.settings.sources import (
+    CLOSES,
+    OPENS,
     REDIRECTION,
     Command,
     flags_of_words,
@@ -38,7 +40,7 @@ from megatron.settings.sources import (
     read_words,
 )
 from megatron.settings.spelling import BadValue, Spelling, spellings_of
-from megatron.settings.translate import DIALECTS, Translation, back, spellings, translate, translate_fleetx
+from megatron.settings.translate import DIALECTS, VARIABLE, Translation, back, spellings, translate, translate_fleetx
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,20 @@ def main(argv: list[str]) -> None:
     dialect = DIALECTS[given[0]]
     if options.to_dialect:
         return print_back(dialect, words)
-    lost = 0
+    lost = named = 0
     for one in translations(dialect, words):
         if isinstance(one, str):
-            print(one)
+            print(
+                one if options.format == "command" else "\n".join(f"# {line.lstrip('# ')}" for line in one.splitlines())
+            )
+            named += isinstance(one, Untranslated)
             continue
         print("\n".join(shown(one, dialect, options.format)))
         lost += len(one.found.lost)
-    if options.strict and lost:
-        raise SettingsError(f"{lost} settings of {dialect.title} have no equivalent", do="see 'no equivalent' above")
+    told = [f"{lost} settings of {dialect.title} have no equivalent"] * bool(lost)
+    told += [f"{named} commands are not translated"] * bool(named)
+    if options.strict and told:
+        raise SettingsError(", and ".join(told), do="see 'no equivalent' and 'not translated' above")
 
 
 def divided(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -112,15 +119,46 @@ class TranslatedRun:
     known: Mapping[str, Spelling] = field(default_factory=spellings)
 
 
+class Untranslated(str):
+    """A comment that names a command of a script that has no translation."""
+
+
 def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun | str]:
     """What the words name: a file of settings, a script with commands, or one command. Text: lines of a shell, such as
     commands that prepare its data."""
+    path = Path(words[0])
+    if len(words) == 1 and path.suffix in (".yaml", ".yml", ".json", ".py") and path.is_file():
+        yield of_file(dialect, words[0])
+        return
+    variables: list[TheirSetting] = []  # of the environment, which the suite reads
+    empty = False  # whether only comments stand in a loop or a condition, which a shell refuses
+    for command in commands_of(dialect, words):
+        instead = INSTEAD.get(name_among(command.program, INSTEAD))
+        if command.kind == "other" or instead or command.in_condition:
+            yield Untranslated(f"# {command.where}: not translated: {command.text}{instead and f': {instead}' or ''}")
+        if command.kind == "other" or instead and not command.in_condition:
+            continue
+        word = command.text.partition(" ")[0]
+        if empty and word in CLOSES:
+            yield ":"
+        known = [one for one in command.sources if command.kind == "assigns" and dialect.names(one.key)]
+        empty = command.kind == "shell" and word in OPENS or empty and known == command.sources != []
+        if command.kind == "shell":
+            yield command.text
+        elif command.kind == "assigns":
+            variables += known
+            yield from (one.text for one in command.sources if one not in known)
+        elif name_among(command.program, OURS):
+            yield from of_tool(command)
+        else:
+            yield of_command(dialect, command, variables, Path(".") if command.where == "command" else path.parent)
+
+
+def commands_of(dialect: Dialect, words: list[str]) -> list[Command]:
+    """The commands of a script, of a text, or the one that the words are."""
     [name, *others], path = words, Path(words[0])
     if others:
         commands = [read_words(words, dialect.programs)]
-    elif path.suffix in (".yaml", ".yml", ".json", ".py") and path.is_file():
-        yield of_file(dialect, name)
-        return
     elif path.is_file():
         commands = read_commands(read_text(name), name, dialect.programs)
     elif " " in name:
@@ -131,36 +169,38 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
         raise UsageError(
             f"{name}: no command of {dialect.title} in it", f"it would start {' or '.join(dialect.programs)}"
         )
-    variables: list[TheirSetting] = []  # of the environment, which the suite reads
-    for command in commands:
-        if command.assigns:
-            variables += (known := [one for one in command.sources if dialect.names(one.key)])
-            yield from (one.text for one in command.sources if one not in known)
-        elif name_among(command.program, OURS) or name_among(command.program, INSTEAD):
-            yield of_tool(command)
-        else:
-            yield of_command(dialect, command, variables, Path(".") if command.where == "command" else path.parent)
+    return commands
 
 
-def of_tool(command: Command) -> str:
+def of_tool(command: Command) -> Iterator[str]:
     """A command that prepares data, or uses what was trained, by the program of ours that takes its flags."""
     place = f"# {command.where}: {command.program}: "
-    if sentence := INSTEAD.get(name_among(command.program, INSTEAD)):
-        return place + sentence
     many = f"\n# {command.where}: once for each file; --input FOLDER takes all of them" if "{}" in command.words else ""
     found = Translation()
     start, notes = started(command, found)
-    lost = [f"\n# {note}" for note in [*notes, *(f"{_place(source)}: {text}" for source, text in found.lost)]]
+    yield from (f"# {note}" for note in notes)
+    yield from (Untranslated(f"# {_place(source)}: not translated: {text}") for source, text in found.lost)
     words = [*start, OURS[name_among(command.program, OURS)], *map(quoted, command.words), *map(as_is, command.behind)]
-    return f"{place}its flags are taken as they are{many}{''.join(lost)}\n" + " ".join(words)
+    yield f"{place}its flags are taken as they are{many}\n" + " ".join(words)
 
 
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     if dialect.name == "fleetx":
         return of_fleetx([path], [])
-    found = translate(dialect, read_python(path) if path.endswith(".py") else read_tree(path))
+    sources = read_python(path, dialect.names) if path.endswith(".py") else read_tree(path)
+    if not count_known(dialect, sources):
+        most = max(DIALECTS.values(), key=lambda one: count_known(one, sources))
+        whose = f"its keys are those of {most.title}: --from {most.name}" if count_known(most, sources) else None
+        raise UsageError(f"{path}: no setting of {dialect.title} in it", do=whose)
+    found = translate(dialect, sources)
     start, notes = started_by(found) if found.start else (["python"], [])
     return TranslatedRun(found, start, "pretrain_gpt.py", notes=notes)
+
+
+def count_known(dialect: Dialect, sources: list[TheirSetting]) -> int:
+    keys = {dialect.name_of(one.key) for one in sources}
+    sections = (*dialect.presence, *dialect.kept)
+    return sum(dialect.names(key) or key.partition(".")[0] in sections for key in keys)
 
 
 def of_fleetx(paths: list[str], overrides: list[str]) -> TranslatedRun:
@@ -225,7 +265,7 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         if reader == "deepspeed":
             own = translate(DIALECTS["deepspeed"], read_tree(path), own)
         else:
-            sources = (read_python(path) if reader == "python" else read_tree(path)) + sources
+            sources = (read_python(path, dialect.names) if reader == "python" else read_tree(path)) + sources
     found, program = translate(dialect, sources, own), "pretrain_gpt.py"
     found.lost += missing
     if "torchrun" in start:
@@ -332,6 +372,12 @@ def shown(one: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     ]
     kept = [(as_flag(line), beside(line, dialect, told)) for line in one.found.kept]
     rows += kept if form == "command" else []
+    if form == "yaml":
+        written = "  (a variable of a shell, which YAML has not: write its value)"
+        rows = [
+            (row, comment + written * any(map(VARIABLE.search, line.words)))
+            for line, (row, comment) in zip(one.found.lines, rows)
+        ]
     width = max([len(row) for row, _ in rows if len(row) <= 60], default=0)
     body = [f"{row:{width}}  # {comment}" for row, comment in rows]
     head = [f"# from {dialect.title}, by megatron.tools.translate"] + [f"# {note}" for note in one.notes]
@@ -361,7 +407,10 @@ def as_flag(line: FlagLine) -> str:
 
 def as_yaml(line: FlagLine, known: Mapping[str, Spelling]) -> str:
     spelling = known[line.flag]
-    value = spelling.value(line.words)
+    try:
+        value = spelling.value(line.words)
+    except BadValue:  # a variable of a shell
+        value = line.words[0]
     if isinstance(value, list):
         return f"{spelling.setting.name}: [{', '.join(map(plain, line.words))}]"
     word = line.words[0] if line.words and spelling.implies is None else "null" if value is None else str(value)
@@ -376,7 +425,7 @@ def plain(word: str) -> str:
 
 def beside(line: FlagLine, dialect: Dialect, told: set[str]) -> str:
     if line.source is None:
-        return f"what {dialect.title} does where nothing is said"
+        return dialect.unasked
     place = _place(line.source)
     changed = f"  ({line.changed})" if line.changed and place not in told else ""
     told.add(place)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.errors import run_main
+from megatron.errors import SettingsError, UsageError, run_main
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.table import TheirSetting, flags_of, sentence
 from megatron.settings.parse import parse_pretrain
@@ -90,6 +90,7 @@ A = {
     "--device": "cuda",
     "--lr-decay-style": "cosine",
     "--eval-iters": "10",
+    "--test-iters": "100",
     "--split": "949,50,1",
 }
 B = {
@@ -288,6 +289,92 @@ def test_steps_win_over_epochs_and_the_output_says_so(capsys):
     assert (batch.train_iters, batch.train_epochs) == (5, None)
 
 
+def test_paddlenlps_defaults_are_lines(capsys):
+    """As model_zoo/gpt/args.py has them; test_iters is ten times eval_iters there, and a switch alone is false."""
+    text = printed(capsys, "--from", "paddlenlp", "python run_pretrain.py --device cpu --use_amp --use_recompute")
+    assert pairs(flags_printed(text)) == {
+        "--device": "cpu",
+        "--lr": "1e-4",
+        "--min-lr": "1e-5",
+        "--lr-decay-style": "cosine",
+        "--lr-decay-iters": "360000",
+        "--lr-warmup-fraction": "0.01",
+        "--weight-decay": "0",
+        "--clip-grad": "0",
+        "--micro-batch-size": "8",
+        "--train-iters": "500000",
+        "--log-interval": "1",
+        "--eval-interval": "500",
+        "--eval-iters": "10",
+        "--test-iters": "100",
+        "--save-interval": "500",
+        "--split": "949,50,1",
+    }
+    assert "--use_amp: PaddleNLP reads it as false where no value follows" in text
+    parse_pretrain(
+        [*SHAPE, "--mp_degree", "1", "--max_lr", "1e-4", "--max_steps", "9", "--use_amp", "--grad_clip", "1"]
+    )
+    told = capsys.readouterr().err
+    assert "note: --use-amp without a value is true here, and false in PaddleNLP" in told
+    assert "PaddleNLP's defaults, where this suite has others: --min-lr 1e-5, --lr-decay-style cosine" in told
+    assert "--weight-decay 0" in told and "--clip-grad" not in told and "--lr 1e-4" not in told
+    parse_pretrain([*SHAPE, "--max-lr", "1e-4", "--mp-degree", "1", "--lr-warmup-iters", "3"])
+    assert "PaddleNLP" not in capsys.readouterr().err
+
+
+def test_words_of_paddlenlp_that_are_no_flags_have_an_answer(capsys):
+    parse_pretrain([*SHAPE, "--fuse_transformer", "true", "--share_folder", "false"])
+    told = capsys.readouterr().err
+    assert "--fuse-transformer has no effect: kernels are chosen" in told and "--share-folder has no effect" in told
+    with pytest.raises(UsageError) as refused:
+        parse_pretrain([*SHAPE, "--micro_bsz", "3", "--to_static", "true", "--continue_training", "true"])
+    for words in (
+        "--micro-bsz has another name here: --micro-batch-size",
+        "--to-static is not supported: layers are compiled by --torch-compile",
+        "--continue-training is not supported: say --load DIR to go on",
+    ):
+        assert words in str(refused.value)
+
+
+def test_variables_of_a_shell_stay(capsys):
+    line = 'python run_pretrain.py --mp_degree $MP --max_lr "$lr" --max_steps ${STEPS:-100} --bf16 $BF --use_amp $AMP'
+    line += " --seed $((1+2)) --eval_freq `echo 7`"
+    text = printed(capsys, "--from", "paddlenlp", line)
+    found = pairs(flags_printed(f"MP=2 lr=1e-3 BF=true AMP=x\n{text}"))
+    wanted = {
+        "--tensor-model-parallel-size": "2",
+        "--lr": "1e-3",
+        "--train-iters": "100",
+        "--bf16": "true",
+        "--seed": "3",
+    }
+    assert wanted.items() <= found.items() and found["--eval-interval"] == "7"
+    assert (
+        "--use_amp '$AMP': what $AMP holds is not read: say its value or, if it is true, --fp16 --amp-level O1"
+        " --initial-loss-scale 32768" in text
+    )
+    text = printed(capsys, "--from", "paddlenlp", "--format", "yaml", line)
+    assert "tensor_model_parallel_size: '$MP'" in text and "which YAML has not: write its value" in text
+    text = printed(capsys, "--from", "hf-trainer", "python run_clm.py --learning_rate $LR --warmup_steps $W")
+    assert '--lr "$LR"' in text and "--warmup_steps '$W': what $W holds is not read: say its value" in text
+
+
+def test_notes_of_what_has_no_effect_are_true(capsys, tmp_path):
+    text = printed(
+        capsys, "--from", "paddlenlp", "python run_pretrain.py --check_accuracy yes --hidden_dropout_prob 0.0"
+    )
+    assert "says another value" not in text and "--attention-dropout 0 " in text
+    text = printed(capsys, "--from", "paddlenlp", "python run_pretrain.py --use_recompute None")
+    assert "--use_recompute None: 'None' is neither true nor false" in text
+    text = printed(capsys, "--from", "hf-trainer", "accelerate launch --mixed_precision bf16 run_clm.py --bf16 true")
+    assert (
+        text.count("--mixed_precision bf16: command:1: --bf16 true says the same") == 1
+        and "says another value" not in text
+    )
+    text = printed(capsys, "--from", "nemo", str(HERE / "others/megatron_gpt.yaml"))
+    assert text.count("precision: bf16-mixed") == 1
+
+
 def test_fleetx_is_what_its_file_is_read_as(capsys):
     direct = parse_pretrain(["-c", str(HERE / "E_config.yaml")])
     words = flags_printed(printed(capsys, "--from", "fleetx", str(HERE / "E_config.yaml")))
@@ -374,10 +461,72 @@ def test_the_environment_of_a_script_and_what_stands_behind_it_arrive(capsys, tm
     text = printed(capsys, "--from", "paddlenlp", str(tmp_path / "run.sh"))
     assert text.splitlines()[:3] == ["export NCCL_DEBUG=INFO", "export FLAGS_x=1", "task_name=a"]
     assert (
-        'HOSTS="$(cat hosts | wc -l)"' in text and "run.sh:5: PADDLE_Y=1: it is kept, and nothing here reads it" in text
+        "HOSTS=$(cat hosts | wc -l)" in text and "run.sh:5: PADDLE_Y=1: it is kept, and nothing here reads it" in text
     )
     assert text.splitlines()[-1] == 'PADDLE_Y=1 python pretrain_gpt.py "${FLAGS[@]}" 2>&1 | tee "$task_name.log"'
     assert '--save "$task_name"' in text and "--lr 1e-4" in text
+
+
+SCRIPT = """#!/bin/bash
+set -e
+[ -z "$X" ] && X=3
+rm -rf output/*
+run() {
+  if [ "$1" = 1 ] && [ "$X" = 3 ]; then
+    python run_pretrain.py --max_lr 1e-4 --output_dir out$1
+  else python run_eval.py --eval_path "a b"; fi
+}
+for i in 1 2; do run $i; done 2>&1
+case $X in
+  3) lr=2e-4 ;;
+  *) lr=$X
+esac
+cd x && python run_pretrain.py --max_lr 2e-4 --output_dir last || exit 1
+function go {
+  if true && python run_pretrain.py --output_dir condition; then :; fi
+}
+again ()
+{
+  name=$(printf '%s' "in  again") && python run_pretrain.py --output_dir "$name"
+}
+go; again
+"""
+
+
+def test_a_script_keeps_its_shell_and_names_every_other_command(capsys, tmp_path):
+    """Conditions and loops run what they ran; each line that is neither translated nor the shell's own is named."""
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    with pytest.raises(SettingsError, match="^9 commands are not translated"):
+        tool.main(["--from", "paddlenlp", "--strict", str(tmp_path / "run.sh")])
+    text = capsys.readouterr().out
+    named = [line.partition("run.sh:")[2] for line in text.splitlines() if "not translated" in line]
+    assert named == [
+        "4: not translated: rm -rf output/*",
+        '8: not translated: python run_eval.py --eval_path "a b": python -m megatron.tools.evaluate --load DIR takes'
+        " --eval_path and --overlapping_eval",
+        "11: not translated: case $X in",
+        "12: not translated: 3) lr=2e-4",
+        "13: not translated: *) lr=$X",
+        "14: not translated: esac",
+        "15: not translated: cd x &&",
+        "15: not translated: || exit 1",
+        "17: not translated: python run_pretrain.py --output_dir condition",
+    ]
+    saved = [pairs(words[2:]).get("--save") for words in run_by_bash(f"X=\n{text}")]
+    assert saved == ["out1", "last", None, "in  again"]
+
+
+def test_what_a_tools_launcher_cannot_say_is_not_translated(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text("python -m paddle.distributed.launch --elastic_level 1 tools/eval.py -c x.yaml\n")
+    with pytest.raises(SettingsError, match="^1 commands are not translated"):
+        tool.main(["--from", "fleetx", "--strict", str(tmp_path / "run.sh")])
+    assert "run.sh:1: --elastic_level 1: not translated: python -m megatron.tools.supervise" in capsys.readouterr().out
+
+
+def test_a_script_as_yaml_is_yaml(capsys, tmp_path):
+    (tmp_path / "run.sh").write_text("export A=1\nls\nif true; then python run_pretrain.py --max_lr 1e-4; fi\n")
+    text = printed(capsys, "--from", "paddlenlp", "--format", "yaml", str(tmp_path / "run.sh"))
+    assert float(yaml.safe_load(text)["lr"]) == 1e-4 and "# export A=1" in text
 
 
 def test_loops_and_yaml(capsys, tmp_path):
@@ -439,6 +588,40 @@ def test_colossal_ais_data_and_losses_are_named(capsys, tmp_path):
         "--from_torch: it is done anyway",
     ):
         assert words in text
+
+
+PIPELINE = """PIPELINE = 2
+MODE = '1d'
+BATCH_SIZE = 8
+NUM_MICRO_BATCHES = 4
+gradient_accumulation = 2
+NUM_EPOCHS = 3
+fp16 = dict(mode=AMP_TYPE.NAIVE)
+parallel = dict(pipeline=PIPELINE, tensor=dict(mode=MODE, size=2))
+optimizer = dict(type=Adam, lr=0.1, bets=(0.9, 0.95))
+model = dict(type=gpt2_small, dtype=torch.half, num_chunks=1, hidden=3)
+cudnn_benchmark = False
+"""
+
+
+def test_colossal_ais_pipelines(capsys, tmp_path):
+    """BATCH_SIZE holds the micro-batches; names that other lines use are no settings; each setting has one place."""
+    (tmp_path / "c.py").write_text(PIPELINE)
+    text = printed(capsys, "--from", "colossalai", str(tmp_path / "c.py"))
+    found, lost = pairs(flags_printed(text)), text.partition("# no equivalent")[2]
+    assert (found["--micro-batch-size"], found["--gradient-accumulation-steps"]) == ("2", "8")
+    assert [line.partition("c.py:")[2] for line in lost.splitlines()[1:]] == [
+        "9: optimizer.bets = 0.9, 0.95: an optimizer has --lr, --weight-decay, --adam-beta1 and their like"
+        " (docs/flags.md); did you mean optimizer.betas?",
+        "10: model.hidden = 3: shapes are --num-layers and its like, or a name: --model-name-or-path gpt2-small",
+    ]
+    assert "cudnn_benchmark = False: no layer here is one that cuDNN computes" in text
+    assert "warms up over 5 epochs" in text and text.count("parallel.pipeline = 2") == 1
+    (tmp_path / "c.py").write_text(PIPELINE.replace(", bets=(0.9, 0.95)", "").replace(", hidden=3", ""))
+    config = parse_pretrain(["--config", str(tmp_path / "c.py")])
+    assert (config.batch.micro_batch_size, config.batch.gradient_accumulation_steps) == (2, 8)
+    assert config.said("clip_grad").where == "what Colossal-AI does where nothing is said"
+    assert "warms up over 5 epochs" in capsys.readouterr().err
 
 
 def test_llmacc_launches_and_plans(capsys):
@@ -665,6 +848,9 @@ WRONG = [
     ("--from fleetx --formt yaml circle.yaml", 2, "did you mean --format"),
     ("--to deepspeed pretrain_gpt.py --zero 2", 2, "no flags of this suite: --zero"),
     ("--to deepspeed pretrain_gpt.py --lr fast", 2, "--lr 'fast' is not a number"),
+    ("--from deepspeed fleetx.yaml", 2, "fleetx.yaml: no setting of DeepSpeed in it(.|\\n)*--from fleetx"),
+    ("--from colossalai other.py", 2, "other.py: no setting of Colossal-AI in it"),
+    ("--from fleetx bases.yaml", 2, "bases.yaml:1: _base_ names one file, and there are 2: a.yaml, b.yaml"),
     ("--from deepspeed --strict lost.json", 3, "1 settings of DeepSpeed have no equivalent"),
 ]
 
@@ -677,6 +863,9 @@ def test_wrong_uses_have_one_message_and_their_code(line, code, told, tmp_path, 
     (tmp_path / "empty.json").write_text("")
     (tmp_path / "lost.json").write_text('{"moe": {"enabled": true}}')
     (tmp_path / "bad.py").write_text("x = = 1")
+    (tmp_path / "other.py").write_text("x = 1\nprint(x)\n")
+    (tmp_path / "fleetx.yaml").write_text("Model: {num_layers: 2}\nGlobal: {seed: 3, other: null}\n")
+    (tmp_path / "bases.yaml").write_text("_base_: [a.yaml, b.yaml]\n")
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9")
     (tmp_path / "binary.sh").write_bytes(bytes(range(256)))
     (tmp_path / "zero.py").write_bytes(b"x = 1\0")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Colossal-AI's Python configs (ZeRO, pipeline and tensor parallelism of GPT-2), for `settings.translate`."""
 
-from megatron.settings.dialects.table import Default, Dialect
+from megatron.settings.dialects.table import Default, Dialect, NoEffect
 
 WORDS = """
 =  seed optimizer.lr optimizer.weight_decay optimizer.nvme_offload_fraction optimizer.nvme_offload_dir model.vocab_size
@@ -48,8 +48,9 @@ IDLE = {
         zero.model_config.gradient_predivide_factor zero.model_config.reuse_fp16_shard
         zero.optimizer_config.gpu_margin_mem_ratio""",
     "the loss is the next token's cross-entropy, over a vocabulary that tensor parallel ranks share": "loss_fn* loss.*",
+    "no layer here is one that cuDNN computes": "cudnn_*",
     "messages have the shape that the settings give": "TENSOR_SHAPE",
-    "logs lie under --save, checkpoints as well": "LOG_PATH LOG_NAME cudnn_*",
+    "logs lie under --save, checkpoints as well": "LOG_PATH LOG_NAME",
     "compute follows the data": "gradient_handler",
     "ranks are numbered by torchrun or srun, or by --rank and --world_size": "from_torch from_slurm local_rank",
 }
@@ -61,14 +62,43 @@ LOST = {
     """lines of text become tokens first: preprocess_data.py --input FILE --output-prefix P --append-eod; then say
         --data-path P_text_document --dataset-type webtext""".replace("\n       ", ""): "DATA",
     "tensors are on the device or on the host: --param-cpu-offload, --optimizer-cpu-offload": "zero.model_config.*",
-    "--optimizer says which there are": "optimizer.*",
+    "--optimizer says which there are": "optimizer.type",
+    "an optimizer has --lr, --weight-decay, --adam-beta1 and their like (docs/flags.md)": "optimizer.*",
     "shapes are --num-layers and its like, or a name: --model-name-or-path gpt2-small": "model.*",
     "the suite logs, saves and times by itself; code of your own is --hooks MODULE:CLASS": "hooks hook_list",
 }
 CHANGED = {
-    "BATCH_SIZE": "samples of joined documents; with --dataset-type webtext one document each, filled up, as there",
+    "BATCH_SIZE": "by NUM_MICRO_BATCHES; samples of joined documents (--dataset-type webtext: one each, filled up)",
     "zero.model_config.offload_config.device": "the shards between their uses, as there",
 }
+
+
+def micro_batch(words, given):
+    """BATCH_SIZE is what one rank has at once, which its pipeline cuts into NUM_MICRO_BATCHES."""
+    parts = int(given["NUM_MICRO_BATCHES"].value) if "NUM_MICRO_BATCHES" in given else 1
+    size, rest = divmod(int(words[0]), parts)
+    if rest or not size:
+        raise ValueError(f"{words[0]} samples are no {parts} micro-batches of one size")
+    return [("--micro-batch-size", [str(size)])]
+
+
+def accumulated(words, given):
+    """gradient_accumulation counts batches of BATCH_SIZE, each of NUM_MICRO_BATCHES."""
+    parts = given["NUM_MICRO_BATCHES"].value if "NUM_MICRO_BATCHES" in given else "1"
+    return [("--gradient-accumulation-steps", [str(int(words[0]) * int(parts))])]
+
+
+def parts_of_batch(words, given):
+    if "gradient_accumulation" in given:
+        raise NoEffect("--gradient-accumulation-steps is this times gradient_accumulation")
+    return [("--gradient-accumulation-steps", words)]
+
+
+def dtype(words, given):
+    if not any(key.startswith(("fp16", "zero")) for key in given):
+        raise ValueError("weights and ops have the format of --fp16, --bf16 or --precision fp32")
+    raise NoEffect("fp16 = dict(...) and zero = dict(...) say the format")
+
 
 COLOSSALAI = Dialect(
     "colossalai",
@@ -77,8 +107,18 @@ COLOSSALAI = Dialect(
     CHANGED,
     IDLE,
     LOST,
+    {
+        "BATCH_SIZE": micro_batch,
+        "gradient_accumulation": accumulated,
+        "NUM_MICRO_BATCHES": parts_of_batch,
+        "model.dtype": dtype,
+    },
     defaults=(Default("--seed", "1024"), Default("--clip-grad", "0")),
     programs=("train_gpt.py", "train.py"),
     presence={"zero": "--sharding-stage 3; --fp16"},
+    unsaid={
+        "LinearWarmupLR(total_steps=NUM_EPOCHS, warmup_steps=5)": "its train_gpt.py warms up over 5 epochs, and the"
+        " rate changes with each epoch; say it by --lr-warmup-iters or --lr-warmup-fraction, and --lr-step-unit epoch"
+    },
     kept=("rank", "world_size", "local_rank", "host", "port"),
 )

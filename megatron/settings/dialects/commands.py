@@ -4,7 +4,9 @@
 What is not named here is read as `settings.parse` reads it.
 """
 
-from megatron.settings.dialects.table import Default, Dialect, epochs_unless
+from collections.abc import Callable
+
+from megatron.settings.dialects.table import Default, Dialect, epochs_unless, sentence
 
 PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_only")
 
@@ -27,6 +29,12 @@ def profiler_options(words: list[str], given: object = None) -> list[tuple[str, 
     found += [("--profile-detailed", [])] * said.get("tracer_option", "").endswith("OpDetail")
     ends = said.get("exit_on_finished", "").lower() in ("yes", "true", "t", "1")
     return found + [("--exit-interval", steps[1:])] * ends
+
+
+def tests_of(words, given):
+    """PaddleNLP tests ten times as many batches as it validates."""
+    tests = [("--test-iters", [str(10 * int(words[0]))])] * ("--test_iters" not in given)
+    return [("--eval-iters", words), *tests]
 
 
 PADDLENLP = Dialect(
@@ -55,7 +63,12 @@ PADDLENLP = Dialect(
 --check_accuracy=true    --hidden-dropout 0; --attention-dropout 0
 --lr_decay_style=cosine  --lr-decay-style cosine
 --lr_decay_style=none    --lr-decay-style constant
--  --model_type=gpt --max_steps=-1|0
+-  --model_type=gpt --max_steps=-1|0 --use_amp|--use_sharding|--use_recompute|--check_accuracy=
+--micro_bsz              --micro-batch-size
+--global_bsz             --global-batch-size
+--eval_steps             --eval-interval
+--warmup_steps           --lr-warmup-iters
+--save_total_limit       --keep-last
 """,
     changed={
         "--input_dir": "token files of preprocess_data.py: their prefix",
@@ -67,19 +80,74 @@ PADDLENLP = Dialect(
     idle={
         "gradients are added in place anyway": "--enable_addto",
         "text is not read while training": "--tokenizer_name_or_path",
+        "kernels are chosen by what is installed; fused or not, the result is the same": "--fuse_transformer",
+        "each machine makes the index maps that it does not find (--data-cache-path)": "--share_folder",
     },
-    lost={"Chinese texts have --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE": "--model_type"},
-    computed={**dict.fromkeys(PROFILER, profiler_options), "--num_train_epochs": epochs_unless("--max_steps")},
+    lost={
+        "say --load DIR to go on, and --finetune to take its weights alone": "--continue_training",
+        "layers are compiled by --torch-compile": "--to_static",
+        "Chinese texts have --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE": "--model_type",
+    },
+    computed={
+        **dict.fromkeys(PROFILER, profiler_options),
+        "--num_train_epochs": epochs_unless("--max_steps"),
+        "--eval_iters": tests_of,
+    },
     defaults=(
+        Default("--lr", "1e-4"),
+        Default("--min-lr", "1e-5"),
         Default("--lr-decay-style", "cosine"),
-        Default("--lr-decay-iters", "360000"),
+        Default("--lr-decay-iters", "360000", ("--lr?decay?samples",)),
+        Default("--lr-warmup-fraction", "0.01", ("--warmup_steps", "--lr?warmup?iters", "--lr?warmup?samples")),
+        Default("--weight-decay", "0"),
+        Default("--clip-grad", "0"),
+        Default("--micro-batch-size", "8"),
+        Default("--train-iters", "500000", ("--max_steps", "--num_train_epochs", "--train?epochs", "--train?samples")),
+        Default("--log-interval", "1"),
+        Default("--eval-interval", "500"),
         Default("--eval-iters", "10"),
+        Default("--test-iters", "100", ("--eval_iters",)),
         Default("--save-interval", "500"),
         Default("--split", "949,50,1"),
     ),
     programs=("run_pretrain_static.py", "run_pretrain.py"),
     base=True,
 )
+
+_ROWS = [(key.replace("_", "-"), meaning) for key, meaning in PADDLENLP.table.items()]
+THEIRS = {key for key, meaning in _ROWS if "=" not in key and key != meaning}  # its words that are no other suite's
+FALSE_ALONE = {key[:-1] for key, _ in _ROWS if key.endswith("=")}
+
+
+def answer_of_paddlenlp(flag: str) -> tuple[str, str]:
+    """(why it has no effect, why it is refused) of a word of PaddleNLP's, with dashes, that is no flag here; or empty.
+
+    >>> answer_of_paddlenlp("--micro-bsz")
+    ('', 'has another name here: --micro-batch-size')
+    """
+    key = "--" + flag[2:].replace("-", "_")
+    lost, row = sentence(PADDLENLP.lost, key), PADDLENLP.table.get(key)
+    refused = f"is not supported: {lost}" if lost else f"has another name here: {row}" if row else ""
+    return sentence(PADDLENLP.idle, key) or "", refused
+
+
+def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[[str], bool]) -> list[str]:
+    """What a command in PaddleNLP's words should know of its defaults. is_said: whether somebody says a flag's setting.
+
+    >>> defaults_of_paddlenlp([("--use-amp", [])], lambda flag: True)
+    ['--use-amp without a value is true here, and false in PaddleNLP']
+    """
+    flags = dict(words)
+    alone = [flag for flag, values in flags.items() if flag in FALSE_ALONE and not values]
+    notes = [f"{flag} without a value is true here, and false in PaddleNLP" for flag in alone]
+    others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, flags))]
+    if len(THEIRS & set(flags)) > 2 and others:
+        told = ", ".join(f"{one.flag} {one.word}" for one in others)
+        notes.append(
+            f"PaddleNLP's defaults, where this suite has others: {told} (megatron.tools.translate writes them)"
+        )
+    return notes
+
 
 LLMACC = Dialect(
     "llmacc",

@@ -194,6 +194,10 @@ def read(path: str, above: tuple[Path, ...] = ()) -> Entries:
         raise UsageError(f"{path}: builds on itself ({BASE})")
     for key, node in root.value if root is not None else ():
         if key.value == BASE:
+            if isinstance(node.value, list):
+                names = ", ".join(str(getattr(one, "value", one)) for one in node.value)
+                here = f"{path}:{key.start_mark.line + 1}"
+                raise UsageError(f"{here}: {BASE} names one file, and there are {len(node.value)}: {names}")
             below = file.parent / str(node.value)
             if not below.is_file():
                 raise UsageError(f"{path}:{key.start_mark.line + 1}: {BASE}: {below}: no such file")

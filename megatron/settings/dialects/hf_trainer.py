@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrainingArguments of Hugging Face's Trainer, and the words of its run_clm.py, for `settings.translate`."""
 
-from megatron.settings.dialects.table import Default, Dialect, counts_steps, epochs_unless
+import re
+
+from megatron.settings.dialects.table import Default, Dialect, NoEffect, counts_steps, epochs_unless
 
 WORDS = """
 =  gradient_accumulation_steps weight_decay adam_beta1 adam_beta2 lr_scheduler_kwargs.min_lr seed
@@ -104,8 +106,17 @@ CHANGED = {
 
 def warmup(words, given):
     """Steps; below 1 a share of them."""
+    if float(words[0]) == 0 and "warmup_ratio" in given:
+        raise NoEffect("warmup_ratio says how long warm-up is")
     share = 0 < float(words[0]) < 1
     return [("--lr-warmup-fraction" if share else "--lr-warmup-iters", [words[0]])]
+
+
+def warmup_share(words, given):
+    steps = given["warmup_steps"].value if "warmup_steps" in given else "0"
+    if not re.fullmatch(r"-.*|[0.]+", steps):
+        raise NoEffect(f"warmup_steps {steps} says how long warm-up is, there as well")
+    return [("--lr-warmup-fraction", words)]
 
 
 def resume(words, given):
@@ -166,6 +177,7 @@ def overrides(words, given):
 PROGRAMS = ("run_clm.py", "train.py")
 COMPUTED = {
     "warmup_steps": warmup,
+    "warmup_ratio": warmup_share,
     "num_train_epochs": epochs_unless("max_steps"),
     "report_to": trackers,
     "resume_from_checkpoint": resume,

@@ -18,4 +18,11 @@ OURS = {
     },
 }
 # what there is for a program with other flags
-INSTEAD = {"tools/export.py": "python -m megatron.tools.checkpoint to-hf writes weights for other programs"}
+_TEXT, _FIGURES = (f"python -m megatron.tools.{name} --load DIR" for name in ("generate", "evaluate"))
+INSTEAD = {
+    "tools/export.py": "python -m megatron.tools.checkpoint to-hf writes weights for other programs",
+    "run_eval.py": f"{_FIGURES} takes --eval_path and --overlapping_eval",
+    "run_generation.py": f"{_TEXT} has --prompt, --top_k, --top_p and --temperature",
+    "tasks/gpt/generation.py": f"{_TEXT} takes its -c FILE",
+    "tasks/gpt/inference.py": f"{_TEXT} takes its -c FILE",
+}

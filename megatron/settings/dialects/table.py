@@ -11,7 +11,8 @@ A line of `words` is a key, or a key with one of its values (in small letters), 
     =  optimizer.params.weight_decay seed                              what has the same name here
     optim=adamw|sgd                      --optimizer ...               several values, or keys, with one meaning
 
-`false` of a key that has a row for `true` asks for nothing, unless that is done anyway.
+`false` of a key that has a row for `true` asks for nothing, unless that is done anyway. A row of `--use_amp=` is
+for a switch that is false where no value follows.
 
 Keys of the other tables may be patterns (`zero_optimization.stage3_*`).
 """
@@ -83,6 +84,10 @@ class Default(NamedTuple):
     unless: tuple[str, ...] = ()
     where: str = ""
 
+    def is_said(self, flag: str) -> bool:
+        """Whether a flag, with dashes, is among those that take its place."""
+        return any(fnmatchcase(flag, one.replace("_", "-")) for one in self.unless)
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -96,6 +101,7 @@ class Dialect:
               raises ValueError, whose words are told, where there is none, and NoEffect
     defaults: see Default
     programs: scripts or modules whose command lines these are
+    unsaid:   what its scripts do where nobody says anything, and no flag here -> sentence, which is always told
     presence: section -> what it means to be there, as a row has it
     kept:     keys whose words this suite's scripts take as they are
     base:     whether flags that are not named here are Megatron-LM's
@@ -111,6 +117,7 @@ class Dialect:
     computed: Mapping[str, Computed] = field(default_factory=dict)
     defaults: tuple[Default, ...] = ()
     programs: tuple[str, ...] = ()
+    unsaid: Mapping[str, str] = field(default_factory=dict)
     presence: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     base: bool = False
@@ -122,12 +129,19 @@ class Dialect:
         assert len(dict(rows)) == len(rows), f"{self.name}: a key is there twice"
         object.__setattr__(self, "table", dict(rows))
 
+    @property
+    def unasked(self) -> str:
+        """Where its defaults come from."""
+        return f"what {self.title} does where nothing is said"
+
     def flags(self, source: TheirSetting, given: Mapping[str, TheirSetting]) -> list[tuple[str, list[str]]] | None:
         """The flags for a key and its value, with their words; None where neither a row nor a function makes them.
 
         given: all keys with what counts of each. Raises ValueError where the value is none.
         """
         value, row = source.value.lower() or "true", self.table.get(source.key)
+        if not source.value and f"{source.key}=" in self.table:
+            raise NoEffect(f"{self.title} reads it as false where no value follows")
         if f"{source.key}=true" in self.table or row is not None and is_switch(row):
             value = "true" if value in YES else "false" if value in NO else value
         if (one := self.table.get(f"{source.key}={value}")) is not None:
@@ -157,9 +171,14 @@ class Dialect:
         """Whether some value of a key has a row."""
         return key in self.table or any(row.startswith(f"{key}=") for row in self.table)
 
+    def keys(self) -> list[str]:
+        """The keys that have rows."""
+        return [row.partition("=")[0] for row in self.table]
+
     def values(self, key: str) -> list[str]:
         """The values of a key that have rows of their own."""
-        return [row.partition("=")[2] for row in self.table if row.startswith(f"{key}=")]
+        found = [row.partition("=")[2] for row in self.table if row.startswith(f"{key}=")]
+        return list(filter(None, found))
 
 
 def _rows(key: str, meaning: str) -> list[tuple[str, str]]:
