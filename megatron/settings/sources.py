@@ -25,22 +25,14 @@ from megatron.settings.words import JOINED_LINES
 FLAG = re.compile(r"--?[A-Za-z]")
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 REDIRECTION = re.compile(r"\||\|&|&|(\d|&)?>+(&\d)?.*")  # and what follows: `2>&1 | tee log.txt`
-QUOTED = r"""'[^']*' | "(?:\\.|[^"\\])*" | \\. | `[^`]*` | \$\{[^}]*\} | \(\([^()]*\)\)
-    | \$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"""
-WORD = re.compile(rf"""(;+ | (?:{QUOTED} | [^\s;'"\\])+)""", re.VERBOSE)
+RUN = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"  # $(command)
+QUOTED = rf"""'[^']*' | "(?:\\.|[^"\\])*" | \\. | `[^`]*` | \$\{{[^}}]*\}} | \(\([^()]*\)\) | [<>]\([^()]*\) | {RUN}"""
+WORD = re.compile(rf"""(;+ | (?:{QUOTED} | [^\s;'"\\()])+ | [()])""", re.VERBOSE)
 OPERATORS = (";", ";;", "&&", "||")
 OPENS, CLOSES = ("then", "do", "else", "{", "("), ("elif", "else", "fi", "done", "}", ")")
 CONDITIONS, LOOPS, TESTS = ("if", "elif", "while", "until"), ("for", "select"), ("[", "[[", "test")
-FUNCTION = re.compile(r"function ([\w-]+)( ?\(\))?|([\w-]+) ?\(\)")
-ITS_OWN = (
-    "set",
-    "unset",
-    "wait",
-    "shift",
-    "export",
-    ":",
-    "true",
-)  # commands of the shell that mean the same around another program
+FUNCTION = re.compile(r"function [\w-]+( \( \))?|[\w-]+ \( \)")
+ITS_OWN = "set unset wait shift export : true".split()  # these of the shell mean the same around another program
 CODE = "code"  # the key of a line that would have to be run
 
 
@@ -156,7 +148,7 @@ def _unquoted(found: re.Match) -> str:
 
 def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[tuple[str, list[tuple[str, str, str]], str]]:
     """(kind, tokens, the operator behind it) of each command: `if [ $A ]; then python a.py; fi` are four."""
-    part, kind, condition = [], "", False
+    part, kind, condition, subshells = [], "", False, 0
     for token in [*tokens, (";", "", ";")]:
         word = token[2]
         if word in (*OPERATORS, "{") and FUNCTION.fullmatch(" ".join(one[2] for one in part)):
@@ -166,10 +158,14 @@ def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[tuple[str, list[tuple
             if part:
                 yield kind, part, word
             part, kind = [], "shell" if condition else ""
+        elif subshells and word == ")" and "(" not in [one[2] for one in part]:
+            yield from [(kind, part, "")] * bool(part)
+            yield "shell", [token], ""
+            part, kind, subshells = [], "", subshells - 1
         elif part:
             part.append(token)
         elif word in OPENS:
-            condition, kind = False, ""
+            condition, kind, subshells = False, "", subshells + (word == "(")
             yield "shell", [token], ""
         else:
             condition = condition or word in CONDITIONS
@@ -216,7 +212,9 @@ def quoted(word: str) -> str:
     if ASSIGNED.match(word):
         name, _, value = word.partition("=")
         return f"{name}={quoted(value)}" if value else word
-    return f'"{word}"' if "$" in word and '"' not in word else shlex.quote(word)
+    if "$" not in word:
+        return shlex.quote(word)
+    return '"' + re.sub(rf'{RUN}|"', lambda found: found[0] if found[0] != '"' else '\\"', word) + '"'
 
 
 def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:

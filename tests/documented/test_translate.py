@@ -490,13 +490,15 @@ again ()
   name=$(printf '%s' "in  again") && python run_pretrain.py --output_dir "$name"
 }
 go; again
+(X=1; python run_pretrain.py --output_dir $X$(echo "(2)"))
+LIST=(1 2)
 """
 
 
 def test_a_script_keeps_its_shell_and_names_every_other_command(capsys, tmp_path):
     """Conditions and loops run what they ran; each line that is neither translated nor the shell's own is named."""
     (tmp_path / "run.sh").write_text(SCRIPT)
-    with pytest.raises(SettingsError, match="^9 commands are not translated"):
+    with pytest.raises(SettingsError, match="^10 commands are not translated"):
         tool.main(["--from", "paddlenlp", "--strict", str(tmp_path / "run.sh")])
     text = capsys.readouterr().out
     named = [line.partition("run.sh:")[2] for line in text.splitlines() if "not translated" in line]
@@ -505,15 +507,16 @@ def test_a_script_keeps_its_shell_and_names_every_other_command(capsys, tmp_path
         '8: not translated: python run_eval.py --eval_path "a b": python -m megatron.tools.evaluate --load DIR takes'
         " --eval_path and --overlapping_eval",
         "11: not translated: case $X in",
-        "12: not translated: 3) lr=2e-4",
-        "13: not translated: *) lr=$X",
+        "12: not translated: 3 ) lr=2e-4",
+        "13: not translated: * ) lr=$X",
         "14: not translated: esac",
         "15: not translated: cd x &&",
         "15: not translated: || exit 1",
         "17: not translated: python run_pretrain.py --output_dir condition",
+        "25: not translated: LIST= ( 1 2 )",
     ]
     saved = [pairs(words[2:]).get("--save") for words in run_by_bash(f"X=\n{text}")]
-    assert saved == ["out1", "last", None, "in  again"]
+    assert saved == ["out1", "last", None, "in  again", "1(2)"]
 
 
 def test_what_a_tools_launcher_cannot_say_is_not_translated(tmp_path, capsys):
