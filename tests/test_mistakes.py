@@ -182,6 +182,17 @@ SETTINGS = [  # exit code 3: understood, and cannot work
         "the checkpoint is of another model than the settings|--hidden",
     ),
     ("pretrain_gpt", f"{MOCK} --load ck --seed 5", "--seed: 1234 in the checkpoint, 5 now|--override seed"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --load ck --seq-length 8",
+        "max-position-embeddings: 16 in the checkpoint, 8 now, as --seq-length 8 is given|add --max-position-embeddings 16",
+    ),
+    (
+        "pretrain_gpt",
+        f"{STEPS} --data-path tokens --vocab-file merges.txt",
+        "--vocab-file merges.txt: of which kind? Add --merge-file merges.txt (byte-level BPE), or --tokenizer-type Bert",
+    ),
+    ("pretrain_gpt", f"{MOCK} --recompute-method block", "--recompute-method block: goes with|is not given; add it"),
     ("preprocess_data", "--input corpus.jsonl --output-prefix out/x", "no tokenizer is given"),
     ("preprocess_data", f"{PRE} --workers 0", "--workers 0: at least 1 is needed"),
     ("train_tokenizer", "--input corpus.jsonl --vocab-size 10 --output out", "--vocab-size 10 is too small|258"),
@@ -256,6 +267,7 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     ("evaluate", "--load ck --data-path nope", "nope.idx: no such file"),
     ("evaluate", "--load ck --data-path tokens", "tokens holds token|the model knows ids below 101"),
     ("evaluate", "--load ck --task WIKITEXT103 --valid-data nope", "--valid-data nope: no such file"),
+    ("evaluate", "--load ck --task WIKITEXT2 --valid-data latin1.txt", "latin1.txt: 'utf-8' codec|check --valid-data"),
     ("generate", "--load ck --prompt hello", "NullTokenizer: the text is not numbers"),
     ("generate", "--load ck --prompt-file nope", "--prompt-file nope: no such file"),
     ("report", "--run nope --output out/r.html", "nope: no such file"),
@@ -385,6 +397,7 @@ def make_texts(folder):
     }
     for name, text in files.items():
         (folder / name).write_text(text)
+    (folder / "latin1.txt").write_bytes("a caf\u00e9 and a b\u00fccher".encode("latin-1"))
     packed = subprocess.run(["gzip", "-c", "corpus.jsonl"], cwd=folder, capture_output=True, check=True).stdout
     (folder / "cut.jsonl.gz").write_bytes(packed[:100])
     (folder / "folder").mkdir()

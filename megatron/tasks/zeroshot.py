@@ -7,7 +7,6 @@ training data holds.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
@@ -21,7 +20,7 @@ from megatron.inference.scoring import score
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Axis
 from megatron.tasks.contaminated import judge, judge_file, judge_lines, lines_of_tokens, training_contents
-from megatron.tasks.lambada import find_correct, read_examples
+from megatron.tasks.lambada import find_correct, read_examples, read_valid_data
 from megatron.tasks.wikitext import count_words, detokenize, token_ratio
 from megatron.tokenizer.base import Tokenizer
 
@@ -158,7 +157,7 @@ def without(judged, clean: Optional[tuple[str, dict]]) -> dict:
 def wikitext(work: Evaluation) -> list[dict]:
     """Perplexity per token, and adjusted: per word of the original text."""
     options, tokenizer = work.options, work.tokenizer
-    original = Path(options.valid_data).read_text(encoding="utf-8")
+    original = read_valid_data(options.valid_data)
     tokens = np.array(tokenizer.encode(detokenize(original)), np.int64)
     words = count_words(original)
     if len(tokens) < 2 or words < 2:
