@@ -268,6 +268,12 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     ("evaluate", "--load ck --data-path tokens", "tokens holds token|the model knows ids below 101"),
     ("evaluate", "--load ck --task WIKITEXT103 --valid-data nope", "--valid-data nope: no such file"),
     ("evaluate", "--load ck --task WIKITEXT2 --valid-data latin1.txt", "latin1.txt: 'utf-8' codec|check --valid-data"),
+    ("evaluate", "--load ck --task WIKITEXT2 --valid-data empty.jsonl", "empty.jsonl holds fewer than two words"),
+    (
+        "pretrain_gpt",
+        f"{STEPS} --mock-data --vocab-size 500 --tokenizer-model nope.json",
+        "--tokenizer-model nope.json: no such file",
+    ),
     ("generate", "--load ck --prompt hello", "NullTokenizer: the text is not numbers"),
     ("generate", "--load ck --prompt-file nope", "--prompt-file nope: no such file"),
     ("report", "--run nope --output out/r.html", "nope: no such file"),

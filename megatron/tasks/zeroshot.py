@@ -60,11 +60,13 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
     length = options.seq_length or loaded.longest
     if length > loaded.longest:
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    overlapping = options.overlapping_eval or 0
+    clamped = [f"--overlapping-eval {overlapping} is longer than a window: {length} is taken"] * (overlapping > length)
     tokenizer, lost = tokenizer_for(loaded, given, prefixes_of(options))
     contained, notices = training_contents(loaded.config.data, options.train_data)
     if contained and tokenizer is None:  # the words of items are needed
         contained, notices = None, [f"scores are of all items together: {lost}"]
-    return Evaluation(options, loaded, length, axis, contained, tokenizer, progress), notices
+    return Evaluation(options, loaded, length, axis, contained, tokenizer, progress), [*clamped, *notices]
 
 
 def prefixes_of(options) -> list[str]:
@@ -76,7 +78,7 @@ def evaluate(work: Evaluation) -> list[dict]:
     """A record of each dataset, or of the task."""
     if work.options.data_path:
         return [held_out(work, prefix) for prefix in prefixes_of(work.options)]
-    return (wikitext if work.options.task == "WIKITEXT103" else lambada)(work)
+    return (lambada if work.options.task == "LAMBADA" else wikitext)(work)
 
 
 def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
@@ -161,7 +163,7 @@ def wikitext(work: Evaluation) -> list[dict]:
     tokens = np.array(tokenizer.encode(detokenize(original)), np.int64)
     words = count_words(original)
     if len(tokens) < 2 or words < 2:
-        raise DataError(f"{options.valid_data} holds {words} words: nothing to predict")
+        raise DataError(f"{options.valid_data} holds fewer than two words: nothing to predict")
     ratio = token_ratio(len(tokens), words)
     judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
     result = run_score(work, tokens, options.overlapping_eval or 32, clean)

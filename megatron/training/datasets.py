@@ -23,8 +23,6 @@ from megatron.training.state import State
 def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
     """(tokenizer or None, size of the vocabulary without padding)."""
     settings = config.tokenizer
-    if settings.tokenizer_type is None and not config.data.files and settings.vocab_size:
-        return None, settings.vocab_size
     tokenizer = build_tokenizer(settings, log)
     if (
         settings.vocab_size
