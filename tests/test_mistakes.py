@@ -198,6 +198,11 @@ SETTINGS = [  # exit code 3: understood, and cannot work
     ("train_tokenizer", "--input corpus.jsonl --vocab-size 10 --output out", "--vocab-size 10 is too small|258"),
     ("get_sample_data", "--output out/s.jsonl --kinds poems", "--kinds poems: unknown"),
     ("dump_samples", "--data-path tokens --seq-length 16 --train-samples 9 --text", "--text needs a tokenizer"),
+    (
+        "dump_samples",
+        "--data-path tokens --seq-length 16 --train-samples 9 --first -2",
+        "--first -2: has to be 0 or more",
+    ),
     ("generate", "--load ck --prompt 5 --temperature -1", "--temperature -1.0: has to be 0 (always the most likely"),
     ("generate", "--load ck --prompt 5 --tokens-to-generate 0", "--tokens-to-generate 0: has to be at least 1"),
 ]
@@ -264,6 +269,11 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     ),
     ("pretrain_gpt", f"{STEPS} {NUMBERS} --split 100 --data-path empty", "empty: has no tokens"),
     ("dump_samples", "--data-path nope --seq-length 16 --train-samples 10", "nope.idx: no such file"),
+    (
+        "dump_samples",
+        f"--data-path foreign --seq-length 16 --train-samples 10 --text {VOC}",
+        "foreign was made with another vocabulary",
+    ),
     ("evaluate", "--load ck --data-path nope", "nope.idx: no such file"),
     ("evaluate", "--load ck --data-path tokens", "tokens holds token|the model knows ids below 101"),
     ("evaluate", "--load ck --task WIKITEXT103 --valid-data nope", "--valid-data nope: no such file"),

@@ -38,13 +38,6 @@ def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
     return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
 
 
-def all_paths(data: schema.Data, log) -> list[str]:
-    """Every prefix that is read, on this machine."""
-    lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    blends = [parse_blend(words, "--data-path") for words in lists if words]
-    return [nearby(prefix, data.data_cache_path, log) for blend in blends for prefix in blend.prefixes]
-
-
 def verify_data(data: schema.Data, context: RankContext, log) -> None:
     """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
     given = {
