@@ -115,6 +115,11 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("merge_datasets", "", "missing: --input, --output-prefix"),
     ("dump_samples", "--data-path tokens --seq-length 16", "missing: --train-samples"),
     ("evaluate", "", "missing: --load"),
+    (
+        "evaluate",
+        "--load ck --data-path tokens --num-layers 2",
+        "--num-layers is a setting of pretraining; leave it out: it is read from the checkpoint",
+    ),
     ("generate", "--load ck", "there is no text to continue"),
     ("generate", "--load ck --prompts-file nope", "unknown flag --prompts-file; did you mean --prompt-file?"),
     ("checkpoint", "inspekt ck", "'inspekt' is not a command; there are: inspect, verify, diff, reshard, prune"),

@@ -122,7 +122,12 @@ class SettingsReader:
         if self.trains or word.flag not in spellings_of(schema.GROUPS):
             return False
         if word.source == SaidBy.COMMAND:
-            self.problems.append(f"{word.flag} is a setting of pretraining; this command has no use for it")
+            shape = (
+                self.purpose in ("generate", "evaluate")
+                and spellings_of(schema.GROUPS)[word.flag].setting.group == "model"
+            )
+            why = "leave it out: it is read from the checkpoint" if shape else "this command has no use for it"
+            self.problems.append(f"{word.flag} is a setting of pretraining; {why}")
         else:  # a file may serve several commands
             self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))
         return True
