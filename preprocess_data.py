@@ -79,6 +79,7 @@ COMMON = (
 
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
+    from megatron.settings.effects import EFFECTS, idle_flags
     from megatron.settings.parse import parse_with_record
 
     groups = dict(preprocess=PreprocessOptions, tokenizer=TokenizerSettings)
@@ -99,7 +100,10 @@ def main(argv: list[str]) -> None:
     find_sources(settings.input)  # what is not there is told before a vocabulary is read
     for name in settings.input:
         print(f"Opening {name}")
-    print(f"> building {tokenizer_type(parsed['tokenizer'])} tokenizer ...")
+    kind = tokenizer_type(parsed["tokenizer"])
+    for sentence in idle_flags(parsed["tokenizer"], said, EFFECTS, tokenizer=kind):
+        print(f"warning: {sentence}")
+    print(f"> building {kind} tokenizer ...")
     tokenizer = build_tokenizer(parsed["tokenizer"], print)
     size = tokenizer.vocab_size
     padded = padded_vocab_size(size, settings.make_vocab_size_divisible_by, settings.tensor_model_parallel_size)

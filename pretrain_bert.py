@@ -18,6 +18,7 @@ from megatron.model.bert.settings import GROUP, BertSettings, own_settings
 from megatron.model.bert.task_facts import TAKEN, TASKS, TaskFacts, TaskHead
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
+from megatron.settings.rules import word_piece
 from megatron.training.entry import start
 
 
@@ -33,6 +34,7 @@ def recipe() -> Recipe:
         facts,
         build_model,
         build_datasets,
+        defaults=dict(tokenizer_type=word_piece),
         groups={GROUP: BertSettings, MASKED: MaskedSettings},
         rules=(*RULES, *MASKED_RULES),
         idle={**IDLE, **MASKED_IDLE},

@@ -19,6 +19,7 @@ from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
 from megatron.planner.stage_cut import settled
 from megatron.settings.effects import Needs
+from megatron.settings.rules import word_piece
 from megatron.training.entry import start
 
 
@@ -35,7 +36,7 @@ def recipe() -> Recipe:
         build_model,
         build_datasets,
         groups={GROUP: T5Settings, MASKED: MaskedSettings},
-        defaults=dict(num_layers=0),
+        defaults=dict(num_layers=0, tokenizer_type=word_piece),
         rules=(*RULES, *MASKED_RULES),
         idle={
             **IDLE,

@@ -3,7 +3,7 @@
 
 if [ -t 1 ]; then BOLD=$'\033[1m' PLAIN=$'\033[0m'; else BOLD='' PLAIN=''; fi
 flags=() TEXT='' SEPARATOR=''
-read_flags() { # the words given to a script that has set RUN, its folder, and ITERATIONS; other flags stay in `flags`
+read_flags() { # the words given to a script that has set RUN, its folder, TRAINS and ITERATIONS; other flags stay in `flags`
     local fresh=
     while [ $# -gt 0 ]; do
         case $1 in
@@ -27,8 +27,16 @@ read_flags() { # the words given to a script that has set RUN, its folder, and I
         esac
         shift
     done
+    check_flags
     [ -z "$fresh" ] || rm -rf "$RUN"
     mkdir -p "$RUN"
+}
+check_flags() { # those of the training, before anything is done or removed; TRAINS: the script that gets them
+    local said shape=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64)
+    [ ${#flags[@]} -eq 0 ] || said=$(python "$TRAINS" "${shape[@]}" "${flags[@]}" --print-config 2>&1 >/dev/null) || {
+        printf '%s\n' "$said" "  (flags of $(basename "$0"): --help; all others go to $TRAINS)" >&2
+        exit 2
+    }
 }
 step() { printf '\n%s[%s] %s%s\n' "$BOLD" "$1" "$2" "$PLAIN"; }
 # Says how long a step takes when nothing else runs: seconds on the machine that was measured, times how much slower a loop of

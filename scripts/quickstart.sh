@@ -13,6 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 source scripts/_steps.sh
 
 RUN=runs/quickstart
+TRAINS=pretrain_gpt.py
 ITERATIONS=600
 read_flags "$@"
 given=(${flags[@]+"${flags[@]}"})

@@ -13,6 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 source scripts/_steps.sh
 
 RUN=runs/quickstart_t5
+TRAINS=pretrain_t5.py
 ITERATIONS=800
 read_flags "$@"
 if [ -n "$TEXT" ]; then

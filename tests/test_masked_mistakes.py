@@ -124,7 +124,7 @@ SETTINGS = [  # exit code 3
     ("dump", f"--model-type T5 {DATA} --seq-length 32 --train-samples 4", "--model-type T5 needs a tokenizer"),
     ("generate", "--load bert --prompt the", "holds a model of type BERT, which generates nothing"),
     ("generate", f"{FILL} --num-beams 0", "--num-beams 0: has to be at least 1"),
-    ("generate", f"{FILL} --num-beams 4 --top-k 3", "draws nothing: --top-k has no place in it"),
+    ("generate", f"{FILL} --num-beams 4 --top-k 3", "draws nothing: --top-k 3 has no place in it"),
     ("generate", f"{FILL} --decoder-start-id 500", "--decoder-start-id 500: the model knows ids from 0 to 77"),
     ("generate", f"{FILL} --decoder-end-id -1", "--decoder-end-id -1: the model knows ids from 0 to 77"),
     ("generate", f"{FILL} --num-samples 0", "--num-samples 0: has to be at least 1"),

@@ -111,6 +111,11 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("merge_datasets", "", "missing: --input, --output-prefix"),
     ("dump_samples", "--data-path tokens --seq-length 16", "missing: --train-samples"),
     ("evaluate", "", "missing: --load"),
+    (
+        "evaluate",
+        "--load ck --data-path tokens --num-layers 2",
+        "--num-layers is a setting of pretraining; leave it out: it is read from the checkpoint",
+    ),
     ("generate", "--load ck", "there is no text to continue"),
     ("generate", "--load ck --prompts-file nope", "unknown flag --prompts-file; did you mean --prompt-file?"),
     ("checkpoint", "inspekt ck", "'inspekt' is not a command; there are: inspect, verify, diff, reshard, prune"),
@@ -178,11 +183,27 @@ SETTINGS = [  # exit code 3: understood, and cannot work
         "the checkpoint is of another model than the settings|--hidden",
     ),
     ("pretrain_gpt", f"{MOCK} --load ck --seed 5", "--seed: 1234 in the checkpoint, 5 now|--override seed"),
+    (
+        "pretrain_gpt",
+        f"{MOCK} --load ck --seq-length 8",
+        "max-position-embeddings: 16 in the checkpoint, 8 now, as --seq-length 8 is given|add --max-position-embeddings 16",
+    ),
+    (
+        "pretrain_gpt",
+        f"{STEPS} --data-path tokens --vocab-file merges.txt",
+        "--vocab-file merges.txt: of which kind? Add --merge-file merges.txt (byte-level BPE), or --tokenizer-type Bert",
+    ),
+    ("pretrain_gpt", f"{MOCK} --recompute-method block", "--recompute-method block: goes with|is not given; add it"),
     ("preprocess_data", "--input corpus.jsonl --output-prefix out/x", "no tokenizer is given"),
     ("preprocess_data", f"{PRE} --workers 0", "--workers 0: at least 1 is needed"),
     ("train_tokenizer", "--input corpus.jsonl --vocab-size 10 --output out", "--vocab-size 10 is too small|258"),
     ("get_sample_data", "--output out/s.jsonl --kinds poems", "--kinds poems: unknown"),
     ("dump_samples", "--data-path tokens --seq-length 16 --train-samples 9 --text", "--text needs a tokenizer"),
+    (
+        "dump_samples",
+        "--data-path tokens --seq-length 16 --train-samples 9 --first -2",
+        "--first -2: has to be 0 or more",
+    ),
     ("generate", "--load ck --prompt 5 --temperature -1", "--temperature -1.0: has to be 0 (always the most likely"),
     ("generate", "--load ck --prompt 5 --tokens-to-generate 0", "--tokens-to-generate 0: has to be at least 1"),
 ]
@@ -249,9 +270,21 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     ),
     ("pretrain_gpt", f"{STEPS} {NUMBERS} --split 100 --data-path empty", "empty: has no tokens"),
     ("dump_samples", "--data-path nope --seq-length 16 --train-samples 10", "nope.idx: no such file"),
+    (
+        "dump_samples",
+        f"--data-path foreign --seq-length 16 --train-samples 10 --text {VOC}",
+        "foreign was made with another vocabulary",
+    ),
     ("evaluate", "--load ck --data-path nope", "nope.idx: no such file"),
     ("evaluate", "--load ck --data-path tokens", "tokens holds token|the model knows ids below 101"),
     ("evaluate", "--load ck --task WIKITEXT103 --valid-data nope", "--valid-data nope: no such file"),
+    ("evaluate", "--load ck --task WIKITEXT2 --valid-data latin1.txt", "latin1.txt: 'utf-8' codec|check --valid-data"),
+    ("evaluate", "--load ck --task WIKITEXT2 --valid-data empty.jsonl", "empty.jsonl holds fewer than two words"),
+    (
+        "pretrain_gpt",
+        f"{STEPS} --mock-data --vocab-size 500 --tokenizer-model nope.json",
+        "--tokenizer-model nope.json: no such file",
+    ),
     ("generate", "--load ck --prompt hello", "NullTokenizer: the text is not numbers"),
     ("generate", "--load ck --prompt-file nope", "--prompt-file nope: no such file"),
     ("report", "--run nope --output out/r.html", "nope: no such file"),
@@ -381,6 +414,7 @@ def make_texts(folder):
     }
     for name, text in files.items():
         (folder / name).write_text(text)
+    (folder / "latin1.txt").write_bytes("a caf\u00e9 and a b\u00fccher".encode("latin-1"))
     packed = subprocess.run(["gzip", "-c", "corpus.jsonl"], cwd=folder, capture_output=True, check=True).stdout
     (folder / "cut.jsonl.gz").write_bytes(packed[:100])
     (folder / "folder").mkdir()

@@ -55,6 +55,9 @@ def merge(
     form = FORMATS[output_format]
     if words := replaced(output_prefix, form):
         log(f"note: {words}")
+    kinds = [kind for kind in ("_document", "_sentence") if any(prefix.endswith(kind) for prefix in prefixes)]
+    if len(kinds) > 1:
+        log("note: files of whole documents (..._document) and of sentences (..._sentence) become one dataset")
     check_modes(prefixes, multimodal)
     if multimodal and form is not FORMATS["megatron"]:
         raise SettingsError("--multimodal: files of --output-format paddle hold no modes", do="leave out one of them")

@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.data import manifest
+from megatron.data.blend import parse_blend
 from megatron.data.formats import LAYOUTS
 from megatron.data.indexed import ENDINGS, bare_prefix
 from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import Data
 from megatron.storage.durable import (
     Damaged,
     read_sealed,
@@ -171,3 +173,10 @@ def _alone(path: Path, what: str, log: Say) -> Iterator[None]:
                 log(f"waiting for {what} by another process ({waited:.0f} s so far)")
             time.sleep(min(0.02 + waited / 10, 0.5))
         yield
+
+
+def all_paths(data: Data, log) -> list[str]:
+    """Every prefix that is read, on this machine."""
+    lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    blends = [parse_blend(words, "--data-path") for words in lists if words]
+    return [nearby(prefix, data.data_cache_path, log) for blend in blends for prefix in blend.prefixes]

@@ -94,7 +94,7 @@ def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
     """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
     allowed = overridden(config)
     other = [change for change in changes(config, saved) if change.what == MODEL and change.name not in allowed]
-    _refuse(other, *ANOTHER_MODEL)
+    _refuse(config, other, *ANOTHER_MODEL)
 
 
 def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool = False) -> None:
@@ -104,11 +104,12 @@ def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool 
     """
     refuse_another_model(config, saved)
     dangerous = [change for change in changes(config, saved) if change.dangerous]
-    _refuse([change for change in dangerous if _reshapes(config, change)], *ANOTHER_MODEL)
+    _refuse(config, [change for change in dangerous if _reshapes(config, change)], *ANOTHER_MODEL)
     allowed = overridden(config) | (VOCABULARY if same_words else set())
     refused = [change for change in dangerous if change.name not in allowed]
     names = ",".join([*(change.name.replace("_", "-") for change in refused), *_with_other_samples(config, refused)])
     _refuse(
+        config,
         refused,
         "the checkpoint is of a run with other settings, on which the results depend",
         f"give the checkpoint's settings, or --override {names} to continue with these",
@@ -217,10 +218,20 @@ def refuse_other_samples(config: Config, wrong: Collection[int], lengths: str = 
     )
 
 
-def _refuse(refused: list[Change], what: str, do: str) -> None:
+def _refuse(config: Config, refused: list[Change], what: str, do: str) -> None:
     if refused:
-        lines = [f"{_flag(change.name)}: {change.was} in the checkpoint, {change.now} now" for change in refused]
+        lines = [
+            f"{_flag(one.name)}: {one.was} in the checkpoint, {one.now} now{_whence(config, one)}" for one in refused
+        ]
         raise SettingsError(what, "\n  ".join(lines), do)
+
+
+def _whence(config: Config, change: Change) -> str:
+    """Which flag to change where nobody gave the setting itself."""
+    length = config.given("seq_length")
+    if change.name != "max_position_embeddings" or config.given(change.name) or not length:
+        return ""
+    return f", as {length.words} is given alone; to keep the positions, add {_flag(change.name)} {change.was}"
 
 
 def _plain(value: Any) -> Any:

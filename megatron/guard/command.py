@@ -43,7 +43,8 @@ def script_at(words: list[str]) -> int:
             return number
     raise SettingsError(
         f"no training script (pretrain_*.py, scripts/pretrain_*.sh, -m a.module) in: {' '.join(words)}",
-        do="supervise ... -- torchrun ... pretrain_gpt.py ...",
+        do="supervise ... -- torchrun ... pretrain_gpt.py ...; in a wrapper of your own, put supervise into it, before "
+        'torchrun, or call it pretrain_NAME.sh and let it pass "$@" on to the training script',
     )
 
 

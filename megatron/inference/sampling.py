@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError
+from megatron.settings.effects import Needs
 from megatron.settings.schema import setting
 from megatron.settings.statements import NOBODY, Statement, words_of
 
@@ -80,6 +81,24 @@ class Sampling:
                 f"{words_of(given, 'tokens_to_generate', self.tokens_to_generate)}",
                 do="lower one, or raise the other",
             )
+
+
+def _draws(name: str, *neutral: float) -> Needs:
+    """What a setting of the draws needs, where its value is not one of `neutral`, which ask for nothing."""
+
+    def met(s) -> bool:
+        one_token = s.greedy or s.temperature == 0 or s.top_k == 1 or s.beams > 1
+        return not one_token or getattr(s, name) in neutral
+
+    return Needs("sampling, which --greedy, --temperature 0, --top-k 1 and --num-beams leave out", met)
+
+
+IDLE = {
+    "temperature": _draws("temperature", 0, 1),
+    "top_k": _draws("top_k", 0, 1),
+    "top_p": _draws("top_p", 0, 1),
+    "sampling_seed": _draws("sampling_seed"),
+}
 
 
 def cut_off(rooms: Sequence[int], answers: Sequence[Sequence[int]], sampling: Sampling) -> list[str]:

@@ -37,8 +37,8 @@ class Recipe:
     build_datasets: (config, tokenizer, vocab_size, sizes, log) -> (train, valid, test), each a dataset or None
     own_data:       build_datasets makes samples without --data-path and --mock-data; with --mock-data it is not asked
     groups:         settings of its own: name -> frozen dataclass of `setting`s; a run has them in `config.extra`
-    defaults:       of settings that all models have: name -> value; or a function of what is said (name -> `Statement`),
-                    which looks into the checkpoint, too
+    defaults:       of settings that all models have: name -> value, or a function of what is said (name -> `Statement`)
+                    that returns it or None; or one function for all, which looks into the checkpoint, too
     rules:          what cannot work among its settings (`settings.rules.Rule`)
     idle:           name of a setting -> what it needs for an effect in this model (`settings.effects.Needs`)
     shares_sequences: its modules know the ranks of `mesh.cp`, each of which has some rows of every sequence

@@ -6,6 +6,8 @@ process is a job of its own: the same code, with every axis of size 1.
 """
 
 import os
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +21,8 @@ from megatron.mpu import collectives, parallel_state
 from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, mesh_of
 from megatron.settings import rank_env, schema
+
+PATIENCE = 10.0  # seconds that the other ranks may be late before the first rank of each machine says so
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,23 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         if backend == "nccl":
             prefer_messages()
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        still = f"rank {rank} is still waiting for the others of {world} ranks at {where}"
+        late = threading.Timer(PATIENCE, print, [still], dict(file=sys.stderr, flush=True))
+        late.daemon = True
+        if here.local_rank == 0:
+            late.start()
         try:
             # Without device_id: all ranks would have to take part in the making of every group (mpu/groups.py).
             dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
         except (RuntimeError, ValueError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise PeerLost(
                 f"rank {rank} of {world} could not join the job at {where}",
                 str(error).splitlines()[0],
                 "start all ranks with torchrun; is the port free and reachable?",
             ) from error
+        finally:
+            late.cancel()
     mesh = mesh_of(parallel, rank, world, timeout=timeout)
     parallel_state.use_mesh(mesh)
     return RankContext(mesh, device, joined, threads)

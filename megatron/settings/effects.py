@@ -5,11 +5,12 @@ A setting that somebody gave, by command line or file, and that does nothing as 
 is harmless, and a sign that another one was forgotten. Recipes have such tables of their own (`Recipe.idle`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import NamedTuple
 
 from megatron.settings.schema import AUTO, WORD_PIECE
+from megatron.settings.statements import Statement
 
 
 class Needs(NamedTuple):
@@ -32,6 +33,11 @@ def _by_files(s: SimpleNamespace) -> bool:
     return bool(byte_level or s.tokenizer in WORD_PIECE and s.vocab_file)
 
 
+def _reads_files(s: SimpleNamespace, *kinds: str) -> bool:
+    """Whether a vocabulary of one of these types may be read from --vocab-file and --merge-file."""
+    return s.tokenizer in (None, *kinds) and (not s.tokenizer_model or _by_files(s))
+
+
 def planned(s: SimpleNamespace) -> bool:
     return s.dry_run or s.preflight or layout_was_open(s)
 
@@ -40,7 +46,7 @@ FILES = Needs("--data-path or its like", lambda s: s.settings.data.files)
 EVALUATION = Needs("--eval-iters above 0", lambda s: s.eval_iters)
 TEST = Needs("--test-iters or --eval-iters above 0", lambda s: s.settings.batch.tested_batches)
 VALIDATION = Needs("--eval-iters above 0, or --full-validation", lambda s: s.eval_iters or s.full_validation)
-BYTE_LEVEL = Needs("--tokenizer-type GPT2BPETokenizer", lambda s: s.tokenizer in (None, "GPT2BPETokenizer"))
+BYTE_LEVEL = Needs("--tokenizer-type GPT2BPETokenizer", lambda s: _reads_files(s, "GPT2BPETokenizer"))
 RANKS = Needs("more than one rank", lambda s: s.world > 1)
 DATA_PARALLEL = Needs("data parallel size above 1", lambda s: s.dp * s.cp > 1)
 STAGES = Needs("--pipeline-model-parallel-size above 1", lambda s: s.pp > 1)
@@ -96,7 +102,7 @@ EFFECTS: dict[str, Needs] = {
     # vocabulary and data
     "vocab_file": Needs(
         "--tokenizer-type GPT2BPETokenizer or one of WordPiece",
-        lambda s: s.tokenizer in (None, "GPT2BPETokenizer", *WORD_PIECE),
+        lambda s: _reads_files(s, "GPT2BPETokenizer", *WORD_PIECE),
     ),
     "merge_file": BYTE_LEVEL,
     "tokenizer_model": Needs(
@@ -213,3 +219,10 @@ def without_effect(s: SimpleNamespace, table: dict[str, Needs]) -> dict[str, str
         for name in s.settings.statements
         if (needs := table.get(name)) and (said := s.settings.given(name)) and said.is_request and not needs.met(s)
     }
+
+
+def idle_flags(group: object, said: Mapping[str, Statement], table: Mapping[str, Needs], **more) -> list[str]:
+    """The same of a tool's group of settings. said: setting -> who gave it; more: what `table` asks besides."""
+    record = SimpleNamespace(statements=said, given=said.get)
+    asked = {name: needs for name, needs in table.items() if hasattr(group, name)}
+    return list(without_effect(SimpleNamespace(settings=record, **vars(group), **more), asked).values())

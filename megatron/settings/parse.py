@@ -31,7 +31,8 @@ COMMON = tuple(
     lr_warmup_iters weight_decay clip_grad precision save load save_interval
     """.split()
 )
-# Of a recipe: name -> value of settings whose default is another one, or a function of what is said that finds them.
+# Of a recipe: name -> value of settings whose default is another one, or a function of what is said that finds them. A
+# value may be such a function itself: it returns the value, or None to leave the default.
 Defaults = Mapping[str, Any] | Callable[[Mapping[str, Statement]], Mapping[str, Any]]
 NONE: Mapping[str, Any] = MappingProxyType({})
 

@@ -29,10 +29,11 @@ from megatron.settings.statements import SaidBy, Statement, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
 # A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15, and
-# its --check_accuracy is training without dropout.
+# its --check_accuracy is training without dropout; Megatron-LM's old name of --recompute-method recomputes all of a layer.
 MEANS_TOO = {
     "--use-amp": dict(amp_level="O1", initial_loss_scale=2.0**15),
     "--check-accuracy": dict(attention_dropout=0.0),
+    "--activations-checkpoint-method": dict(recompute_granularity="full"),
 }
 
 # what names data -> what else would name them
@@ -133,7 +134,12 @@ class SettingsReader:
         if self.trains or word.flag not in spellings_of(schema.GROUPS):
             return False
         if word.source == SaidBy.COMMAND:
-            self.problems.append(f"{word.flag} is a setting of pretraining; this command has no use for it")
+            shape = (
+                self.purpose in ("generate", "evaluate")
+                and spellings_of(schema.GROUPS)[word.flag].setting.group == "model"
+            )
+            why = "leave it out: it is read from the checkpoint" if shape else "this command has no use for it"
+            self.problems.append(f"{word.flag} is a setting of pretraining; {why}")
         else:  # a file may serve several commands
             self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))
         return True
@@ -275,7 +281,8 @@ class SettingsReader:
         for name in defaults:
             if name not in known:
                 self.problems.append(f"defaults of {recipe}: there is no setting {name}{did_you_mean(name, known)}")
-        self.say(defaults, SaidBy.RECIPE, recipe)
+        values = {name: value(self.chosen()) if callable(value) else value for name, value in defaults.items()}
+        self.say({name: value for name, value in values.items() if value is not None}, SaidBy.RECIPE, recipe)
 
     def chosen(self) -> dict[str, Statement]:
         """Setting -> the statement that counts, of what has been read so far."""

@@ -17,6 +17,7 @@ from types import MappingProxyType, SimpleNamespace
 from megatron.settings import batch, schema
 from megatron.settings.presets import where_to_put
 from megatron.settings.rank_env import launch_command
+from megatron.settings.statements import Statement
 from megatron.storage.urls import UrlPath, local_folder, location
 
 
@@ -53,6 +54,13 @@ def tokenizer_type(t: schema.TokenizerSettings, data: schema.Data) -> str | None
         return "GPT2BPETokenizer"
     numbers = data.mock_data or not data.files
     return "NullTokenizer" if numbers and t.vocab_size and not t.tokenizer_model else None
+
+
+def word_piece(said: Mapping[str, Statement]) -> str | None:
+    """The type of a --vocab-file alone in pretrain_bert.py and pretrain_t5.py, as in Megatron-LM. said: by whom."""
+    values = {name: said[name].value for name in ("vocab_file", "merge_file", "tokenizer_model") if name in said}
+    alone = any(values.values()) and not values.get("merge_file") and not values.get("tokenizer_model")
+    return "BertWordPieceLowerCase" if alone and not str(values["vocab_file"]).endswith(".json") else None
 
 
 # Ranges of single values ----------------------------------------------------------------------------------------------
@@ -312,7 +320,10 @@ RULES = (
     Rule(
         lambda s: s.tokenizer is None and not s.tokenizer_model,
         lambda s: (
-            "no vocabulary is given; "
+            f"--vocab-file {s.vocab_file}: of which kind? Add --merge-file merges.txt (byte-level BPE), or "
+            "--tokenizer-type BertWordPieceLowerCase (vocab.txt of WordPiece)"
+            if s.vocab_file
+            else "no vocabulary is given; "
             + (
                 "--vocab-file vocab.json --merge-file merges.txt; for data without files --vocab-size N is enough"
                 if not s.settings.data.files
@@ -353,8 +364,10 @@ RULES = (
     Rule(
         lambda s: s.recompute_granularity != "full" and (s.recompute_method or s.recompute_num_layers),
         lambda s: (
-            "--recompute-method and --recompute-num-layers go with --recompute-granularity full, not with "
-            f"{s.recompute_granularity or 'none'}; to spare layers, use --no-recompute-layers"
+            f"{' and '.join(said(s, name) for name in ('recompute_method', 'recompute_num_layers') if getattr(s, name))}: "
+            "goes with --recompute-granularity full alone"
+            + (f", not with {s.recompute_granularity}" if s.recompute_granularity else ", which is not given; add it")
+            + "; to spare layers, use --no-recompute-layers" * bool(s.recompute_granularity)
         ),
     ),
     Rule(

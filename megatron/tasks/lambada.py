@@ -31,10 +31,7 @@ class Example(NamedTuple):
 def read_examples(path, tokenizer, *, strict: bool) -> list[Example]:
     """The passages of a JSON-lines file ({"text": ...}). Raises DataError naming the line of a bad one."""
     examples = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines as they are
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}", do="check --valid-data") from None
+    lines = read_valid_data(path).split("\n")  # JSON may hold other ends of lines as they are
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -52,6 +49,14 @@ def read_examples(path, tokenizer, *, strict: bool) -> list[Example]:
     if not examples:
         raise DataError(f"{path} holds no passages")
     return examples
+
+
+def read_valid_data(path) -> str:
+    """The text of --valid-data. Raises DataError for a file that is not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {getattr(error, 'strerror', None) or error}", do="check --valid-data") from None
 
 
 def split_last_word(text: str) -> tuple[str, str]:

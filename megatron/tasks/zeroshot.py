@@ -7,7 +7,6 @@ training data holds.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
@@ -21,7 +20,7 @@ from megatron.inference.scoring import score
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Axis
 from megatron.tasks.contaminated import judge, judge_file, judge_lines, lines_of_tokens, training_contents
-from megatron.tasks.lambada import find_correct, read_examples
+from megatron.tasks.lambada import find_correct, read_examples, read_valid_data
 from megatron.tasks.wikitext import count_words, detokenize, token_ratio
 from megatron.tokenizer.base import Tokenizer
 
@@ -61,11 +60,13 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
     length = options.seq_length or loaded.longest
     if length > loaded.longest:
         raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    overlapping = options.overlapping_eval or 0
+    clamped = [f"--overlapping-eval {overlapping} is longer than a window: {length} is taken"] * (overlapping > length)
     tokenizer, lost = tokenizer_for(loaded, given, prefixes_of(options))
     contained, notices = training_contents(loaded.config.data, options.train_data)
     if contained and tokenizer is None:  # the words of items are needed
         contained, notices = None, [f"scores are of all items together: {lost}"]
-    return Evaluation(options, loaded, length, axis, contained, tokenizer, progress), notices
+    return Evaluation(options, loaded, length, axis, contained, tokenizer, progress), [*clamped, *notices]
 
 
 def prefixes_of(options) -> list[str]:
@@ -77,7 +78,7 @@ def evaluate(work: Evaluation) -> list[dict]:
     """A record of each dataset, or of the task."""
     if work.options.data_path:
         return [held_out(work, prefix) for prefix in prefixes_of(work.options)]
-    return (wikitext if work.options.task == "WIKITEXT103" else lambada)(work)
+    return (lambada if work.options.task == "LAMBADA" else wikitext)(work)
 
 
 def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
@@ -158,11 +159,11 @@ def without(judged, clean: Optional[tuple[str, dict]]) -> dict:
 def wikitext(work: Evaluation) -> list[dict]:
     """Perplexity per token, and adjusted: per word of the original text."""
     options, tokenizer = work.options, work.tokenizer
-    original = Path(options.valid_data).read_text(encoding="utf-8")
+    original = read_valid_data(options.valid_data)
     tokens = np.array(tokenizer.encode(detokenize(original)), np.int64)
     words = count_words(original)
     if len(tokens) < 2 or words < 2:
-        raise DataError(f"{options.valid_data} holds {words} words: nothing to predict")
+        raise DataError(f"{options.valid_data} holds fewer than two words: nothing to predict")
     ratio = token_ratio(len(tokens), words)
     judged, clean = judged_tokens(work, original, tokens, tokenizer) if work.contained else (None, None)
     result = run_score(work, tokens, options.overlapping_eval or 32, clean)

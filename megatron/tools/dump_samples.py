@@ -74,14 +74,21 @@ def main(argv: list[str]) -> None:
         common=COMMON,
     )
     dump, data = groups["dump"], groups["data"]
-    if min(dump.train_samples, dump.seq_length) < 1 or min(dump.first, dump.start) < 0:
-        raise SettingsError("--train-samples and --seq-length start at 1, --first and --start at 0")
+    for name, least in dict(train_samples=1, seq_length=1, first=0, start=0).items():
+        if getattr(dump, name) < least:
+            words = f"--{name.replace('_', '-')} {getattr(dump, name)}"
+            raise SettingsError(f"{words}: has to be {'at least 1' if least else '0 or more'}")
     masked = dump.model_type != "GPT"
     why = "--text" if dump.text else f"--model-type {dump.model_type}"
     tokenizer = _tokenizer(groups["tokenizer"], why if dump.text or masked and not data.mock_data else "")
     vocab_size = groups["tokenizer"].vocab_size if tokenizer is None and data.mock_data else None
     if tokenizer is not None:
         vocab_size = tokenizer.vocab_size
+    if dump.text:
+        from megatron.data.remote import all_paths
+        from megatron.data.vocabulary import refuse_other_vocabulary
+
+        refuse_other_vocabulary(all_paths(data, _log), tokenizer)
     dataset = _dataset(dump, data, groups["masked"], vocab_size, tokenizer)
     for record in records(dataset, data.dataloader_type, dump.start, dump.first, tokenizer if dump.text else None):
         sys.stdout.write(json.dumps(record) + "\n")
@@ -124,20 +131,23 @@ def _dataset(dump: DumpOptions, data: Data, masked: MaskedSettings, vocab_size: 
     which = SPLITS.index(dump.dataset)
     sizes = [0, 0, 0]
     sizes[which] = (dump.train_samples, dump.valid_samples, dump.test_samples)[which]
-    log = lambda text: print(text, file=sys.stderr, flush=True)
     if dump.model_type == "GPT":
         eod = None if tokenizer is None else tokenizer.eod
-        built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, log=log)
+        built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, log=_log)
     else:
         from megatron.tools.dump_masked import build_masked
 
-        built = build_masked(dump, data, masked, tokenizer, vocab_size, sizes, log)
+        built = build_masked(dump, data, masked, tokenizer, vocab_size, sizes, _log)
     dataset = built[which]
     if dataset is None:
         raise DataError(f"there is no {dump.dataset} data", do="check --split and the data paths")
     if dump.start >= len(dataset) and data.dataloader_type == "single" and dump.first:
         raise DataError(f"--start {dump.start} is past the end: {dump.dataset} has {len(dataset)} samples")
     return dataset
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _tokenizer(settings: TokenizerSettings, needed: str):

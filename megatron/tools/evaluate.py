@@ -21,6 +21,7 @@ from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.settings import rank_env
+from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, given_values, words_of
@@ -33,13 +34,13 @@ class EvaluateOptions:
 
     load: str = setting("folder of checkpoints, or one checkpoint")
     data_path: Optional[list[str]] = setting("prefixes of token files, or folders: perplexity of all tokens", None)
-    task: Optional[Literal["WIKITEXT103", "LAMBADA"]] = setting(
-        "a task on text, from --valid-data", None, "--cloze-eval~=LAMBADA", also=dict(WIKITEXT2="WIKITEXT103")
+    task: Optional[Literal["WIKITEXT103", "WIKITEXT2", "LAMBADA"]] = setting(
+        "a task on text, from --valid-data", None, "--cloze-eval~=LAMBADA"
     )
     valid_data: Optional[str] = setting("file of the task: wiki.*.tokens, or lambada_test.jsonl", None, "--eval-path")
     strict_lambada: bool = setting("LAMBADA: only the strict accuracy (default: both)", False)
     overlapping_eval: Optional[int] = setting(
-        "new tokens of each window; smaller: more context, slower (default: 32 for WIKITEXT103, else the whole window)",
+        "new tokens of each window; smaller: more context, slower (default: 32 for WikiText, else the whole window)",
         None,
     )
     seq_length: Optional[int] = setting("tokens of a window (default: what the model can look at)", None)
@@ -57,6 +58,14 @@ class EvaluateOptions:
     )
 
 
+IDLE = {
+    "valid_data": Needs("--task", lambda s: s.task),
+    "strict_lambada": Needs("--task LAMBADA", lambda s: s.task == "LAMBADA"),
+    "overlapping_eval": Needs("--data-path or --task WIKITEXT103", lambda s: s.task != "LAMBADA"),
+    "max_tokens": Needs("--data-path", lambda s: s.data_path),
+}
+
+
 def main(argv: list[str]) -> None:
     rank_env.adopt_slurm()
     groups, given = parse_with_record(
@@ -68,6 +77,8 @@ def main(argv: list[str]) -> None:
     )
     settings = groups["evaluate"]
     check(settings, given)
+    for sentence in idle_flags(settings, given, IDLE) if rank_env.ranks().rank == 0 else ():
+        print(f"note: {sentence}", file=sys.stderr)
     tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     on_ranks(
@@ -105,6 +116,8 @@ def evaluate(settings: EvaluateOptions, given: Mapping[str, Any], context) -> No
     if settings.output and context.is_rank_zero:
         path = Path(settings.output)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            say(f"note: replaces {path}", sys.stderr)
         path.write_text("".join(json.dumps(dict(iteration=loaded.iteration, **result)) + "\n" for result in results))
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
-from megatron.inference.sampling import Sampling, Search, cut_off
+from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.settings import rank_env
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, given_values, words_of
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> None:
     sampling.check(given)
     sampling, notes = sampling.settled()
     search.check(sampling, given)
+    notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
     here = rank_env.ranks()
     for note in notes if here.rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
@@ -162,6 +164,10 @@ def write(
             )
     tokenizer = open_tokenizer(loaded, given)
     notes, pp = list(loaded.notices), context.mesh.pp
+    if sampling.top_k > tokenizer.vocab_size:
+        notes.append(
+            f"--top-k {sampling.top_k} is more than the {tokenizer.vocab_size} tokens that there are: all count"
+        )
     if pairs:
         sources = [source_of(tokenizer, prompt, number) for number, prompt in enumerate(prompts, 1)]
         notes += no_sentinels(tokenizer, sources)

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
     while True:
-        lines = [line for name in names for line in look_at(name)]
+        lines = without_twins([line for name in names for line in look_at(name)])
         text = json.dumps([asdict(line) for line in lines], indent=1) if asked.json else table(lines, asked.wide)
         print(f"\033[H\033[J{text}" if asked.watch and os.isatty(1) else text, flush=True)
         if not asked.watch:
@@ -97,6 +97,11 @@ def look_at(name: str) -> list[Line]:
         return [_look(folder) for folder in folders([name])]
     except Failure as error:
         return [_unreadable(name, error.what)]
+
+
+def without_twins(lines: list[Line]) -> list[Line]:
+    """Each run once, also where it is named by its own folder and by one that holds it."""
+    return list({Path(line.run).resolve(): line for line in reversed(lines)}.values())[::-1]
 
 
 def _look(folder: Path) -> Line:
@@ -290,7 +295,7 @@ def table(lines: list[Line], wide: bool = False) -> str:
     head = ["run", "state", "iteration", "done", "tokens/s", "loss", "left", "checkpoint"]
     rows, notes = [], []
     for line in lines:
-        done = f"{line.iteration / line.iterations:.0%}" if line.iterations else "-"
+        done = f"{min(1, line.iteration / line.iterations):.0%}" if line.iterations else "-"
         quiet = [f"{since(line.age)} ago"] * (line.state in QUIET)
         again = [several(line.restarts, "restart")] * (line.restarts > 0)
         notes.append(", ".join([*again, *filter(None, [line.why]), *quiet]))

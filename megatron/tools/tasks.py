@@ -12,7 +12,7 @@ from megatron.settings.parse import said
 from megatron.settings.schema import GROUPS
 from megatron.tasks.settings import GROUP, TaskSettings
 
-WITHOUT_TRAINING = ("LAMBADA", "WIKITEXT103")
+WITHOUT_TRAINING = ("LAMBADA", "WIKITEXT103", "WIKITEXT2")
 
 
 def main(argv: list[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import __version__, fused_kernels
+from megatron.data.remote import all_paths
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
@@ -43,14 +44,7 @@ from megatron.telemetry.run_record import library_versions, now, run_record, sou
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
 from megatron.training.checkpointing import check_samples, load, open_checkpoint_manager, refuse_to_mix
-from megatron.training.datasets import (
-    all_paths,
-    build_batches,
-    build_datasets,
-    build_requests,
-    build_vocabulary,
-    verify_data,
-)
+from megatron.training.datasets import build_batches, build_datasets, build_requests, build_vocabulary, verify_data
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks

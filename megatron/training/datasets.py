@@ -23,8 +23,6 @@ from megatron.training.state import State
 def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
     """(tokenizer or None, size of the vocabulary without padding)."""
     settings = config.tokenizer
-    if settings.tokenizer_type is None and not config.data.files and settings.vocab_size:
-        return None, settings.vocab_size
     tokenizer = build_tokenizer(settings, log)
     if (
         settings.vocab_size
@@ -38,13 +36,6 @@ def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
     if remark := unused_rows(settings.vocab_size, tokenizer.vocab_size):
         log(f"note: {remark}")
     return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
-
-
-def all_paths(data: schema.Data, log) -> list[str]:
-    """Every prefix that is read, on this machine."""
-    lists = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
-    blends = [parse_blend(words, "--data-path") for words in lists if words]
-    return [nearby(prefix, data.data_cache_path, log) for blend in blends for prefix in blend.prefixes]
 
 
 def verify_data(data: schema.Data, context: RankContext, log) -> None:

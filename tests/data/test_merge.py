@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """merge_datasets.py: equal to preprocessing the concatenated text, whatever the folders look like."""
 
+import shutil
 import subprocess
 import sys
 
@@ -156,3 +157,12 @@ def test_exit_code_and_message(tmp_path, root):
     command = [sys.executable, str(root / "merge_datasets.py"), "--input", "nowhere", "--output-prefix", "out"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 4 and "nowhere.idx: no such file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_documents_and_sentences_together_are_told(parts, tmp_path, capsys):
+    folder, whole = parts
+    for ending in ("bin", "idx"):
+        shutil.copy(f"{whole}.{ending}", folder / f"s_text_sentence.{ending}")
+    merge_datasets.main(["--input", str(folder), "--output-prefix", str(tmp_path / "merged")])
+    told = "note: files of whole documents (..._document) and of sentences (..._sentence) become one dataset"
+    assert told in capsys.readouterr().out

@@ -390,3 +390,11 @@ def test_files_that_are_replaced_are_said_before_the_work(vocab, corpus, tmp_pat
     told = [line for line in said if "replaces" in line]
     assert told == [f"note: replaces {prefixes[0]} ({sizes[0]:,} tokens)", f"note: replaces {prefixes[1]}.bin"]
     assert said.index(told[-1]) < said.index("Done! Now finalizing.", 2)
+
+
+def test_vocabulary_flags_without_effect_are_told(corpus, tmp_path, capsys):
+    (tmp_path / "vocab.txt").write_text("\n".join(["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", *"abcdefghij"]))
+    words = f"--vocab-file {tmp_path}/vocab.txt --tokenizer-type BertWordPieceLowerCase --merge-file m.txt"
+    preprocess_data.main(["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), *words.split()])
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert told == ["warning: --merge-file m.txt has no effect without --tokenizer-type GPT2BPETokenizer"]

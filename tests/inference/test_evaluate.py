@@ -119,6 +119,24 @@ def test_lambada(checkpoint, tmp_path, capsys):
     assert json.loads((tmp_path / "r.jsonl").read_text()) == both[0]
 
 
+def test_flags_without_effect_are_named(checkpoint, tmp_path, capsys):
+    text, tokens = tmp_path / "wiki.txt", write_tokens(tmp_path / "tokens", [np.arange(100) % 50])
+    text.write_text("the cat sat on the mat " * 9)
+    words = f"--data-path {tokens} --strict-lambada --valid-data {text} --overlapping-eval 640"
+    run(checkpoint, *words.split(), "--output", str(tmp_path / "r.jsonl"))
+    said = capsys.readouterr().err
+    assert "note: --strict-lambada has no effect without --task LAMBADA" in said
+    assert f"note: --valid-data {text} has no effect without --task" in said
+    assert "note: --overlapping-eval 640 is longer than a window: 32 is taken" in said
+    assert "replaces" not in said
+    task = f"--task WIKITEXT2 --valid-data {text} --max-tokens 9"
+    run(checkpoint, *task.split(), "--output", str(tmp_path / "r.jsonl"))
+    heard = capsys.readouterr()
+    assert "validation results on WIKITEXT2 |" in heard.out
+    assert "note: --max-tokens 9 has no effect without --data-path" in heard.err
+    assert f"note: replaces {tmp_path / 'r.jsonl'}" in heard.err
+
+
 def test_mistakes(checkpoint, tmp_path):
     prefix = write_tokens(tmp_path / "tokens", [np.array([1, 2, 9999])])
     with pytest.raises(UsageError, match="not clear"):

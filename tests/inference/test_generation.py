@@ -312,3 +312,23 @@ def test_mistakes_with_the_tool(checkpoint, tmp_path, vocabulary):
         tool.main([*load, "--prompt", "a", "--vocab-file", str(tmp_path / "moved.json")])
     with pytest.raises(DataError, match="33 tokens; the model can look at 32"):
         tool.main([*load, "--prompt", "!" * 33])
+
+
+@pytest.mark.parametrize(
+    "flags, idle",
+    [
+        ("--greedy --temperature 0.5 --top-p 0.3 --seed 9", ["--temperature 0.5", "--top-p 0.3", "--seed 9"]),
+        ("--temperature 0 --top-k 5 --seed 3", ["--top-k 5", "--seed 3"]),
+        ("--top-k 1 --top-p 0.9 --temperature 2.5", ["--top-p 0.9", "--temperature 2.5"]),
+        ("--greedy --temperature 1.0 --top-p 0 --top-k 0", []),
+        ("--top-k 5 --top-p 0.9 --temperature 2 --seed 3", []),
+        ("--top-k 5000", []),
+    ],
+)
+def test_settings_of_draws_that_draw_nothing_are_named(flags, idle, checkpoint, capsys):
+    tool.main(["--load", str(checkpoint), "--prompt", "a", "--tokens-to-generate", "2", *flags.split()])
+    said = capsys.readouterr().err
+    assert [
+        line.split(" has no effect without sampling")[0] for line in said.splitlines() if "has no effect" in line
+    ] == [f"note: {words}" for words in idle]
+    assert ("--top-k 5000 is more than the" in said) == ("5000" in flags)

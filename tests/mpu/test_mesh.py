@@ -2,13 +2,15 @@
 import hashlib
 import math
 import re
+import socket
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import SettingsError
+from megatron.errors import PeerLost, SettingsError
+from megatron.mpu import initialize
 from megatron.mpu.initialize import join_job
 from megatron.mpu.mesh import EXPERT_DP, Axis, Mesh, expert_sizes, mesh_of, ranks_along
 from megatron.pipeline.schedule import looped
@@ -242,3 +244,16 @@ def test_nccl_without_cuda_is_refused_before_the_ranks_meet(monkeypatch):
     with pytest.raises(SettingsError, match="nccl needs CUDA devices, and this run is on the CPU") as refused:
         join_job(Parallel(distributed_backend="nccl", distributed_timeout_minutes=0.001), Kernels())
     assert (refused.value.do, refused.value.code) == ("leave the flag out (gloo)", 3)
+
+
+def test_a_rank_that_waits_for_others_says_so(monkeypatch, capfd):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    here = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(initialize, "PATIENCE", 0.2)
+    with pytest.raises(PeerLost):
+        join_job(Parallel(distributed_timeout_minutes=0.02), Kernels(device="cpu"))
+    assert f"rank 0 is still waiting for the others of 4 ranks at localhost:{port}" in capfd.readouterr().err

@@ -121,7 +121,7 @@ MISTAKES = {  # flags -> what the user reads
     "--cp 2 --world-size 256 --seq-length 2056": "--seq-length 2056 is not a multiple of 16, as --context-parallel-size 2",
     "--cp 4 --world-size 512 --cp-comm-type a2a --num-attention-heads 48": "a2a divides key-value heads, of which each",
     "--lr-warmup-iters 20000": "warm-up of 20000 iters is not shorter than the decay length of 10000",
-    "--recompute-method block": "--recompute-method and --recompute-num-layers go with --recompute-granularity full",
+    "--recompute-method block": "--recompute-method block: goes with --recompute-granularity full alone",
     "--save-interval 100": "--save-interval needs --save",
     "--load nowhere": "--load nowhere holds no checkpoint; check the path; a new run has --save of the same folder",
     "--save cut.bin/ck": "--save cut.bin/ck: cut.bin is a file; give a folder",

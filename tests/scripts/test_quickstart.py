@@ -21,6 +21,12 @@ def test_from_corpus_to_report(copy, quickstart):
     assert "<svg" in page or "base64" in page
 
 
+def test_a_misspelt_flag_ends_before_the_first_step(copy, bash):
+    done = bash("scripts/quickstart.sh", "--txt", "FILE", check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unknown flag --txt") and "flags of quickstart.sh: --help" in done.stderr
+
+
 def test_it_goes_on_where_it_stopped(copy, bash, quickstart):
     reached = int((copy / "runs/quickstart/checkpoints/latest_checkpointed_iteration.txt").read_text())
     again = bash("scripts/quickstart.sh", "--train-iters", str(reached)).stdout

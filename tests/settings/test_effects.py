@@ -222,6 +222,12 @@ def test_values_that_ask_for_nothing_are_not_said(tmp_path):
     assert idle(config("--model-name-or-path gpt2-medium"), 1) == {}
 
 
+def test_files_beside_a_tokenizer_model_that_reads_none():
+    found = idle(config("--merge-file m --vocab-file v --tokenizer-model t --tokenizer-type HuggingFaceTokenizer"), 1)
+    assert list(found) == ["merge_file", "vocab_file"]
+    assert list(idle(config("--merge-file m --tokenizer-model t"), 1)) == ["merge_file"]
+
+
 def test_resolving_keeps_what_was_given():
     """--sequence-parallel on one tensor parallel rank is off by then, and still said."""
     resolved = resolve(config("--mock-data --train-iters 1 --sequence-parallel"), 1)

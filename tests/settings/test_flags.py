@@ -208,6 +208,7 @@ def test_what_is_misspelled_is_not_missing_as_well():
         ("--use_recompute true --recompute_granularity full_attn", "recompute", "recompute_granularity", "full_attn"),
         ("--checkpoint-activations --checkpoint-num-layers 2", "recompute", "recompute_num_layers", 2),
         ("--activations-checkpoint-method uniform", "recompute", "recompute_method", "uniform"),
+        ("--activations-checkpoint-method uniform", "recompute", "recompute_granularity", "full"),
         ("--no-recompute-layers 0,1,5", "recompute", "no_recompute_layers", "0,1,5"),
         ("--no-query-key-layer-scaling", "model", "apply_query_key_layer_scaling", False),
         ("--no-bias-gelu-fusion", "model", "bias_gelu_fusion", False),

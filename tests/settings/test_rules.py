@@ -230,7 +230,11 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ),
         ("--label-smoothing 1", 1, "--label-smoothing 1.0 must be at least 0 and below 1"),
         # recomputation
-        ("--recompute-num-layers 2", 1, "go with --recompute-granularity full, not with none"),
+        (
+            "--recompute-num-layers 2",
+            1,
+            "--recompute-num-layers 2: goes with --recompute-granularity full alone, which",
+        ),
         ("--recompute-activations --recompute-method block", 1, "not with core_attn; to spare layers"),
         ("--recompute-granularity full --recompute-method block", 1, "needs --recompute-num-layers"),
         ("--recompute-granularity full --recompute-num-layers 0", 1, "--recompute-num-layers 0 must be at least 1"),

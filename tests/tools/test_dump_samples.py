@@ -61,7 +61,7 @@ def test_mistakes(prefix):
         main([*flags, "--start", "1000000"])
     with pytest.raises(DataError, match="no test data"):
         main([*flags, "--dataset", "test", "--split", "9,1,0"])
-    with pytest.raises(SettingsError, match="start at 1"):
+    with pytest.raises(SettingsError, match="has to be"):
         main([*flags, "--seq-length", "0"])
 
 

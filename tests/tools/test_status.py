@@ -158,3 +158,10 @@ def test_what_a_supervisor_restarted_says_so_under_its_run(run, capsys, monkeypa
     monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
     main([str(run(*STEPS, launches=3))])
     assert capsys.readouterr().out.splitlines()[-1] == "  2 restarts"
+
+
+def test_a_run_is_counted_once_and_is_never_more_than_done(run, capsys):
+    folder = run(*(step(n) for n in range(1, 134)), dict(kind="end", iteration=133, code=0, why=""))
+    main([str(folder.parent), str(folder)])
+    said = capsys.readouterr().out
+    assert said.startswith("1 run: ") and " 100% " in said and "133%" not in said

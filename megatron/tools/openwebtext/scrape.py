@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Optional
 
 from megatron.corpus.processes import end, process_pool
-from megatron.errors import DataError
+from megatron.errors import DataError, no_command
 from megatron.tools.openwebtext.fetch import Refused
 
 SCRAPERS = dict(newspaper="resiliparse", trafilatura="trafilatura", bs4="lxml", raw="resiliparse")  # -> what it needs
@@ -116,3 +116,7 @@ class ScraperPool:
         while not self._idle.empty():
             if process := self._idle.get_nowait():
                 end(process)
+
+
+if __name__ == "__main__":
+    no_command("python -m megatron.tools.openwebtext.download")
