@@ -65,6 +65,17 @@ def without_effect(words: list[str], why: str) -> str:
     )
 
 
+def replaced(pairs: list[tuple[str, str]]) -> list[str]:
+    """A note of words that later ones for the same setting replace; none where there are no such words.
+
+    >>> replaced([("--lr 0.1", "--lr 0.2"), ("--seed 1", "--seed 2")])
+    ['the last word for a setting counts: --lr 0.1 gives way to --lr 0.2, --seed 1 to --seed 2']
+    """
+    shown = [f"{one}{' gives way' * (not place)} to {by}" for place, (one, by) in enumerate(dict.fromkeys(pairs))]
+    separator = "," if len(shown) <= FEW else ",\n   "
+    return [f"the last word for a setting counts: {f'{separator} '.join(shown)}"] if shown else []
+
+
 def usage_error(problems: list[str], prog: str) -> UsageError:
     """One error for all problems of a command line."""
     if len(problems) == 1:

@@ -193,6 +193,43 @@ def test_the_automatic_engine_counts_epochs(tmp_path):
     assert of("-o", "Model.module=GPTModule").batch.eval_interval == 1
 
 
+REPLACED = [
+    ("-c {a} -c {b}", "{a}:2: Model.num_layers=2 gives way to {b}:1: Model.num_layers=4"),
+    ("-c {a} -c {b}", "{a}:6: Engine.max_steps=3 to {b}:2: Engine.max_steps=null"),
+    ("-c {a} -o Engine.max_steps=7 -o Engine.max_steps=8", "-o Engine.max_steps=7 gives way to -o Engine.max_steps=8"),
+    ("-c {a} -o Engine.max_steps=9 -o max_steps=11", "--max-steps 9 (-o Engine.max_steps) gives way to --max-steps 11"),
+    ("-c {a} -o Engine.max_steps=9 -o Engine=null", "-o Engine.max_steps=9 gives way to -o Engine=null"),
+    ("-c {a} -c {p} -c {q}", "--lr 1.0 ({p}:1) gives way to --lr 2.0 ({q}:1)"),
+    ("-c {a} --lr 1 --lr 2 --seed 3 --seed 4", "--lr 1.0 gives way to --lr 2.0, --seed 3 to --seed 4"),
+    ("-c {a} --use_amp true --use_amp false", "--use-amp true gives way to --use-amp false"),
+    ("-c {a} --bf16 --bf16 false", "--bf16 gives way to --bf16 false"),
+    ("-c {a} --bf16 false --bf16", "--bf16 false gives way to --bf16"),
+    # Another source, another turn, the same value, a word that says more: nothing is replaced.
+    ("-c {a} -o Engine.max_steps=7", ""),
+    ("-c {a} -o Engine.max_steps=7 --then -o Engine.max_steps=8", ""),
+    ("-c {a} --lr 1 --then --lr 2", ""),
+    ("-c {a} --lr 1 --lr 1.0", ""),
+    ("-c {a} --use-sharding --sharding-stage 2", ""),
+    ("-c {a} --bf16 false --fp16", ""),
+]
+
+
+@pytest.mark.parametrize("line, told", REPLACED)
+def test_words_that_others_of_their_source_replace_are_named(line, told, tmp_path, capsys):
+    files = dict(
+        a="Model:\n  num_layers: 2\n  hidden_size: 8\n  num_attention_heads: 2\nEngine:\n  max_steps: 3\n",
+        b="Model: {num_layers: 4}\nEngine: {max_steps: null}\n",
+        p="lr: 1\nseed: 3\n",
+        q="lr: 2\nseed: 3\n",
+    )
+    paths = {name: str(tmp_path / f"{name}.yaml") for name in files}
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    parse_pretrain(line.format(**paths).split())
+    notes = capsys.readouterr().err
+    assert told.format(**paths) in notes and notes.count("the last word for a setting counts:") == bool(told), notes
+
+
 def test_epochs(read):
     config, told = read(
         "-o Engine.run_mode=epoch -o Engine.num_train_epochs=3 -o Engine.eval_freq=2 -o Engine.save_load.save_epoch=1"
