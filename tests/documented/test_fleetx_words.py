@@ -220,6 +220,7 @@ train Optimizer.multi_precision True False
 train Optimizer.tensor_fusion True
 train! Optimizer.lr.name ViTLRScheduler
 train Optimizer.lr.use_increments True False
+train Engine.verbose 0 3
 train! Optimizer.grad_clip.name ClipGradByNorm
 train Profiler.record_shapes True False
 train Profiler.profile_memory True False
