@@ -69,7 +69,7 @@ def setting_help(setting: Setting, aliases: bool = False, default: bool = True) 
 
 def _alias_text(alias: str) -> str:
     flag, equals, value = alias.replace("~=", "=").partition("=")
-    return f"{flag} for {value}" if equals else flag
+    return f"{flag} for {value.partition('/')[0]}" if equals else flag
 
 
 def _also(word: str, value) -> str:

@@ -12,6 +12,16 @@ from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting
 from megatron.settings.statements import SaidBy
 
+# a flag of PaddleNLP's other commands -> what says it here
+ELSEWHERE = {
+    "--init-checkpoint-path": "--load",
+    "--decode-strategy": "--greedy",
+    "--max-length": "--tokens-to-generate",
+    "--max-dec-len": "--tokens-to-generate",
+    "--min-length": "--min-tokens-to-generate",
+    "--cloze-eval": "--task",
+    "--batch-size": "--micro-batch-size",
+}
 FEW = 4  # words that a note names in its one line
 
 
@@ -29,6 +39,8 @@ def _near(flag: str, flags: Collection[str]) -> list[str]:
     flag = "--" + flag.strip("-;,.")  # -tp, --bf16;
     if flag in flags:
         return [flag]
+    if ELSEWHERE.get(flag) in flags:
+        return [ELSEWHERE[flag]]
     near = difflib.get_close_matches(flag, flags, n=2, cutoff=0.75)
     near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
     # Part of a name: --vocab, --keys.
@@ -63,6 +75,17 @@ def without_effect(words: list[str], why: str) -> str:
     return "\n".join(
         [f"{len(words)} settings have no effect: {why}", *(wrap(row, break_long_words=False) for row in rows)]
     )
+
+
+def replaced(pairs: list[tuple[str, str]]) -> list[str]:
+    """A note of words that later ones for the same setting replace; none where there are no such words.
+
+    >>> replaced([("--lr 0.1", "--lr 0.2"), ("--seed 1", "--seed 2")])
+    ['the last word for a setting counts: --lr 0.1 gives way to --lr 0.2, --seed 1 to --seed 2']
+    """
+    shown = [f"{one}{' gives way' * (not place)} to {by}" for place, (one, by) in enumerate(dict.fromkeys(pairs))]
+    separator = "," if len(shown) <= FEW else ",\n   "
+    return [f"the last word for a setting counts: {f'{separator} '.join(shown)}"] if shown else []
 
 
 def usage_error(problems: list[str], prog: str) -> UsageError:

@@ -25,7 +25,7 @@ from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
 from megatron.settings.spelling import BadValue, dashed, spellings_of
-from megatron.settings.statements import SaidBy, Statement, resolve
+from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
 # A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15, and
@@ -70,13 +70,14 @@ class SettingsReader:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> words without effect
+        self.replaced: list[tuple[str, str]] = []  # (words that do not count, the later ones that do)
 
     def read_command(self, argv: list[str]) -> None:
         """Take a command line and the files that it names."""
         self.line = split(argv, self.spellings)
         self.problems += self.line.problems
         self.notes += self.line.notes
-        overrides = self._read_files(self.line.values("--config", "-c"), self.line.values("-o"))
+        overrides = self._read_files(self.line.values("--config", "-c"), self.line.overrides())
         for flag, words in self.line.words:
             if flag == THEN:
                 self.turn += 1
@@ -123,7 +124,7 @@ class SettingsReader:
             return False
         try:
             for flag, words in profiler_options(word.words):
-                self.read(word._replace(flag=flag, words=words))
+                self.read(word._replace(flag=flag, words=words, where=word.where or word.flag))
         except ValueError as error:
             self.problems.append(f"{word} {error}")
         if idle := [part.strip() for part in " ".join(word.words).split(";") if part.strip().startswith(TABLES)]:
@@ -163,29 +164,41 @@ class SettingsReader:
             self.problems.append(f"{word} {refused}")
         return bool(idle or refused)
 
-    def _read_files(self, paths: list[str], overrides: list[str]) -> dict[str, list[Word]]:
-        """Take what files say. Returns each `Section.key=value` of -o with what it says, which the command line places."""
+    def _read_files(self, paths: list[str], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
+        """Take what files say. Returns each `Section.key=value` of -o with what it says, which the command line places.
+
+        overrides: each with its turn
+        """
         from megatron.settings import files
         from megatron.settings.dialects import fleetx
 
         entries: fleetx.Entries = {}
-        placed: dict[str, list[Word]] = {word: [] for word in overrides}
+        placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
         for path in paths:
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalais(path)):
                 root = files.compose(path)
+                if root is None:
+                    self.notes.append(f"{path} is empty: it sets nothing")
                 if root is not None and fleetx.is_fleetx(root):
-                    entries = fleetx.over(entries, fleetx.read(path))
+                    below, own = entries, fleetx.read(path)
+                    entries = fleetx.over(below, own)
+                    self._note_replaced(below, own, entries)
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
-        for word in overrides:
+        said: dict[int, fleetx.Entries] = {}  # turn -> what its -o say
+        for word, turn in overrides:
             key, _, value = word.partition("=")
-            if key.partition(".")[0] in fleetx.SECTIONS and "=" in word:
-                entries = fleetx.override(entries, key, value)
-            else:
+            if key.partition(".")[0] not in fleetx.SECTIONS or "=" not in word:
                 placed[word] += self._override(key, value, word)
+                continue
+            if not value.strip():
+                self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
+            below, own = said.get(turn, {}), fleetx.override({}, key, value)
+            said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
+            self._note_replaced(below, own, said[turn])
         found = fleetx.translate(entries, self.purpose)
         for flag, words, one in found.flags:
-            by = [word for word in overrides if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
+            by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
             on_command = one.where.startswith(fleetx.COMMAND)
             read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
             placed[by[-1]].append(read) if on_command else self.read(read)
@@ -193,6 +206,14 @@ class SettingsReader:
             self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
+
+    def _note_replaced(self, below: Mapping[str, Any], own: Mapping[str, Any], both: Mapping[str, Any]) -> None:
+        """Values of PaddleFleetX's keys that later ones of the same source replace, or empty. both: one over the other"""
+        for key, one in below.items():
+            emptied = (other for name, other in own.items() if other.words is None and key.startswith(f"{name}."))
+            by = both.get(key) or next(emptied, one)
+            if one.words not in (None, by.words):
+                self.replaced.append((f"{one.where}={one.value}", f"{by.where}={' '.join(by.words or ['null'])}"))
 
     def _override(self, key: str, value: str, word: str) -> list[Word]:
         """What `-o key=value` says of a setting by its own name, with or without its group."""
@@ -295,6 +316,12 @@ class SettingsReader:
         self._note_whose_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
+        for one, by in overruled(self.statements, chosen):
+            if by.decides and one.flag != by.flag:
+                self.notices.setdefault(f"{by.words} says so", []).append(one.words)
+            else:
+                self.replaced.append((one.words, by.words))
+        self.notes += messages.replaced(self.replaced)
         return chosen
 
     def _drop_other_data(self) -> None:

@@ -32,8 +32,9 @@ ON_RESUME = ("another model", "refused", "refused in training", "logged", "irrel
 def setting(help: str, default=MISSING, *alias: str, **metadata):
     """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
     `--other~=value` one that gives way to any other spelling. `--other false` says that the value is not this one;
-    `--other=value/off` that it is `off`, or with nothing after the slash the default. `also={"gpu": "cuda"}`: other words
-    for a value.
+    `--other=value/off` that it is `off`, or with nothing after the slash the default; `--other~=value/off` is a switch,
+    which decides wherever it stands: off, the other spellings have no effect. `also={"gpu": "cuda"}`: other words for a
+    value.
     `on_resume`: one of ON_RESUME (default: as `guard/changes.py` says of the group)."""
     return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
 
@@ -491,7 +492,7 @@ class Precision:
         "fp32",
         "--bf16=bf16",
         "--fp16=fp16",
-        "--use-amp~=fp16",
+        "--use-amp~=fp16/fp32",
         "--use-pure-fp16=fp16",
     )
     amp_level: Literal["O1", "O2"] = setting(

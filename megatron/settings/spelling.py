@@ -129,6 +129,7 @@ class Spelling:
             withdraws = value is ...
             value = self.implies if withdraws else value
         common = dict(turn=turn, yields=self.yielding and (on or withdraws), switch_off=not on, withdraws=withdraws)
+        common["decides"] = self.yielding and not on and not withdraws
         text = self._shown(value, words) + (f" ({where})" if where else "")
         default = None if self.setting.required else self.setting.default
         return Statement(self.setting.name, value, source, self.flag, text, where, default=default, **common)

@@ -7,6 +7,7 @@ setting, by one rule for all: the source of the highest precedence counts, in it
     --bf16                        precision is bf16
     --bf16 --bf16 false           nothing is said of precision: it has its default
     --bf16 --fp16                 refused: two words for different values, and neither switches the other off
+    --use-sharding false --sharding-stage 2    stage 0, in any order: a switch that is off decides about its neighbours
 
 `Config.said` keeps the result: whoever decides something later asks it, and compares no value with a default.
 """
@@ -41,6 +42,7 @@ class Statement:
     yields       it gives way to other spellings that say more: --use-distributed-optimizer to --sharding-stage 2, not to 0
     switch_off   it switches something off (`--x false`, `--no-x`): it contradicts no word before it, and none after it
     withdraws    it says what the value is not, and leaves open what it is: --bf16 false
+    decides      it is the switch of what its neighbours choose, and off: --use-sharding false
     default      the value that the setting has without any statement; None where it must be given
     earlier      of a derived value: what was said before
     """
@@ -55,6 +57,7 @@ class Statement:
     yields: bool = False
     switch_off: bool = False
     withdraws: bool = False
+    decides: bool = False
     default: object = None
     earlier: Optional["Statement"] = None
 
@@ -112,6 +115,32 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
     return chosen, problems
 
 
+def overruled(statements: Iterable[Statement], chosen: Mapping[str, Statement]) -> list[tuple[Statement, Statement]]:
+    """(a word of the user, the one that counts instead) for each word that another of its own source and turn replaces.
+
+    >>> lr = [Statement("lr", value, SaidBy.COMMAND, "--lr", f"--lr {value}") for value in (0.1, 0.2)]
+    >>> [(one.words, by.words) for one, by in overruled(lr, {"lr": lr[1]})]
+    [('--lr 0.1', '--lr 0.2')]
+    """
+    by_place: dict[tuple, list[Statement]] = {}
+    for one in statements:
+        if one.is_given:
+            by_place.setdefault((one.name, one.source, one.turn), []).append(one)
+    found = []
+    for (name, *_), rivals in by_place.items():
+        counts = chosen.get(name)
+        if not any(one is counts for one in rivals):  # it was taken back, or another source counts
+            counts = rivals[-1] if rivals[-1].withdraws else None
+        for one in rivals if counts else ():
+            own = one.flag == counts.flag
+            asks_less = (one.yields or one.withdraws) and not own and not counts.decides
+            same = (one.value, one.withdraws) == (counts.value, counts.withdraws)
+            replaced = own or one.value == counts.value if counts.withdraws else not asks_less
+            if one is not counts and replaced and not same:
+                found.append((one, counts))
+    return found
+
+
 def given_values(group: type, said: Mapping[str, Statement]) -> dict[str, Any]:
     """The settings of a group that somebody gave -> their values, those that are the default as well."""
     return {one.name: said[one.name].value for one in fields(group) if one.name in said}
@@ -123,8 +152,15 @@ def _withdrawn(other: Statement, by: Statement) -> bool:
 
 
 def _since_switched_off(rivals: list[Statement]) -> list[Statement]:
-    """Those of the highest source and turn that stand after the last word that switches off; else that word alone."""
+    """Those of the highest source and turn that stand after the last word that switches off; else that word alone.
+
+    A switch that is off stands alone, wherever it is.
+    """
     last = rivals[-1]
     top = [one for one in rivals if (one.source, one.turn) == (last.source, last.turn)]
+    switches = [one for one in top if one.yields or one.decides]
+    if switches and switches[-1].decides:
+        return switches[-1:]
+    top = [one for one in top if not one.decides] or top
     after = max((number for number, one in enumerate(top, 1) if one.switch_off), default=0)
     return top[after:] or [last]

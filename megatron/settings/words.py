@@ -30,6 +30,12 @@ class CommandLine:
         """The words of some flags, an empty one for a flag without any."""
         return [word for flag, words in self.words if flag in flags for word in words or [""]]
 
+    def overrides(self) -> list[tuple[str, int]]:
+        """The words of -o, each with how many --then stand before it."""
+        turns = [self.words[:place].count((THEN, [])) for place in range(len(self.words))]
+        found = zip(self.words, turns, strict=True)
+        return [(word, turn) for (flag, words), turn in found if flag == "-o" for word in words or [""]]
+
 
 def split(argv: list[str], flags: Collection[str]) -> CommandLine:
     """Divide a command line; flags: those that there are. argparse does the splitting.

@@ -220,6 +220,7 @@ train Optimizer.multi_precision True False
 train Optimizer.tensor_fusion True
 train! Optimizer.lr.name ViTLRScheduler
 train Optimizer.lr.use_increments True False
+train Engine.verbose 0 3
 train! Optimizer.grad_clip.name ClipGradByNorm
 train Profiler.record_shapes True False
 train Profiler.profile_memory True False
@@ -393,7 +394,7 @@ def test_each_value_arrives(command, key, setting, values, tmp_path):
 SHARDED = {"Distributed.sharding.sharding_degree": "16", "Distributed.sharding.sharding_stage": "2"}
 JOINT = [
     ({"Model.use_recompute": "True"}, "--recompute-granularity full -o Model.use_recompute=False", None),
-    ({"Model.use_recompute": "True"}, "-o Model.use_recompute=False --recompute-granularity full", "full"),
+    ({"Model.use_recompute": "True"}, "-o Model.use_recompute=False --recompute-granularity full", None),
     (
         {"Model.recompute_granularity": "core_attn"},
         "--recompute-granularity full -o Model.use_recompute=1",

@@ -61,6 +61,33 @@ def test_each_switch_in_every_order(name):
             assert seen(parse_pretrain(given)) == (on if words[last] else off), given
 
 
+# a switch that is off, and a neighbour that would say otherwise
+OFF = [
+    ("use_amp", "--fp16"),
+    ("use_amp", "--precision bf16"),
+    ("use_recompute", "--recompute_granularity core_attn"),
+    ("use_sharding", "--sharding_stage 2"),
+]
+
+
+@pytest.mark.parametrize("name, neighbour", OFF)
+def test_a_switch_that_is_off_decides_in_every_order(name, neighbour, capsys, tmp_path):
+    seen, off, _ = SWITCHES[name]
+    for words in itertools.permutations([f"--{name} false", neighbour]):
+        assert seen(parse_pretrain([*TINY, *" ".join(words).split()])) == off, words
+        shown = neighbour.replace("_", "-", 1)
+        assert f"{shown} has no effect: --{name.replace('_', '-')} false says so" in capsys.readouterr().err
+    (tmp_path / "run.yaml").write_text(f"{name}: false\n")
+    over_a_file = parse_pretrain([*TINY, "-c", str(tmp_path / "run.yaml"), *neighbour.split()])
+    assert seen(over_a_file) != off  # another source counts
+
+
+def test_the_neighbour_of_a_switch_that_is_on_counts():
+    for words in itertools.permutations(["--use_sharding false", "--use_sharding true", "--sharding_stage 2"]):
+        on = words.index("--use_sharding true") > words.index("--use_sharding false")
+        assert parse_pretrain([*TINY, *" ".join(words).split()]).parallel.sharding_stage == (2 if on else 0), words
+
+
 PROFILED = [
     ("batch_range=[1,2]", (1, 2, None, False), None),
     ("batch_range=[50, 60]; profile_path=model.profile", (50, 60, "model.profile", False), None),

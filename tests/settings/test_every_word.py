@@ -36,6 +36,7 @@ class Word:
     not_value: object = None
     yields: bool = False
     off: bool = False
+    decides: bool = False  # a switch that is off
 
     @property
     def line(self) -> list[str]:
@@ -94,9 +95,8 @@ def words_of(group: type, field) -> list[Word]:
         elif slash and off:
             without = read(kind, off)
         found += [Word(flag, said, value, yields=yields) for said in ((), ("true",), ("yes",))]
-        found += [
-            Word(flag, (said,), without, value, yields=yields and without is ..., off=True) for said in ("false", "0")
-        ]
+        given = dict(yields=yields and without is ..., off=True, decides=yields and without is not ...)
+        found += [Word(flag, (said,), without, value, **given) for said in ("false", "0")]
     if kind is bool and not name.startswith("no_"):
         negated = "--no-" + name.replace("_", "-")
         found += [Word(negated, said, said == ("false",), off=True) for said in ((), ("true",), ("false",))]
@@ -148,6 +148,8 @@ def test_each_spelling_arrives_from_each_source(group, field, tmp_path):
 
 def meant(first: Word, second: Word, same_source: bool, default):  # noqa: C901
     """The values that may come of two words in order. None of them: the two contradict each other."""
+    if same_source and first.decides != second.decides and not (first.yields or second.yields):
+        return [first.value if first.decides else second.value]
     if second.value is ...:  # not this value
         drops = first.flag == second.flag or not second.yields and first.value == second.not_value
         return [default if drops or first.value is ... else first.value]

@@ -193,6 +193,115 @@ def test_the_automatic_engine_counts_epochs(tmp_path):
     assert of("-o", "Model.module=GPTModule").batch.eval_interval == 1
 
 
+MIX, AMP, LR = "Model: {%s}\nEngine: {mix_precision: {%s}}\n", "Engine.mix_precision.", "Optimizer.lr."
+SHAPE = "num_layers: 2, hidden_size: 8, num_attention_heads: 2"
+# of the file, overrides, the format, what is told
+SWITCHES = [
+    (
+        "enable: False, use_pure_fp16: True",
+        "",
+        "fp16",
+        "enable has no effect: Engine.mix_precision.use_pure_fp16 is true",
+    ),
+    (
+        "enable: True, use_pure_fp16: False",
+        "",
+        "fp16",
+        "use_pure_fp16 has no effect: Engine.mix_precision.enable is true",
+    ),
+    ("use_pure_fp16: True", f"-o {AMP}enable=False", "fp32", "2: Engine.mix_precision.use_pure_fp16"),  # -o counts
+    ("enable: True", f"-o {AMP}use_pure_fp16=False", "fp32", "Engine.mix_precision.use_pure_fp16 is false"),
+    (
+        "use_pure_fp16: False, level: O1",
+        "",
+        "fp32",
+        "level has no effect: mixed precision is off: Engine.mix_precision.use_",
+    ),
+]
+
+
+@pytest.mark.parametrize("file, words, precision, told", SWITCHES)
+def test_of_two_names_of_a_switch_the_other_is_named(file, words, precision, told, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(MIX % (SHAPE, file))
+    assert parse_pretrain(["-c", str(tmp_path / "run.yaml"), *words.split()]).precision.precision == precision
+    assert told in capsys.readouterr().err
+
+
+def test_of_two_names_of_a_rate_the_one_of_the_command_line_counts(read):
+    config, told = read("-o Optimizer.lr.learning_rate=1e-4 -o Optimizer.lr.warmup=10")
+    assert (config.optimizer.lr, config.optimizer.lr_warmup_iters, config.optimizer.lr_warmup_fraction) == (
+        1e-4,
+        10,
+        None,
+    )
+    assert "Optimizer.lr.max_lr has no effect: -o Optimizer.lr.learning_rate says it" in told
+    assert "Optimizer.lr.warmup_rate has no effect: -o Optimizer.lr.warmup says it" in told
+
+
+def test_who_set_it(read):
+    words = [f"-o {AMP}{word}" for word in ("enable=True", "dtype=float16", "level=O2")]
+    said = read(" ".join([*words, "-o Optimizer.grad_clip=null"]))[0].statements
+    assert said["precision"].origin == f"-o {AMP}dtype" and said["amp_level"].origin == f"-o {AMP}level"
+    assert said["clip_grad"].origin == "-o Optimizer.grad_clip" and said["clip_grad"].value == 0
+
+
+def test_an_override_without_a_value_is_named(read):
+    told = "-o Optimizer.grad_clip.name= is empty: Optimizer.grad_clip.name is left out"
+    assert told in read("-o Optimizer.grad_clip.name=")[1]
+
+
+def test_the_note_of_the_profiler_has_an_order(read):
+    told = read("-o Profiler.profiler_log=x -o Profiler.detailed=True -o Profiler.enable=False")[1]
+    assert re.search(
+        r"Profiler\.profiler_log, -o Profiler\.detailed have? no effect: Profiler.enable is not true", told
+    )
+
+
+def test_a_file_that_inherits_nothing(tmp_path):
+    (tmp_path / "base.yaml").write_text(MIX % (SHAPE, "enable: True") + "Optimizer: {beta1: 0.5}\n")
+    own = f"_base_: base.yaml\n_inherited_: %s\nModel: {{{SHAPE}}}\n"
+    for word, precision in (("False", "fp32"), ("True", "fp16")):
+        (tmp_path / "run.yaml").write_text(own % word)
+        assert parse_pretrain(["-c", str(tmp_path / "run.yaml")]).precision.precision == precision
+
+
+REPLACED = [
+    ("-c {a} -c {b}", "{a}:2: Model.num_layers=2 gives way to {b}:1: Model.num_layers=4"),
+    ("-c {a} -c {b}", "{a}:6: Engine.max_steps=3 to {b}:2: Engine.max_steps=null"),
+    ("-c {a} -o Engine.max_steps=7 -o Engine.max_steps=8", "-o Engine.max_steps=7 gives way to -o Engine.max_steps=8"),
+    ("-c {a} -o Engine.max_steps=9 -o max_steps=11", "--max-steps 9 (-o Engine.max_steps) gives way to --max-steps 11"),
+    ("-c {a} -o Engine.max_steps=9 -o Engine=null", "-o Engine.max_steps=9 gives way to -o Engine=null"),
+    ("-c {a} -c {p} -c {q}", "--lr 1.0 ({p}:1) gives way to --lr 2.0 ({q}:1)"),
+    ("-c {a} --lr 1 --lr 2 --seed 3 --seed 4", "--lr 1.0 gives way to --lr 2.0, --seed 3 to --seed 4"),
+    ("-c {a} --use_amp true --use_amp false", "--use-amp true gives way to --use-amp false"),
+    ("-c {a} --bf16 --bf16 false", "--bf16 gives way to --bf16 false"),
+    ("-c {a} --bf16 false --bf16", "--bf16 false gives way to --bf16"),
+    # Another source, another turn, the same value, a word that says more: nothing is replaced.
+    ("-c {a} -o Engine.max_steps=7", ""),
+    ("-c {a} -o Engine.max_steps=7 --then -o Engine.max_steps=8", ""),
+    ("-c {a} --lr 1 --then --lr 2", ""),
+    ("-c {a} --lr 1 --lr 1.0", ""),
+    ("-c {a} --use-sharding --sharding-stage 2", ""),
+    ("-c {a} --bf16 false --fp16", ""),
+]
+
+
+@pytest.mark.parametrize("line, told", REPLACED)
+def test_words_that_others_of_their_source_replace_are_named(line, told, tmp_path, capsys):
+    files = dict(
+        a="Model:\n  num_layers: 2\n  hidden_size: 8\n  num_attention_heads: 2\nEngine:\n  max_steps: 3\n",
+        b="Model: {num_layers: 4}\nEngine: {max_steps: null}\n",
+        p="lr: 1\nseed: 3\n",
+        q="lr: 2\nseed: 3\n",
+    )
+    paths = {name: str(tmp_path / f"{name}.yaml") for name in files}
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    parse_pretrain(line.format(**paths).split())
+    notes = capsys.readouterr().err
+    assert told.format(**paths) in notes and notes.count("the last word for a setting counts:") == bool(told), notes
+
+
 def test_epochs(read):
     config, told = read(
         "-o Engine.run_mode=epoch -o Engine.num_train_epochs=3 -o Engine.eval_freq=2 -o Engine.save_load.save_epoch=1"
@@ -253,6 +362,13 @@ def test_what_yaml_can_write(tmp_path):
             "Model: {num_layers: 1}\nModel: {hidden_size: 1}\n",
             "run.yaml:2: Model is given twice (also in {folder}/run.yaml:1: Model.num_layers)",
         ),
+        (
+            "_base_: run.yaml\n_base_: run.yaml\n",
+            "run.yaml:2: _base_ is given twice (also in {folder}/run.yaml:1: _base_)",
+        ),
+        ("_base_: [a.yaml, b.yaml]\n", "run.yaml:1: _base_: one file is wanted"),
+        ("_inherited_: maybe\nModel: {num_layers: 1}\n", "run.yaml:1: _inherited_: 'maybe' is neither true nor false"),
+        ("Engine: {_inherited_: maybe}\n", "run.yaml:1: Engine._inherited_: 'maybe' is neither true nor false"),
         ("Model: {num_layers: 1, num_layers: 2}\n", "Model.num_layers is given twice"),
         ("Model: {num_layers: [1, 2]}\n", "run.yaml:1: Model.num_layers: num_layers takes one value"),
     ],

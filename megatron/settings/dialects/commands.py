@@ -27,6 +27,8 @@ def profiler_options(words: list[str], given: object = None) -> list[tuple[str, 
     found = [("--profile", []), ("--profile-step-start", steps[:1]), ("--profile-step-end", steps[1:])]
     found += [("--profile-dir", [path]) for path in [said.get("profile_path")] if path]
     found += [("--profile-detailed", [])] * said.get("tracer_option", "").endswith("OpDetail")
+    if said.get("tracer_option", "Default") not in ("Default", "OpDetail", "AllOpDetail"):
+        raise ValueError(f"tracer_option={said['tracer_option']}: there is Default, OpDetail, AllOpDetail")
     ends = said.get("exit_on_finished", "").lower() in ("yes", "true", "t", "1")
     return found + [("--exit-interval", steps[1:])] * ends
 
@@ -60,6 +62,9 @@ PADDLENLP = Dialect(
 --use_amp=true           --fp16; --amp-level O1; --initial-loss-scale 32768
 --use_sharding=true      --sharding-stage 1
 --use_recompute=true     --recompute-granularity full
+--use_amp=false          --use-amp false
+--use_sharding=false     --use-sharding false
+--use_recompute=false    --use-recompute false
 --check_accuracy=true    --hidden-dropout 0; --attention-dropout 0
 --lr_decay_style=cosine  --lr-decay-style cosine
 --lr_decay_style=none    --lr-decay-style constant

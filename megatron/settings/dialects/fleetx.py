@@ -126,6 +126,7 @@ IDLE = {
     "the tokenizer says which tokens begin, end and fill up": """Generation.bos_token_id Generation.eos_token_id
         Generation.pad_token_id Generation.decoder_start_token_id""",
     "it is the same choice by other kernels": "Generation.use_topp_sampling Generation.inference",
+    "the log has what each step does": "Engine.verbose",
     "a terminal shows how far an evaluation is, and results are over all": "Offline_Eval.logging_freq",
 }
 # sentence: the same of what is refused
@@ -192,17 +193,32 @@ def read(path: str, above: tuple[Path, ...] = ()) -> Entries:
     file, root, base = Path(path), compose(path), {}
     if file.resolve() in above:
         raise UsageError(f"{path}: builds on itself ({BASE})")
-    for key, node in root.value if root is not None else ():
-        if key.value == BASE:
-            if isinstance(node.value, list):
-                names = ", ".join(str(getattr(one, "value", one)) for one in node.value)
-                here = f"{path}:{key.start_mark.line + 1}"
-                raise UsageError(f"{here}: {BASE} names one file, and there are {len(node.value)}: {names}")
-            below = file.parent / str(node.value)
-            if not below.is_file():
-                raise UsageError(f"{path}:{key.start_mark.line + 1}: {BASE}: {below}: no such file")
-            base = read(str(below), (*above, file.resolve()))
-    return over(base, _flat(root, lambda key: f"{path}:{key.start_mark.line + 1}: ")) if root is not None else base
+    lines = [(node, f"{path}:{key.start_mark.line + 1}: {BASE}") for key, node in _pairs(root) if key.value == BASE]
+    for node, where in lines[:1]:
+        if len(lines) > 1:
+            raise UsageError(f"{lines[1][1]} is given twice (also in {where})")
+        if isinstance(node.value, list):
+            names = ", ".join(str(getattr(one, "value", one)) for one in node.value)
+            raise UsageError(f"{where} names one file, and there are {len(node.value)}: {names}")
+        below = file.parent / node.value
+        if not below.is_file():
+            raise UsageError(f"{where}: {below}: no such file")
+        base = read(str(below), (*above, file.resolve()))
+    origin = lambda key: f"{path}:{key.start_mark.line + 1}: "
+    alone = any(key.value == INHERITED and not _inherits(node, origin(key)) for key, node in _pairs(root))
+    return over({} if alone else base, _flat(root, origin)) if root is not None else base
+
+
+def _pairs(root) -> list[tuple]:
+    return root.value if root is not None else []
+
+
+def _inherits(node, where: str) -> bool:
+    """The value of `_inherited_`: whether what stands in the file below is kept."""
+    word = str(node.value).lower()
+    if word not in YES + NO:
+        raise UsageError(f"{where}{INHERITED}: '{node.value}' is neither true nor false")
+    return word in YES
 
 
 def override(entries: Entries, key: str, text: str) -> Entries:
@@ -232,8 +248,8 @@ def _flat(mapping, origin, prefix: str = "") -> Entries:
         if first := next((one for name, one in found.items() if f"{name}.".startswith(f"{key}.")), None):
             raise UsageError(f"{origin(key_node)}{key} is given twice (also in {first.where})")
         if key_node.value == INHERITED:
-            if str(node.value).lower() in NO:
-                section = prefix.rstrip(".")
+            section = prefix.rstrip(".")
+            if not _inherits(node, f"{origin(key_node)}{prefix}") and section:
                 found[section] = TheirSetting(section, None, "", "")
         elif isinstance(node.value, list) and node.id == "mapping":
             found |= _flat(node, origin, f"{key}.")
@@ -266,6 +282,7 @@ class Translated:
     notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
     problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
+    emptied: Entries = field(default_factory=dict)  # keys and sections that are null
 
     def word(self, key: str, default: str = "") -> str:
         """The value in small letters."""
@@ -306,6 +323,7 @@ class Translated:
 def translate(entries: Entries, purpose: str = "train") -> Translated:
     """What entries mean to the command that reads them: train, task (fine-tuning), generate, evaluate, or another one."""
     out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose)
+    out.emptied = {key: one for key, one in entries.items() if one.words is None}
     if purpose in TABLES:
         _module(out)
     another = out.problems[:] if purpose_of(entries) != purpose else None
@@ -420,7 +438,7 @@ def _lengths(out: Translated) -> None:
     if by_epochs:
         out.say("--full-validation", ["true"], mode)
         out.note("a validation goes over the whole set", batches)
-        out.note(f"training is counted in epochs ({mode})", *{steps, save} - set(unlimited))
+        out.note(f"training is counted in epochs ({mode})", *(key for key in (steps, save) if key not in unlimited))
     if counted:
         out.say("--train-epochs", None if epochs in out.given else ["1"], epochs, mode, steps)
     elif auto and epochs in out.given:
@@ -428,8 +446,8 @@ def _lengths(out: Translated) -> None:
     elif out.word(epochs) != "1":
         out.note(f"training is as long as {steps} says", epochs)
     if not counted:
-        out.note("training is counted in steps, not in epochs", *{save_epoch} - set(unlimited))
-        out.note(f"{epochs} says how long training is, where it is given", *{steps} & set(unlimited))
+        out.note("training is counted in steps, not in epochs", *[save_epoch] * (save_epoch not in unlimited))
+        out.note(f"{epochs} says how long training is, where it is given", *[steps] * (steps in unlimited))
     out.take(mode, epochs, *unlimited)
 
 
@@ -443,17 +461,16 @@ def _precision(out: Translated) -> None:
     at, formats = "Engine.mix_precision.", dict(float16="fp16", bfloat16="bf16")
     names = "dtype level scale_loss custom_black_list custom_white_list"
     half, level, scale, *lists = (at + name for name in names.split())
-    states = {at + name: out.is_on(at + name) for name in ("enable", "use_pure_fp16") if at + name in out.given}
-    switches = [key for key, on in states.items() if on] or list(states)
-    out.take(*states)
-    if not (any(states.values()) or not states and level in out.given):
+    on, switches = _switch(out, at + "enable", at + "use_pure_fp16")
+    if not on and (switches or level not in out.given):
         if switches:
             out.say("--precision", ["fp32"], *switches)
-        return out.note("mixed precision is off: Engine.mix_precision.enable is not true", half, level, scale, *lists)
+        off = (switches or [at + "enable"])[0]
+        return out.note(f"mixed precision is off: {off} is not true", half, level, scale, *lists)
     known, word = out.word(half, "float16"), out.word(level, "o2")
     if known not in formats:
         return out.refuse(half, f"'{known}' is not supported; there is: float16, bfloat16")
-    out.say("--precision", [formats[known]], half, *switches, level)
+    out.say("--precision", [formats[known]], half, *(switches or [level]))
     if word in ("o1", "o2"):
         out.say("--amp-level", [word.upper()], level, *switches)
     else:
@@ -466,15 +483,29 @@ def _precision(out: Translated) -> None:
         out.note("at level O2 formats are not chosen op by op; the lists belong to O1", *lists)
 
 
-def _recompute(out: Translated) -> None:
-    what, kept, *switches = RECOMPUTED
-    states = {key: out.is_on(key) for key in switches if key in out.given}
-    said = [key for key, on in states.items() if on] or list(states)
+def _switch(out: Translated, *names: str) -> tuple[bool, list[str]]:
+    """(whether a switch of several names is on, the names that say so). What says otherwise is noted.
+
+    -o counts before files; of one source, the name that is on.
+    """
+    states = {key: out.is_on(key) for key in names if key in out.given}
+    own = {key: on for key, on in states.items() if out.given[key].where.startswith(COMMAND)} or states
+    switches = [key for key, on in own.items() if on] or list(own)
+    on = any(own.values())
+    out.note(
+        " and ".join(f"{key} is {str(on).lower()}" for key in switches), *(k for k in states if states[k] is (not on))
+    )
     out.take(*states)
-    if any(states.values()):
-        return out.say("--recompute-granularity", None if what in out.given else ["full"], what, *said)
-    if said:
-        out.say("--use-recompute", ["false"], *said)
+    return on, switches
+
+
+def _recompute(out: Translated) -> None:
+    what, kept, *names = RECOMPUTED
+    on, switches = _switch(out, *names)
+    if on:
+        return out.say("--recompute-granularity", None if what in out.given else ["full"], what, *switches)
+    if switches:
+        out.say("--use-recompute", ["false"], *switches)
     out.note("Model.use_recompute is not true", what, kept)
 
 
@@ -495,7 +526,9 @@ def _sharding(out: Translated) -> None:
 def _profiler(out: Translated) -> None:
     steps = "Profiler.scheduler"
     if not out.is_on("Profiler.enable"):
-        return out.note("Profiler.enable is not true", *{*out.left("Profiler.")} - {"Profiler.enable"})
+        return out.note(
+            "Profiler.enable is not true", *(key for key in out.left("Profiler.") if key != "Profiler.enable")
+        )
     numbers = out.word(steps).replace(",", " ").split()
     if len(numbers) == 2:
         out.say("--profile-step-start", numbers[:1], steps)
@@ -505,9 +538,16 @@ def _profiler(out: Translated) -> None:
         out.refuse(steps, f"'{out.word(steps)}' is not supported; {why}")
 
 
-def _warmup(out: Translated) -> None:
-    """A share of the decay, or from 1 on steps."""
+def _rates(out: Translated) -> None:
+    """Rate and warm-up have two names each, of which -o counts. A warm-up is a share of the decay, or from 1 on steps."""
+    for names in (("max_lr", "learning_rate"), ("warmup_rate", "warmup")):
+        given = [key for name in names if (key := f"Optimizer.lr.{name}") in out.given]
+        own = [key for key in given if out.given[key].where.startswith(COMMAND)]
+        if own:
+            out.note(f"-o {own[-1]} says it", *(key for key in given if key not in own))
     key = "Optimizer.lr.warmup"
+    if key in out.taken:
+        return
     try:
         if float(out.word(key, "0")) >= 1:
             out.say("--lr-warmup-iters", None, key)
@@ -613,8 +653,9 @@ def _offline(out: Translated) -> None:
 def _clipping(out: Translated) -> None:
     """Their optimizers clip nothing without `grad_clip`; --clip-grad does."""
     if "Optimizer.name" in out.given and "Optimizer.grad_clip.clip_norm" not in out.given:
-        out.flags.append(("--clip-grad", ["0"], out.given["Optimizer.name"]))
+        emptied = [one for key, one in out.emptied.items() if key.startswith("Optimizer.grad_clip") and one.where]
+        out.flags.append(("--clip-grad", ["0"], (emptied or [out.given["Optimizer.name"]])[-1]))
 
 
-TRAINED = (_clipping, _lengths, _precision, _recompute, _sharding, _profiler, _warmup, _data)
+TRAINED = (_clipping, _lengths, _precision, _recompute, _sharding, _profiler, _rates, _data)
 JOINTS = dict(train=TRAINED, task=TRAINED, generate=(_weights, _strategy), evaluate=(_weights, _offline))
