@@ -362,7 +362,11 @@ RULES = (
         lambda s: "--amp-level O1 casts op by op, which --torch-compile does not see; drop one of them",
     ),
     Rule(
-        lambda s: s.recompute_granularity != "full" and (s.recompute_method or s.recompute_num_layers),
+        lambda s: (
+            s.recompute_granularity != "full"
+            and (s.recompute_method or s.recompute_num_layers)
+            and (s.recompute_num_layers is None or s.recompute_num_layers > 0)
+        ),
         lambda s: (
             f"{' and '.join(said(s, name) for name in ('recompute_method', 'recompute_num_layers') if getattr(s, name))}: "
             "goes with --recompute-granularity full alone"

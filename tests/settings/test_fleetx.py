@@ -366,7 +366,7 @@ def test_what_yaml_can_write(tmp_path):
             "_base_: run.yaml\n_base_: run.yaml\n",
             "run.yaml:2: _base_ is given twice (also in {folder}/run.yaml:1: _base_)",
         ),
-        ("_base_: [a.yaml, b.yaml]\n", "run.yaml:1: _base_: one file is wanted"),
+        ("_base_: [a.yaml, b.yaml]\n", "run.yaml:1: _base_ names one file, and there are 2"),
         ("_inherited_: maybe\nModel: {num_layers: 1}\n", "run.yaml:1: _inherited_: 'maybe' is neither true nor false"),
         ("Engine: {_inherited_: maybe}\n", "run.yaml:1: Engine._inherited_: 'maybe' is neither true nor false"),
         ("Model: {num_layers: 1, num_layers: 2}\n", "Model.num_layers is given twice"),

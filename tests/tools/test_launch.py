@@ -287,11 +287,14 @@ def test_paddles_words_for_gpus(words, tmp_path, monkeypatch):
     """A rank for each, and ranks that see these alone."""
     (tmp_path / "rank.py").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
     from torch.distributed.run import config_from_args, get_args_parser
 
     args = launch.parse(get_args_parser(), [*words, "rank.py"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and config_from_args(args)[0].nproc_per_node == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(errors.UsageError, match="CUDA_VISIBLE_DEVICES=4,5 does not have 2, 3"):
+        launch.parse(get_args_parser(), [*words, "rank.py"])
 
 
 def test_ranks_that_cannot_be_started(start, tmp_path):
