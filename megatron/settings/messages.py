@@ -12,6 +12,16 @@ from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting
 from megatron.settings.statements import SaidBy
 
+# a flag of PaddleNLP's other commands -> what says it here
+ELSEWHERE = {
+    "--init-checkpoint-path": "--load",
+    "--decode-strategy": "--greedy",
+    "--max-length": "--tokens-to-generate",
+    "--max-dec-len": "--tokens-to-generate",
+    "--min-length": "--min-tokens-to-generate",
+    "--cloze-eval": "--task",
+    "--batch-size": "--micro-batch-size",
+}
 FEW = 4  # words that a note names in its one line
 
 
@@ -29,6 +39,8 @@ def _near(flag: str, flags: Collection[str]) -> list[str]:
     flag = "--" + flag.strip("-;,.")  # -tp, --bf16;
     if flag in flags:
         return [flag]
+    if ELSEWHERE.get(flag) in flags:
+        return [ELSEWHERE[flag]]
     near = difflib.get_close_matches(flag, flags, n=2, cutoff=0.75)
     near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)
     # Part of a name: --vocab, --keys.

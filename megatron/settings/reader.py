@@ -111,7 +111,7 @@ class SettingsReader:
             return False
         try:
             for flag, words in profiler_options(word.words):
-                self.read(word._replace(flag=flag, words=words))
+                self.read(word._replace(flag=flag, words=words, where=word.where or word.flag))
         except ValueError as error:
             self.problems.append(f"{word} {error}")
         if idle := [part.strip() for part in " ".join(word.words).split(";") if part.strip().startswith(TABLES)]:
@@ -150,6 +150,8 @@ class SettingsReader:
         for path in paths:
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalais(path)):
                 root = files.compose(path)
+                if root is None:
+                    self.notes.append(f"{path} is empty: it sets nothing")
                 if root is not None and fleetx.is_fleetx(root):
                     below, own = entries, fleetx.read(path)
                     entries = fleetx.over(below, own)

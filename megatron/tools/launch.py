@@ -132,6 +132,11 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     parser.add_argument("--gpus", "--devices", help="GPUs for the ranks, one each: 2,3 (PaddlePaddle's flag)")
     parser.prog, parser.description, parser.error = f"python -m {MODULE}", "Start the ranks of a job.", refuse
     args = parser.parse_args(argv)
+    if place := re.fullmatch(r"([^:]+):(\d+)", args.master_addr):
+        raise UsageError(
+            f"--master-addr {place[0]}: an address without a port is wanted",
+            do=f"say --master-addr {place[1]} --master-port {place[2]}",
+        )
     if args.gpus is not None:
         use_gpus(args, parser.get_default("nproc_per_node"))
     if re.fullmatch(r"0+|-\d+", str(args.nproc_per_node)):
@@ -140,8 +145,12 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
         )
     script = args.training_script
     if not (args.module or args.no_python) and not Path(script).is_file():
+        from megatron.settings.dialects.programs import here_for
+
         scripts = [str(path) for path in Path(script).parent.glob("*.py")]
-        raise UsageError(f"{script}: no such script{did_you_mean(script, scripts)}")
+        ours = here_for(Path(script).name)
+        near = f"; here it is {ours}" if ours else did_you_mean(script, scripts)
+        raise UsageError(f"{script}: no such script{near}")
     if args.no_python and shutil.which(script) is None:
         raise UsageError(f"{script}: no such program")
     return args
@@ -153,9 +162,12 @@ def instead_of(flag: str, argv: list[str]) -> str:
     from megatron.settings.sources import flags_of_words
     from megatron.settings.translate import translate
 
-    given = next(one for one in flags_of_words([(word, "", "") for word in argv]) if one.key == flag)
+    words = [one._replace(words=one.words[:1]) for one in flags_of_words([(word, "", "") for word in argv])]
+    given = next(one for one in words if one.key == flag)
+    machines = [one for one in words if one.key.replace("_", "-") in ("--nnodes", "--node-rank", "--rank")]
     for launcher in LAUNCHERS:
-        if start := translate(launcher, [given._replace(words=given.words[:1])]).start:
+        if translate(launcher, [given]).start:
+            start = translate(launcher, [*machines, given] if given not in machines else [given]).start
             lines, told = meeting(start)
             words = " ".join(word for line in lines for word in (line.flag, *line.words))
             several = "--rdzv-endpoint" in words
@@ -166,11 +178,19 @@ def instead_of(flag: str, argv: list[str]) -> str:
 def use_gpus(args: Namespace, unsaid: object) -> None:
     """--gpus 2,3: the ranks see these devices, and are as many. unsaid: --nproc-per-node where nobody gives it."""
     names = [name.strip() for name in args.gpus.split(",")]
+    if not args.gpus.strip():
+        raise UsageError("--gpus is empty (a shell variable that is not set?)", do="--gpus 0,1,2,3")
     if not all(name.isdecimal() for name in names) or len(set(names)) < len(names):
         raise UsageError(f"--gpus {args.gpus}: numbers of different GPUs are wanted", do="--gpus 0,1,2,3")
     if args.nproc_per_node not in (unsaid, str(len(names)), "gpu", "auto"):
         count = f"{len(names)} ranks, one for each"
         raise UsageError(f"--gpus {args.gpus} is {count}, and --nproc-per-node {args.nproc_per_node} another number")
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if visible and (hidden := [name for name in names if name not in visible]):
+        raise UsageError(
+            f"--gpus {args.gpus}: CUDA_VISIBLE_DEVICES={','.join(visible)} does not have {', '.join(hidden)}",
+            do=f"name some of these, as PaddlePaddle counts: --gpus {','.join(visible)}; or leave CUDA_VISIBLE_DEVICES out",
+        )
     args.nproc_per_node, os.environ["CUDA_VISIBLE_DEVICES"] = str(len(names)), ",".join(names)
 
 

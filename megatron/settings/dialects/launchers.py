@@ -8,7 +8,7 @@ may end in flags of this suite, where a launcher says what its program is to do 
 
 from collections.abc import Mapping
 
-from megatron.settings.dialects.table import Dialect, FlagLine
+from megatron.settings.dialects.table import Dialect, FlagLine, NoEffect
 
 MACHINES = (
     "start it on each machine, with --rdzv-backend c10d --rdzv-endpoint FIRST:PORT, or --node-rank and --master-addr"
@@ -68,14 +68,25 @@ LOST = {
 }
 
 
+DEVICES = [f"--{name}" for name in ("gpus", "devices", "xpus", "npus", "selected_gpus", "gpu_ids")]
+
+
 def cards(words, given):
     """A list of devices as how many there are, and which, unless these are the first ones."""
+    last = [one for one in given.values() if one.key in DEVICES][-1:]
+    if last and last[0].words != words:
+        raise NoEffect(f"{last[0].text} says which, the last word for it")
     numbers = [number for word in words for number in word.split(",") if number]
     if numbers == ["all"]:
         return [("--nproc-per-node", ["gpu"])]
     first = [str(number) for number in range(len(numbers))]
     hidden = [(f"CUDA_VISIBLE_DEVICES={','.join(numbers)}", [])] * (numbers != first)
     counted = {"--nproc_per_node", "--num_processes"} & set(given)
+    ranks = given["--nproc_per_node"].value if "--nproc_per_node" in given else str(len(numbers))
+    if ranks.isdecimal() and int(ranks) != len(numbers):
+        raise ValueError(
+            f"these are {len(numbers)} devices, and --nproc_per_node says {ranks} ranks: one for each is wanted"
+        )
     return hidden + [("--nproc-per-node", [str(len(numbers))])] * (not counted)
 
 
@@ -120,7 +131,7 @@ def torchruns_words(words, given):
 
 
 COMPUTED = {
-    **{f"--{name}": cards for name in ("gpus", "devices", "xpus", "npus", "selected_gpus", "gpu_ids")},
+    **dict.fromkeys(DEVICES, cards),
     **{flag: first_of for flag in ("--ips", "--cluster_node_ips")},
     **{
         flag: lambda words, given: [("--log-dir", words), ("-r", ["3"])]

@@ -18,4 +18,15 @@ OURS = {
     },
 }
 # what there is for a program with other flags
-INSTEAD = {"tools/export.py": "python -m megatron.tools.checkpoint to-hf writes weights for other programs"}
+INSTEAD = {
+    "tools/export.py": "python -m megatron.tools.checkpoint to-hf writes weights for other programs",
+    "run_eval.py": "python -m megatron.tools.evaluate --load DIR --eval-path FILE evaluates",
+    "run_generation.py": "python -m megatron.tools.generate --load DIR --prompt TEXT generates",
+}
+# programs that train
+TRAINS = "run_pretrain.py run_pretrain_static.py".split()
+
+
+def here_for(name: str) -> str:
+    """What there is for another suite's script, by its name; "" for one that nobody knows."""
+    return "pretrain_gpt.py" if name in TRAINS else OURS.get(name) or INSTEAD.get(name, "")
