@@ -253,7 +253,7 @@ run_python() { # a script of the project, or -m module, and its arguments
 
 run() { # the command takes the place of this shell, so that signals reach it
     if [ -n "${PRINT:-}" ]; then
-        printf '%s\n' "$(printf '%q ' "$@")" # in one piece: several machines may speak at once
+        printf '%s\n' "${GPUS:+CUDA_VISIBLE_DEVICES=$GPUS }$(printf '%q ' "$@")" # in one piece: several machines may speak at once
         exit
     fi
     exec "$@"

@@ -27,6 +27,7 @@ class CreateOptions:
     output_prefix: str = setting("files are named <prefix>_ids.npy and <prefix>_idx.npz")
     model_name: Optional[str] = setting("folder with the vocabulary, or its name in $MEGATRON_CACHE", None)
     data_format: Literal["JSON"] = setting("one JSON object a line is the only format", "JSON", also=dict(text="JSON"))
+    data_impl: Optional[Literal["mmap", "lazy"]] = setting("PaddleNLP's choice of .bin and .idx; see the note", None)
     json_keys: Optional[list[str]] = setting("key whose text is taken (default: text)", None, "--json-key")
     split_sentences: bool = setting("one sequence per sentence instead of one per document", False)
     sentence_splitter: Literal["auto", "nltk", "sentencex"] = setting(
@@ -64,6 +65,12 @@ def main(argv: list[str]) -> None:
     vocabulary = parsed["tokenizer"]
     if settings.model_name and vocabulary.tokenizer_model is None:
         vocabulary = replace(vocabulary, tokenizer_model=settings.model_name)
+    if settings.data_impl:
+        print(
+            f"note: --data-impl {settings.data_impl} has no effect: _ids.npy and _idx.npz are written, which training "
+            "reads as well; python preprocess_data.py writes .bin and .idx",
+            file=sys.stderr,
+        )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leave by the `finally` clauses
 
     from megatron.data.json_input import find_sources

@@ -130,7 +130,7 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
     if settings.task and not settings.valid_data:
         raise UsageError(f"--task {settings.task} needs --valid-data")
     if settings.valid_data and not Path(settings.valid_data).is_file():
-        raise DataError(f"--valid-data {settings.valid_data}: no such file")
+        raise DataError(f"{words_of(given, 'valid_data', settings.valid_data)}: no such file")
     for name in ("micro_batch_size", "seq_length", "overlapping_eval"):
         size = getattr(settings, name)
         if size is not None and size < 1:

@@ -170,6 +170,17 @@ def test_generation_and_evaluation_read_their_sections(tmp_path):
     assert e.data_path is None
 
 
+def test_data_of_an_evaluation_that_are_missing_are_named_by_their_key(tmp_path):
+    from megatron.errors import DataError
+    from megatron.settings.parse import parse_with_record
+    from megatron.tools import evaluate
+
+    (tmp_path / "g.yaml").write_text("Offline_Eval: {eval_path: no.jsonl, cloze_eval: True}\n")
+    made, said = parse_with_record(["-c", str(tmp_path / "g.yaml"), "--load", "x"], dict(evaluate=EvaluateOptions))
+    with pytest.raises(DataError, match="g.yaml:1: Offline_Eval.eval_path.: no such file"):
+        evaluate.check(made["evaluate"], said)
+
+
 def test_every_table_names_keys_of_known_sections():
     assert all(key.split(".")[0] in fleetx.SECTIONS for key in fleetx.KNOWN)
     assert set(fleetx.read(str(FILE))) == set(KEYS)

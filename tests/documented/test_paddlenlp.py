@@ -103,6 +103,7 @@ def test_options_of_the_profiler(flag, options, seen, ends, capsys):
     p = config.profiling
     assert p.profile and (p.profile_step_start, p.profile_step_end, p.profile_dir, p.profile_detailed) == seen
     assert config.batch.exit_interval == ends
+    assert config.statements["profile"].origin == flag.replace("_", "-") and config.given("profile")
     assert ("state=GPU has no effect" in capsys.readouterr().err) == ("state" in options)
 
 
@@ -110,6 +111,7 @@ def test_options_of_the_profiler(flag, options, seen, ends, capsys):
     "options, words",
     [
         ("batch_rang=[1,2]", "'batch_rang' is no option of the profiler"),
+        ("tracer_option=Some", "tracer_option=Some: there is Default, OpDetail, AllOpDetail"),
         ("batch_range=[1]", "batch_range=[1]: the first step and the one to end before"),
         ("batch_range=often", "batch_range=often: the first step"),
     ],
@@ -118,3 +120,45 @@ def test_options_that_the_profiler_does_not_know(options, words):
     with pytest.raises(UsageError) as refused:
         parse_pretrain([*TINY, "--profiler_options", options])
     assert f"--profiler-options {words}" in str(refused.value)
+
+
+LAUNCH, TRAIN = "python -m paddle.distributed.launch", "run_pretrain.py --max_lr 1e-4"
+
+
+@pytest.mark.parametrize(
+    "words, start, told",
+    [
+        (f"{LAUNCH} --gpus 2,3 --devices 0,1 {TRAIN}", "torchrun --nproc-per-node 2 pre", "--devices 0,1 says which"),
+        (f"{LAUNCH} --gpus 2,3 --devices 4,5 {TRAIN}", "CUDA_VISIBLE_DEVICES=4,5 torchrun --nproc-per-node 2 pre", ""),
+        (f"{LAUNCH} --gpus 2,3 --nproc_per_node 4 {TRAIN}", "torchrun --nproc-per-node 4", "these are 2 devices"),
+        (f"python {TRAIN} --sharding_stage 2 --use_sharding false", "python pre", "--use_sharding false says another"),
+        ("python run_eval.py --model_name gpt2-en", "", "python -m megatron.tools.evaluate --load DIR"),
+        ("python run_generation.py --top_k 3", "", "python -m megatron.tools.generate --load DIR"),
+    ],
+)
+def test_what_translate_makes_of_devices_switches_and_other_commands(words, start, told, capsys):
+    from megatron.tools import translate
+
+    translate.main(["--from", "paddlenlp", words])
+    out = capsys.readouterr().out
+    assert told in out and f"\n{start}" in f"\n{out}"
+    assert "use_sharding" not in words or "--sharding-stage 0" in out
+
+
+@pytest.mark.parametrize(
+    "flag, instead",
+    [("init_checkpoint_path", "load"), ("decode_strategy", "greedy"), ("max_length", "tokens-to-generate")],
+)
+def test_words_of_the_other_commands_have_a_hint(flag, instead):
+    from megatron.inference.sampling import Sampling
+    from megatron.settings.parse import parse
+    from megatron.tools.generate import GenerateOptions
+
+    with pytest.raises(UsageError, match=f"did you mean --{instead}"):
+        parse([f"--{flag}", "x"], dict(generate=GenerateOptions, sampling=Sampling))
+
+
+def test_an_empty_file_is_named(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("\n")
+    parse_pretrain([*TINY, "-c", str(tmp_path / "run.yaml")])
+    assert f"note: {tmp_path}/run.yaml is empty: it sets nothing" in capsys.readouterr().err

@@ -378,6 +378,14 @@ def test_an_interrupted_run_leaves_nothing(bpe, tmp_path, monkeypatch, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+def test_data_impl_is_named(bpe, tmp_path, capsys):
+    """PaddleNLP writes .bin and .idx for it."""
+    (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n')
+    main([*flags(bpe, "GPTTokenizer", tmp_path / "in.jsonl", tmp_path / "out"), "--data_impl", "mmap"])
+    assert "note: --data-impl mmap has no effect: _ids.npy and _idx.npz are written" in capsys.readouterr().err
+    assert (tmp_path / "out_ids.npy").exists() and not (tmp_path / "out.bin").exists()
+
+
 # Sample -----------------------------------------------------------------------------------------------------------------
 
 

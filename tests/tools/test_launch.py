@@ -262,6 +262,16 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):
             "--master is no word of this launcher\n  -> say --master-addr a --master-port 300",
         ),
         (
+            ["--master", "10.0.0.1:8090", "--nnodes", "2", "rank.py"],
+            "say --nnodes 2 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:8090, the same on each machine",
+        ),
+        (["--master-addr", "a:8091", "rank.py"], "say --master-addr a --master-port 8091"),
+        (
+            ["--gpus", "0", "run_pretrain_static.py"],
+            "run_pretrain_static.py: no such script; here it is pretrain_gpt.py",
+        ),
+        (["--gpus", "", "rank.py"], "--gpus is empty"),
+        (
             ["--num_machines", "2", "rank.py"],
             "say --nnodes 2; 2 machines: start it on each machine, with --rdzv-backend",
         ),
@@ -287,14 +297,14 @@ def test_paddles_words_for_gpus(words, tmp_path, monkeypatch):
     """A rank for each, and ranks that see these alone."""
     (tmp_path / "rank.py").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
     from torch.distributed.run import config_from_args, get_args_parser
 
-    args = launch.parse(get_args_parser(), [*words, "rank.py"])
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and config_from_args(args)[0].nproc_per_node == 2
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")  # what a scheduler lends: the others are somebody else's
     with pytest.raises(errors.UsageError, match="CUDA_VISIBLE_DEVICES=4,5 does not have 2, 3"):
         launch.parse(get_args_parser(), [*words, "rank.py"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
+    args = launch.parse(get_args_parser(), [*words, "rank.py"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and config_from_args(args)[0].nproc_per_node == 2
 
 
 def test_ranks_that_cannot_be_started(start, tmp_path):

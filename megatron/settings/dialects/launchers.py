@@ -75,7 +75,7 @@ def cards(words, given):
     """A list of devices as how many there are, and which, unless these are the first ones."""
     last = [one for one in given.values() if one.key in DEVICES][-1:]
     if last and last[0].words != words:
-        raise NoEffect(f"{last[0].text} is given later, and counts")
+        raise NoEffect(f"{last[0].text} says which, the last word for it")
     numbers = [number for word in words for number in word.split(",") if number]
     if numbers == ["all"]:
         return [("--nproc-per-node", ["gpu"])]
@@ -85,7 +85,7 @@ def cards(words, given):
     ranks = given["--nproc_per_node"].value if "--nproc_per_node" in given else str(len(numbers))
     if ranks.isdecimal() and int(ranks) != len(numbers):
         raise ValueError(
-            f"names {len(numbers)} devices, and --nproc_per_node {ranks} ranks: give one device for each rank"
+            f"these are {len(numbers)} devices, and --nproc_per_node says {ranks} ranks: one for each is wanted"
         )
     return hidden + [("--nproc-per-node", [str(len(numbers))])] * (not counted)
 
