@@ -38,7 +38,8 @@ def of_given_values(sentences: list[str], s: SimpleNamespace) -> list[str]:
     """Those that speak of no value which stands in for one out of range, or follows from it: nobody has given that."""
     if s.stand_ins & SIZES:
         return []
-    flags = [re.compile(rf"{_flag(name)}(?![\w-])") for name in s.stand_ins]
+    spelled = {word for name in s.stand_ins for word in (_flag(name), said(s, name).split()[0])}
+    flags = [re.compile(rf"{re.escape(flag)}(?![\w-])") for flag in spelled]
     return [sentence for sentence in sentences if not any(flag.search(sentence) for flag in flags)]
 
 
@@ -362,11 +363,7 @@ RULES = (
         lambda s: "--amp-level O1 casts op by op, which --torch-compile does not see; drop one of them",
     ),
     Rule(
-        lambda s: (
-            s.recompute_granularity != "full"
-            and (s.recompute_method or s.recompute_num_layers)
-            and (s.recompute_num_layers is None or s.recompute_num_layers > 0)
-        ),
+        lambda s: s.recompute_granularity != "full" and (s.recompute_method or s.recompute_num_layers),
         lambda s: (
             f"{' and '.join(said(s, name) for name in ('recompute_method', 'recompute_num_layers') if getattr(s, name))}: "
             "goes with --recompute-granularity full alone"

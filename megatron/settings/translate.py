@@ -131,7 +131,8 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
         out.idle.append((source, idle))
     elif dialect.knows(source.key):
         known_values = dialect.values(source.key)
-        told = f"is none of {', '.join(known_values)}" if known_values != ["true"] else "is neither true nor false"
+        switch = known_values in (["true"], ["true", "false"])
+        told = "is neither true nor false" if switch else f"is none of {', '.join(known_values)}"
         meaning = dialect.table.get(f"{source.key}=true", "").replace(";", "")
         held = unread(source.value) + (f" or, if it is true, {meaning}" if meaning else "")
         out.lost.append((source, held if VARIABLE.search(source.value) else f"'{source.value}' {told}"))

@@ -70,7 +70,8 @@ def load(
     pieces = optimizer.pieces(moments=not weights_only)
 
     def fits(record: dict[str, Any]) -> None:
-        if vocab_size is not None:
+        kinds = (config.model.model_type, *recipe_of(config).starts_from)
+        if vocab_size is not None and record["config"].get("model", {}).get("model_type") in kinds:
             changes.refuse_other_rows(config, record.get("vocab_size"), vocab_size)
         if settings.finetune:
             _refuse_another_trunk(config, record["config"])
