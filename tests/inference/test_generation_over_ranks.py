@@ -201,7 +201,7 @@ def wrong(monkeypatch, ranks, *words):
     [
         (1, "--pp 2", "tensor 1 x pipeline 2 = 2 ranks, and this job has 1(?s:.*)--nproc-per-node 2"),
         (4, "", "1 ranks, and this job has 4"),
-        (4, "--tp 0", "--tensor-model-parallel-size 0: has to be at least 1"),
+        (4, "--tp 0", "--tp 0: has to be at least 1"),
         (2, "--encoder-pipeline-stages 0", "= 1 ranks, and this job has 2"),
         (1, "--num-samples 0", "--num-samples 0: has to be at least 1"),
         (1, "--distributed-timeout-minutes 0", "has to be above 0"),

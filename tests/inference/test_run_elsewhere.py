@@ -13,7 +13,6 @@ import preprocess_data
 import pretrain_gpt
 from megatron.errors import DataError, SettingsError
 from megatron.mpu.mesh import Mesh
-from megatron.settings.schema import TokenizerSettings
 from megatron.tools import evaluate, generate, lm_eval, trace, train_tokenizer
 
 TEXTS = dict(
@@ -94,7 +93,7 @@ def test_the_harness_checks_the_vocabulary_too(desk, elsewhere, monkeypatch):
     """lm-evaluation-harness itself is not asked: the model is made before."""
     monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
     monkeypatch.setitem(sys.modules, "megatron.tasks.harness", SimpleNamespace(HarnessModel=None))
-    given = TokenizerSettings(vocab_file=f"{desk}/other/vocab.json", merge_file=f"{desk}/other/merges.txt")
+    given = dict(vocab_file=f"{desk}/other/vocab.json", merge_file=f"{desk}/other/merges.txt")
     options = lm_eval.HarnessOptions(load=f"{desk}/runs/gpt", tasks=["any"])
     with pytest.raises(SettingsError, match="not the vocabulary that .* has learned"):
         lm_eval.evaluate(options, given, SimpleNamespace(device="cpu", mesh=Mesh()))

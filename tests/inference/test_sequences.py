@@ -126,7 +126,7 @@ def test_the_tool_writes_what_a_small_model_has_learned(tmp_path, capsys):
         generate_targets(model, [[3] * 9], Sampling(), longest=(8, 6))
     for search, sampling, match in (
         (Search(0), Sampling(), "--num-beams 0"),
-        (Search(2), Sampling(top_k=4), "--top-k has no place"),
+        (Search(2), Sampling(top_k=4), "--top-k 4 has no place"),
     ):
         with pytest.raises(SettingsError, match=match):
             generate_targets(model, [[3]], sampling, search, longest=(8, 6))
