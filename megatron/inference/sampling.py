@@ -8,7 +8,7 @@ from typing import Literal, Optional
 from megatron.errors import SettingsError
 from megatron.settings.effects import Needs
 from megatron.settings.schema import setting
-from megatron.settings.statements import NOBODY, Statement, words_of
+from megatron.settings.statements import NONE, Statement, words_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Sampling:
         notes = [f"--{name.replace('_', '-')} {value:g} {strategy}" for name, value in without.items()]
         return replace(self, **dict.fromkeys(without, 0)), notes
 
-    def check(self, given: Mapping[str, Statement] = NOBODY) -> None:
+    def check(self, given: Mapping[str, Statement] = NONE) -> None:
         """Raise SettingsError for values that mean nothing. given: setting -> who gave it, where that is known."""
         wrong = [
             f"{words_of(given, name, getattr(self, name))}: has to be {words}"
@@ -125,7 +125,7 @@ class Search:
         "the token that ends targets (default: the tokenizer's [SEP] or </s>, or its end of document)", None
     )
 
-    def check(self, sampling: Sampling, given: Mapping[str, Statement] = NOBODY) -> None:
+    def check(self, sampling: Sampling, given: Mapping[str, Statement] = NONE) -> None:
         """Raise SettingsError for values that mean nothing. given: as of `Sampling.check`."""
         beams, penalty = (words_of(given, name, f"{getattr(self, name):g}") for name in ("num_beams", "length_penalty"))
         if self.num_beams < 1:

@@ -160,6 +160,8 @@ def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
 
 def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
+    if piece.element_size() == 1 and piece.is_floating_point():  # fp8 is sent as bytes: gloo does not know it
+        whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
     if whole.device.type == "cpu" and whole.nbytes >= LARGE:
         places = whole.view(-1).chunk(axis.size)
         places[axis.rank].copy_(piece.view(-1))

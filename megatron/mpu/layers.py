@@ -206,7 +206,7 @@ class _OwnLinear(torch.autograd.Function):
         ctx.has_bias, ctx.kept, ctx.shape, ctx.dtype = bias is not None, len(operand), x.shape, x.dtype
         whole = operand
         if gather is not None:
-            whole = tuple(collectives.all_gather(_movable(part), gather).view(part.dtype) for part in operand)
+            whole = tuple(collectives.all_gather(part, gather) for part in operand)
         y = product.forward(multiply, whole, product.weight_operand(*weights), bias)
         return y.reshape(x.shape[0] * (gather.size if gather else 1), *x.shape[1:-1], -1)
 
@@ -217,10 +217,8 @@ class _OwnLinear(torch.autograd.Function):
         product, gather, deferred = options.product, options.gather, options.deferred
         rows = gradient.reshape(-1, gradient.shape[-1])
         prepared = product.prepare_gradient(rows)
-        by_autograd, waits = (
-            any(ctx.needs_input_grad[6:]),
-            bool(deferred and ctx.wgrads_handler and deferred.collecting),
-        )
+        by_autograd = any(ctx.needs_input_grad[6:])
+        waits = bool(deferred and ctx.wgrads_handler and deferred.collecting)
         if by_autograd or ctx.wgrads_handler:
             weight, pull_back = product.transformed(weights, ctx.trained, later=waits)
             wgrad = OwnWgrad(product, ctx.multiply, prepared, _Operand(operand, gather), pull_back)
@@ -248,9 +246,7 @@ class OwnWgrad(NamedTuple):
     multiply: Callable
     gradient: Operand  # of the output
     operand: "_Operand"  # gives the input; waits for it where it is being gathered
-    pull_back: Callable[
-        [torch.Tensor], Operand
-    ]  # gradient of the transformed weight -> gradients of those it is made from
+    pull_back: Callable[[torch.Tensor], Operand]  # from the transformed weight's gradient to those of the weights
 
     def __call__(self) -> Operand:
         """A gradient for each."""
@@ -282,20 +278,15 @@ class _Operand:
     """Gives the whole of an operand, of which this rank has some rows, gathered over the axis if there is one."""
 
     def __init__(self, parts: Operand, axis: Axis | None):
-        self.parts = [_Columns(_movable(part.detach().reshape(len(part), -1)), axis) for part in parts]
-        self.like = [(part.dtype, part.shape[1:]) for part in parts]
+        self.parts = [_Columns(part.reshape(len(part), -1), axis) for part in parts]
+        self.shapes = [part.shape[1:] for part in parts]
 
     def start(self) -> None:
         for part in self.parts:
             part.start()
 
     def __call__(self) -> Operand:
-        return tuple(part().t().view(dtype).view(-1, *shape) for part, (dtype, shape) in zip(self.parts, self.like))
-
-
-def _movable(x: torch.Tensor) -> torch.Tensor:
-    """fp8 as bytes: messages between ranks know no other name for it."""
-    return x.view(torch.uint8) if x.is_floating_point() and x.element_size() == 1 else x
+        return tuple(part().t().view(-1, *shape) for part, shape in zip(self.parts, self.shapes))
 
 
 class _Columns:

@@ -65,8 +65,17 @@ def execute(
     seed:       seeds torch's generators before a forward pass, together with micro-batch and stage; None: they are not
     """
     split = any(op.kind == "W" for op in ops)
-    runner = _OpRunner(stages, batches, wire, loss_func, names, split=split, returned=returned, seed=seed)
-    runner.needs_gradient = needs_gradient or runner.needs_gradient
+    runner = _OpRunner(
+        stages,
+        batches,
+        wire,
+        loss_func,
+        names,
+        split=split,
+        returned=returned,
+        seed=seed,
+        needs_gradient=needs_gradient,
+    )
     prefetcher = RecvPrefetcher(ops, runner.post_receive)
     for op in ops:
         if on_op is not None:
@@ -122,8 +131,9 @@ class _OpRunner:
         split: bool,
         returned: Optional[StageOutputs],
         seed: Optional[int],
+        needs_gradient: Optional[Sequence[bool]],
     ):
-        self.seed, self.needs_gradient = seed, [True] * len(stages)
+        self.seed, self.needs_gradient = seed, needs_gradient or [True] * len(stages)
         self.returned, self.compared_later = returned or StageOutputs(names), returned is not None
         self.chunks, self.batches, self.wire, self.loss_func, self.names = stages, batches, wire, loss_func, names
         self.places = [

@@ -7,21 +7,12 @@ from collections.abc import Collection
 from functools import partial
 
 from megatron.errors import UsageError, numbered
+from megatron.settings.dialects.commands import ELSEWHERE
 from megatron.settings.dialects.megatron_lm import known_flags
 from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting
 from megatron.settings.statements import SaidBy
 
-# a flag of PaddleNLP's other commands -> what says it here
-ELSEWHERE = {
-    "--init-checkpoint-path": "--load",
-    "--decode-strategy": "--greedy",
-    "--max-length": "--tokens-to-generate",
-    "--max-dec-len": "--tokens-to-generate",
-    "--min-length": "--min-tokens-to-generate",
-    "--cloze-eval": "--task",
-    "--batch-size": "--micro-batch-size",
-}
 FEW = 4  # words that a note names in its one line
 
 

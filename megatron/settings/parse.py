@@ -22,7 +22,7 @@ from megatron.settings import messages, schema
 from megatron.settings.plan_file import refuse_another_model
 from megatron.settings.reader import SettingsReader
 from megatron.settings.spelling import settings_of
-from megatron.settings.statements import Statement
+from megatron.settings.statements import NONE, Statement
 
 COMMON = tuple(
     """
@@ -34,7 +34,6 @@ COMMON = tuple(
 # Of a recipe: name -> value of settings whose default is another one, or a function of what is said that finds them. A
 # value may be such a function itself: it returns the value, or None to leave the default.
 Defaults = Mapping[str, Any] | Callable[[Mapping[str, Statement]], Mapping[str, Any]]
-NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse_pretrain(

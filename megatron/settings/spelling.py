@@ -194,8 +194,6 @@ def one_value(kind: type | tuple, word: str, also: dict | None = None):
                 return choice
         known = [*map(str, kind), *also]
         hint = f"; {INSTEAD[word]}" if word in INSTEAD else did_you_mean(word, known)
-        if known == ["true", "false"]:
-            raise BadValue(f"'{word}' is neither true nor false")
         raise BadValue(f"'{word}' is none of {', '.join(known)}{hint}")
     if kind is bool:
         if word.lower() in YES + NO:

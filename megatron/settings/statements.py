@@ -78,7 +78,7 @@ class Statement:
         return self.is_given and (self.value != self.default or on_command)
 
 
-NOBODY: Mapping[str, Statement] = MappingProxyType({})
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def words_of(given: Mapping[str, Statement], name: str, value: object) -> str:

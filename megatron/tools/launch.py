@@ -146,7 +146,7 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
         )
     script = args.training_script
     if not (args.module or args.no_python) and not Path(script).is_file():
-        from megatron.settings.dialects.programs import here_for
+        from megatron.settings.dialects.commands import here_for
 
         scripts = [str(path) for path in Path(script).parent.glob("*.py")]
         ours = here_for(Path(script).name)

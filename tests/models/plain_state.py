@@ -7,12 +7,15 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron.data.mock import MockDataset
 from megatron.mpu.random import seed_of
 from tests.models.observed import RATE
+from tests.models.test_mlp_language_model import tensors_of
+from tests.training.test_plain_loop import records
 
 LAYERS, HIDDEN, HEADS, LENGTH, STEPS, WIDTH = 4, 24, 4, 12, 4, 4
 EOD, VOCABULARY = 100, 101
@@ -130,3 +133,19 @@ def train(
 
 def freezing(*patterns: str) -> Callable[[str], bool]:
     return lambda name: not any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def read_all(folder, step: int = STEPS) -> Tensors:
+    """The weights, buffers and optimizer state of a checkpoint."""
+    return tensors_of(folder, step)
+
+
+def compare(folder, steps: list[dict], wanted: Tensors) -> Tensors:
+    """A run against `train`: every step, and all weights and buffers at the end. Returns all that the checkpoint has."""
+    found = [{name: step[name] for name in steps[0]} for step in records(folder, "step")]
+    assert found == [pytest.approx(step, rel=2e-5) for step in steps]
+    tensors = read_all(folder)
+    assert {name for name in tensors if not name.startswith("optimizer.")} == set(wanted)
+    for name, values in wanted.items():
+        assert (tensors[name].double() - values).abs().max() < 2e-5, name
+    return tensors

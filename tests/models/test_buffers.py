@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.checkpoint.reader import Reader
 from megatron.data.mock import MockDataset
 from megatron.errors import NumericsError, SettingsError
 from megatron.inference.load import load_model
@@ -35,7 +34,7 @@ from megatron.training.hooks import Hook
 from megatron.training.rules import resolve
 from tests.models import mlp_language_model as mlp
 from tests.models import observed, plain_module
-from tests.models.plain_state import LINE, STEPS, initial_buffers, initial_weights, train
+from tests.models.plain_state import LINE, STEPS, compare, initial_buffers, initial_weights, read_all, train
 from tests.models.test_mlp_language_model import FLAGS, HIDDEN, PP, ZERO3, tensors_of
 from tests.models.test_plain_module import FLAGS as PLAIN
 from tests.models.test_plain_module import batch_of
@@ -148,20 +147,9 @@ def plain():
     return train(initial_weights(), lambda name: True, initial_buffers())
 
 
-def read_all(folder, step: int = STEPS) -> dict[str, torch.Tensor]:
-    with Reader(folder / f"iter_{step:07d}") as reader:
-        return {name: reader.read(name) for name in reader.tensors}
-
-
 def check(folder) -> None:
     """Against the plain loop: every step, and all weights and buffers at the end."""
-    steps, wanted = plain()
-    found = [{name: step[name] for name in steps[0]} for step in records(folder, "step")]
-    assert found == [pytest.approx(step, rel=2e-5) for step in steps]
-    tensors = read_all(folder)
-    assert {name for name in tensors if not name.startswith("optimizer.")} == set(wanted)
-    for name, values in wanted.items():
-        assert (tensors[name].double() - values).abs().max() < 2e-5, name
+    tensors = compare(folder, *plain())
     assert {tensors[f"blocks.{n}.watch.seen"].item() for n in range(4)} == {STEPS * 8 * 12}
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
@@ -23,7 +22,7 @@ from megatron.training.entry import start
 from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.models import adapters
-from tests.models.plain_state import LINE, STEPS, WIDTH, freezing, initial_weights, scores, train
+from tests.models.plain_state import LINE, WIDTH, compare, freezing, initial_weights, read_all, scores, train
 from tests.training.test_plain_loop import records
 
 TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -66,20 +65,10 @@ def plain(part: str):
     return train(initial_weights(), freezing(*PARTS[part]))
 
 
-def weights_of(folder, step: int = STEPS) -> dict[str, torch.Tensor]:
-    with Reader(folder / f"iter_{step:07d}") as reader:
-        return {name: reader.read(name) for name in reader.tensors}
-
-
 def check(folder, part: str) -> None:
     """Against the plain loop: every step, every weight; and no state of what is frozen, which has not changed."""
     steps, weights = plain(part)
-    found = [{name: step[name] for name in steps[0]} for step in records(folder, "step")]
-    assert found == [pytest.approx(step, rel=2e-5) for step in steps]
-    tensors = weights_of(folder)
-    assert {name for name in tensors if not name.startswith("optimizer.")} == set(weights)
-    for name, wanted in weights.items():
-        assert (tensors[name].double() - wanted).abs().max() < 2e-5, name
+    tensors = compare(folder, steps, weights)
     first = initial_weights(adapters=part == "adapters")
     still = {name for name, values in first.items() if torch.equal(values, tensors[name].double())}
     trained = (lambda name: "adapter" in name) if part == "adapters" else freezing(*PARTS[part])
@@ -144,7 +133,7 @@ def test_one_word_says_what_the_other_does(tmp_path, capsys):
     }
     for name, words in ways.items():
         pretrain(0, f"{words} --save {tmp_path / name}")
-    first, *others = (weights_of(tmp_path / name) for name in ways)
+    first, *others = (read_all(tmp_path / name) for name in ways)
     assert all(other.keys() == first.keys() and all(torch.equal(other[n], first[n]) for n in first) for other in others)
     first = {name: values for name, values in first.items() if not name.startswith("optimizer.")}
     chosen = re.compile(r"embedding.word.weight|blocks.3.(mlp|attention)\.\w+.weight")
@@ -183,7 +172,7 @@ def test_fine_tuning_begins_with_any_checkpoint(tmp_path):
         2, pretrain, f"{TP} --bf16 --freeze blocks.* --finetune --load {tmp_path / 'base'} --save {tmp_path / 'tuned'}"
     )
     run_ranks(2, pretrain, f"--sharding-stage 3 --finetune --load {tmp_path / 'tuned'} --save {tmp_path / 'all'}")
-    base, tuned = weights_of(tmp_path / "base"), weights_of(tmp_path / "tuned")
+    base, tuned = read_all(tmp_path / "base"), read_all(tmp_path / "tuned")
     for name, values in tuned.items():
         if not name.startswith("optimizer."):
             frozen = name.startswith("blocks.")
@@ -193,7 +182,7 @@ def test_fine_tuning_begins_with_any_checkpoint(tmp_path):
     tokens = torch.arange(12).view(1, -1)
     wanted = scores({name: values.double() for name, values in tuned.items()}, tokens)
     assert (model.logits(tokens.T).transpose(0, 1).double() - wanted)[..., :101].abs().max() < 1e-4
-    after = weights_of(tmp_path / "all")
+    after = read_all(tmp_path / "all")
     assert all(
         values.dtype == torch.float32 and not torch.equal(values, base[n]) for n, values in after.items() if n in base
     )
@@ -207,11 +196,11 @@ def test_what_is_loaded_is_what_passes_use(layout, tmp_path):
     run_ranks(
         world, pretrain, f"{words} --freeze blocks.* --finetune --load {tmp_path / 'base'} --save {tmp_path / 'tuned'}"
     )
-    base = {n: values.double() for n, values in weights_of(tmp_path / "base").items() if not n.startswith("optimizer.")}
+    base = {n: values.double() for n, values in read_all(tmp_path / "base").items() if not n.startswith("optimizer.")}
     steps, wanted = train(base, freezing("blocks.*"))
     found = [{name: step[name] for name in steps[0]} for step in records(tmp_path / "tuned", "step")]
     assert found == [pytest.approx(step, rel=2e-5) for step in steps]
-    tuned = weights_of(tmp_path / "tuned")
+    tuned = read_all(tmp_path / "tuned")
     assert all((tuned[name].double() - values).abs().max() < 2e-5 for name, values in wanted.items())
 
 
@@ -219,7 +208,7 @@ def test_adapters_begin_with_a_gpts_checkpoint(tmp_path, capsys):
     pretrain(0, f"--save {tmp_path / 'gpt'}")
     adapt(0, f"--finetune --load {tmp_path / 'gpt'} --save {tmp_path / 'adapted'}")
     assert "new, and not out of the checkpoint: blocks.0.adapter.down, blocks.0.adapter.up" in capsys.readouterr().out
-    gpt, adapted = weights_of(tmp_path / "gpt"), weights_of(tmp_path / "adapted")
+    gpt, adapted = read_all(tmp_path / "gpt"), read_all(tmp_path / "adapted")
     assert all(torch.equal(adapted[name], values) for name, values in gpt.items() if not name.startswith("optimizer."))
     start = {name: values.double() for name, values in gpt.items() if not name.startswith("optimizer.")}
     fresh = {name: values for name, values in initial_weights(adapters=True).items() if "adapter" in name}
@@ -249,7 +238,7 @@ def test_another_choice_is_another_run(tmp_path):
     with pytest.raises(CheckpointError, match="does not fit this model"):
         pretrain(0, other)
     pretrain(0, f"{other} --load-strictness warn-all")
-    moments = {name for name in weights_of(tmp_path) if name.startswith("optimizer.")}
+    moments = {name for name in read_all(tmp_path) if name.startswith("optimizer.")}
     assert any("blocks.0." in name for name in moments) and not any("blocks.1." in name for name in moments)
 
 
@@ -271,7 +260,7 @@ def test_figures_of_the_log(tmp_path):
     """The norm of all parameters, frozen ones too; the zeros in gradients of the others."""
     words = "--bf16 --log-params-norm --log-num-zeros-in-grad --sharding-stage 1 --freeze embedding.word.*"
     run_ranks(2, pretrain, f"{words} --save {tmp_path}")
-    weights = [values for name, values in weights_of(tmp_path).items() if not name.startswith("optimizer.")]
+    weights = [values for name, values in read_all(tmp_path).items() if not name.startswith("optimizer.")]
     last = records(tmp_path, "step")[-1]
     assert last["params_norm"] == pytest.approx(sum(w.double().square().sum().item() for w in weights) ** 0.5, rel=1e-5)
     assert last["num_zeros"] < 100
@@ -283,7 +272,7 @@ def test_figures_of_the_log(tmp_path):
 def test_other_ways_to_keep_state(flags, tmp_path):
     """Where state lies, and which, is nothing to what is frozen."""
     run_ranks(2, pretrain, f"{flags} --sharding-stage 2 --freeze blocks.[02].* --save {tmp_path}")
-    first, tensors = initial_weights(), weights_of(tmp_path)
+    first, tensors = initial_weights(), read_all(tmp_path)
     for name, values in first.items():
         still = torch.equal(tensors[name], values.to(tensors[name].dtype))
         assert still == name.startswith(("blocks.0.", "blocks.2.")), name

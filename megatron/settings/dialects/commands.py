@@ -6,6 +6,7 @@ What is not named here is read as `settings.parse` reads it.
 
 from collections.abc import Callable
 
+from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import Default, Dialect, epochs_unless, sentence
 
 PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_only")
@@ -119,9 +120,21 @@ PADDLENLP = Dialect(
     base=True,
 )
 
+# a flag of PaddleNLP's evaluation and generation -> the flag that says it here
+ELSEWHERE = {
+    "--init-checkpoint-path": "--load",
+    "--decode-strategy": "--greedy",
+    "--max-length": "--tokens-to-generate",
+    "--min-length": "--min-tokens-to-generate",
+}
 _ROWS = [(key.replace("_", "-"), meaning) for key, meaning in PADDLENLP.table.items()]
 THEIRS = {key for key, meaning in _ROWS if "=" not in key and key != meaning}  # its words that are no other suite's
 FALSE_ALONE = {key[:-1] for key, _ in _ROWS if key.endswith("=")}
+
+
+def here_for(script: str) -> str:
+    """The command for another suite's script of this name; "" for an unknown one."""
+    return "pretrain_gpt.py" if script in PADDLENLP.programs else OURS.get(script) or INSTEAD.get(script, "")
 
 
 def answer_of_paddlenlp(flag: str) -> tuple[str, str]:

@@ -26,10 +26,3 @@ INSTEAD = {
     "tasks/gpt/generation.py": f"{_TEXT} takes its -c FILE",
     "tasks/gpt/inference.py": f"{_TEXT} takes its -c FILE",
 }
-# programs that train
-TRAINS = ("run_pretrain.py", "run_pretrain_static.py")
-
-
-def here_for(name: str) -> str:
-    """The command for another suite's script of this name; "" for an unknown one."""
-    return "pretrain_gpt.py" if name in TRAINS else OURS.get(name) or INSTEAD.get(name, "")
