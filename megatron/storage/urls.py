@@ -8,7 +8,7 @@
 
 An object store has objects with long names: no directories, no rename, no fsync. What it has instead: a PUT makes a whole
 object visible or nothing, durably, and whoever reads afterwards sees it. Everything that is built on that is in
-`checkpoint/storage.py`. The stores are fsspec's; only this file knows that.
+`checkpoint/backends.py`. The stores are fsspec's; only this file knows that.
 
 Each request is tried again a few times when the failure may pass by itself. What remains is a FileNotFoundError, as for
 paths, or a StorageError that names the URL and no credentials.
