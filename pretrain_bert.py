@@ -40,7 +40,7 @@ def recipe() -> Recipe:
         idle={**IDLE, **MASKED_IDLE},
         sums=sums,
         counts=counts,
-        anew=lambda name, stored: name.startswith(TASKS) and not stored,
+        reinitialize=lambda name, stored: name.startswith(TASKS) and not stored,
         arrays=arrays,
         collate=collate,
     )

@@ -23,7 +23,6 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/settings/messages.py": "names of published shapes in messages",
     "megatron/settings/statements.py": "names of published shapes in docstrings",
     "megatron/model/arguments.py": "the default of --model-type",
-    "megatron/training/entry.py": "command lines that users type",
     "megatron/settings/rules.py": "names of tokenizers",
     "megatron/settings/effects.py": "names of tokenizers",
     "megatron/tokenizer/*": "names of tokenizers",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shard is a box of a logical tensor, and resharding is box intersection.
+"""Boxes: a shard is a box of a logical tensor, and resharding is box intersection.
 
-What a rank holds of a tensor, whatever the layout, is described by boxes in the coordinates of the whole tensor: a
-tensor-parallel piece is one box, a ZeRO range over a flattened buffer is a few (`flat_to_boxes`). A saved layout and
-a wanted layout meet in `Box.intersection`, and nothing else has to know about either.
+Boxes describe a rank's part of a tensor in any layout, in the coordinates of the whole tensor. A tensor-parallel piece is
+one box, a ZeRO range of a flattened buffer is a few (`flat_to_boxes`). `Box.intersection` is all that is needed to load a
+saved layout into another one.
 
     >>> saved, wanted = Box((0, 4), (6, 4)), Box((3, 0), (3, 8))
     >>> saved.intersection(wanted)
@@ -18,14 +18,14 @@ from typing import NamedTuple, Optional
 
 
 class Box(NamedTuple):
-    """Elements `offset[d] <= index[d] < offset[d] + extent[d]` of a tensor; a scalar has one, without dims."""
+    """The elements `offset[d] <= index[d] < offset[d] + extent[d]` of a tensor. A scalar's box has no dims."""
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """All of a tensor."""
+        """The box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return prod(self.extent)
 
     def intersection(self, other: "Box") -> Optional["Box"]:
-        """The elements in both, or None when there are none."""
+        """The elements in both boxes, or None if there are none."""
         offset, extent = [], []
         for a, n, b, m in zip(self.offset, self.extent, other.offset, other.extent):
             low, high = max(a, b), min(a + n, b + m)
@@ -49,7 +49,7 @@ class Box(NamedTuple):
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset)), self.extent)
 
     def shifted(self, by: Sequence[int]) -> "Box":
-        """The box moved by one number a dim."""
+        """The box moved by one offset per dim."""
         return Box(tuple(a + b for a, b in zip(self.offset, by)), self.extent)
 
     def slices(self) -> tuple[slice, ...]:
@@ -57,16 +57,16 @@ class Box(NamedTuple):
         return tuple(slice(at, at + n) for at, n in zip(self.offset, self.extent))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether all of it lies inside a tensor of this shape (and has as many dims)."""
+        """Whether the box lies inside a tensor of this shape and has as many dims."""
         return len(self.offset) == len(self.extent) == len(shape) and all(
             at >= 0 and n >= 0 and at + n <= full for at, n, full in zip(self.offset, self.extent, shape)
         )
 
 
 def flat_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes that hold elements [start, stop) of a row-major tensor, in order; at most 2 * dims - 1 of them.
+    """The boxes of elements [start, stop) of a row-major tensor, in order; at most 2 * dims - 1 of them.
 
-    Each box is a contiguous run of the flattened tensor, so the boxes cut [start, stop) into consecutive parts.
+    Each box is a contiguous run of the flattened tensor.
 
     >>> flat_to_boxes((3, 5), 3, 11)
     [Box(offset=(0, 3), extent=(1, 2)), Box(offset=(1, 0), extent=(1, 5)), Box(offset=(2, 0), extent=(1, 1))]
@@ -95,7 +95,7 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def cut_evenly(sizes: Sequence[int], part: int, parts: int) -> list[tuple[int, int]]:
-    """Range of each item that falls to `part` when items laid end to end are cut into equal parts.
+    """The range of each item in `part` when items, laid end to end, are divided into equal parts.
 
     >>> cut_evenly([6, 2, 4], 0, 2), cut_evenly([6, 2, 4], 1, 2)
     ([(0, 6), (0, 0), (0, 0)], [(6, 6), (0, 2), (0, 4)])
@@ -110,10 +110,10 @@ def cut_evenly(sizes: Sequence[int], part: int, parts: int) -> list[tuple[int, i
 
 
 def find_flaw(shape: Sequence[int], boxes: Iterable[Box]) -> Optional[str]:
-    """Why the boxes do not tile a tensor of this shape exactly once, in words; None when they do.
+    """The reason why boxes do not tile a tensor of this shape exactly once, in words; None if they do.
 
-    Disjoint boxes inside the shape whose sizes add up to its size leave no hole. Overlaps are searched in a sweep
-    along the first dim, so that only boxes sharing rows are compared.
+    Disjoint boxes inside the shape whose sizes add up to its size leave no hole. A sweep along the first dim finds
+    overlaps, so only boxes that share rows are compared.
     """
     boxes = list(boxes)
     for box in boxes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two checkpoints compared tensor by tensor, whatever layouts wrote them, in bounded memory."""
+"""Comparison of two checkpoints tensor by tensor, in bounded memory. Their layouts may differ."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from megatron.checkpoint.store import as_bytes
 
 @dataclass
 class TensorDifference:
-    """How one tensor differs: `what` in words, and for tensors of one shape how many elements by how much at most."""
+    """A difference in one tensor, described by `what`. Same shapes: number of different elements, largest difference."""
 
     name: str
     what: str
@@ -27,10 +27,10 @@ class TensorDifference:
 def differences(
     a: Reader, b: Reader, names: Iterable[str] | None = None, part: int = PART, tolerance: float = 0.0
 ) -> Iterator[TensorDifference]:
-    """What differs between two checkpoints, in the order of names (default: all of both).
+    """Yield the differences between two checkpoints, in the order of `names` (default: all of both).
 
-    Elements are equal when their bits are (so -0.0 is not 0.0, and a NaN equals itself), or when they are within
-    `tolerance` of each other. At most `part` bytes of each side are in memory at a time, and as much again to compare.
+    Elements are equal if their bits are (so -0.0 is not 0.0, and a NaN equals itself), or if they are within `tolerance`
+    of each other. Takes memory for `part` bytes of each checkpoint, and as much again to compare.
     """
     for name in sorted(set(a.tensors) | set(b.tensors)) if names is None else names:
         if name not in a.tensors or name not in b.tensors:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of finished checkpoints elsewhere (`--save-copy`): on another disk or site, or wherever a command takes them.
+"""Copies of finished checkpoints (`--save-copy`) on another disk or site, or made by a command.
 
-One thread of the first rank copies while training goes on. A copy that fails is told and changes nothing else.
+A thread of rank 0 copies while training continues. A copy that fails is only logged.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from typing import Any, Optional
 import xxhash
 
 from megatron.checkpoint import survey
+from megatron.checkpoint.backends import INDEX, CheckpointPath, appear, backend_of
 from megatron.checkpoint.folder import TRACKER, clean, prune
-from megatron.checkpoint.storage import INDEX, CheckpointPath, appear, storage_of
 from megatron.errors import Failure, StorageError
 from megatron.storage.durable import storage_errors, sync_folder
 from megatron.storage.urls import UrlPath, location
 
-BEAT = 1.0  # seconds between two signs of life while the last copy is waited for
+BEAT = 1.0  # seconds between two heartbeats while waiting for the last copy
 _PART = 1 << 26  # bytes that are copied at a time
-PATH = "{}"  # of a command: where the checkpoint's directory belongs
+PATH = "{}"  # in a command: the placeholder of the checkpoint's directory
 
 
 class Copies:
-    """Copies checkpoints into a folder, which can then be loaded from, or hands them to a command.
+    """Copies checkpoints into a folder from which they can be loaded, or passes them to a command.
 
-    where: a folder, or a command with `{}` in it. keep_last and retain_interval as in `Saver`, for a folder.
+    where: a folder, or a command that contains `{}`. keep_last and retain_interval as in `Saver`, for a folder.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Copies:
     ):
         self.where, self.keep = where, (keep_last, retain_interval)
         self.log = log
-        # What is being copied: retention leaves it for so long, else a slow copy would never end.
+        # The checkpoint being copied: retention spares it, or a slow copy would never finish.
         self.present: Optional[CheckpointPath] = None
         self._waiting: queue.Queue[Optional[CheckpointPath]] = queue.Queue()
-        self._lock: Any = None  # of the folder, once there was something to copy
+        self._lock: Any = None  # of the folder, from the first copy on
         self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
         self._thread.start()
 
     def add(self, checkpoint: CheckpointPath) -> None:
-        """Have a checkpoint copied. Returns at once."""
+        """Queue a checkpoint for copying. Returns immediately."""
         self._waiting.put(checkpoint)
 
     def close(self, timeout: Optional[float] = None, beat: Callable[[], None] = lambda: None) -> None:
-        """Wait until all are copied, or for so many seconds. beat: called now and then while the wait is an open one."""
+        """Wait until all copies are done, or for `timeout` seconds. beat: called as a heartbeat if there is no timeout."""
         self._waiting.put(None)
         while timeout is None and self._thread.is_alive():
             beat()
@@ -74,8 +74,8 @@ class Copies:
             started, self.present = time.perf_counter(), checkpoint
             try:
                 if not checkpoint.is_dir():
-                    continue  # retention was faster
-                (self._hand_over if PATH in self.where else self._copy)(checkpoint)
+                    continue  # deleted by retention
+                (self._run_command if PATH in self.where else self._copy)(checkpoint)
             except (Failure, OSError) as problem:
                 self.log(f"WARNING: {checkpoint} was not copied (--save-copy {self.where}): {problem}")
             else:
@@ -85,9 +85,9 @@ class Copies:
         if self._lock:
             self._lock.release()
 
-    def _hand_over(self, checkpoint: CheckpointPath) -> None:
+    def _run_command(self, checkpoint: CheckpointPath) -> None:
         command = self.where.replace(PATH, shlex.quote(str(checkpoint)))
-        done = subprocess.run(  # in a session of its own, which Ctrl-C does not reach
+        done = subprocess.run(  # in a new session, which Ctrl-C does not reach
             command, shell=True, capture_output=True, text=True, errors="replace", start_new_session=True
         )
         if done.returncode:
@@ -97,7 +97,7 @@ class Copies:
     def _copy(self, checkpoint: CheckpointPath) -> None:
         folder = location(self.where)
         with storage_errors(folder):
-            self._lock = self._lock or storage_of(folder).claim(folder, self.log)
+            self._lock = self._lock or backend_of(folder).claim(folder, self.log)
             self._lock.check()
             clean(folder)
         copy_checkpoint(checkpoint, folder)
@@ -105,14 +105,15 @@ class Copies:
 
 
 def copy_checkpoint(checkpoint: CheckpointPath, folder: CheckpointPath) -> None:
-    """Copy a checkpoint into another folder, which loads it then. Only for the holder of that folder's lock. Raises
-    StorageError where the copy is not what was copied.
+    """Copy a checkpoint into another folder, from which it can be loaded. Only for the holder of that folder's lock.
+
+    Raises StorageError when the copy differs from the original.
     """
     (_upload if isinstance(folder, UrlPath) else _copy_folder)(checkpoint, folder, _iteration(checkpoint))
 
 
 def _copy_folder(checkpoint: CheckpointPath, folder: Path, iteration: int) -> None:
-    """Copy a checkpoint to a file system: aside, synced, every byte compared, renamed."""
+    """Copy a checkpoint to a file system: to a temporary name, with fsync and checksums, then renamed."""
     final = folder / f"iter_{iteration:07d}"
     with storage_errors(folder):
         temporary = folder / f".tmp-{final.name}-{secrets.token_hex(4)}"
@@ -127,7 +128,7 @@ def _copy_folder(checkpoint: CheckpointPath, folder: Path, iteration: int) -> No
         stack.callback(shutil.rmtree, temporary, ignore_errors=True)
         _, problems = survey.verify(temporary)
         if problems:
-            raise StorageError("the copy is not what was copied", "\n  ".join(problems[:4]), "check the disk")
+            raise StorageError("the copy differs from the original", "\n  ".join(problems[:4]), "check the disk")
         with storage_errors(folder):
             appear(temporary, final)
             _track(folder, iteration)
@@ -135,8 +136,8 @@ def _copy_folder(checkpoint: CheckpointPath, folder: Path, iteration: int) -> No
 
 
 def _upload(checkpoint: CheckpointPath, folder: UrlPath, iteration: int) -> None:
-    """Copy a checkpoint to an object store. Its index.json comes last, when every byte was read back and is as it was."""
-    final, store = folder / f"iter_{iteration:07d}", storage_of(folder)
+    """Copy a checkpoint to an object store. index.json comes last, after every byte was read back and compared."""
+    final, store = folder / f"iter_{iteration:07d}", backend_of(folder)
     if (final / INDEX).exists():  # of an earlier run: the files have the same names
         store.remove(final)
     sizes = {}
@@ -152,13 +153,13 @@ def _upload(checkpoint: CheckpointPath, folder: UrlPath, iteration: int) -> None
         for part in _parts(target, sizes[source.name]):
             after.update(part)
         if after.digest() != before.digest():
-            raise StorageError(f"{target} is not what was copied", do="check the object store")
+            raise StorageError(f"{target} differs from the original", do="check the object store")
     store.publish(final, final, (checkpoint / INDEX).read_bytes(), sizes, [])
     _track(folder, iteration)
 
 
 def _parts(path: CheckpointPath, size: int) -> Iterator[bytes]:
-    """A file or object of `size` bytes, part by part."""
+    """Read a file or object of `size` bytes part by part."""
     if isinstance(path, UrlPath):
         yield from (path.read_range(at, min(_PART, size - at)) for at in range(0, size, _PART))
         return
@@ -168,13 +169,13 @@ def _parts(path: CheckpointPath, size: int) -> Iterator[bytes]:
 
 
 def _iteration(checkpoint: CheckpointPath) -> int:
-    """Of one that was set aside (`.old-iter_...`), too."""
+    """The iteration of a checkpoint, also of one that was set aside (`.old-iter_...`)."""
     return int(re.search(r"iter_(\d+)", checkpoint.name)[1])
 
 
 def _track(folder: CheckpointPath, iteration: int) -> None:
-    """Have the tracker of `folder` name an iteration."""
-    storage_of(folder).replace(folder / TRACKER, str(iteration).encode())
+    """Write an iteration to the tracker of `folder`."""
+    backend_of(folder).replace(folder / TRACKER, str(iteration).encode())
 
 
 def _copy_synced(source: str, target: str) -> str:

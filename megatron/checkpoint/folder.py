@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of checkpoints: which one is newest, which one is good, how one more arrives, which ones go.
+"""A folder of checkpoints: choosing and loading one, saving another, and deleting old ones.
 
-On a file system, and with other means to the same end in an object store (`storage.py` has both side by side):
+The layout on a file system (`backends.py` compares it with an object store):
 
     --save/
-        iter_0000100/ iter_0000200/           complete checkpoints, by rename: there are no half ones
+        iter_0000100/ iter_0000200/           complete checkpoints, which appear by rename
         latest_checkpointed_iteration.txt     "200", as in Megatron-LM
-        .tmp-iter_0000300-5f0c/               being written; left over by a killed run until the next one saves
-        .old-iter_0000200-91aa/               set aside for the moment in which iteration 200 is saved again
+        .tmp-iter_0000300-5f0c/               being written; a killed run leaves it until the next save
+        .old-iter_0000200-91aa/               set aside for a moment while iteration 200 is saved again
 
-The ranks of a job act together through one function, `all_gather_object(value) -> [value of rank 0, value of rank 1, ...]`
-(`torch.distributed.all_gather_object`, say). It carries every failure to every rank, so none is left waiting.
+The ranks of a job coordinate through one function, `all_gather_object(value) -> [value of rank 0, value of rank 1, ...]`
+(for example `torch.distributed.all_gather_object`). It sends every failure to every rank, so no rank waits forever.
 """
 
 import os
@@ -18,16 +18,16 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
+from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.reader import Reader, Strictness
-from megatron.checkpoint.storage import TRACKER, CheckpointPath, storage_of
-from megatron.checkpoint.store import Parts, Piece, at_once, commit, write_shard
+from megatron.checkpoint.store import Parts, Piece, commit, single_part, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
 
 AllGatherObject = Callable[[Any], list]
-RELEASE = "release"  # in the place of an iteration: Megatron-LM's name for weights that a converter has written
-NEW_RUN = "check --load; a new run begins where --save and --load are the same new folder, or with --auto-resume"
+RELEASE = "release"  # Megatron-LM's directory name for weights from a converter, in place of an iteration
+NEW_RUN = "check --load; for a new run, give the same new folder as --save and --load, or --auto-resume"
 
 
 def alone(value: Any) -> list:
@@ -35,16 +35,16 @@ def alone(value: Any) -> list:
     return [value]
 
 
-# ---------------------------------------------------------------------------------------------------- finding
+# ---------------------------------------------------------------------------------------------------- choosing
 
 
 def checkpoints(folder: CheckpointPath) -> dict[int, CheckpointPath]:
-    """Iteration -> directory of every checkpoint, oldest first; one that was set aside counts while it has no successor."""
-    return storage_of(folder).checkpoints(folder)
+    """Iteration -> directory of every checkpoint, oldest first. One that was set aside counts until it is replaced."""
+    return backend_of(folder).checkpoints(folder)
 
 
 def read_tracker(folder: CheckpointPath) -> Optional[int]:
-    """The iteration that the tracker names; None when it is missing or torn."""
+    """The iteration in the tracker file; None if the file is missing or torn."""
     try:
         text = (folder / TRACKER).read_bytes()[:32].decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -54,7 +54,7 @@ def read_tracker(folder: CheckpointPath) -> Optional[int]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Checkpoints to try, best first, and what the user should hear about how they were chosen."""
+    """Checkpoints to try, best first, and notices for the user about the choice."""
 
     paths: tuple[CheckpointPath, ...]
     notices: tuple[str, ...] = ()
@@ -63,27 +63,27 @@ class Choice:
 def choose(
     folder: CheckpointPath, *, step: Optional[int] = None, allow_empty: Union[bool, None, Callable[[], bool]] = None
 ) -> Choice:
-    """Which checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
+    """The checkpoints of a folder to try, in order: the tracker's, then older ones from new to old, then newer ones.
 
     step:         only this iteration (`--ckpt-step`)
-    allow_empty:  nothing there is an answer, not an error (`--auto-resume`; None where there is no such flag); or a
-                  function that is asked where nothing is there, and may raise
-    A directory that is itself a checkpoint is chosen as it is. Those before the first one without visible damage (nothing
-    is read but the index and the sizes) are named in the notices and left out; what lies behind it is not looked at.
-    Raises CheckpointError when nothing is left.
+    allow_empty:  an empty folder is not an error (`--auto-resume`; None for commands without this flag); or a function
+                  that decides this for an empty folder, and may raise
+    A directory that is itself a checkpoint is the only choice. Checkpoints with visible damage in front of the first good
+    one are left out, with a notice; only index and file sizes are read, and later checkpoints are not checked.
+    Raises CheckpointError when no checkpoint remains.
     """
     if (folder / "index.json").exists():
         return Choice((folder,))
-    found = checkpoints(folder)
+    paths = checkpoints(folder)
     if step is not None:
-        if step not in found:
-            listed = ", ".join(map(str, found)) or "none"
+        if step not in paths:
+            listed = ", ".join(map(str, paths)) or "none"
             raise CheckpointError(
                 f"{folder} has no checkpoint of iteration {step}", f"it has: {listed}", "see --ckpt-step"
             )
-        return Choice((found[step],))
-    if not found:
-        if problem := of_megatron(folder):
+        return Choice((paths[step],))
+    if not paths:
+        if problem := megatron_format_problem(folder):
             raise CheckpointError(problem)
         if allow_empty() if callable(allow_empty) else allow_empty:
             return Choice(())
@@ -96,48 +96,48 @@ def choose(
         do = "check the path" if allow_empty is None else NEW_RUN
         raise CheckpointError(f"{folder} holds no checkpoint", why, do)
     named, notices = read_tracker(folder), []
-    order = sorted(found, reverse=True)
-    if named in found:
+    order = sorted(paths, reverse=True)
+    if named in paths:
         newer = [iteration for iteration in order if iteration > named]
         order = [iteration for iteration in order if iteration <= named] + newer[::-1]
         if newer:
-            notices.append(f"{folder / TRACKER} names iteration {named}; newer ones are there too: {newer[::-1]}")
+            notices.append(f"{folder / TRACKER} names iteration {named}, but there are newer ones: {newer[::-1]}")
     else:
-        torn = f"names iteration {named}, which is not there" if named is not None else "is missing or torn"
+        torn = f"names iteration {named}, which does not exist" if named is not None else "is missing or torn"
         notices.append(f"{folder / TRACKER} {torn}; taking the newest checkpoint, iteration {order[0]}")
     for place, iteration in enumerate(order):
-        problem = _visible_damage(found[iteration])
+        problem = _visible_damage(paths[iteration])
         if not problem:
-            return Choice(tuple(found[number] for number in order[place:]), tuple(notices))
+            return Choice(tuple(paths[number] for number in order[place:]), tuple(notices))
         notices.append(problem)
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
-def of_megatron(folder: CheckpointPath) -> Optional[str]:
-    """What to do with a folder whose only checkpoint is a `release` of Megatron-LM's, or that is one itself."""
-    return next(filter(None, map(_foreign, (folder / RELEASE, folder))), None)
+def megatron_format_problem(folder: CheckpointPath) -> Optional[str]:
+    """How to convert a checkpoint in Megatron-LM's format: the folder's `release`, or the folder itself; else None."""
+    return next(filter(None, map(_foreign_format, (folder / RELEASE, folder))), None)
 
 
-def _foreign(path: CheckpointPath) -> Optional[str]:
-    """What to do with one checkpoint of Megatron-LM's own two formats; None: it is none."""
+def _foreign_format(path: CheckpointPath) -> Optional[str]:
+    """How to convert a checkpoint in one of Megatron-LM's two formats; None for any other."""
     if (path / "index.json").exists():
         return None
     if any(path.glob("mp_rank_*")):
         return (
-            f"{path} is in Megatron-LM's own format; make one of this with python -m megatron.tools.checkpoint "
+            f"{path} is in Megatron-LM's own format; convert it with python -m megatron.tools.checkpoint "
             f"from-megatron {path.parent} OUT"
         )
     if any(path.glob("*.distcp")):
         return (
-            f"{path} is in torch's distributed format; if it is Megatron-LM's, make one of this with python -m "
+            f"{path} is in torch's distributed format; if it is Megatron-LM's, convert it with python -m "
             f"megatron.tools.checkpoint from-megatron {path.parent} OUT"
         )
     return None
 
 
 def _visible_damage(path: CheckpointPath) -> Optional[str]:
-    if foreign := _foreign(path):
-        return foreign
+    if problem := _foreign_format(path):
+        return problem
     try:
         with Reader(path) as reader:
             reader.check_files()
@@ -151,14 +151,18 @@ def _visible_damage(path: CheckpointPath) -> Optional[str]:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a run was restored from; `notices` are for the user. anew: tensors of all ranks that were not; bytes_read: of
-    each rank; size: of all files.
+    """The result of restoring a run.
+
+    notices:        messages for the user
+    reinitialized:  names of the tensors, over all ranks, that keep their initial values
+    bytes_read:     by each rank
+    size:           bytes of all files
     """
 
     path: CheckpointPath
     state: dict[str, Any]
     notices: tuple[str, ...]
-    anew: tuple[str, ...]
+    reinitialized: tuple[str, ...]
     bytes_read: tuple[int, ...]
     size: int
 
@@ -177,65 +181,69 @@ def restore(
     names: Optional[Collection[str]] = None,
     cast: Union[bool, Collection[str]] = False,
     strictness: Strictness = "strict",
-    anew: Callable[[str, bool], bool] = lambda name, stored: False,
+    reinitialize: Callable[[str, bool], bool] = lambda name, stored: False,
     check: Callable[[dict[str, Any]], None] = lambda state: None,
     rank: int = 0,
     all_gather_object: AllGatherObject = alone,
 ) -> Optional[Restored]:
-    """Fill the pieces of all ranks from the newest checkpoint whose every byte is good; None when allowed and empty.
+    """Fill the pieces of all ranks from the newest undamaged checkpoint. Returns None if the folder may be empty and is.
 
-    All ranks call it; rank 0 chooses (`choose`). A checkpoint that turns out damaged on any rank is named in a notice and
-    the next one is tried, unless `step` asked for it. One that belongs to another model is an error at once. `names`,
-    `cast` and `strictness` as in `Reader.load`; `check` sees the state before anything is read and may raise. anew: (name
-    of a piece, whether the checkpoint has it) -> whether it keeps its first values.
+    All ranks call it; rank 0 chooses (`choose`). If a checkpoint proves damaged on any rank, a notice names it and the next
+    one is tried, unless `step` selected it. A checkpoint of another model is an error.
+
+    names, cast, strictness:  as in `Reader.load`
+    reinitialize:             (name of a piece, whether the checkpoint has it) -> whether it keeps its initial values
+    check:                    gets the state before any tensor is read, and may raise
     """
     folder, pieces = location(folder), list(pieces)
-    choice = _together(
+    choice = _on_all_ranks(
         lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, all_gather_object
     )[0]
     notices = list(choice.notices)
     for path in choice.paths:
         try:
-            loaded = _together(
-                lambda path=path: _load(path, pieces, names, cast, strictness, anew, check, rank), all_gather_object
+            loaded = _on_all_ranks(
+                lambda path=path: _load(path, pieces, names, cast, strictness, reinitialize, check, rank),
+                all_gather_object,
             )
         except Damaged as problem:
             if step is not None or len(choice.paths) == 1:
                 raise
             notices.append(str(problem))
         else:
-            told = [f"{path}: {notice}" for _, found, *_ in loaded for notice in found]
-            new = sorted(set().union(*(found for _, _, found, *_ in loaded)))
+            notices += [f"{path}: {notice}" for _, some, *_ in loaded for notice in some]
+            new = sorted(set().union(*(some for _, _, some, *_ in loaded)))
             read = tuple(count for *_, count, _ in loaded)
-            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices + told)), tuple(new), read, loaded[0][-1])
+            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices)), tuple(new), read, loaded[0][-1])
     if not choice.paths:
         return None
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
 def _load(
-    path: CheckpointPath, pieces: list[Piece], names, cast, strictness, anew, check, rank: int
+    path: CheckpointPath, pieces: list[Piece], names, cast, strictness, reinitialize, check, rank: int
 ) -> tuple[Any, list[str], set[str], int, int]:
-    """(state on rank 0, notices, names of what begins anew, bytes that were read, bytes of all files)"""
+    """Load a rank's pieces: (state on rank 0, notices, names of reinitialized tensors, bytes read, bytes of all files)."""
     with Reader(path) as reader:
         check(reader.state)
-        new = {piece.name for piece in pieces if anew(piece.name, piece.name in reader.tensors)}
+        new = {piece.name for piece in pieces if reinitialize(piece.name, piece.name in reader.tensors)}
         wanted = [piece for piece in pieces if piece.name not in new]
         notices = reader.load(wanted, names=names, cast=cast, strictness=strictness)
         size = sum(size for size, _ in reader.index.files.values())
         return reader.state if rank == 0 else None, notices, new, reader.bytes_read, size
 
 
-def _together(action: Callable[[], Any], all_gather_object: AllGatherObject) -> list:
-    """Results of `action` on all ranks. When it fails on any it raises on all; damaged files are told last: for them there
-    is an older checkpoint.
+def _on_all_ranks(action: Callable[[], Any], all_gather_object: AllGatherObject) -> list:
+    """Run `action` on all ranks and gather the results. If it fails on any rank, raise on all.
+
+    Other failures take precedence over Damaged, after which an older checkpoint can be tried.
     """
     try:
         result, failure = action(), None
     except (Failure, OSError) as error:
         result, failure = None, error
-    told = failure if isinstance(failure, (Failure, type(None))) else StorageError(str(failure))
-    answers = all_gather_object((result, told and (type(told), told.what, told.why, told.do)))
+    sent = failure if isinstance(failure, (Failure, type(None))) else StorageError(str(failure))
+    answers = all_gather_object((result, sent and (type(sent), sent.what, sent.why, sent.do)))
     failures = [(rank, *problem) for rank, (_, problem) in enumerate(answers) if problem]
     if not failures:
         return [value for value, _ in answers]
@@ -247,11 +255,11 @@ def _together(action: Callable[[], Any], all_gather_object: AllGatherObject) -> 
 
 
 class Saver:
-    """The right to write checkpoints into a folder, held by one job for as long as this object is open.
+    """Writes checkpoints into a folder, which one job locks while this object is open.
 
-    All ranks create it, call `save` and `close` together. At any moment, kill -9 and power loss included, every
-    checkpoint that was complete before a save can be loaded after it, unless `keep_last` and `retain_interval` (see
-    `prune`) let it go: after the new one was read back and found good.
+    All ranks create it and call `save` and `close` together. After a crash at any moment, including kill -9 and power loss,
+    every earlier checkpoint can be loaded. `keep_last` and `retain_interval` (see `prune`) delete old ones only after the
+    new one was read back and verified.
     """
 
     def __init__(
@@ -265,16 +273,15 @@ class Saver:
         in_use: Callable[[], Optional[CheckpointPath]] = lambda: None,
         log: Callable[[str], None] = lambda text: None,
     ):
-        """in_use: a checkpoint that somebody reads at the moment, which therefore stays until the next save.
-
-        log: told of a wait for another job's end.
+        """in_use: returns a checkpoint that is being read, which stays until the next save.
+        log: gets a message while this waits for another job to end.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
         self.folder, self.rank, self.all_gather_object = location(folder), rank, all_gather_object
         self.keep_last, self.retain_interval, self.in_use, self.log = keep_last, retain_interval, in_use, log
-        self._storage, self._lock = storage_of(self.folder), None
-        _together(self._claim, all_gather_object)
+        self._storage, self._lock = backend_of(self.folder), None
+        _on_all_ranks(self._claim, all_gather_object)
 
     def __enter__(self) -> "Saver":
         return self
@@ -283,7 +290,7 @@ class Saver:
         self.close()
 
     def close(self) -> None:
-        """Let other jobs write."""
+        """Unlock the folder for other jobs."""
         if self._lock:
             self._lock.release()
 
@@ -293,22 +300,22 @@ class Saver:
                 self._lock = self._storage.claim(self.folder, self.log)
 
     def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> CheckpointPath:
-        """Write a checkpoint of all ranks' pieces; returns its directory when it is durable.
+        """Write a checkpoint of all ranks' pieces. Returns its directory when it is durable.
 
-        state: of rank 0; a dict that JSON can hold, `iteration` is added. A checkpoint of the same iteration is replaced.
-        Raises, on all ranks, StorageError when the disk is full or failing (what was there before stays), and
-        CheckpointError when the pieces do not make whole tensors.
+        state: rank 0's state, a dict for JSON; `iteration` is added. A checkpoint of the same iteration is replaced.
+        Raises, on all ranks, StorageError when the disk is full or fails (earlier checkpoints stay), and CheckpointError
+        when the pieces do not form whole tensors.
         """
         final, temporary = self.folder / f"iter_{iteration:07d}", None
         try:
-            temporary = _together(lambda: self._begin(final), self.all_gather_object)[0]
-            sizes = _together(lambda: write_shard(temporary, self.rank, pieces), self.all_gather_object)
-            doomed = _together(
+            temporary = _on_all_ranks(lambda: self._begin(final), self.all_gather_object)[0]
+            sizes = _on_all_ranks(lambda: write_shard(temporary, self.rank, pieces), self.all_gather_object)
+            doomed = _on_all_ranks(
                 lambda: self._finish(temporary, final, len(sizes), iteration, state), self.all_gather_object
             )[0]
             if doomed:
-                _together(lambda: read_back(final, self.rank), self.all_gather_object)
-                _together(lambda: self._forget(doomed), self.all_gather_object)
+                _on_all_ranks(lambda: read_back(final, self.rank), self.all_gather_object)
+                _on_all_ranks(lambda: self._forget(doomed), self.all_gather_object)
         except Failure:
             if self.rank == 0:
                 self._storage.discard(self.folder, temporary)
@@ -316,9 +323,9 @@ class Saver:
         return final
 
     def write(
-        self, iteration: int, shards: Iterable[Iterable[Piece]], state: dict[str, Any], *, parts: Parts = at_once
+        self, iteration: int, shards: Iterable[Iterable[Piece]], state: dict[str, Any], *, parts: Parts = single_part
     ) -> CheckpointPath:
-        """Write a checkpoint of several files from this process alone, one after the other; for tools.
+        """Write a checkpoint of several files, one after the other, from this process alone. For tools.
 
         shards: the pieces of each file; `parts` as in `store.write_shard`.
         """
@@ -344,7 +351,7 @@ class Saver:
     def _finish(
         self, temporary: CheckpointPath, final: CheckpointPath, writers: int, iteration: int, state: dict
     ) -> list[CheckpointPath]:
-        """Let the checkpoint appear. Returns the ones that may go now; rank 0 does it all."""
+        """Publish the checkpoint, on rank 0. Returns the checkpoints to delete."""
         if self.rank != 0:
             return []
         with storage_errors(final):
@@ -361,9 +368,9 @@ class Saver:
 
 
 def read_back(path: CheckpointPath, writer: int) -> None:
-    """Read a file that this process has just written, from the disk and not from memory where the system lets us.
+    """Read back a file that this process has just written, from the disk and not from the page cache if possible.
 
-    Raises StorageError when a byte differs: what the disk kept is not what it was given.
+    Raises StorageError when a byte differs from what was written.
     """
     try:
         with Reader(path) as reader:
@@ -383,21 +390,21 @@ def read_back(path: CheckpointPath, writer: int) -> None:
 
 
 def _forget_cached(path: CheckpointPath) -> None:
-    """Have the system read a file from the disk when it is read next."""
+    """Drop a file from the page cache, so that the next read comes from the disk."""
     if not isinstance(path, UrlPath) and hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def clean(folder: CheckpointPath) -> None:
-    """Remove what killed saves left behind. Only for the holder of the lock."""
-    storage_of(folder).clean(folder)
+    """Remove leftovers of killed saves. Only for the holder of the lock."""
+    backend_of(folder).clean(folder)
 
 
 def prune(
     folder: CheckpointPath, keep_last: Optional[int] = None, retain_interval: Optional[int] = None
 ) -> list[CheckpointPath]:
-    """Delete the checkpoints that are `surplus`; returns what is gone. Only for the holder of the lock."""
+    """Delete the checkpoints that are `surplus` and return their paths. Only for the holder of the lock."""
     gone = surplus(folder, keep_last, retain_interval)
     remove(gone)
     return gone
@@ -406,10 +413,10 @@ def prune(
 def surplus(
     folder: CheckpointPath, keep_last: Optional[int] = None, retain_interval: Optional[int] = None
 ) -> list[CheckpointPath]:
-    """Checkpoints that need not be kept: neither among the `keep_last` newest nor at a multiple of `retain_interval`.
+    """Checkpoints to delete: neither among the `keep_last` newest nor at a multiple of `retain_interval`.
 
     With `retain_interval` alone the newest stays too; with neither, all stay. Checkpoints newer than the tracker's stay:
-    somebody went back to an older one, and may change their mind.
+    the user went back to an older one and may want them again.
     """
     if not (keep_last or retain_interval):
         return []
@@ -423,4 +430,4 @@ def remove(paths: Iterable[CheckpointPath]) -> None:
     """Delete checkpoints, oldest first. Raises StorageError when one cannot be deleted."""
     for path in paths:
         with storage_errors(path):
-            storage_of(path).remove(path)
+            backend_of(path).remove(path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint directory says about itself, believed only after checking.
+"""The index of a checkpoint directory, validated before use.
 
 An index is untrusted input. Names, shapes, sizes and offsets are compared with each other and with the files on the disk
-before any memory is taken for them, so that a forged index is refused and not obeyed.
+before any memory is allocated for them, so a forged index is refused.
 """
 
 import json
@@ -28,7 +28,7 @@ _MAX_DIMS = 16
 
 
 class Stored(NamedTuple):
-    """One stored box: where it lies in its tensor and on the disk."""
+    """One stored box: its position in the tensor and on the disk."""
 
     box: Box
     file: str
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """What the index says of a logical tensor."""
+    """The index entry of a logical tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,7 +45,12 @@ class Tensor(NamedTuple):
 
 
 class Index(NamedTuple):
-    """index.json: bytes under one checksum, file name -> (bytes, checksum of its header), name -> Tensor, state's file."""
+    """The content of index.json.
+
+    block:           bytes under one checksum
+    files:           file name -> (bytes, checksum of its header)
+    tensors:         name -> Tensor
+    """
 
     block: int
     files: dict[str, tuple[int, str]]
@@ -55,7 +60,7 @@ class Index(NamedTuple):
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint directory. Raises Damaged when it is absent, altered or makes no sense."""
+    """Read the index of a checkpoint directory. Raises Damaged when it is missing, altered or invalid."""
     path = folder / "index.json"
     _, content = read_sealed(path)
     if content.get("format") == FORMAT and content.get("version") != VERSION:
@@ -113,10 +118,10 @@ def _tensor(name: str, entry: dict, block: int, files: dict) -> Tensor:
 
 
 class ShardFile:
-    """An open safetensors file whose size and header are as the index says. Closed when nobody refers to it."""
+    """An open safetensors file whose size and header match the index. Closed when garbage collected."""
 
     def __init__(self, path: Path, size: int, header_checksum: str):
-        """Raises Damaged when the file is missing or another one."""
+        """Raises Damaged when the file is missing or does not match."""
         self.path, self.size = path, size
         check_size(path, size)
         if not isinstance(path, UrlPath):
@@ -129,10 +134,10 @@ class ShardFile:
         except Damaged:
             if not isinstance(path, UrlPath):
                 raise
-            self.entries = self._parse(header_checksum)  # it may have been damaged on its way
+            self.entries = self._parse(header_checksum)  # retry: it may have been damaged in transfer
 
     def _parse(self, header_checksum: str) -> dict[str, tuple[int, str, list[int]]]:
-        """Key -> (first byte, dtype code, shape)."""
+        """Parse the header: key -> (first byte, dtype code, shape)."""
         head = bytearray(8)
         self.read_into(0, memoryview(head), "the header")
         length = int.from_bytes(head, "little")
@@ -155,7 +160,7 @@ class ShardFile:
         return entries
 
     def read_into(self, at: int, data: memoryview, what: str) -> None:
-        """Fill `data` with the bytes from `at` on. Raises Damaged, naming `what` was read."""
+        """Fill `data` with the bytes from `at` on. Raises Damaged. what: name of the content for its message."""
         done = 0
         while done < len(data):
             try:
@@ -167,21 +172,21 @@ class ShardFile:
             done += count
 
     def _read(self, at: int, data: memoryview) -> int:
-        """Fill the front of `data` with bytes from `at` on; how many there were."""
+        """Read bytes from `at` on into the start of `data`. Returns their number."""
         if not isinstance(self.path, UrlPath):
             return os.preadv(self._file.fileno(), [data], at)
-        found = self.path.read_range(at, len(data))
-        data[: len(found)] = found
-        return len(found)
+        content = self.path.read_range(at, len(data))
+        data[: len(content)] = content
+        return len(content)
 
 
 def check_size(path: Path, size: int) -> None:
     """Raise Damaged unless `path` is a regular file of this size. Reads no data."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise unreadable(path, error) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise Damaged(f"{path} is not a regular file")
-    if found.st_size != size:
-        raise Damaged(f"{path} has {found.st_size:,} bytes instead of {size:,}")
+    if status.st_size != size:
+        raise Damaged(f"{path} has {status.st_size:,} bytes instead of {size:,}")

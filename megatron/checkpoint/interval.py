@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often to save, from what a save costs and how often a job is interrupted (Young 1974, Daly 2006).
+"""The best save interval for a given cost of saves and rate of interruptions (Young 1974, Daly 2006).
 
-An interruption loses half an interval on average, a save stalls training: the longer the interval, the more of the one
-and the less of the other.
+An interruption loses half an interval on average, and a save stalls training. A longer interval means more lost work and
+fewer stalls.
 
     >>> round(best_interval(stall=2.0, between_interruptions=3600.0))
     119
@@ -12,9 +12,9 @@ import math
 
 
 def best_interval(stall: float, between_interruptions: float) -> float:
-    """Seconds of training between saves that lose the least time.
+    """The seconds of training between saves that lose the least time.
 
-    stall:                  seconds that training stands still for a save
+    stall:                  seconds that a save stalls training
     between_interruptions:  mean time to interruption, in seconds
     Daly's estimate to the third term (doi:10.1016/j.future.2004.11.016, eq. 37).
     """
@@ -25,5 +25,5 @@ def best_interval(stall: float, between_interruptions: float) -> float:
 
 
 def lost_share(interval: float, stall: float, between_interruptions: float) -> float:
-    """The share of time that saves and lost work cost together, to first order; restarts not counted."""
+    """The share of time that saves and lost work cost together, to first order, without restarts."""
     return stall / (interval + stall) + (interval + stall) / (2 * between_interruptions)

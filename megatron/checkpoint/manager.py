@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves in the background (--async-save), again after a failure (--save-retries), elsewhere if the folder fails.
+"""Checkpoint saves of a run: in the background (--async-save), with retries (--save-retries), to a mirror as fallback.
 
-    save(iteration) -> wait for the save before -> copy the pieces to CPU memory -> training goes on
-                                                     \\-> a thread: write, retry, mirror; ends durable or failed
+    save(iteration) -> wait for the last save -> copy the pieces to CPU memory -> training continues
+                                                   \\-> a thread: write, retry, mirror; ends durable or failed
 
-The thread runs the same `Saver` as a save in the foreground does. Its ranks agree through a key-value store
-(`store_all_gather_object`) instead of collectives, which belong to training. Every rank learns the same outcome, so all
-count the same failures and stop at the same step. A thread and not a forked process: writes, checksums and copies let go of
-the interpreter, page-locked memory does not survive a fork, and a copied page table makes training's next writes slow.
+The thread runs the same `Saver` as a save in the foreground. Its ranks communicate through a key-value store
+(`store_all_gather_object`), because training uses the collectives. Every rank gets the same outcome, so all count the same
+failures and stop at the same step. It is a thread and not a forked process: writes, checksums and copies release the
+interpreter, page-locked memory does not survive a fork, and a copied page table slows down training's next writes.
 """
 
 import itertools
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from megatron.checkpoint.backends import CheckpointPath
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.copies import Copies, copy_checkpoint
 from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
 from megatron.checkpoint.interval import best_interval, lost_share
-from megatron.checkpoint.storage import CheckpointPath
 from megatron.checkpoint.store import Piece, StablePiece
 from megatron.checkpoint.traces import FIRST_AUTO
 from megatron.errors import Failure, Locked, PeerLost, StorageError
@@ -33,13 +33,13 @@ from megatron.settings import schema
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import location
 
-RETRY_AFTER = 2.0  # seconds; twice as long before each further try
+RETRY_AFTER = 2.0  # seconds; doubles with each further try
 _ALIGN = 64
-_NICE = 10  # a writer that competes with training for cores gives way
+_NICE = 10  # training has priority over the writer
 
 
 class SaveOutcome(NamedTuple):
-    """How a save ended: where it is, or why it is not."""
+    """The outcome of a save: its path, or the failure."""
 
     iteration: int
     path: Optional[Path]
@@ -47,7 +47,7 @@ class SaveOutcome(NamedTuple):
 
 
 class CheckpointManager:
-    """Writes the checkpoints of a run as `--save` and its relatives say. All ranks call each method together."""
+    """Writes the checkpoints of a run, as set by `--save` and related flags. All ranks call each method together."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class CheckpointManager:
         all_gather_object: AllGatherObject = alone,
         log: Callable[[str], None] = print,
     ):
-        """all_gather_object: for a save in the background one that a thread may use beside training's collectives.
+        """all_gather_object: for saves in the background, one that a thread may use concurrently with collectives.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
@@ -72,13 +72,13 @@ class CheckpointManager:
         self._snapshot = Snapshot()
         self._thread: Optional[threading.Thread] = None
         self._outcome: Optional[SaveOutcome] = None
-        self._failures: list[SaveOutcome] = []  # in a row
+        self._failures: list[SaveOutcome] = []  # consecutive ones
         self._fatal: Optional[BaseException] = None
-        # For --save-interval auto: the next save; step and time of the last; seconds that a thread wrote for it.
+        # For --save-interval auto: the next save; step and time of the last; seconds that its thread wrote.
         self._due_at, self._trained_from, self._writing = 0, (0, 0.0), 0.0
 
     def due(self, iteration: int) -> bool:
-        """Whether `--save-interval` asks for a checkpoint after this step. To be asked after each step."""
+        """Whether `--save-interval` requires a checkpoint after this step. Call it after each step."""
         interval = self.settings.save_interval
         if interval != schema.AUTO:
             return bool(interval) and iteration % interval == 0
@@ -87,15 +87,15 @@ class CheckpointManager:
         return iteration >= self._due_at
 
     def save(self, iteration: int, pieces: Iterable[Piece], state: dict[str, Any]) -> float:
-        """Write a checkpoint, or see to it that it is written. Returns the seconds for which training stood still.
+        """Write a checkpoint, or start to write it in the background. Returns the seconds for which training stalled.
 
-        pieces and state as in `Saver.save`; in the background both may change once this has returned.
-        Raises StorageError after `--max-failed-saves` saves in a row that came to nothing, and CheckpointError when pieces
-        do not make whole tensors.
+        pieces and state as in `Saver.save`; both may change after this returns, also during a save in the background.
+        Raises StorageError after `--max-failed-saves` consecutive failures, and CheckpointError when pieces do not form
+        whole tensors.
         """
         started = time.perf_counter()
         self.wait()
-        waited = time.perf_counter() - started  # no part of what a save costs: a longer interval would spare it
+        waited = time.perf_counter() - started  # not part of a save's cost: a longer interval avoids it
         pieces, background = list(pieces), self.settings.async_save
         if background:
             try:
@@ -105,10 +105,10 @@ class CheckpointManager:
                     f"WARNING: no memory to save in the background, training waits: {str(problem).splitlines()[0]}"
                 )
                 background = False
-        if self.settings.async_save:  # also on a rank without memory: all exchange the same in the same order
+        if self.settings.async_save:  # also on a rank without memory: all ranks communicate in the same order
             stall = time.perf_counter() - started
             # before the thread starts, which uses the same all_gather_object
-            self._plan(iteration, stall - waited + (0.0 if background else self._writing))
+            self._schedule_next(iteration, stall - waited + (0.0 if background else self._writing))
             self._thread = threading.Thread(target=self._work, args=(iteration, pieces, state, True), daemon=True)
             self._thread.start()
             if not background:
@@ -117,15 +117,13 @@ class CheckpointManager:
             self.log(f"  requested checkpoint at iteration {iteration:7d} (training stalled for {stall * 1e3:.0f} ms)")
             return stall
         self._work(iteration, pieces, state, False)
-        self._judge()
+        self._count_outcome()
         stall = time.perf_counter() - started
-        self._plan(iteration, stall - waited)
+        self._schedule_next(iteration, stall - waited)
         return stall
 
     def copy(self, checkpoint: CheckpointPath) -> None:
-        """Have a checkpoint of another folder in this one, too: the first rank copies it, and the others wait. A copy that
-        fails is told and changes nothing else.
-        """
+        """Copy a checkpoint of another folder into this one. Rank 0 copies, the others wait. A failure is only logged."""
         if self.rank == 0:
             folder = location(self.settings.save)
             try:
@@ -137,9 +135,9 @@ class CheckpointManager:
         self.all_gather_object(None)
 
     def wait(self, timeout: Optional[float] = None) -> None:
-        """Let a save in the background come to its end. Raises what `save` raises.
+        """Wait for a save in the background. Raises the errors of `save`.
 
-        timeout: seconds after which it is given up, because other ranks are gone.
+        timeout: seconds after which to give up, for when other ranks are gone.
         """
         if self._thread is not None:
             self._thread.join(timeout)
@@ -147,13 +145,13 @@ class CheckpointManager:
                 self.log("WARNING: the last checkpoint was not finished; the one before it is complete")
                 return
             self._thread = None
-            self._judge()
+            self._count_outcome()
 
     def close(self, timeout: Optional[float] = None, copies: bool = True) -> None:
-        """End the last save and let other jobs write. Raises StorageError when that save came to nothing.
+        """Wait for the last save and release the folder. Raises StorageError when that save failed.
 
-        timeout: as in `wait`; when given, failures are told and not raised, for another one is on its way.
-        copies: wait for them, too; else `close_copies` is to be called.
+        timeout: as in `wait`; if given, failures are logged and not raised, because the caller is handling another one.
+        copies: also wait for copies; otherwise call `close_copies`.
         """
         try:
             self.wait(timeout)
@@ -171,7 +169,7 @@ class CheckpointManager:
                 self._copies.close(timeout)
 
     def close_copies(self, beat: Callable[[], None]) -> None:
-        """Wait for the last copies, which the first rank makes: others need not wait for it. beat: a sign of life."""
+        """Wait for the last copies, which rank 0 makes. Other ranks need not wait. beat: called as a heartbeat."""
         if self._copies:
             self._copies.close(beat=beat)
 
@@ -188,8 +186,8 @@ class CheckpointManager:
             log=self.log,
         )
 
-    def _plan(self, iteration: int, stall: float) -> None:
-        """With `--save-interval auto`: when the next save pays, the same on all ranks."""
+    def _schedule_next(self, iteration: int, stall: float) -> None:
+        """With `--save-interval auto`, choose the step of the next save, the same on all ranks."""
         if self.settings.save_interval != schema.AUTO:
             return
         since, at = self._trained_from
@@ -206,16 +204,16 @@ class CheckpointManager:
         )
 
     def _work(self, iteration: int, pieces: list[Piece], state: dict[str, Any], background: bool) -> None:
-        """One save with all its tries; leaves its outcome for `_judge`."""
+        """Run one save with all its retries, and store the outcome for `_count_outcome`."""
         if background and hasattr(os, "setpriority"):
             try:
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # on Linux: of this thread
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # on Linux: for this thread only
             except OSError:
                 pass
         started = time.perf_counter()
         try:
             path, failure = self._try(iteration, pieces, state)
-        except BaseException as error:  # nobody else would hear of it
+        except BaseException as error:  # a thread's exception would be lost
             self._fatal = error
             return
         seconds = time.perf_counter() - started
@@ -230,7 +228,7 @@ class CheckpointManager:
     def _try(
         self, iteration: int, pieces: list[Piece], state: dict[str, Any]
     ) -> tuple[Optional[Path], Optional[Failure]]:
-        """(where it is, None), or (None, why all tries failed). The same on every rank."""
+        """(path, None), or (None, failure) if all tries failed. The same on every rank."""
         tries, failure = 1 + self.settings.save_retries, None
         for number in range(1, tries + 1):
             try:
@@ -248,11 +246,11 @@ class CheckpointManager:
                 return self._mirror.save(iteration, pieces, state), None
             except (StorageError, Damaged, Locked) as problem:
                 failure = problem
-                self.log(f"WARNING: nor was it saved to --save-mirror: {problem}")
+                self.log(f"WARNING: it was not saved to --save-mirror either: {problem}")
         return None, failure
 
-    def _judge(self) -> None:
-        """Count the outcome of the last save, and raise when it was one failure too many."""
+    def _count_outcome(self) -> None:
+        """Count the outcome of the last save, and raise after too many consecutive failures."""
         fatal, self._fatal = self._fatal, None
         if fatal is not None:
             raise fatal
@@ -276,18 +274,18 @@ class CheckpointManager:
 
 
 class Snapshot:
-    """Copies of pieces in CPU memory, which is taken once and serves every save."""
+    """Copies of pieces in CPU memory, which is allocated once and reused by every save."""
 
     def __init__(self):
         self._memory: Optional[torch.Tensor] = None
 
     def take(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces with tensors of their own, valid until the next call; each `StablePiece` as it is."""
+        """Copy the pieces' tensors, except those of `StablePiece`s. Valid until the next call."""
         sizes = [0 if isinstance(piece, StablePiece) else piece.tensor.nbytes for piece in pieces]
         starts = [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
         on_gpu = any(piece.tensor.is_cuda for piece in pieces)
         if self._memory is None or self._memory.numel() != starts[-1]:
-            self._memory = None  # the old one goes before the new one comes
+            self._memory = None  # free the old memory first
             self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
         copies = []
         for piece, start in zip(pieces, starts):
@@ -303,11 +301,11 @@ class Snapshot:
 
 
 def store_all_gather_object(store, rank: int, size: int, timeout: float) -> AllGatherObject:
-    """An `AllGatherObject` over a key-value store (`torch.distributed`'s) that a thread may use beside collectives.
+    """An `AllGatherObject` over a `torch.distributed` key-value store, for a thread that runs next to collectives.
 
-    Nothing blocks the store: ranks look for each other's answers now and then. Rank 0 collects and hands out, so the
-    traffic grows with the number of ranks and not with its square. Every rank calls it equally often.
-    Raises PeerLost when an answer does not come within `timeout` seconds.
+    Ranks poll for answers, so nothing blocks the store. Rank 0 collects and distributes them: traffic grows linearly with
+    the number of ranks. Every rank calls it equally often.
+    Raises PeerLost when an answer does not arrive within `timeout` seconds.
     """
     if size == 1:
         return alone
@@ -330,7 +328,7 @@ def store_all_gather_object(store, rank: int, size: int, timeout: float) -> AllG
         answers = [value, *(take(f"{number}/{other}", f"rank {other}") for other in range(1, size))]
         store.set(f"{number}/all", pickle.dumps(answers))
         for key in [f"{number}/{other}" for other in range(1, size)] + [f"{number - 1}/all"] * (number > 0):
-            store.delete_key(key)  # all have answered this one, so all have read the one before
+            store.delete_key(key)  # all have answered, so all have read the last result
         return answers
 
     return all_gather_object

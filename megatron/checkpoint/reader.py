@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a checkpoint: any box of any tensor, whatever boxes it was saved as.
+"""Reading a checkpoint: any box of any tensor, in whatever boxes it was saved.
 
-Files are read in the blocks that were checksummed. A block is a flat range of a stored box, so it is a few boxes itself
-(`flat_to_boxes`); what they share with the wanted box is copied. Memory stays at one block a thread, blocks that share
-nothing with the wanted box are not read, and no byte is used before its checksum was compared.
+Files are read in checksummed blocks. A block is a flat range of a stored box, so it consists of a few boxes
+(`flat_to_boxes`). Their intersection with the wanted box is copied. Each thread needs memory for one block. Blocks without
+an intersection are not read, and no byte is used before its checksum was compared.
 
     with Reader(path) as reader:
         reader.load(pieces)                                        # fills the memory of `store.Piece`s
-        row = reader.read("output.weight", Box((7, 0), (1, 768)))  # or makes a new tensor
+        row = reader.read("output.weight", Box((7, 0), (1, 768)))  # or creates a new tensor
 """
 
 import threading
@@ -25,14 +25,14 @@ from megatron.errors import CheckpointError
 from megatron.storage.durable import Damaged, checksum, read_sealed
 from megatron.storage.urls import UrlPath, location
 
-PART = 1 << 26  # bytes of a part that `Reader.parts` yields: 16 blocks, so that few blocks are read twice
-_REQUESTS = 16  # at a time, to an object store: each waits for tens of milliseconds
-_OPEN_FILES = 64  # at a time; a large job wrote thousands
-_STATE = dict(iteration=int, config=dict, state=dict, mesh=dict, samples=dict, libraries=dict)  # where they are there
+PART = 1 << 26  # bytes of a part of `Reader.parts`: 16 blocks, so that few blocks are read twice
+_REQUESTS = 16  # concurrent requests to an object store: each takes tens of milliseconds
+_OPEN_FILES = 64  # at a time; a large job writes thousands
+_STATE = dict(iteration=int, config=dict, state=dict, mesh=dict, samples=dict, libraries=dict)  # types, if present
 _LISTED = 8  # tensors that a message lists
 
-# What becomes a notice instead of an error when names do not match: nothing, tensors that the checkpoint does not have
-# (they keep their values), tensors that the job does not have, both. Another shape is always an error.
+# Which mismatched names give a notice instead of an error: none, tensors that the checkpoint lacks (they keep their
+# values), tensors that the job lacks, both. Another shape is always an error.
 Strictness = Literal["strict", "warn-missing", "warn-extra", "warn-all"]
 
 
@@ -52,8 +52,8 @@ class Reader:
     tensors:  logical name -> index.Tensor(dtype, shape, stored boxes)
     state:    the content of state.json
 
-    Opening reads index and state only; `check_files` looks at the files' sizes, reading verifies what it touches, and
-    `verify` reads everything. Raises Damaged, which names file and tensor.
+    Opening reads only index and state. `check_files` checks the files' sizes, reading verifies the blocks that it needs,
+    and `verify` reads everything. Raises Damaged, which names file and tensor.
     """
 
     def __init__(self, folder: Path | UrlPath, num_threads: Optional[int] = None):
@@ -65,14 +65,14 @@ class Reader:
         state_path = self.folder / self.index.state_file
         mark, self.state = read_sealed(state_path)
         if mark != self.index.state_checksum:
-            raise Damaged(f"{state_path} is not the one that index.json was written with")
+            raise Damaged(f"{state_path} does not belong to index.json")
         wrong = [name for name, kind in _STATE.items() if not isinstance(self.state.get(name, kind()), kind)]
         groups = [] if wrong else self.state.get("config", {}).values()
         if wrong or not all(isinstance(group, dict) for group in groups):
             raise Damaged(f"{state_path} is not what a run saves: {', '.join(wrong) or 'config'}")
         self._files: dict[str, ShardFile] = {}
         self._lock, self._thread = threading.Lock(), threading.local()
-        self.bytes_read = 0  # of tensors, by all calls so far
+        self.bytes_read = 0  # of tensors, in all calls
 
     def __enter__(self) -> "Reader":
         return self
@@ -81,10 +81,10 @@ class Reader:
         self._files.clear()
 
     def read(self, name: str, box: Optional[Box] = None, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-        """A box of a tensor (default: all of it) as a new CPU tensor, converted to `dtype` if one is given."""
+        """Read a box of a tensor (default: all of it) as a new CPU tensor, converted to `dtype` if given."""
         tensor = self._known(name, box)
         box = Box.whole(tensor.shape) if box is None else box
-        for stored in tensor.stored:  # the bytes exist before memory is taken for them
+        for stored in tensor.stored:  # check that the bytes exist before allocating memory
             if stored.box.intersection(box):
                 self._locate(name, stored)
         out = torch.empty(box.extent, dtype=dtype or tensor.dtype)
@@ -92,9 +92,9 @@ class Reader:
         return out
 
     def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
-        """A box of a tensor (default: all of it), flattened row by row, in consecutive 1-D parts of `size` bytes.
+        """Read a box of a tensor (default: all of it), flattened, in consecutive 1-D parts of `size` bytes.
 
-        For tensors that do not fit into memory; the last part may be shorter, and each is a tensor of its own.
+        For tensors that do not fit into memory. The last part may be shorter. Each part has its own memory.
         """
         tensor = self._known(name, box)
         box = Box.whole(tensor.shape) if box is None else box
@@ -117,28 +117,28 @@ class Reader:
         cast: bool | Collection[str] = False,
         strictness: Strictness = "strict",
     ) -> list[str]:
-        """Fill the memory of all pieces. Nothing is touched unless all of them are there with shape and dtype.
+        """Fill the memory of all pieces, or of none if one is missing or has another shape or dtype.
 
-        names:       all logical names of the job, over all ranks; given them, other tensors in the checkpoint are an error
-        cast:        convert where the stored dtype differs, instead of calling it an error; or the names of tensors that
-                     are converted with a notice
-        strictness:  what is a notice instead of an error
-        Returns notices. Raises CheckpointError when the checkpoint is another model's, Damaged when its bytes are not what
-        was written.
+        names:       all logical names of the job, over all ranks; if given, other tensors in the checkpoint are an error
+        cast:        convert tensors with another dtype, which is otherwise an error; or the names of tensors to convert
+                     with a notice
+        strictness:  which mismatches are notices instead of errors
+        Returns notices. Raises CheckpointError when the checkpoint belongs to another model, Damaged when its bytes
+        changed.
         """
         pieces = list(pieces)
         notices = self._require(pieces, names, cast, strictness)
-        found = [piece for piece in pieces if piece.name in self.tensors]
-        self._run([copy for piece in found for copy in self._plan(piece.name, piece.box, piece.tensor)])
+        stored = [piece for piece in pieces if piece.name in self.tensors]
+        self._run([copy for piece in stored for copy in self._plan(piece.name, piece.box, piece.tensor)])
         return notices
 
     def check_files(self) -> None:
-        """Raise Damaged unless every file is there with its size. Reads no data."""
+        """Raise Damaged unless every file exists with its size. Reads no data."""
         for name, (size, _) in self.index.files.items():
             check_size(self.folder / name, size)
 
     def verify(self, files: Optional[Collection[str]] = None) -> list[str]:
-        """Read every byte (of some files, by name); what is damaged or missing, one sentence each."""
+        """Read every byte (of `files`, if given). Returns the damaged and missing parts, one sentence each."""
         files = self.index.files if files is None else set(files)
         problems: dict = {}
         for name in files:
@@ -158,7 +158,7 @@ class Reader:
     # ------------------------------------------------------------------------------------------------ inside
 
     def _known(self, name: str, box: Optional[Box]) -> Tensor:
-        """What the index says of a tensor; CheckpointError when it has none, or not this box of it."""
+        """The index entry of a tensor. Raises CheckpointError if there is none, or if the box lies outside its shape."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         tensor = self.tensors[name]
@@ -173,25 +173,25 @@ class Reader:
         cast: bool | Collection[str],
         strictness: Strictness,
     ) -> list[str]:
-        """Raise one CheckpointError that lists every missing, extra and different tensor; returns what is a notice."""
+        """Raise one CheckpointError that lists all missing, extra and different tensors. Returns notices."""
         missing, different, converted = {}, {}, {}
         for name, shape, box, tensor in pieces:
             assert tuple(tensor.shape) == box.extent and box.fits(shape), (name, tensor.shape, box, shape)
-            found = self.tensors.get(name)
-            if found is None:
+            saved = self.tensors.get(name)
+            if saved is None:
                 missing[name] = f"{name} {tuple(shape)}: not in the checkpoint"
-            elif found.shape != tuple(shape):
-                different[name] = f"{name}: {found.shape} in the checkpoint, {tuple(shape)} in this run"
-            elif found.dtype != tensor.dtype and cast is not True:
+            elif saved.shape != tuple(shape):
+                different[name] = f"{name}: {saved.shape} in the checkpoint, {tuple(shape)} in this run"
+            elif saved.dtype != tensor.dtype and cast is not True:
                 where = converted if cast and name in cast else different
-                where[name] = f"{name}: {found.dtype} in the checkpoint, {tensor.dtype} in this run"
+                where[name] = f"{name}: {saved.dtype} in the checkpoint, {tensor.dtype} in this run"
         extra = {} if names is None else {name: f"{name}: not in this run" for name in set(self.tensors) - set(names)}
         notices = [f"{len(converted)} tensors are converted: {_listed(converted.values())}"] if converted else []
         if strictness in ("warn-missing", "warn-all") and missing:
-            notices.append(f"{len(missing)} tensors keep their first values: {_listed(missing.values())}")
+            notices.append(f"{len(missing)} tensors keep their initial values: {_listed(missing.values())}")
             missing = {}
         if strictness in ("warn-extra", "warn-all") and extra:
-            notices.append(f"{len(extra)} tensors are left out: {_listed(sorted(extra.values()))}")
+            notices.append(f"{len(extra)} tensors are not loaded: {_listed(sorted(extra.values()))}")
             extra = {}
         lines = [*different.values(), *missing.values(), *sorted(extra.values())]
         if lines:
@@ -199,17 +199,17 @@ class Reader:
             raise CheckpointError(
                 f"{self.folder} does not fit this model: {counts}",
                 _listed(lines, "\n  "),
-                "give the model settings that are in its state.json, or another --load (or see --load-strictness)",
+                "use the model settings in its state.json, or another --load (or see --load-strictness)",
             )
         return notices
 
     def _plan(self, name: str, box: Box, out: torch.Tensor) -> list[_Copy]:
-        """The copies that fill `out` with a box."""
+        """The copy operations that fill `out` with a box."""
         overlaps = [(stored, stored.box.intersection(box)) for stored in self.tensors[name].stored]
         return [_Copy(name, out.detach(), box, stored, overlap) for stored, overlap in overlaps if overlap]
 
     def _run(self, copies: list[_Copy]) -> None:
-        """Do all copies, file by file, over a few threads: reads, checksums and copies release the interpreter."""
+        """Run all copies, file by file, on a few threads: reads, checksums and copies release the interpreter."""
         copies.sort(key=lambda copy: copy.stored.file)
         if self.num_threads < 2 or len(copies) < 2:
             for copy in copies:
@@ -255,7 +255,7 @@ class Reader:
     def _fetch(self, stored: Stored, number: int, at: int, block: torch.Tensor) -> None:
         """Read a block of a stored box into `block` [bytes] uint8 and compare its checksum."""
         file, data = self._file(stored.file), memoryview(block.numpy())
-        for _ in range(2 if self.remote else 1):  # what came over a network may be good when it is asked for again
+        for _ in range(2 if self.remote else 1):  # retry a transfer over the network once
             file.read_into(at, data, stored.key)
             with self._lock:
                 self.bytes_read += len(data)
@@ -263,19 +263,19 @@ class Reader:
                 return
         raise Damaged(
             f"{file.path} is damaged in {stored.key}: the bytes from {at:,} to {at + len(data):,} do not "
-            "have the checksum that they were written with"
+            "match their checksum"
         )
 
     def _locate(self, name: str, stored: Stored) -> int:
-        """First byte of a stored box in its file; Damaged unless the file's header agrees with the index."""
+        """First byte of a stored box in its file. Raises Damaged if the file's header contradicts the index."""
         file = self._file(stored.file)
         at, code, shape = file.entries.get(stored.key, (0, None, None))
         if code != CODES[self.tensors[name].dtype] or tuple(shape) != stored.box.extent:
-            raise Damaged(f"{file.path} does not hold {stored.key} as index.json says")
+            raise Damaged(f"{file.path} does not hold {stored.key} as listed in index.json")
         return at
 
     def _file(self, name: str) -> ShardFile:
-        """The file, opened and its header verified at first use."""
+        """The file. The first use opens it and verifies its header."""
         with self._lock:
             if name not in self._files:
                 if len(self._files) >= _OPEN_FILES:
@@ -284,20 +284,20 @@ class Reader:
             return self._files[name]
 
     def _buffer(self) -> torch.Tensor:
-        """This thread's memory for one block."""
+        """This thread's buffer of one block."""
         if not hasattr(self._thread, "block"):
             self._thread.block = torch.empty(self.index.block, dtype=torch.uint8)
         return self._thread.block
 
 
 def _listed(lines: Collection[str], between: str = "; ") -> str:
-    """The first few of many."""
+    """The first few lines, joined, and the number of the others."""
     more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
     return between.join([*list(lines)[:_LISTED], *more])
 
 
 def _scatter(elements: torch.Tensor, runs: list[Box], inside: Box, target: torch.Tensor) -> None:
-    """Copy from `elements`, which lie in `runs` one after another, what falls into `inside`; `target` is its memory."""
+    """Copy the part of `elements` in the box `inside` to its memory `target`. runs: consecutive boxes of `elements`."""
     at = 0
     for run in runs:
         part = inside.intersection(run)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint rewritten into other files, in bounded memory.
+"""Rewriting a checkpoint into other files, in bounded memory.
 
-Loading needs no such step: every layout reads every checkpoint. It serves those who carry files: as many as there are
-disks or nodes, or one for each rank of an inference job (`by_rank`), which then reads one file and nothing else.
+Loading does not need this: every layout reads every checkpoint. It is useful for moving files: as many as there are disks
+or nodes, or one for each rank of an inference job (`by_rank`), which then reads only that file.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,14 +16,14 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.reader import PART, Reader
 from megatron.checkpoint.store import Piece, share
 
-OPTIMIZER = "optimizer."  # what names of optimizer state begin with: optimizer.exp_avg.blocks.0...
+OPTIMIZER = "optimizer."  # prefix of the names of optimizer state: optimizer.exp_avg.blocks.0...
 
 
 def reshard(source: Reader, out: Path, shards: Iterable[list[Piece]], state: dict[str, Any]) -> Path:
-    """Write `source` into the folder `out` as the files `shards`; returns the new checkpoint's directory.
+    """Write `source` into the folder `out` as the files `shards`. Returns the new checkpoint's directory.
 
-    Memory stays at about twice `reader.PART`. Tensors whose piece asks for another dtype are converted. A failure, damage
-    in the source included, leaves nothing in `out`.
+    Takes about twice `reader.PART` of memory. Tensors are converted to the dtype of their piece. After a failure, including
+    damage in the source, `out` contains no new files.
     """
 
     def parts(piece: Piece) -> Iterator[torch.Tensor]:
@@ -37,7 +37,7 @@ def reshard(source: Reader, out: Path, shards: Iterable[list[Piece]], state: dic
 
 
 def whole_pieces(source: Reader, wanted: Callable[[str], bool] = lambda name: True, dtype=None) -> list[Piece]:
-    """Every wanted tensor as one piece without memory. dtype: for all of them, default: as stored."""
+    """Every wanted tensor as one piece without memory. dtype: of all pieces; default: as stored."""
     pieces = []
     for name, tensor in source.tensors.items():
         if wanted(name):
@@ -47,15 +47,15 @@ def whole_pieces(source: Reader, wanted: Callable[[str], bool] = lambda name: Tr
 
 
 def evenly(pieces: list[Piece], writers: int) -> list[list[Piece]]:
-    """The pieces in files of equal size."""
+    """Divide the pieces into files of equal size."""
     return [share(pieces, writer, writers) for writer in range(writers)]
 
 
 def by_rank(pieces: list[Piece], boxes: list[dict[str, Box]]) -> list[list[Piece]]:
-    """The pieces in one file for each rank.
+    """Divide the pieces into one file for each rank.
 
-    boxes: of each rank, parameter name -> what it holds of it; optimizer state goes with its parameter. Tensors that
-    several ranks need whole are spread over their files evenly, those that no rank knows over all.
+    boxes: for each rank, parameter name -> the box that it holds. Optimizer state follows its parameter. Tensors that
+    several ranks need whole are divided evenly among their files, unknown tensors among all files.
     """
     files: list[list[Piece]] = [[] for _ in boxes]
     for piece in pieces:

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing a checkpoint: boxes of logical tensors into safetensors files, one file per writer, and an index over them.
+"""Writing a checkpoint: boxes of logical tensors in safetensors files, one file per writer, and an index of them.
 
     iter_0000100/
-        index.json                   every logical tensor: dtype, shape, and its boxes: where, in which file, checksums
-        state.json                   what the caller says: iteration, consumed samples, settings, versions
+        index.json                   every logical tensor: dtype, shape, and for each box offset, file and checksums
+        state.json                   the caller's state: iteration, consumed samples, settings, versions
         shard_00000.safetensors      pieces of writer 0, readable by any safetensors library
         shard_00001.safetensors      pieces of writer 1
 
-Every byte is covered: data by one checksum per block of 4 MiB (so that a reader of a part verifies a part), file headers
-and state.json by checksums in the index, and the index by its own first line. There is no pickle.
+Checksums cover every byte: data by one checksum per block of 4 MiB (a reader of a part verifies only that part), file
+headers and state.json by checksums in the index, and the index by its own first line. There is no pickle.
 
-Writers work alone: each calls `write_shard` with its pieces; when all are done, one calls `commit`. How the writers wait
-for each other is the caller's affair (`folder.Saver`), so nothing here knows about process groups.
+Writers are independent: each calls `write_shard` with its pieces; when all are done, one calls `commit`. The caller
+synchronizes them (`folder.Saver`), so this module does not depend on process groups.
 
-Killed at any moment (kill -9), a save leaves every earlier checkpoint as it was: all is written and synced in a folder of
-another name (`durable.write_synced`), and a checkpoint has its own name only once it is complete. What is left over is
-cleared away by the next save.
+A save that is killed at any moment (kill -9) changes no earlier checkpoint. Files are written and synced in a folder with a
+temporary name (`durable.write_synced`), which is renamed when the checkpoint is complete. The next save removes leftovers.
 """
 
 import json
@@ -25,14 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.checkpoint.backends import CheckpointPath, backend_of
 from megatron.checkpoint.boxes import Box, cut_evenly, describe, find_flaw, flat_to_boxes
-from megatron.checkpoint.storage import CheckpointPath, storage_of
 from megatron.errors import CheckpointError
 from megatron.storage.durable import checksum, read_sealed, seal, storage_errors
 from megatron.storage.urls import Draft
 
 FORMAT, VERSION = "boxes in safetensors", 1
-_REQUESTS = 16  # at a time, to an object store
+_REQUESTS = 16  # concurrent requests to an object store
 BLOCK = 1 << 22  # bytes under one checksum; a multiple of every element size
 
 DTYPES = {
@@ -57,7 +56,7 @@ class Piece(NamedTuple):
 
     name:    logical name, the same on every layout: `blocks.17.attention.qkv.weight`
     shape:   shape of the whole logical tensor
-    box:     where `tensor` lies in it
+    box:     the position of `tensor` in it
     tensor:  shape `box.extent`, any strides, any device
     """
 
@@ -68,19 +67,19 @@ class Piece(NamedTuple):
 
 
 class StablePiece(Piece):
-    """A piece whose memory keeps its content while training goes on: a save in the background needs no copy of it."""
+    """A piece whose content does not change during training: a save in the background does not need to copy it."""
 
     __slots__ = ()
 
 
 def flat_pieces(name: str, shape, box, local_shape, flat: torch.Tensor, start: int = 0) -> list[Piece]:
-    """Pieces of a flat range of a local tensor: what a ZeRO shard holds of a parameter or of its optimizer state.
+    """The pieces of a flat range of a local tensor: a ZeRO shard's part of a parameter or its optimizer state.
 
     shape:        of the logical tensor
-    box:          (offset, extent) of the local tensor in it, as `Placement.box` gives it, padding excluded
+    box:          (offset, extent) of the local tensor in it, without padding, from `Placement.box`
     local_shape:  of the local tensor, padding included
     flat:         1-D; elements [start, start + len(flat)) of the flattened local tensor
-    Elements in the padding are in no piece. The pieces' tensors are views of `flat`.
+    The padding is in no piece. The pieces' tensors are views of `flat`.
     """
     pieces, at = [], 0
     real = Box.whole(box[1])
@@ -94,7 +93,7 @@ def flat_pieces(name: str, shape, box, local_shape, flat: torch.Tensor, start: i
 
 
 def share(pieces: Sequence[Piece], part: int, parts: int) -> list[Piece]:
-    """What one of `parts` replicas writes when all hold the same pieces: equal bytes each, together everything once."""
+    """Divide the writing of pieces that all of `parts` replicas hold: the share of replica `part`, in equal bytes."""
     chosen = []
     sizes = [piece.box.size * piece.tensor.element_size() for piece in pieces]
     for piece, span in zip(pieces, cut_evenly(sizes, part, parts)):
@@ -105,7 +104,7 @@ def share(pieces: Sequence[Piece], part: int, parts: int) -> list[Piece]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous CPU tensor as uint8 [bytes], without a copy."""
+    """View the memory of a contiguous CPU tensor as uint8 [bytes]."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -115,19 +114,19 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 Parts = Callable[[Piece], Iterable[torch.Tensor]]
 
 
-def at_once(piece: Piece) -> Iterable[torch.Tensor]:
-    """The parts of a piece whose tensor is there: one."""
+def single_part(piece: Piece) -> Iterable[torch.Tensor]:
+    """The content of a piece as one part, its tensor."""
     return (piece.tensor,)
 
 
 def write_shard(
-    folder: CheckpointPath, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = at_once
+    folder: CheckpointPath, writer: int, pieces: Iterable[Piece], block: int = BLOCK, parts: Parts = single_part
 ) -> int:
-    """Write this writer's file and its part of the index into `folder`, durably; returns the bytes of the file.
+    """Write this writer's file and its part of the index into `folder`, durably. Returns the bytes of the file.
 
-    Empty pieces only tell that their tensor exists. `parts` makes the content of a piece while it is written, for more
-    than memory holds: tensors that are, end to end, the piece flattened, all but the last a multiple of `block` bytes.
-    The pieces' own tensors may then be on the meta device. Raises StorageError when the disk is full or read-only.
+    An empty piece only declares that its tensor exists. `parts` generates the content of a piece while it is written, for
+    pieces that do not fit into memory: consecutive parts of the flattened piece, all but the last a multiple of `block`
+    bytes. The pieces' own tensors may then be on the meta device. Raises StorageError when the disk is full or read-only.
     """
     pieces = list(pieces)
     tensors: dict[str, dict] = {}
@@ -138,7 +137,7 @@ def write_shard(
     pieces.sort(key=lambda piece: -piece.tensor.element_size())  # keeps every piece aligned to its elements
     path = folder / f"shard_{writer:05d}.safetensors"
     header, size = _header(pieces)
-    with storage_of(folder).create(path, size) as file:
+    with backend_of(folder).create(path, size) as file:
         _write_all(file, memoryview(header))
         for piece in pieces:
             sums = _write_blocks(file, parts(piece), block)
@@ -147,7 +146,7 @@ def write_shard(
     files = {path.name: {"bytes": size, "header": checksum(header)}}
     partial = folder / f"part_{writer:05d}.json"
     with storage_errors(partial):
-        storage_of(folder).write(partial, seal({"block": block, "files": files, "tensors": tensors})[1])
+        backend_of(folder).write(partial, seal({"block": block, "files": files, "tensors": tensors})[1])
     return size
 
 
@@ -156,7 +155,7 @@ def _entry(piece: Piece) -> dict:
 
 
 def _key(piece: Piece) -> str:
-    """Name inside the file: plain for a whole tensor, so that other tools see the names that they expect."""
+    """The name inside the file. A whole tensor has its plain name, which other tools expect."""
     return piece.name if piece.box.extent == tuple(piece.shape) else piece.name + describe(piece.box)
 
 
@@ -179,7 +178,7 @@ def _header(pieces: list[Piece]) -> tuple[bytes, int]:
 
 
 def _write_blocks(file, parts: Iterable[torch.Tensor], block: int) -> list[str]:
-    """Append the bytes of tensors and return a checksum per block, taken while the block is in the cache."""
+    """Append the bytes of tensors. Returns a checksum per block, computed while the block is in the cache."""
     sums = []
     for part in parts:
         data = memoryview(as_bytes(part.detach().cpu().contiguous()).numpy())
@@ -198,28 +197,28 @@ def _write_all(file, data: memoryview) -> None:
 
 
 def commit(folder: CheckpointPath, final: CheckpointPath, num_writers: int, state: dict[str, Any]) -> None:
-    """Join the parts of the index, check that they make whole tensors, and let `folder` appear as `final`.
+    """Merge the parts of the index, check that they form whole tensors, and publish `folder` as `final`.
 
-    Called once, after `write_shard` of all writers 0 .. num_writers - 1 has returned. A checkpoint that is there already is
-    set aside or replaced, as `storage.Storage` says of each kind, and what it leaves is for the caller to clean. Raises
-    CheckpointError when the pieces do not tile the tensors exactly once, StorageError when the disk fails.
+    Call it once, after `write_shard` of all writers 0 .. num_writers - 1 has returned. An existing checkpoint is set aside
+    or replaced (see `backends`), and the caller cleans up after it. Raises CheckpointError when the pieces do not tile the
+    tensors exactly once, StorageError when the disk fails.
     """
     parts = [folder / f"part_{writer:05d}.json" for writer in range(num_writers)]
     with ThreadPoolExecutor(_REQUESTS if isinstance(folder, Draft) else 1) as pool:
         index = merge([content for _, content in pool.map(read_sealed, parts)])
-    place, state_path = storage_of(folder), folder / "state.json"
+    backend, state_path = backend_of(folder), folder / "state.json"
     with storage_errors(folder):
         state_sum, content = seal(state)
-        place.write(state_path, content)
+        backend.write(state_path, content)
         head = {"format": FORMAT, "version": VERSION, "state": state_sum}
         if isinstance(folder, Draft):
             head.update(state_file=state_path.name, token=folder.token)
         sizes = {state_path.name: len(content), **{name: entry["bytes"] for name, entry in index["files"].items()}}
-        place.publish(folder, final, seal({**head, **index})[1], sizes, parts)
+        backend.publish(folder, final, seal({**head, **index})[1], sizes, parts)
 
 
 def merge(parts: Iterable[dict]) -> dict:
-    """One index from the writers' parts: {"block": ..., "files": ..., "tensors": ...}, names sorted."""
+    """Merge the writers' parts into one index: {"block": ..., "files": ..., "tensors": ...}, names sorted."""
     blocks, files, tensors = set(), {}, {}
     for part in parts:
         blocks.add(part["block"])
@@ -234,6 +233,6 @@ def merge(parts: Iterable[dict]) -> dict:
     for name, entry in tensors.items():
         flaw = find_flaw(entry["shape"], [Box(tuple(offset), tuple(extent)) for offset, extent, *_ in entry["boxes"]])
         if flaw:
-            raise CheckpointError(f"{name}: the writers' pieces do not make the tensor: {flaw}")
+            raise CheckpointError(f"{name}: the writers' pieces do not form the tensor: {flaw}")
     (block,) = blocks
     return {"block": block, "files": files, "tensors": dict(sorted(tensors.items()))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a checkpoint, in words: from its index and state alone, no tensor is read."""
+"""Summaries of a checkpoint's content from its index and state. No tensor is read."""
 
 from math import prod
 from pathlib import Path
@@ -14,7 +14,7 @@ FROZEN = "frozen"
 
 
 def summary(reader: Reader) -> dict[str, Any]:
-    """A checkpoint as a dict that JSON can hold: what inspect prints, and what scripts want."""
+    """A summary of a checkpoint as a dict for JSON, which `inspect` prints and scripts can use."""
     state, kinds = reader.state, kinds_of(reader.state.get("untrained"))
     parameters = {name: prod(t.shape) for name, t in reader.tensors.items() if not name.startswith(OPTIMIZER)}
     parameters = {name: size for name, size in parameters.items() if kinds.get(name, FROZEN) == FROZEN}
@@ -45,51 +45,51 @@ def summary(reader: Reader) -> dict[str, Any]:
 
 
 def kinds_of(untrained: object) -> dict[str, str]:
-    """Name -> what it is, of tensors that are no trained parameters, as a checkpoint's state says."""
-    found = untrained if isinstance(untrained, dict) else {}
-    frozen, buffers = found.get("frozen"), found.get("buffers")
+    """Name -> kind of the tensors that are not trained parameters, from a checkpoint's state."""
+    saved = untrained if isinstance(untrained, dict) else {}
+    frozen, buffers = saved.get("frozen"), saved.get("buffers")
     kinds = dict.fromkeys(map(str, frozen), FROZEN) if isinstance(frozen, list) else {}
     return kinds | {name: f"buffer, {rule}" for name, rule in (buffers.items() if isinstance(buffers, dict) else ())}
 
 
 def code_of(code: object) -> dict[str, Any]:
-    """What a checkpoint says of its run's own code: checksums of files, and of uncommitted changes of the tree."""
+    """The record of the run's own code in a checkpoint: checksums of files and of uncommitted changes."""
     if not isinstance(code, dict):
         return {}
     return {name: code[key] for name, key in (("code", "files"), ("uncommitted changes", "diff")) if code.get(key)}
 
 
 def describe(reader: Reader, changed: Optional[dict[str, Any]] = None) -> str:
-    """The same as text. changed: the settings to show, group -> {name: value} (default: all that are saved)."""
-    told = summary(reader)
-    moments = sorted({name.split(".", 2)[1] for name in told["tensors"] if name.startswith(OPTIMIZER)})
-    layout = told["layout"] or {}
-    frozen = f", {told['frozen']:,} of them frozen" if told["frozen"] else ""
-    buffers = f", {told['buffers']} buffers" if told["buffers"] else ""
+    """The summary as text. changed: the settings to show, group -> {name: value} (default: all that are saved)."""
+    info = summary(reader)
+    moments = sorted({name.split(".", 2)[1] for name in info["tensors"] if name.startswith(OPTIMIZER)})
+    layout = info["layout"] or {}
+    frozen = f", {info['frozen']:,} of them frozen" if info["frozen"] else ""
+    buffers = f", {info['buffers']} buffers" if info["buffers"] else ""
     lines = [
-        told["path"],
-        f"  iteration {told['iteration']}, consumed samples {told['consumed_samples']}",
-        f"  {told['parameters']:,} parameters{frozen}{buffers}, optimizer state: {', '.join(moments) or 'none'}",
-        f"  {told['bytes']:,} bytes in {len(told['files'])} files",
+        info["path"],
+        f"  iteration {info['iteration']}, consumed samples {info['consumed_samples']}",
+        f"  {info['parameters']:,} parameters{frozen}{buffers}, optimizer state: {', '.join(moments) or 'none'}",
+        f"  {info['bytes']:,} bytes in {len(info['files'])} files",
         "  saved by " + (" x ".join(f"{axis} {size}" for axis, size in layout.items()) or "an unknown layout"),
     ]
-    for name, value in told["written_by"].items():
+    for name, value in info["written_by"].items():
         text = ", ".join(f"{key} {version}" for key, version in value.items()) if isinstance(value, dict) else value
         lines.append(f"  {name}: {text}")
     lines.append("settings:")
-    for group, values in (told["config"] if changed is None else changed).items():
+    for group, values in (info["config"] if changed is None else changed).items():
         if isinstance(values, dict) and values:
             lines.append(f"  {group}: " + ", ".join(f"{name} {value}" for name, value in values.items()))
     lines.append("tensors (dtype, shape, boxes):")
-    width = max(map(len, told["tensors"]), default=0)
-    for name, tensor in told["tensors"].items():
+    width = max(map(len, info["tensors"]), default=0)
+    for name, tensor in info["tensors"].items():
         kind = f"  {tensor['kind']}" if "kind" in tensor else ""
         lines.append(f"  {name:<{width}}  {tensor['dtype']:<8} {tensor['shape']} {tensor['boxes']}{kind}")
     return "\n".join(lines)
 
 
 def overview(folder: Path) -> list[str]:
-    """A line for each checkpoint of a folder: iteration, size, visible damage, and which one the tracker names."""
+    """A line for each checkpoint of a folder: iteration, size or damage, and a mark at the tracker's."""
     lines, named = [], read_tracker(folder)
     for iteration, path in checkpoints(folder).items():
         try:
@@ -103,13 +103,13 @@ def overview(folder: Path) -> list[str]:
 
 
 def foreign_files(folder: Path, reader: Optional[Reader]) -> list[str]:
-    """What lies in a checkpoint's directory and belongs to no part of it, one sentence each."""
+    """Files in a checkpoint's directory that do not belong to it, one sentence each."""
     known = {"index.json", *((reader.index.state_file, *reader.index.files) if reader else ("state.json",))}
     return [f"{path} does not belong to the checkpoint" for path in sorted(folder.iterdir()) if path.name not in known]
 
 
 def verify(folder: Path) -> tuple[int, list[str]]:
-    """(bytes, problems) of one checkpoint directory after reading every byte: damaged, missing and foreign files."""
+    """Read every byte of a checkpoint directory. Returns (bytes, problems): damaged, missing and foreign files."""
     try:
         with Reader(folder) as reader:
             size = sum(size for size, _ in reader.index.files.values())

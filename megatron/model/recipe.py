@@ -52,8 +52,8 @@ class Recipe:
     epoch_samples:  (config) -> samples of an epoch, for --train-epochs; None: they are counted in --data-path
     measures:       (config) -> `training.measures.Measures`: what evaluations find out beside mean losses, and whether
                     the best of them is kept
-    anew:           (name of a weight, whether the checkpoint has it) -> whether it begins anew in a run that takes weights
-                    alone (--finetune), of whatever model that shares the others
+    reinitialize:   (name of a weight, whether the checkpoint has it) -> whether a run that loads weights alone
+                    (--finetune) keeps its initial values, for checkpoints of any model that shares the other weights
     starts_from:    model types whose checkpoints may be the beginning of such a run, beside its own
     part:           (config, settings that such a checkpoint holds) -> those that it would hold of the part of its model
                     that the run takes
@@ -92,7 +92,7 @@ class Recipe:
     perplexities: tuple[str, ...] = ("lm loss",)
     epoch_samples: Optional[Callable[[Config], int]] = None
     measures: Optional[Callable[[Config], Any]] = None
-    anew: Callable[[str, bool], bool] = lambda name, stored: False
+    reinitialize: Callable[[str, bool], bool] = lambda name, stored: False
     starts_from: tuple[str, ...] = ()
     part: Callable[[Config, dict[str, Any]], dict[str, Any]] = lambda config, saved: saved
     hooks: tuple[Callable[[Config], Any], ...] = ()

@@ -143,8 +143,8 @@ class Placement:
         others = math.prod(self.shape[:-1]) // self.shape[dim]
         return [(others * size, self.shape[-1]) for size in sizes]
 
-    def owned(self, place: dict[str, int]) -> bool:
-        """Whether this rank is the one of all that hold these elements that counts them: in norms, sums and files."""
+    def is_primary(self, place: dict[str, int]) -> bool:
+        """Whether this rank counts these elements in norms, sums and files. True on exactly one rank per element."""
         copies = {*self.model_axes, *self.partial} - set(self.cut)
         return all(place[axis] == 0 for axis in copies)
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers that training changes: a router's bias, scales of observers, masks, running statistics, counters.
 
-Passes change a buffer on each rank by what that rank has seen. Once a step, before the optimizer's update, the values of
-ranks that hold the same buffer become one, as its rule says (`mpu.placement.Buffer`), in a message or two for all
-buffers together. Then each module that has a method `update_buffers` has it called, to make of sums what passes read:
+Passes change a buffer on each rank by that rank's tokens. Once a step, before the optimizer's update, ranks that hold the
+same buffer combine their values by its rule (`mpu.placement.Buffer`), in one or two messages for all buffers. Then the
+method `update_buffers` of each module that has one is called, which turns sums into the values that passes read:
 
-    passes -> `combine`: max, min, sum, mean over ranks; `update_buffers()` -> `settle`: the step counts
+    passes -> `combine`: max, min, sum, mean over ranks; `update_buffers()` -> `commit`: keep the step's values
 
-A step that is skipped, and an evaluation, leave no trace: `take_back`. Every rank has all of its buffers; ZeRO does not
-divide them.
+Skipped steps and evaluations leave no trace: `rollback`. Every rank has whole buffers; ZeRO does not shard them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,12 +28,12 @@ OPS = dict(max="max", min="min", sum="sum", mean="sum")
 
 
 class Held(NamedTuple):
-    """A buffer of this rank, and the axes of ranks whose values are to be one."""
+    """A buffer of this rank, and the mesh axes over which its values are combined."""
 
     name: str
     place: PlacedBuffer
-    copies: tuple[str, ...]  # axes along which ranks hold the same buffer, and see other tokens
-    axes: tuple[str, ...]  # these, and those over which its value is partial
+    copies: tuple[str, ...]  # axes along which ranks hold the same buffer and have other tokens
+    axes: tuple[str, ...]  # `copies`, and the axes over which its value is partial
 
     @property
     def placement(self) -> Placement:
@@ -42,19 +41,19 @@ class Held(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """Of `placement.COMBINE`."""
+        """The rule for combining values, one of `placement.COMBINE`."""
         return self.placement.buffer.combine
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its values now."""
+        """The present values."""
         return self.place.tensor
 
 
 class BufferStore:
     """The buffers of a rank's model chunks that have a placement.
 
-    Those on the meta device get memory on `device`, and the initial values of their placement.
+    Buffers on the meta device get memory on `device` and the initial values of their placement.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], mesh: Mesh, device: torch.device):
@@ -64,7 +63,7 @@ class BufferStore:
         self.held = [_held(name, place, units[name].axes) for name, place in placed_buffers(list(chunks)).items()]
         modules = dict.fromkeys(module for chunk in chunks for module in chunk.modules())
         self.updating = [one for one in modules if hasattr(one, "update_buffers") and placed_buffers(one)]
-        self.before: dict[str, torch.Tensor] = {}  # their values at the end of the last step
+        self.before: dict[str, torch.Tensor] = {}  # values at the end of the last step
         self.combined = False
 
     @property
@@ -73,14 +72,14 @@ class BufferStore:
         return sum(held.tensor.nbytes + self.before[held.name].nbytes for held in self.held)
 
     def named(self) -> dict[str, torch.Tensor]:
-        """Name -> values now, of this rank's piece."""
+        """Name -> present values of this rank's piece."""
         return {held.name: held.tensor for held in self.held}
 
     # ---- once a step -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def combine(self) -> None:
-        """Make the values of ranks one, and let modules update their buffers; all ranks together, once a step."""
+        """Combine the values of ranks, then let modules update their buffers. All ranks call it, once a step."""
         if self.combined or not self.held:
             return
         for axes in dict.fromkeys(held.axes for held in self.held):
@@ -92,13 +91,13 @@ class BufferStore:
     def _combine(self, names: tuple[str, ...], those: list[Held]) -> None:
         axes = [axis for axis in (getattr(self.mesh, name) for name in names) if axis.size > 1]
         for op in ("max", "min", "sum") if axes else ():
-            for whole in (True, False):  # whole numbers are added up as such
-                found = [held for held in those if OPS.get(held.rule) == op and _is_whole(held.tensor) == whole]
-                if found:
-                    self._reduce(op, found, axes, torch.int64 if whole else torch.float64)
+            for whole in (True, False):  # integers are summed as integers
+                chosen = [held for held in those if OPS.get(held.rule) == op and _is_whole(held.tensor) == whole]
+                if chosen:
+                    self._reduce(op, chosen, axes, torch.int64 if whole else torch.float64)
 
     def _reduce(self, op: str, those: list[Held], axes: Sequence, dtype: torch.dtype) -> None:
-        """One message of several buffers, an axis after the other. Of sums each rank sends what it has added."""
+        """Reduce several buffers in one message, axis by axis. For sums each rank sends only what it added."""
         values = [held.tensor.to(dtype).flatten() for held in those]
         bases = [self.before[held.name].to(dtype).flatten() if held.rule == "sum" else None for held in those]
         packed = torch.cat([value if base is None else value - base for value, base in zip(values, bases)])
@@ -112,8 +111,8 @@ class BufferStore:
             held.tensor.copy_((total if base is None else base + total).view(held.tensor.shape))
 
     @torch.no_grad()
-    def settle(self, skip: Optional[torch.Tensor] = None) -> None:
-        """The values as they are count. skip: a flag on the device; where it is up, those of the last step do."""
+    def commit(self, skip: Optional[torch.Tensor] = None) -> None:
+        """Keep the present values. skip: a flag on the device; if it is set, restore those of the last step."""
         self.combined = False
         for held in self.held:
             before = self.before.setdefault(held.name, torch.empty_like(held.tensor))
@@ -122,8 +121,8 @@ class BufferStore:
             before.copy_(held.tensor)
 
     @torch.no_grad()
-    def take_back(self) -> None:
-        """Nothing that passes have changed since the last step counts."""
+    def rollback(self) -> None:
+        """Restore the values at the end of the last step."""
         self.combined = False
         for held in self.held:
             held.tensor.copy_(self.before[held.name])
@@ -131,17 +130,17 @@ class BufferStore:
     # ---- checkpoints and checks ------------------------------------------------------------------------------------
 
     def pieces(self, unique: bool = False) -> list[Piece]:
-        """Buffers as pieces of their logical tensors. unique: one rank of those that hold the same gives it."""
+        """Buffers as pieces of their logical tensors. unique: only one of the ranks with the same buffer returns it."""
         place = self.mesh.coordinates
         return [
             piece
             for held in self.held
-            if not unique or held.placement.owned(place) and all(place[axis] == 0 for axis in held.copies)
+            if not unique or held.placement.is_primary(place) and all(place[axis] == 0 for axis in held.copies)
             for piece in buffer_pieces(held.name, held.place, place)
         ]
 
     def shared(self) -> Iterable[tuple[Held, tuple[str, ...]]]:
-        """Each buffer, and the axes along which ranks hold the same values of it between two steps."""
+        """Each buffer, and the axes along which ranks hold the same values between two steps."""
         for held in self.held:
             copies = {"tp", *held.axes} - set(held.placement.cut)
             yield held, tuple(copies)
@@ -159,9 +158,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def fill_buffers(chunks: Sequence[torch.nn.Module], place: dict[str, int]) -> None:
-    """Give the placed buffers on the meta device memory on the CPU, and the initial values of their placement; and those
-    that are part of a module's state a placement.
-    """
+    """Initialize placed buffers on the meta device in CPU memory. Persistent buffers without a placement get one."""
     place_persistent_buffers(chunks)
     for name, (module, attribute, placement) in placed_buffers(list(chunks)).items():
         tensor: Any = module._buffers[attribute]

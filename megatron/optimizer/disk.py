@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer state in a file, as in ZeRO-Infinity (arXiv:2104.07857): it passes through memory part by part, once a step.
+"""Optimizer state in a file, as in ZeRO-Infinity (arXiv:2104.07857), streamed through memory once a step.
 
-    read ahead    | part 2 |
-    update        | part 1 |      on the CPU, from gradients that come there; new weights go to the model at once
-    write behind  | part 0 |
+    read ahead   | part 2 |
+    update       | part 1 |      on the CPU; gradients are copied there, new weights directly to the model
+    write back   | part 0 |
 
-Two threads read and write while the CPU updates, in three buffers that serve all of the state (`scratch.SLOTS`,
-`scratch.PART`): its own memory does not grow with the model. The arithmetic is that of state in memory, bit by bit.
+Two threads read and write while the CPU updates. All of the state passes through three buffers (`scratch.SLOTS`,
+`scratch.PART`), so memory does not grow with the model. Results are bitwise those of state in memory.
 
-Main weights lie in the file where the model's own weights are in half precision, or where ranks share the state of
-weights that they all have; fp32 weights that are the main weights stay where they are, and their moments alone are in
-the file.
+The file holds main weights if the model's weights are in half precision, or if ranks shard the state of weights that they
+all keep. Otherwise the model's fp32 weights serve as main weights, and only moments are in the file.
 
-A save in the background costs no copy in memory: the file then has two copies of the state. What a save reads stays as
-it is, for the next step reads that copy and writes the other one.
+A save in the background needs no copy in memory: the file then has two copies of the state. The next step reads the copy
+that is being saved and writes the other one.
 """
 
 import mmap
@@ -30,12 +29,12 @@ from megatron.optimizer.update import Rates, UpdateRule
 
 
 class DiskState(OwnedState):
-    """Moments, and main weights unless they are in `memory`, of consecutive owned ranges in a file.
+    """Moments of consecutive owned ranges in a file, and their main weights unless these are in `memory`.
 
     reduced:  fp32 gradients of the rank's whole shard
-    memory:   the main weights, fp32, where they are there anyway
-    copies:   of the state in the file: 2 for pieces that last (`keep`)
-    Raises StorageError when the folder does not take the file.
+    memory:   fp32 main weights, if the model holds them already
+    copies:   copies of the state in the file: 2 for pieces that outlast steps (`keep`)
+    Raises StorageError when the file cannot be created in the folder.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class DiskState(OwnedState):
         super().__init__(owned, rule)
         self.memory, self.offload, self.direct = memory, memory is None, memory is None
         self.names = rule.state if memory is not None else ("main", *rule.state)
-        self.away = reduced.device.type != "cpu"  # gradients and weights of the model are not in the host's memory
+        self.away = reduced.device.type != "cpu"  # the model's gradients and weights are on a device
         self.on_disk = file_bytes(self.size, len(self.names) * copies)
         self._scratch = Scratch(folder, len(self.names) * copies, self.size)
         self._copies, self._current, self._next = copies, 0, 0
@@ -65,13 +64,13 @@ class DiskState(OwnedState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory: buffers, and main weights that are there anyway."""
-        found = (self._buffers, self._arriving, self.memory)
-        return sum(tensor.nbytes for tensor in found if tensor is not None)
+        """Bytes in memory: buffers, and main weights that the model holds."""
+        tensors = (self._buffers, self._arriving, self.memory)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def main(self) -> torch.Tensor:
-        """The main weights, mapped from the file if they are there. For use between two steps."""
+        """The main weights, mapped from the file if they are in it. For use between two steps."""
         return self._mapped(0) if self.memory is None else self.memory
 
     @property
@@ -84,17 +83,17 @@ class DiskState(OwnedState):
         return torch.frombuffer(memory, dtype=torch.float32, count=self.size)
 
     def keep(self) -> None:
-        """What is in the file now stays: the next step writes into the other copy."""
-        assert self._copies == 2, "this state was made with one copy"
+        """Preserve the present content of the file: the next step writes to the other copy."""
+        assert self._copies == 2, "this state was built with one copy"
         self._next = 1 - self._current
 
     def is_stable(self, flat: torch.Tensor) -> bool:
-        """Whether a tensor of the state is in the file."""
+        """Whether a tensor of the state is in the file, where `keep` preserves it."""
         return flat is not self.memory
 
     @torch.no_grad()
     def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
-        """One update from the shard's gradients, as `MemoryState.step`; new main weights go to `targets` on the way.
+        """One update from the shard's gradients, as `MemoryState.step`, which also copies new main weights to `targets`.
 
         Raises StorageError when the disk fails.
         """
@@ -117,7 +116,7 @@ class DiskState(OwnedState):
         self._current = self._next
 
     def _flats(self, number: int, part: slice, gradients: torch.Tensor) -> list[torch.Tensor]:
-        """Main weights, gradients and moments of a part, in the host's memory."""
+        """Main weights, gradients and moments of a part, in host memory."""
         size = part.stop - part.start
         buffers = list(self._buffers[number % SLOTS, :, :size])
         main, states = buffers[: self._planes - len(self.rule.state)], buffers[self._planes - len(self.rule.state) :]
@@ -141,7 +140,7 @@ class DiskState(OwnedState):
         self._move(self._scratch.write, number, self._next)
 
     def _move(self, move, number: int, copy: int) -> None:
-        """Read or write a part: a plane after the other, whole pages (the last may hold more than the state)."""
+        """Read or write a part, plane by plane, in whole pages (the last may extend past the state)."""
         count = len(self.names)
         size = part_size(self._parts[number].stop - self._parts[number].start)
         for plane, buffer in enumerate(self._buffers[number % SLOTS, -count:, :size]):
@@ -150,7 +149,7 @@ class DiskState(OwnedState):
 
 
 def within(ranges: Ranges, part: slice) -> Ranges:
-    """What lies in a part, as ranges of the part."""
+    """Ranges cut to a part of the state and counted from the part's start."""
     cut = {}
     for group, stretches in ranges.items():
         edges = [(max(where.start, part.start), min(where.stop, part.stop)) for where in stretches]
@@ -159,7 +158,7 @@ def within(ranges: Ranges, part: slice) -> Ranges:
 
 
 def _page_aligned(size: int, pinned: bool) -> torch.Tensor:
-    """fp32 memory for direct reads and writes."""
+    """Allocate fp32 memory for direct reads and writes."""
     if pinned:
         return torch.zeros(size // 4, dtype=torch.float32, pin_memory=True)
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters lie end to end in flat memory: for the optimizer, and for the planner, which counts it. Needs no torch."""
+"""The layout of parameters in flat memory, shared by the optimizer and the planner. Needs no torch."""
 
 from collections.abc import Iterable
 
-ALIGN = 64  # elements: 128 bytes in bf16, what vector units and tensor cores like
+ALIGN = 64  # elements: 128 bytes in bf16, which suits vector units and tensor cores
 
 
 def aligned(size: int) -> int:
-    """Elements that a parameter takes.
+    """Elements that a parameter of this size takes, with its padding.
 
     >>> aligned(65)
     128
@@ -16,5 +16,5 @@ def aligned(size: int) -> int:
 
 
 def unit_size(sizes: Iterable[int], shards: int) -> int:
-    """Elements of a unit of parameters of these sizes, which `shards` ranks divide: padded so that each has as much."""
+    """Elements of a unit with parameters of these sizes, padded so that each of `shards` ranks has the same share."""
     return -(-sum(map(aligned, sizes)) // (ALIGN * shards)) * ALIGN * shards

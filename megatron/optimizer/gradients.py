@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a rank: collected by hooks into flat fp32 buffers, unit by unit, and summed over data parallel ranks.
+"""Gradients of a rank: hooks collect them in flat fp32 buffers, unit by unit, and data parallel ranks sum them.
 
-Two ways, by ZeRO stage. `keep`: one buffer of all units holds the sum over the micro-batches of a step, and each unit is
-reduced once a step. Otherwise a unit has a buffer from the first gradient of a pass to the last, when it is
-reduce-scattered and given away, and only this rank's shard of the sum stays.
+There are two modes, by ZeRO stage. `keep` (0, 1): one buffer of all units accumulates the micro-batches of a step, and
+each unit is reduced once a step. Otherwise a unit has a buffer from the first gradient of a pass to the last. Then the
+buffer is reduce-scattered and freed, and the rank keeps only its shard of the sum.
 
-A unit is complete when every parameter has had its gradient: of this micro-batch, or of all micro-batches that
-`set_num_microbatches` has announced. With `overlap` its reduction is started at that moment, inside the backward pass, and
-waited for later. Counts decide, so passes may come in any order: weight gradients may be deferred (zero-bubble
-schedules), and a table that two chunks share gets two gradients of a micro-batch.
+A unit is complete when every parameter has its gradient: of this micro-batch, or of all micro-batches of the step
+(`set_num_microbatches`). With `overlap` its reduction starts then, inside the backward pass, and is waited for later.
+Completeness is counted, so passes may run in any order: zero-bubble schedules defer weight gradients, and a table that two
+chunks share gets two gradients per micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,18 +26,18 @@ from megatron.optimizer.units import FlatUnit, OwnedRange, Slot
 
 @dataclass
 class UnitGradients:
-    """What has come of a unit's gradients in this step."""
+    """The gradients of a unit in this step: their buffer, and how many have arrived."""
 
     own: OwnedRange
-    arrived: dict[str, int]  # gradients of each parameter
-    buffer: Optional[torch.Tensor] = None  # the unit's, fp32
-    views: dict[str, torch.Tensor] = field(default_factory=dict)  # of each parameter into the buffer
-    written: set[str] = field(default_factory=set)  # parameters whose view holds something
+    arrived: dict[str, int]  # parameter -> number of gradients
+    buffer: Optional[torch.Tensor] = None  # fp32
+    views: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter -> its view into the buffer
+    written: set[str] = field(default_factory=set)  # parameters whose view holds a gradient
     reductions: int = 0  # started in this step
-    summed: bool = False  # the shard holds something of this step
+    summed: bool = False  # the shard holds a sum of this step
 
     def take(self, buffer: torch.Tensor) -> None:
-        """Collect in `buffer` from now on."""
+        """Collect gradients in `buffer` from now on."""
         self.buffer = buffer
         self.views = {
             slot.name: buffer[slot.start : slot.stop].view(slot.parameter.shape) for slot in self.own.unit.slots
@@ -50,14 +50,14 @@ class UnitGradients:
         self.written.clear()
 
     def start_step(self) -> None:
-        """Start a step."""
+        """Reset the counts for a new step."""
         self.arrived = dict.fromkeys(self.arrived, 0)
         self.written.clear()
         self.reductions, self.summed = 0, False
 
 
 class Reduction(NamedTuple):
-    """A unit's sum over ranks that is under way. `buffer` is read and `piece`, if any, filled until `work` is done."""
+    """A running reduction of a unit. `buffer` is read, and `piece`, if any, is filled until `work` is done."""
 
     tally: UnitGradients
     work: Any
@@ -66,10 +66,10 @@ class Reduction(NamedTuple):
 
 
 class GradientBuffers:
-    """`reduced`, the fp32 sum of all gradients of a step over all data parallel ranks: this rank's shard of it.
+    """The gradient buffers of a rank. `reduced` is its shard of the fp32 sum over a step and all data parallel ranks.
 
-    owned:    the units, and what this rank has of each
-    arrived:  called with a unit and how many gradients each of its parameters has had at least, unless `keep`
+    owned:    this rank's range of each unit
+    arrived:  called with a unit and the least number of gradients that its parameters have got, unless `keep`
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GradientBuffers:
                 tally.take(self.whole[tally.own.unit.buffer_slice])
         self.in_place = keep and all(own.whole for own in owned)
         self.reduced = self.whole if self.in_place else self._zeros(sum(own.high - own.low for own in owned))
-        self.num_microbatches = 0  # of this step, if it was announced
+        self.num_microbatches = 0  # of this step; 0: not known
         self.under_way: list[Reduction] = []
         self.slots = {slot.parameter: (tally, slot) for tally in self.tallies for slot in tally.own.unit.slots}
         for tally in self.tallies:
@@ -99,11 +99,11 @@ class GradientBuffers:
                 slot.parameter.register_post_accumulate_grad_hook(self._collect(tally, slot))
 
     def axis(self, name: str) -> Axis:
-        """An axis of the mesh."""
+        """The mesh axis of this name."""
         return getattr(self.mesh, name)
 
     def _spans(self) -> Iterator[tuple[str, slice]]:
-        """(axis along which are copies, range of the rank's shard of all units) of neighbouring units that agree on it."""
+        """(replicating axis, range of the rank's shard) for each run of neighbouring units with the same axis."""
         for name, tallies in groupby(self.tallies, lambda tally: tally.own.unit.replicate):
             places = [tally.own.shard_slice for tally in tallies]
             yield name, slice(places[0].start, places[-1].stop)
@@ -114,16 +114,16 @@ class GradientBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes held now: the shard, and the buffers of units."""
-        found = [self.reduced] if self.whole is None else [self.reduced, self.whole]
+        tensors = [self.reduced] if self.whole is None else [self.reduced, self.whole]
         if not self.keep:
-            found += [tally.buffer for tally in self.tallies if tally.buffer is not None]
-            found += [x for reduction in self.under_way for x in (reduction.buffer, reduction.piece)]
-        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
+            tensors += [tally.buffer for tally in self.tallies if tally.buffer is not None]
+            tensors += [x for reduction in self.under_way for x in (reduction.buffer, reduction.piece)]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
-    # ---- while passes run ------------------------------------------------------------------------------------------
+    # ---- during passes ---------------------------------------------------------------------------------------------
 
     def _collect(self, tally: UnitGradients, slot: Slot) -> Callable:
-        """The first gradient of a step overwrites the buffer, later ones add: no pass to zero it."""
+        """A hook that writes the first gradient of a step to the buffer and adds later ones, so it needs no zeroing."""
 
         def collect(parameter):
             view, overwrite = self._view(tally, slot.name)
@@ -134,9 +134,9 @@ class GradientBuffers:
         return collect
 
     def accumulator(self, weight: torch.Tensor) -> Optional[Callable]:
-        """What adds a `WgradGemm` to the gradient of a weight, in place of autograd; None where it is none of ours."""
-        found = self.slots.get(weight)
-        return found and partial(self._accumulate, *found)
+        """A function that adds a `WgradGemm` to a weight's gradient in place of autograd; None for an unknown weight."""
+        entry = self.slots.get(weight)
+        return entry and partial(self._accumulate, *entry)
 
     @torch.no_grad()
     def _accumulate(self, tally: UnitGradients, slot: Slot, product: Any) -> None:
@@ -153,7 +153,7 @@ class GradientBuffers:
         return tally.views[name], overwrite
 
     def _count(self, tally: UnitGradients, name: str) -> None:
-        """A parameter's gradient is in the buffer: reduce the unit if it was the last one."""
+        """Count a parameter's gradient, and reduce the unit after its last one."""
         tally.arrived[name] += 1
         if not self.keep:
             count = min(tally.arrived.values())
@@ -168,7 +168,7 @@ class GradientBuffers:
         return self.num_microbatches > 0 and all(arrived == expected for arrived, expected in due)
 
     def _start(self, tally: UnitGradients) -> None:
-        """Start a unit's reduction. With ZeRO 2 and 3 at most one other is under way: whole gradients do not pile up."""
+        """Start a unit's reduction. With ZeRO 2 and 3 at most one other runs, so that whole gradients do not pile up."""
         tally.zero_rest()
         place, buffer, piece = self.reduced[tally.own.shard_slice], tally.buffer, None
         if self.in_place:
@@ -185,7 +185,7 @@ class GradientBuffers:
             self._wait(down_to=1 if self.overlap else 0)
 
     def _wait(self, down_to: int = 0) -> None:
-        """Wait for the oldest reductions until only `down_to` are under way."""
+        """Wait for the oldest reductions until only `down_to` are running."""
         while len(self.under_way) > down_to:
             tally, work, _, piece = self.under_way.pop(0)
             work.wait()
@@ -197,10 +197,10 @@ class GradientBuffers:
     # ---- at the end of a step --------------------------------------------------------------------------------------
 
     def finish(self) -> torch.Tensor:
-        """Reduce what has not been; returns `reduced`, complete but for `Placement.partial`. The next pass starts anew."""
-        at_once = self.in_place and not self.overlap  # one sum of everything
+        """Finish all reductions and start a new sum. Returns `reduced`, complete except for `Placement.partial`."""
+        together = self.in_place and not self.overlap  # one all-reduce of all units
         for tally in self.tallies:
-            if at_once:
+            if together:
                 tally.zero_rest()
             elif self.keep and not tally.reductions or not self.keep and tally.buffer is not None:
                 self._start(tally)
@@ -208,14 +208,14 @@ class GradientBuffers:
         for tally in () if self.keep else self.tallies:
             if not tally.summed:
                 self.reduced[tally.own.shard_slice].zero_()
-        if at_once or not self.in_place:
+        if together or not self.in_place:
             for name, where in self._spans():
                 collectives.all_reduce(self.reduced[where], self.axis(name))
         self.zero_grad()
         return self.reduced
 
     def zero_grad(self) -> None:
-        """Drop what passes have brought since the last step."""
+        """Drop the gradients since the last step."""
         self._wait()
         self.num_microbatches = 0
         for tally in self.tallies:

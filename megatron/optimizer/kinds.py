@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of each `--optimizer` before there is a model: the state that it keeps, its own settings. Needs no torch.
+"""The state and the settings of each `--optimizer`, known before there is a model. Needs no torch.
 
-What each computes is in `update.py`.
+`update.py` has their formulas.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from megatron.settings.schema import Optimizer
 
 
 class Kind(NamedTuple):
-    """What an optimizer keeps and is told.
+    """The state and the settings of an optimizer.
 
-    state:    settings -> names of the state tensors of weights, each fp32 and as large as these
-    settings: those of its own
-    matrices: names of the state tensors of linear layers' matrices, which it treats as such (`Placement.matrices`);
-              None: to it all weights are alike
-    update:   settings -> `update.UpdateRule`, such as a subclass of it; the suite's own are in `update.py`
-    group:    of one that is not the suite's: a frozen dataclass of settings that it adds to `schema.Optimizer`
+    state:    settings -> names of the state tensors per weight, each fp32 and as large as the weight
+    settings: names of the settings that only this optimizer reads
+    matrices: names of the state tensors of linear layers' matrices, if it updates these by another formula
+              (`Placement.matrices`); None: all weights are treated alike
+    update:   settings -> `update.UpdateRule`, for example a subclass; built-in optimizers have theirs in `update.py`
+    group:    for a user-defined optimizer: a frozen dataclass of settings that it adds to `schema.Optimizer`
     """
 
     state: Callable[[Optimizer], tuple[str, ...]]
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Settings that it reads, and others do not."""
+        """The settings that only this optimizer reads."""
         return (*self.settings, *(field.name for field in fields(self.group))) if self.group else self.settings
 
 
@@ -49,8 +49,8 @@ KINDS = {
     ),
 }
 
-# Of the steps of Muon's iteration in turn, a, b and c: "simple" is its author's, "quintic" what Megatron-LM takes by
-# default, "polar_express" of arXiv:2505.16932.
+# (a, b, c) for each step of Muon's iteration: "simple" is its author's, "quintic" Megatron-LM's default, "polar_express"
+# from arXiv:2505.16932.
 COEFFICIENTS = {
     "simple": ((3.4445, -4.7750, 2.0315),),
     "quintic": (
@@ -74,12 +74,12 @@ COEFFICIENTS = {
 
 
 def kinds_of(settings: Optimizer) -> dict[str, Kind]:
-    """All that `--optimizer` may name, those of the recipe with them (`Recipe.optimizers`)."""
+    """All values of `--optimizer`, including those of the recipe (`Recipe.optimizers`)."""
     return {**KINDS, **settings.own_optimizers}
 
 
 def state_of(settings: Optimizer, matrix: bool = False) -> tuple[str, ...]:
-    """Names of the state tensors that an optimizer keeps of weights, or of linear layers' matrices.
+    """Names of the state tensors that an optimizer keeps for weights, or for linear layers' matrices.
 
     >>> state_of(Optimizer(optimizer="lion")), state_of(Optimizer(optimizer="muon"), matrix=True)
     (('exp_avg',), ('momentum_buffer',))
@@ -89,5 +89,5 @@ def state_of(settings: Optimizer, matrix: bool = False) -> tuple[str, ...]:
 
 
 def knows_matrices(settings: Optimizer) -> bool:
-    """Whether an optimizer treats the matrices of linear layers as such."""
+    """Whether an optimizer updates the matrices of linear layers by another formula."""
     return kinds_of(settings)[settings.rule].matrices is not None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rate and weight decay as functions of the number of samples that advanced them.
+"""Learning rate and weight decay as functions of the number of trained samples.
 
-Every length is measured in samples, so a ramp-up of the batch size stretches the curves instead of bending them.
+Every length is measured in samples, so a ramp-up of the batch size stretches the curves and does not change their shape.
 A step whose gradients overflowed (fp16) is not counted. Values equal Megatron-LM's: the first step trains with the
 rate at 0 samples, the second with the rate at one batch, and so on.
 
@@ -24,18 +24,18 @@ Curve: TypeAlias = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Lengths:
-    """The parts of a run, in samples. `warmup` may be fractional (a share of `decay`)."""
+    """The lengths of the phases of a run, in samples. `warmup` may be fractional (a share of `decay`)."""
 
     warmup: float
     decay: int
     anneal: Optional[int]  # the last part of WSD
-    total: int  # over which weight decay changes
-    epoch: Optional[float] = None  # at whose multiples alone the rate changes (--lr-step-unit epoch)
+    total: int  # weight decay changes over it
+    epoch: Optional[float] = None  # the rate changes only at its multiples (--lr-step-unit epoch)
 
     @classmethod
     def of(cls, settings: Optimizer, batch: Batch, dp: int = 1) -> "Lengths":
-        """Lengths of a run: flags in steps with `--train-iters`, in samples with `--train-samples`, and in either with
-        `--train-epochs`.
+        """The lengths of a run. Flags count steps with --train-iters, samples with --train-samples, either with
+        --train-epochs.
         """
         size = full_size(batch, dp)
         if batch.train_iters is not None:
@@ -58,11 +58,11 @@ class Lengths:
 
 
 def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
-    """The rate of the step that starts after `samples` samples advanced the schedule."""
+    """The learning rate of the step that starts after `samples` samples."""
     highest, lowest = settings.lr, settings.min_lr
     if lengths.epoch:
         samples = math.floor(samples / lengths.epoch) * lengths.epoch
-        if samples < lengths.warmup:  # of w epochs of warm-up the first one has 1/(w+1) of the rate, not none
+        if samples < lengths.warmup:  # the first of w warm-up epochs has 1/(w+1) of the rate, not 0
             share = (samples + lengths.epoch) / (lengths.warmup + lengths.epoch)
             return settings.lr_warmup_init + (highest - settings.lr_warmup_init) * share
     if lengths.warmup > 0 and samples <= lengths.warmup:
@@ -82,13 +82,13 @@ def learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> float:
 
 
 def zero_to_the_end(settings: Optimizer, lengths: Lengths, samples: int) -> bool:
-    """Whether the rate of all steps after so many samples is 0, looked at in 32 places up to the end of the run."""
+    """Whether the rate is 0 from `samples` samples to the end of the run. Checked at 32 points."""
     rest = range(samples, max(samples, lengths.total) + 1, max(1, (lengths.total - samples) // 32))
     return not any(learning_rate(settings, lengths, place) for place in rest)
 
 
 def decoupled_learning_rate(settings: Optimizer, lengths: Lengths, samples: int) -> Optional[float]:
-    """That of input and output embeddings: the same curve between ends of their own; None without --decoupled-lr."""
+    """The rate of input and output embeddings: the same curve between its own bounds; None without --decoupled-lr."""
     if settings.decoupled_lr is None:
         return None
     lowest = settings.min_lr if settings.decoupled_min_lr is None else settings.decoupled_min_lr
@@ -101,7 +101,7 @@ def _annealed_share(curve: Curve, lengths: Lengths, samples: int) -> float:
     return 1.0 if into <= 0 else curve(into / lengths.anneal)
 
 
-# What is left of (highest - lowest) when a share x of the decay is done: from 1 at x = 0 to 0 at x = 1.
+# The remaining share of (highest - lowest) after a share x of the decay: from 1 at x = 0 to 0 at x = 1.
 CURVES: dict[str, Curve] = {
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (math.cos(math.pi * x) + 1.0),
@@ -111,15 +111,15 @@ CURVES: dict[str, Curve] = {
 
 
 def curves_of(settings: Optimizer) -> dict[str, Curve]:
-    """All curves that settings may name, those of the recipe with them (`Recipe.schedules`)."""
+    """All curves that settings may name, including those of the recipe (`Recipe.schedules`)."""
     return {**CURVES, **settings.own_schedules}
 
 
-BY_THEMSELVES = ("constant", "inverse-square-root", "WSD")  # --lr-decay-style: what `learning_rate` computes otherwise
+WITHOUT_CURVE = ("constant", "inverse-square-root", "WSD")  # values of --lr-decay-style with a formula of their own
 
 
 def weight_decay(settings: Optimizer, lengths: Lengths, samples: int) -> float:
-    """The weight decay of the step that starts after `samples` samples advanced the schedule."""
+    """The weight decay of the step that starts after `samples` samples."""
     start, end = _weight_decay_ends(settings)
     if settings.weight_decay_incr_style == "constant" or samples > lengths.total:
         return end
@@ -134,27 +134,27 @@ def _weight_decay_ends(settings: Optimizer) -> tuple[float, float]:
 
 
 def problems(settings: Optimizer, batch: Batch, dp: int = 1) -> list[str]:
-    """What is wrong with these settings: one sentence each, in the words of the flags; none when all is well."""
-    found = _unit_problems(settings, batch) + _rate_problems(settings) + _weight_decay_problems(settings)
-    found += _curve_problems(settings)
-    if found or (batch.train_iters is None and batch.train_samples is None):
-        return found
+    """The problems of these settings, one sentence each, naming the flags; empty if there are none."""
+    messages = _unit_problems(settings, batch) + _rate_problems(settings) + _weight_decay_problems(settings)
+    messages += _curve_problems(settings)
+    if messages or (batch.train_iters is None and batch.train_samples is None):
+        return messages
     lengths = Lengths.of(settings, batch, dp)
     if lengths.warmup >= lengths.decay > 0:
         size, unit = (full_size(batch, dp), "iters") if batch.train_iters is not None else (1, "samples")
-        found.append(
+        messages.append(
             f"warm-up of {lengths.warmup / size:g} {unit} is not shorter than the decay length of "
             f"{lengths.decay // size} {unit}; lower --lr-warmup-{unit} or raise --lr-decay-{unit}"
         )
     if settings.lr_decay_style == "WSD" and not lengths.anneal:
-        found.append("--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples) above zero")
-    return found
+        messages.append("--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples) above zero")
+    return messages
 
 
 def _curve_problems(settings: Optimizer) -> list[str]:
-    """Names that settings allow and for which nobody has written a curve: they would end training behind the warm-up."""
+    """Names of schedules that have no curve: training would fail after the warm-up."""
     named = {
-        "--lr-decay-style": (settings.lr_decay_style, BY_THEMSELVES),
+        "--lr-decay-style": (settings.lr_decay_style, WITHOUT_CURVE),
         "--lr-wsd-decay-style": (settings.lr_wsd_decay_style, ()),
         "--weight-decay-incr-style": (settings.weight_decay_incr_style, ("constant",)),
     }
@@ -169,7 +169,7 @@ def _curve_problems(settings: Optimizer) -> list[str]:
 
 
 def _own_problems(name: str, curve: Curve) -> list[str]:
-    """What is wrong with a schedule of the recipe, where it begins, in the middle and where it ends."""
+    """The problems of a recipe's schedule at its start, middle and end."""
     for done in (0.0, 0.5, 1.0):
         try:
             share = float(curve(done))
@@ -177,36 +177,36 @@ def _own_problems(name: str, curve: Curve) -> list[str]:
             return [f"Recipe.schedules[{name!r}]({done:g}) raised {type(error).__name__}: {error}"]
         if not (math.isfinite(share) and share >= 0):
             return [
-                f"Recipe.schedules[{name!r}]({done:g}) is {share}: it must be a number from 0 on, what is left of the rate"
+                f"Recipe.schedules[{name!r}]({done:g}) is {share}: it must be the remaining share of the rate, 0 or more"
             ]
     return []
 
 
 def _unit_problems(settings: Optimizer, batch: Batch) -> list[str]:
-    """Steps and samples do not mix: the unit of the run's length is the unit of all lengths; of epochs it may be either."""
-    names, found = ("lr-decay", "lr-warmup", "lr-wsd-decay"), []
+    """Lengths in another unit than the run's, steps or samples. With epochs, each length may have either."""
+    names, messages = ("lr-decay", "lr-warmup", "lr-wsd-decay"), []
     given = lambda name, unit: getattr(settings, f"{name.replace('-', '_')}_{unit}")
     if batch.train_epochs is not None:
         both = [name for name in names if given(name, "iters") and given(name, "samples")]
-        found = [f"--{name}-iters and --{name}-samples: give one" for name in both]
+        messages = [f"--{name}-iters and --{name}-samples: give one" for name in both]
     elif batch.train_iters is not None or batch.train_samples is not None:
         right, wrong = ("samples", "iters") if batch.train_iters is None else ("iters", "samples")
-        found = [
+        messages = [
             f"--{name}-{wrong} does not go with --train-{right}: use --{name}-{right}"
             for name in names
             if given(name, wrong)
         ]
     for name in ("lr_warmup_iters", "lr_warmup_samples"):
         if settings.lr_warmup_fraction is not None and getattr(settings, name):
-            found.append(f"--lr-warmup-fraction and --{name.replace('_', '-')} both set the warm-up: give one")
-    return found
+            messages.append(f"--lr-warmup-fraction and --{name.replace('_', '-')} both set the warm-up: give one")
+    return messages
 
 
 def _rate_problems(settings: Optimizer) -> list[str]:
-    found = []
+    messages = []
     if settings.lr is None:
-        found.append("--lr is missing: the highest learning rate, such as 3e-4")
-        return found
+        messages.append("--lr is missing: the highest learning rate, such as 3e-4")
+        return messages
     ends = [("--lr", settings.lr, "--min-lr", settings.min_lr)]
     if settings.decoupled_lr is not None:
         own = settings.decoupled_min_lr
@@ -215,8 +215,8 @@ def _rate_problems(settings: Optimizer) -> list[str]:
     for flag, highest, low_flag, lowest in ends:
         for name, value in ((low_flag, lowest), ("--lr-warmup-init", settings.lr_warmup_init)):
             if not 0 <= value <= highest:
-                found.append(f"{name} {value:g} must lie between 0 and {flag} {highest:g}")
-    return found
+                messages.append(f"{name} {value:g} must lie between 0 and {flag} {highest:g}")
+    return messages
 
 
 def _weight_decay_problems(settings: Optimizer) -> list[str]:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon (https://kellerjordan.github.io/posts/muon/, arXiv:2502.16982): each matrix of a linear layer moves in the direction
-that has all singular values near 1 and the singular vectors of its momentum.
+"""Muon (https://kellerjordan.github.io/posts/muon/, arXiv:2502.16982): orthogonalised updates of linear layers' matrices.
 
-That direction is one of the whole matrix, whatever ranks hold of it. Momentum is taken on shards; then, unit by unit,
+The update of a matrix has the singular vectors of its momentum and singular values near 1. It is computed for the whole
+matrix, however ranks shard it. Momentum is updated in shards; then, unit by unit,
 
     shard -- gathered over shards --> unit -- gathered over tp --> tensors -- boxes --> q | k | v | ...
     each orthogonalised by one of these ranks -- reduce-scattered over tp, then over shards --> directions
 
-which take the place of gradients, so that the update itself is one of flat stretches again. What is no such matrix (tables,
-output layer, vectors) has AdamW.
+Directions replace gradients, and the update is again one of flat ranges. AdamW updates all other weights (tables, output
+layer, vectors).
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from megatron.optimizer.kinds import COEFFICIENTS
 from megatron.optimizer.units import OwnedRange, Slot
 from megatron.settings.schema import Optimizer
 
-EPSILON = 1e-7  # least norm that a matrix is divided by
+EPSILON = 1e-7  # lower bound of the norm by which a matrix is divided
 
 Coefficients = Sequence[tuple[float, float, float]]
 
 
 class Directions:
-    """Puts directions in place of momenta. settings: --muon-*."""
+    """Replaces momenta by update directions. settings: --muon-*."""
 
     def __init__(self, settings: Optimizer):
         self.settings = settings
@@ -38,28 +38,28 @@ class Directions:
         self.coefficients = series * (steps // len(series))
 
     def replace(self, own: OwnedRange, reduced: torch.Tensor, mesh: Mesh) -> None:
-        """What `reduced`, the rank's shard, holds of a unit's matrices becomes the direction of their update.
+        """Replace the momenta of a unit's matrices in `reduced`, the rank's shard, by update directions.
 
-        All ranks that share the unit or its tensors together.
+        Collective over all ranks that shard the unit or its tensors.
         """
         if not any(slot.placement.matrices for slot in own.unit.slots):
             return
         shards, tp = getattr(mesh, own.unit.sharded), mesh.tp
         whole = collectives.all_gather(collectives.all_gather(reduced[own.shard_slice], shards), tp)
-        found = torch.zeros_like(whole)
+        result = torch.zeros_like(whole)
         workers = divide_work([slot.placement for slot in own.unit.slots], shards.size * tp.size)
         me = shards.rank * tp.size + tp.rank
         for number, slot in enumerate(own.unit.slots):
             if mine := {box for box, worker in enumerate(workers[number]) if worker == me}:
-                given, taken = (x.view(tp.size, -1)[:, slot.start : slot.stop] for x in (whole, found))
+                given, taken = (x.view(tp.size, -1)[:, slot.start : slot.stop] for x in (whole, result))
                 self._directions(slot, given, taken, mesh.coordinates, mine)
-        found = collectives.reduce_scatter(collectives.reduce_scatter(found, tp), shards)
+        result = collectives.reduce_scatter(collectives.reduce_scatter(result, tp), shards)
         for slot, where in own.slots():
             if slot.placement.matrices:
-                reduced[where] = found[where.start - own.at : where.stop - own.at]
+                reduced[where] = result[where.start - own.at : where.stop - own.at]
 
     def _directions(self, slot: Slot, given: torch.Tensor, taken: torch.Tensor, place: dict, mine: set[int]) -> None:
-        """The directions of some matrices of a tensor. given, taken: [tp, elements], what each tp rank holds of it."""
+        """Compute the directions of some matrices of a tensor. given, taken: [tp, elements], the part of each tp rank."""
         tensor, result = (given.new_zeros(slot.placement.shape) for _ in range(2))
         for local, where in _locals(slot, given, place):
             tensor[where] = local
@@ -72,14 +72,14 @@ class Directions:
             local.copy_(result[where])
 
     def direction(self, matrix: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, columns] -> the direction of its update, scaled."""
+        """The scaled update direction of a matrix, fp32 [rows, columns]."""
         s = self.settings
         with products_in(s.muon_fp32_matmul_prec) as dtype:
-            found = orthogonal(matrix, self.coefficients, dtype)
-        return found.mul_(s.muon_extra_scale_factor * SCALES[s.muon_scale_mode](*matrix.shape))
+            result = orthogonal(matrix, self.coefficients, dtype)
+        return result.mul_(s.muon_extra_scale_factor * SCALES[s.muon_scale_mode](*matrix.shape))
 
 
-SCALES = {  # rows, columns -> what a matrix of singular values near 1 is multiplied with
+SCALES = {  # rows, columns -> scale of a matrix with singular values near 1
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
@@ -87,9 +87,9 @@ SCALES = {  # rows, columns -> what a matrix of singular values near 1 is multip
 
 
 def orthogonal(matrix: torch.Tensor, coefficients: Coefficients, dtype=torch.float32) -> torch.Tensor:
-    """Newton-Schulz: fp32 [rows, columns] -> fp32 with the same singular vectors and singular values near 1.
+    """Orthogonalise an fp32 matrix by Newton-Schulz: same singular vectors, singular values near 1.
 
-    Each step is the odd polynomial a x + b x^3 + c x^5 of the singular values; products are computed in `dtype`.
+    Each step applies the odd polynomial a x + b x^3 + c x^5 to the singular values. Products are computed in `dtype`.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).to(dtype)
@@ -102,7 +102,7 @@ def orthogonal(matrix: torch.Tensor, coefficients: Coefficients, dtype=torch.flo
 
 @contextlib.contextmanager
 def products_in(precision: str) -> Iterator[torch.dtype]:
-    """Inside, products are computed as `--muon-fp32-matmul-prec` says; gives the format of their operands."""
+    """Set the precision of products as in `--muon-fp32-matmul-prec`. Yields the number format of their operands."""
     if precision == "medium":
         yield torch.bfloat16
         return
@@ -115,7 +115,7 @@ def products_in(precision: str) -> Iterator[torch.dtype]:
 
 
 def divide_work(placements: Sequence[Placement], workers: int) -> list[list[int]]:
-    """Of each tensor the worker of each of its matrices: the costliest first, each to who has least to do."""
+    """Assign the matrices of each tensor to workers: the costliest first, each to the worker with the least load."""
     loads, given = [0] * workers, [[0] * len(placed.matrix_shapes()) for placed in placements]
     todo = [
         (rows * columns * min(rows, columns), tensor, box)
@@ -129,7 +129,7 @@ def divide_work(placements: Sequence[Placement], workers: int) -> list[list[int]
 
 
 def _locals(slot: Slot, held: torch.Tensor, place: dict[str, int]) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
-    """(its part that is of the model, where that lies in the logical tensor) for what each tensor parallel rank holds."""
+    """(part without padding, its position in the logical tensor) for each tensor parallel rank."""
     shape = tuple(slot.parameter.shape)
     for rank, flat in enumerate(held):
         offset, extent = slot.placement.box(shape, place | {"tp": rank})

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which learning rates and weight decays a run has that goes on from a checkpoint: pure, needs no torch.
+"""Learning rate and weight decay of a run that resumes from a checkpoint. Needs no torch.
 
-Some lengths of the schedule follow other settings unless flags give them: the decay ends with the training, a warm-up by
---lr-warmup-fraction is a share of the decay, the weight decay grows over the whole training, the batch grows with the
-ranks. A command that only makes the training longer so changes all learning rates that are still to come. `drift` says
-so, and `follow` takes the checkpoint's schedule where --resume-schedule asks for it.
+Some lengths of the schedule depend on other settings unless flags set them. The decay ends with the training, a warm-up by
+--lr-warmup-fraction is a share of the decay, weight decay grows over the whole training, and the batch grows with the
+ranks. So a command that only extends the training changes all upcoming learning rates. `drift` reports that, and `follow`
+takes the checkpoint's schedule if --resume-schedule asks for it.
 
     trained 10 steps, then --train-iters 20:   command      warm-up and decay of 20 steps, from step 11 on
-                                               checkpoint   what is left of the decay of 10 steps: --min-lr
+                                               checkpoint   the rest of the decay of 10 steps: --min-lr
 """
 
 import math
@@ -27,11 +27,11 @@ SCHEDULE = (
     "lr_warmup_init lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples weight_decay start_weight_decay "
     "end_weight_decay weight_decay_incr_style lr_step_unit"
 ).split()
-FOLLOWING = ("lr_decay_iters", "lr_decay_samples", "global_batch_size")  # they have values where nobody gave them
+FOLLOWING = ("lr_decay_iters", "lr_decay_samples", "global_batch_size")  # they get values even if no flag sets them
 
 
 class Drift(NamedTuple):
-    """A length that is not what the checkpoint was trained with, in words. flag: brings the checkpoint's back, or empty."""
+    """A length that differs from the checkpoint's, in words. flag: the flag that restores the checkpoint's, or empty."""
 
     what: str
     flag: str
@@ -42,9 +42,9 @@ class Drift(NamedTuple):
 
 
 def follow(config: Config, record: Mapping[str, Any], dp: int) -> tuple[Config, Lengths]:
-    """The settings with the schedule that the run is to follow, and its lengths. record: a checkpoint's state.
+    """The settings with the schedule of the resumed run, and its lengths. record: a checkpoint's state.
 
-    Raises SettingsError for a checkpoint that tells of no schedule where its own is asked for.
+    Raises SettingsError if --resume-schedule asks for the checkpoint's schedule and it has none.
     """
     now = Lengths.of(config.optimizer, config.batch, dp)
     if config.checkpoint.resume_schedule != "checkpoint":
@@ -54,43 +54,43 @@ def follow(config: Config, record: Mapping[str, Any], dp: int) -> tuple[Config, 
     kinds = {setting.name: setting for setting in settings_of({"optimizer": type(config.optimizer)})}
     if then is None or own.get("lr") is None or not all(_is_value(kinds[name], value) for name, value in own.items()):
         raise SettingsError(
-            "--resume-schedule checkpoint: the checkpoint tells of no schedule",
-            do="leave it out: the schedule is then that of the command",
+            "--resume-schedule checkpoint: the checkpoint has no schedule",
+            do="leave it out to use the schedule of the command",
         )
     return config.derive("--resume-schedule checkpoint", **own), then
 
 
 def lengths_of(record: Mapping[str, Any]) -> Optional[Lengths]:
-    """The lengths that a checkpoint's run was trained with; None where it does not tell."""
+    """The lengths of the schedule that a checkpoint was trained with; None if it does not contain them."""
     try:
         if "lengths" in record:
-            found = Lengths(**record["lengths"])
+            lengths = Lengths(**record["lengths"])
         else:  # of an earlier version
             optimizer, batch = _group(Optimizer, record), _group(Batch, record)
-            found = Lengths.of(optimizer, batch)
-        numbers = (found.warmup, found.decay, found.total, found.anneal or 0, found.epoch or 0)
-        return found if all(type(n) in (int, float) and 0 <= n < 1 << 63 for n in numbers) else None
+            lengths = Lengths.of(optimizer, batch)
+        numbers = (lengths.warmup, lengths.decay, lengths.total, lengths.anneal or 0, lengths.epoch or 0)
+        return lengths if all(type(n) in (int, float) and 0 <= n < 1 << 63 for n in numbers) else None
     except (TypeError, ValueError, AttributeError, LookupError, OverflowError):
-        return None  # such as settings of a run that was never trained, or damage
+        return None  # settings of a run that was never trained, or damage
 
 
 def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
-    """What has changed of the schedule, and of the batch, although nobody has given it another value.
+    """The lengths of schedule and batch that changed although no flag set them.
 
-    Lengths that shape no curve are left out, and so are those that somebody has given another value: those are told one
-    by one, as all changed settings are.
+    Lengths that have no effect on a curve are left out. So are those that a flag changed: these are reported one by one,
+    like all changed settings.
     """
     then, now, o = lengths_of(record), Lengths.of(config.optimizer, config.batch, dp), config.optimizer
     if then is None:
         return []
-    found, size = [], full_size(config.batch, dp)
+    drifts, size = [], full_size(config.batch, dp)
     size_then = _saved(record, "batch").get("global_batch_size")
     size_then = size_then if type(size_then) is int and size_then > 0 else size
     if size != size_then and not config.given("global_batch_size"):
         words = f"a step has {size} samples, {size_then} in the checkpoint"
-        found.append(Drift(words, f"--global-batch-size {size_then}", of_schedule=False))
+        drifts.append(Drift(words, f"--global-batch-size {size_then}", of_schedule=False))
     else:
-        size_then = size  # a length in steps is compared in samples, which learning rates are a function of
+        size_then = size  # lengths in steps are compared in samples, on which learning rates depend
     iters = config.batch.train_iters is not None
     unit, each, each_then = ("iters", size, size_then) if iters else ("samples", 1, 1)
 
@@ -100,7 +100,7 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
             return
         flag = f"--{setting.replace('_', '-')} {was:.0f}" if setting and was == int(was) else ""
         words = f"{what} {_plain(is_now)} {'steps' if iters else 'samples'}, {_plain(was)} in the checkpoint"
-        found.append(Drift(words, flag))
+        drifts.append(Drift(words, flag))
 
     fraction, falls = o.lr_warmup_fraction is not None, o.lr_decay_style != "constant"
     if falls or fraction:
@@ -112,23 +112,23 @@ def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
         compare("WSD anneals over", "anneal", f"lr_wsd_decay_{unit}")
     if o.weight_decay_incr_style != "constant" and o.start_weight_decay != o.end_weight_decay:
         compare("the weight decay grows over", "total", None)
-    return found
+    return drifts
 
 
-def sentence(found: list[Drift], chosen: Optional[str]) -> str:
-    """One sentence for all of `drift`. chosen: --resume-schedule."""
-    words = "not as in the run that is gone on from: "
-    if not any(one.of_schedule for one in found) or chosen:
-        return words + "; ".join(map(str, found))
-    flags = " ".join(one.flag for one in found if one.flag)
+def drift_message(drifts: list[Drift], chosen: Optional[str]) -> str:
+    """One message for all drifts. chosen: --resume-schedule."""
+    words = "not as in the resumed run: "
+    if not any(one.of_schedule for one in drifts) or chosen:
+        return words + "; ".join(map(str, drifts))
+    flags = " ".join(one.flag for one in drifts if one.flag)
     return (
-        f"{words}{'; '.join(one.what for one in found)}. This run does as the command says (meant so: --resume-schedule "
-        f"command). To go on as before: {flags + ', or ' if flags else ''}--resume-schedule checkpoint"
+        f"{words}{'; '.join(one.what for one in drifts)}. This run follows the command (if that is intended: "
+        f"--resume-schedule command). To continue as before: {flags + ', or ' if flags else ''}--resume-schedule checkpoint"
     )
 
 
 def _changed(config: Config, record: Mapping[str, Any], name: str) -> bool:
-    """Whether somebody has given this setting another value than the checkpoint's."""
+    """Whether the user gave this setting another value than the checkpoint's."""
     return config.given(name) is not None and getattr(config.optimizer, name) != _saved(record, "optimizer").get(name)
 
 
@@ -137,7 +137,7 @@ def _plain(length: float) -> str:
 
 
 def _is_value(setting: Setting, value: object) -> bool:
-    """Whether a setting may have this value; a damaged checkpoint may say anything."""
+    """Whether a setting may have this value: a damaged checkpoint may contain anything."""
     if value is None:
         return setting.optional
     if isinstance(setting.kind, tuple):
@@ -147,8 +147,8 @@ def _is_value(setting: Setting, value: object) -> bool:
 
 def _saved(record: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     groups = record.get("config")
-    found = groups.get(group) if isinstance(groups, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+    saved = groups.get(group) if isinstance(groups, Mapping) else None
+    return saved if isinstance(saved, Mapping) else {}
 
 
 def _group(kind: type, record: Mapping[str, Any]):

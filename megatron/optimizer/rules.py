@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings of the optimizer work together (`settings.rules`)."""
+"""The rules for combining settings of the optimizer (`settings.rules`)."""
 
 from megatron.optimizer.kinds import COEFFICIENTS, kinds_of, knows_matrices, state_of
 from megatron.settings.effects import Needs
@@ -9,7 +9,7 @@ from megatron.settings.schema import Optimizer
 RULES = (
     Rule(
         lambda s: s.param_cpu_offload and s.sharding_stage != 3,
-        lambda s: "--param-cpu-offload needs --sharding-stage 3: other stages use all parameters where they are",
+        lambda s: "--param-cpu-offload needs --sharding-stage 3: other stages keep all parameters on the device",
     ),
     Rule(
         lambda s: s.nvme_offload_fraction and not s.nvme_offload_dir,
@@ -22,9 +22,9 @@ RULES = (
         lambda s: s.host_share + s.nvme_offload_fraction > 1 + 1e-9,
         lambda s: (
             f"--optimizer-offload-fraction {s.host_share:g} and --nvme-offload-fraction "
-            f"{s.nvme_offload_fraction:g} are more than all of the optimizer's state together; at most "
-            f"--optimizer-offload-fraction {1 - s.nvme_offload_fraction:g}, or leave it out: it is then what is "
-            "not on disk"
+            f"{s.nvme_offload_fraction:g} add up to more than 1, all of the optimizer's state: give at most "
+            f"--optimizer-offload-fraction {1 - s.nvme_offload_fraction:g}, or leave it out to keep on the host "
+            "all that is not on disk"
         ),
     ),
     Rule(
@@ -63,7 +63,7 @@ RULES = (
 
 
 def idle_of(settings: Optimizer) -> dict[str, Needs]:
-    """Setting that some optimizers read -> what it needs for an effect: one of those."""
+    """Setting that only some optimizers read -> the requirement for it to have an effect: one of these optimizers."""
     kinds = kinds_of(settings)
     users = {
         name: [kind for kind in kinds if name in kinds[kind].names] for one in kinds.values() for name in one.names
@@ -74,4 +74,4 @@ def idle_of(settings: Optimizer) -> dict[str, Needs]:
     }
 
 
-IDLE = idle_of(Optimizer())  # of the suite's own
+IDLE = idle_of(Optimizer())  # for the built-in optimizers

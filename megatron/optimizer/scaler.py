@@ -2,8 +2,8 @@
 """Loss scaling for fp16: a state machine without tensors.
 
 fp16 gradients underflow, so the loss is multiplied before the backward pass and gradients are divided after it. The
-scale doubles after `window` good steps in a row and halves once `hysteresis` overflows have happened. A good step does
-not give a used-up hysteresis back; only a growth does (as in Megatron-LM).
+scale doubles after `window` good steps in a row and halves once `hysteresis` overflows have happened. Only a growth
+resets the hysteresis, a good step does not (as in Megatron-LM).
 
     >>> scaler = LossScaler(scale=8.0, window=2, hysteresis=2, min_scale=1.0)
     >>> for found_inf in (True, True, True, False, False):
@@ -20,7 +20,7 @@ from megatron.settings.schema import Precision
 
 @dataclass(frozen=True)
 class LossScaler:
-    """A loss scale and what decides its next change. `window=None`: the scale is constant."""
+    """A loss scale and the counters for its next change. `window=None`: the scale is constant."""
 
     scale: float = 1.0
     window: Optional[int] = None
@@ -31,7 +31,7 @@ class LossScaler:
 
     @classmethod
     def of(cls, precision: Precision) -> "LossScaler":
-        """fp16: dynamic, or constant with `--loss-scale`. fp32 and bf16 have the range they need: constant 1."""
+        """The scaler for a number format. fp16: dynamic, or constant with `--loss-scale`; fp32 and bf16: constant 1."""
         if precision.precision != "fp16":
             return cls()
         if precision.loss_scale is not None:
@@ -45,7 +45,7 @@ class LossScaler:
         return self.window is not None
 
     def update(self, found_inf: bool) -> "LossScaler":
-        """The scaler after a step; `found_inf`: some gradient on some rank was not finite, the step was skipped."""
+        """The scaler after a step. `found_inf`: a gradient on some rank was not finite, so the step was skipped."""
         if not self.dynamic:
             return self
         if found_inf:
@@ -57,11 +57,11 @@ class LossScaler:
         return replace(self, good_steps=self.good_steps + 1)
 
     def state(self) -> dict:
-        """What a checkpoint keeps."""
+        """The state to save in a checkpoint."""
         return dict(scale=self.scale, good_steps=self.good_steps, overflows=self.overflows)
 
     def restored(self, state: dict) -> "LossScaler":
-        """This scaler's settings with a checkpoint's state. A constant scale stays what the settings say."""
+        """This scaler with a checkpoint's state. A constant scale keeps the value of the settings."""
         if not self.dynamic:
             return self
         return replace(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an optimizer on flat fp32 memory: main weights and moments of some units' shards, on one device.
+"""Optimizer state in flat fp32 memory: main weights and moments of some units' shards, on one device.
 
-Moments are whatever tensors the update rule keeps (`update.py`). State that is offloaded lives in the memory of the host
-and is stepped by the CPU: gradients go there, weights come back. State in a file is `disk.py`'s. Frozen units have weights
-alone, in the format that the model computes with: `FrozenState`.
+Moments are the state tensors of the update rule (`update.py`). Offloaded state is in host memory, and the CPU updates it:
+gradients are copied there, weights are copied back. `disk.py` keeps state in a file. Frozen units have only weights, in
+the model's number format: `FrozenState`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,17 +15,18 @@ import torch
 from megatron.optimizer.units import FlatUnit, OwnedRange
 from megatron.optimizer.update import Group, Rates, UpdateRule
 
-Ranges = dict[Group, list[slice]]  # what stretches of flat state have in common -> these
-Targets = Iterable[tuple[slice, torch.Tensor]]  # where in the state -> what of the model's weights has its values
+Ranges = dict[Group, list[slice]]  # group -> its ranges of flat state
+Targets = Iterable[tuple[slice, torch.Tensor]]  # (range of the state, model weights with the same values)
 
 
 class OwnedState:
-    """State of consecutive owned ranges, wherever it is stored: on the device, on the host (`MemoryState`), in a file.
+    """State of consecutive owned ranges: on the device or the host (`MemoryState`), or in a file (`DiskState`).
 
-    main, moments:  flat fp32 tensors of `size` elements, and name -> such a tensor; to be used between two steps
-    nbytes:         what it holds in memory
-    offload:        the main weights lie apart from the model's parameters
-    direct:         a step brings new main weights into the model's weights itself (`targets`), so that these are up to date
+    main:     the main weights, a flat tensor of `size` elements; for use between two steps
+    moments:  name -> flat fp32 tensor; for use between two steps
+    nbytes:   bytes held in memory
+    offload:  the main weights have memory apart from the model's parameters
+    direct:   `step` itself copies new main weights to the model (`targets`)
     """
 
     main: torch.Tensor
@@ -36,49 +37,49 @@ class OwnedState:
 
     def __init__(self, owned: Sequence[OwnedRange], rule: UpdateRule):
         self.owned, self.rule = owned, rule
-        self.span = slice(owned[0].shard_slice.start, owned[-1].shard_slice.stop)  # of the rank's whole shard
+        self.span = slice(owned[0].shard_slice.start, owned[-1].shard_slice.stop)  # in the rank's whole shard
         self.size = self.span.stop - self.span.start
         self.ranges = self._ranges()
 
     def where(self, name: str, stretch: slice) -> Optional[slice]:
-        """Where in a moment a stretch of the state lies; None if its weights have no such moment."""
+        """The position in a moment of a range of the state; None if its weights have no such moment."""
         return stretch
 
     def part(self, flat: torch.Tensor, name: Optional[str], stretch: slice) -> Optional[torch.Tensor]:
-        """What a moment has of a stretch of the rank's shard, None if it has nothing of it; of `main` without a name."""
+        """A moment's values for a range of the rank's shard, or None. `name` None: `flat` is `main`."""
         own = slice(stretch.start - self.span.start, stretch.stop - self.span.start)
-        found = self.where(name, own) if name else own
-        return None if found is None else flat[found]
+        where = self.where(name, own) if name else own
+        return None if where is None else flat[where]
 
     def slice_of(self, own: OwnedRange) -> slice:
-        """Where an owned range lies in `main` and the moments."""
+        """The position of an owned range in the state."""
         return slice(own.shard_slice.start - self.span.start, own.shard_slice.stop - self.span.start)
 
     def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
-        """One update from the shard's gradients; `step_count`: updates so far; `targets` matter where it is `direct`."""
+        """One update from the shard's gradients. step_count: updates so far; targets: used if the state is `direct`."""
         raise NotImplementedError
 
     def keep(self) -> None:
-        """What `is_stable` keeps its present content until this is called again, steps or no steps."""
+        """Preserve the present content of the tensors that are `is_stable` until the next call, whatever steps follow."""
 
     def is_stable(self, flat: torch.Tensor) -> bool:
-        """Whether `keep` is about `flat`, which is the main weights or one of the moments."""
+        """Whether `keep` preserves `flat`, the main weights or one of the moments."""
         return False
 
     def _ranges(self) -> Ranges:
-        """The stretches of the state by what they have in common, each with the padding behind its parameters."""
-        found: Ranges = {}
+        """The ranges of the state by group, each with the padding after its parameters."""
+        ranges: Ranges = {}
         for own in self.owned:
             first = self.slice_of(own).start - own.low
             for group, start, stop in _stretches(own.unit):
                 start, stop = max(start, own.low), min(stop, own.high)
                 if start < stop:
-                    found.setdefault(group, []).append(slice(first + start, first + stop))
-        return found
+                    ranges.setdefault(group, []).append(slice(first + start, first + stop))
+        return ranges
 
 
 def _stretches(unit: FlatUnit) -> Iterator[tuple[Group, int, int]]:
-    """(group, start, stop) of neighbouring parameters of a unit of one group; the last one ends with the unit."""
+    """(group, start, stop) of each run of a unit's parameters in one group. The last run includes the padding."""
     groups = [(group, list(slots)) for group, slots in groupby(unit.slots, lambda slot: Group.of(slot.placement))]
     starts = [slots[0].start for _, slots in groups]
     for (group, _), start, stop in zip(groups, starts, [*starts[1:], unit.size]):
@@ -86,11 +87,11 @@ def _stretches(unit: FlatUnit) -> Iterator[tuple[Group, int, int]]:
 
 
 class MemoryState(OwnedState):
-    """Main weights, moments and the step of consecutive owned ranges.
+    """State of consecutive owned ranges in the memory of the device or the host.
 
     reduced:   fp32 gradients of the rank's whole shard
-    offload:   keep everything on the host and bring gradients there for the step
-    memory:    what to use for the main weights instead of memory of their own
+    offload:   keep the state on the host and copy gradients there for the step
+    memory:    memory to use for the main weights; allocated if not given
     """
 
     def __init__(
@@ -126,16 +127,16 @@ class MemoryState(OwnedState):
         update(self.rule, (self.main, gradients), self.moments, self.ranges, step_count, rates, self.where)
 
     def _parts(self, name: str) -> list[slice]:
-        """The stretches of the state that have a moment, end to end in it; neighbours are one."""
-        found: list[slice] = []
+        """The ranges of the state that have a moment, in the order in which it stores them. Neighbours are merged."""
+        merged: list[slice] = []
         stretches = [
             where for group, those in self.ranges.items() if name in self.rule.state_of(group) for where in those
         ]
         for where in sorted(stretches, key=lambda where: where.start):
-            if found and found[-1].stop == where.start:
-                where = slice(found.pop().start, where.stop)
-            found.append(where)
-        return found
+            if merged and merged[-1].stop == where.start:
+                where = slice(merged.pop().start, where.stop)
+            merged.append(where)
+        return merged
 
     def where(self, name: str, stretch: slice) -> Optional[slice]:
         at = 0
@@ -147,17 +148,17 @@ class MemoryState(OwnedState):
 
 
 class FrozenState(OwnedState):
-    """A rank's shard of a frozen unit: weights in the format of the model, in memory that is there anyway."""
+    """A rank's shard of a frozen unit: weights in the model's number format, in memory that the caller owns."""
 
     offload, direct = False, True
-    nbytes = 0  # of its own; whoever takes memory for a shard counts that
+    nbytes = 0  # the owner of the memory counts it
 
     def __init__(self, own: OwnedRange, rule: UpdateRule, memory: torch.Tensor):
         super().__init__([own], rule)
         self.main, self.moments = memory, {}
 
     def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
-        """Nothing changes."""
+        """Change nothing."""
 
 
 def update(
@@ -169,9 +170,9 @@ def update(
     rates: Rates,
     where_of: Callable[[str, slice], Optional[slice]] = lambda name, where: where,
 ) -> None:
-    """A rule's step on stretches of flat main weights and gradients (`flats`), which lie on one device, as moments do.
+    """Apply a rule to ranges of flat main weights and gradients (`flats`). All tensors are on one device.
 
-    where_of: name of a moment, stretch -> where it lies in that
+    where_of: (name of a moment, range of the state) -> its position in the moment
     """
     for group, stretches in ranges.items():
         weights, gradients = ([flat[where] for where in stretches] for flat in flats)
@@ -182,7 +183,7 @@ def update(
 
 
 def divide(owned: Sequence[OwnedRange], *shares: float) -> list[list[OwnedRange]]:
-    """Units cut into consecutive groups: one for each share, together about that part of all elements, and the rest."""
+    """Divide units into consecutive groups: for each share a group with about that part of all elements, then the rest."""
     total = sum(own.high - own.low for own in owned)
     sizes = [sum(o.high - o.low for o in owned[:n]) for n in range(len(owned) + 1)]
     wanted = [min(total, sum(shares[: n + 1]) * total) for n in range(len(shares))]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters laid end to end: the memory that ZeRO cuts, reduces and gathers.
+"""Parameters in flat memory, which ZeRO shards, reduces and gathers.
 
-A *unit* is a layer or another part of the model, as the model says in its `units` (`model.weights.Unit`). Its parameters
-lie end to end in one flat range, those with weight decay first, each aligned, the whole padded to the number of ranks that
-shard it. All units of a rank lie end to end in turn, so that one buffer holds all weights, another all gradients, and a
-unit or a shard is a slice.
+A *unit* is a layer or another part of the model, as listed in the model's `units` (`model.weights.Unit`). Its parameters
+lie end to end in one flat range. Those with weight decay come first, each parameter is aligned, and the range is padded
+to a multiple of the ranks that shard it. All units of a rank lie end to end too: one buffer holds all weights, another
+all gradients, and a unit or a shard is a slice.
 
     unit      | qkv.weight | up.weight | ...   | norm.weight | qkv.bias | pad |
               |<------------ decay ----------->|<------- no decay ------------>|
@@ -23,16 +23,16 @@ from megatron.mpu.placement import Own, Placement, placed_buffers, placements
 from megatron.mpu.random import init_parameter
 from megatron.optimizer.flat import aligned, unit_size
 
-DATA_PARALLEL = ("replicate", "shard")  # axes of a unit that says nothing else
-LAYERS = "blocks"  # where a module that does not list its units has its layers
+DATA_PARALLEL = ("replicate", "shard")  # the default axes of a unit
+LAYERS = "blocks"  # the attribute with the layers of a module that does not list its units
 
 AxisOf = Callable[[str], Axis]
-Chunks = Union[torch.nn.Module, Sequence[torch.nn.Module]]  # the model chunks of a rank; one may stand for itself
+Chunks = Union[torch.nn.Module, Sequence[torch.nn.Module]]  # the model chunks of a rank, or its only one
 
 
 @dataclass
 class Slot:
-    """One parameter's range [start, stop) inside its unit, and the modules that hold it under which attribute."""
+    """One parameter's range [start, stop) inside its unit, and the (module, attribute) pairs that hold it."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -40,17 +40,15 @@ class Slot:
     start: int = 0
     stop: int = 0
     owners: list[tuple[torch.nn.Module, str]] = field(default_factory=list)
-    chunks: list[int] = field(default_factory=list)  # the model chunks that use it: each gives it a gradient
-    values: Optional[torch.Tensor] = (
-        None  # of a parameter that keeps its own initial values: these, until they are read
-    )
+    chunks: list[int] = field(default_factory=list)  # the model chunks that use it; each computes a gradient
+    values: Optional[torch.Tensor] = None  # initial values of a parameter that brings its own, until they are copied
 
 
 @dataclass
 class FlatUnit:
-    """A layer's parameters as the range [start, start + size) of the rank's buffers; `decay` of them are decayed.
+    """A unit's range [start, start + size) in the rank's buffers. The first `decay` elements have weight decay.
 
-    part: the module's name that its parameters' begin with; a part with frozen parameters and others is two units
+    part: the prefix of its parameters' names; a part with both frozen and trained parameters becomes two units
     """
 
     name: str
@@ -59,37 +57,37 @@ class FlatUnit:
     start: int
     size: int
     decay: int
-    layer: bool  # used in one place; other units are used all over their chunk
-    axes: tuple[str, str] = DATA_PARALLEL  # of the mesh: along the first are copies, the second divides it
-    frozen: bool = False  # it has weights, and neither gradients nor state
+    layer: bool  # used in one place; other units are used throughout their chunk
+    axes: tuple[str, str] = DATA_PARALLEL  # mesh axes: the first replicates the unit, the second shards it
+    frozen: bool = False  # it has weights but neither gradients nor state
 
     @property
     def buffer_slice(self) -> slice:
-        """Where the unit lies in a buffer of all units."""
+        """The unit's range in a buffer of all units."""
         return slice(self.start, self.start + self.size)
 
     @property
     def chunks(self) -> set[int]:
-        """The model chunks that use it."""
+        """The model chunks that use the unit."""
         return {chunk for slot in self.slots for chunk in slot.chunks}
 
     @property
     def replicate(self) -> str:
-        """The axis of the mesh along which ranks hold the same shards of it."""
+        """The mesh axis along which ranks hold the same shards of the unit."""
         return self.axes[0]
 
     @property
     def sharded(self) -> str:
-        """The axis of the mesh that divides it."""
+        """The mesh axis that shards the unit."""
         return self.axes[1]
 
     def shard(self, rank: int, pieces: int) -> tuple[int, int]:
-        """[low, high) inside the unit that belongs to `rank` of `pieces`."""
+        """The range [low, high) inside the unit that belongs to `rank` of `pieces`."""
         return self.size // pieces * rank, self.size // pieces * (rank + 1)
 
 
 class OwnedRange(NamedTuple):
-    """The range [low, high) of a unit that this rank owns; it lies at `at` in the rank's shard."""
+    """The range [low, high) of a unit that this rank owns. In the rank's shard it starts at `at`."""
 
     unit: FlatUnit
     low: int
@@ -103,11 +101,11 @@ class OwnedRange(NamedTuple):
 
     @property
     def shard_slice(self) -> slice:
-        """Where the range lies in the rank's shard of all units."""
+        """The range's position in the rank's shard of all units."""
         return slice(self.at, self.at + self.high - self.low)
 
     def slots(self) -> Iterable[tuple[Slot, slice]]:
-        """The parameters of which something is owned, and where in the rank's shard that lies."""
+        """The parameters that this rank owns at least in part, each with its range in the rank's shard."""
         for slot in self.unit.slots:
             start, stop = max(self.low, slot.start), min(self.high, slot.stop)
             if start < stop:
@@ -115,7 +113,7 @@ class OwnedRange(NamedTuple):
 
 
 def owned_ranges(units: Sequence[FlatUnit], axis_of: AxisOf) -> list[OwnedRange]:
-    """What this rank owns of each unit, laid end to end. axis_of: name of an axis -> its place and size on this rank."""
+    """The range of each unit that this rank owns, laid end to end. axis_of: axis name -> the axis on this rank."""
     owned, at = [], 0
     for unit in units:
         axis = axis_of(unit.sharded)
@@ -131,17 +129,19 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
 
 
 def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
-    """Units of a rank's model chunks in registration order (those of other axes behind, frozen ones last), each padded to
-    a multiple of the ranks that divide it. Allocates nothing. A parameter that several chunks share is one slot.
+    """The units of a rank's model chunks, each padded to a multiple of the ranks that shard it. Allocates nothing.
+
+    Units are in registration order; those with other axes than data parallel follow, and frozen ones are last. A
+    parameter that several chunks share is one slot.
     """
     members: dict[tuple[str, bool], list[Slot]] = {}
     unit_of = {name: unit for chunk in as_chunks(model) for name, unit in units_of(chunk).items()}
     for slot in _slots(as_chunks(model)):
         members.setdefault((unit_of[slot.name].name, slot.placement.frozen), []).append(slot)
-    told = {unit.name: unit for unit in unit_of.values()}
+    by_name = {unit.name: unit for unit in unit_of.values()}
     units, start = [], 0
-    for part, frozen in sorted(members, key=lambda key: (key[1], told[key[0]].axes != DATA_PARALLEL)):
-        slots, axes = members[part, frozen], told[part].axes
+    for part, frozen in sorted(members, key=lambda key: (key[1], by_name[key[0]].axes != DATA_PARALLEL)):
+        slots, axes = members[part, frozen], by_name[part].axes
         slots.sort(key=lambda slot: not slot.placement.decay)  # stable: decayed first
         at, decay = 0, 0
         for slot in slots:
@@ -150,7 +150,7 @@ def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
             decay = at if slot.placement.decay else decay
         size = unit_size((slot.parameter.numel() for slot in slots), axis_of(axes[1]).size)
         name = f"{part} (frozen)" if frozen else part
-        units.append(FlatUnit(name, part, slots, start, size, decay, told[part].layer, axes, frozen))
+        units.append(FlatUnit(name, part, slots, start, size, decay, by_name[part].layer, axes, frozen))
         start += size
     return units
 
@@ -164,17 +164,15 @@ class UnitName(NamedTuple):
 
 
 def units_of(chunk: torch.nn.Module) -> dict[str, UnitName]:
-    """Parameter or buffer -> unit. As the chunk's own `units` say; otherwise each child of its `blocks` is a layer, and so
-    is no other part.
-    """
+    """Parameter or buffer -> its unit, from the chunk's `units`. Without these, the children of `blocks` are the layers."""
     names = [name for name, _ in chunk.named_parameters(remove_duplicate=False)]
     names += placed_buffers(chunk)
     if hasattr(chunk, "units"):
-        told = sorted(chunk.units, key=lambda unit: -len(unit.name))  # embedding.word before embedding
+        units = sorted(chunk.units, key=lambda unit: -len(unit.name))  # embedding.word before embedding
         return {
             name: next(
                 UnitName(unit.name, unit.layer is not None, unit.axes)
-                for unit in told
+                for unit in units
                 if name.startswith(f"{unit.name}.")
             )
             for name in names
@@ -187,25 +185,25 @@ def units_of(chunk: torch.nn.Module) -> dict[str, UnitName]:
 
 
 def _slots(chunks: list[torch.nn.Module]) -> Iterable[Slot]:
-    found: dict[int, Slot] = {}
+    slots: dict[int, Slot] = {}
     for number, chunk in enumerate(chunks):
         modules = dict(chunk.named_modules())
         for name, (parameter, placement) in placements(chunk).items():
-            slot = found.setdefault(id(parameter), Slot(name, parameter, placement))
+            slot = slots.setdefault(id(parameter), Slot(name, parameter, placement))
             slot.values = parameter.detach() if isinstance(slot.placement.init, Own) else None
             owner, _, attribute = name.rpartition(".")
             slot.owners.append((modules[owner], attribute))
             slot.chunks.append(number)
-    assert len({slot.name for slot in found.values()}) == len(found), "two parameters of one name"
-    return found.values()
+    assert len({slot.name for slot in slots.values()}) == len(slots), "two parameters of one name"
+    return slots.values()
 
 
 @torch.no_grad()
 def materialise(unit: FlatUnit, flat: torch.Tensor) -> None:
-    """Make every parameter of a unit (on the meta device, say) a view into the unit's memory `flat`.
+    """Make every parameter of a unit (for example on the meta device) a view into the unit's memory `flat`.
 
-    Writing to `flat` later is not a change that autograd sees: the graph may hold a parameter whose memory is given
-    away and filled again before it is read.
+    Autograd does not notice later writes to `flat`: the graph may hold a parameter whose memory is freed and filled again
+    before it is read.
     """
     hidden = flat.data
     for slot in unit.slots:
@@ -217,7 +215,7 @@ def materialise(unit: FlatUnit, flat: torch.Tensor) -> None:
 
 @torch.no_grad()
 def initialise(unit: FlatUnit, flat: torch.Tensor, place: dict[str, int], seed: int) -> None:
-    """Initial values of every parameter of a unit, its own or from (seed, name) alone, into the unit's memory `flat`."""
+    """Write the initial values of a unit's parameters into `flat`: their own, or drawn from (seed, name) alone."""
     for slot in unit.slots:
         view = flat[slot.start : slot.stop].view(slot.parameter.shape)
         if isinstance(slot.placement.init, Own):
@@ -234,14 +232,14 @@ def pieces_of(
     prefix: str = "",
     unique: bool = False,
 ) -> list[Piece]:
-    """What an owned range is of its logical tensors; names get `prefix`.
+    """The pieces of logical tensors in an owned range. `prefix` is put in front of their names.
 
-    part_of: stretch of the rank's shard -> its values; None: there are none
-    unique: leave out what another rank of those that hold the same counts as its own (`Placement.owned`).
+    part_of: range of the rank's shard -> its values, or None if it has none
+    unique:  leave out elements for which another rank is the primary one (`Placement.is_primary`)
     """
     pieces = []
     for slot, where in own.slots():
-        if unique and not slot.placement.owned(place):
+        if unique and not slot.placement.is_primary(place):
             continue
         part = part_of(where)
         if part is None:

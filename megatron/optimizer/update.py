@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer computes: an update rule for stretches of flat fp32 main weights, with state tensors of its own.
+"""Update rules: the formulas of the optimizers, for ranges of flat fp32 main weights and their state tensors.
 
-ZeRO, offload, clipping, the loss scale and checkpoints know a rule through `UpdateRule` alone; settings and the planner
-through its row of `kinds.KINDS`. A new one is a class here and a row in either table; its name and its settings are
-fields of `settings.schema.Optimizer`. A recipe's own needs none of these: `Recipe.optimizers`.
+ZeRO, offload, clipping, the loss scale and checkpoints use a rule only through `UpdateRule`; settings and the planner use
+its row of `kinds.KINDS`. A new rule is a class here and a row in each table; its name and its settings are fields of
+`settings.schema.Optimizer`. A rule of a recipe needs none of these: `Recipe.optimizers`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Group(NamedTuple):
-    """What stretches of weights have in common: weight decay or none, the learning rate, and the formula."""
+    """The properties by which weights are grouped for an update: weight decay, learning rate and formula."""
 
     decay: bool
     decoupled: bool = False  # input and output embeddings, which have the rate of --decoupled-lr
@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Learning rate and weight decay of a step. decoupled_lr: of input and output embeddings; None: they have the same."""
+    """Learning rate and weight decay of a step. decoupled_lr: of input and output embeddings; None: the same as `lr`."""
 
     lr: float
     weight_decay: float
@@ -47,49 +47,49 @@ class Rates(NamedTuple):
 
 
 def choose(flag: torch.Tensor, yes: float, no: float) -> torch.Tensor:
-    """`yes` where a flag on the device is up, else `no`, both finite: an fp64 scalar there.
+    """`yes` if a flag on the device is set, else `no`, both finite, as an fp64 scalar on the device.
 
-    Not torch.where, which copies numbers of the host to the device, and waits for that.
+    torch.where would copy the numbers from the host to the device and wait for it.
     """
     up = flag.double()
     return up * yes + (1.0 - up) * no
 
 
 class Gate:
-    """Whether the update that a rule is asked for is made. The host may not know yet: then a flag on the device says so.
+    """Skips an update on the device, by a flag that the host has not read.
 
-    skip: bool scalar on the device; None: the update is made
+    skip: bool scalar on the device; None: do not skip
     """
 
     def __init__(self, skip: Optional[torch.Tensor] = None):
         self.skip = skip
-        self.found_inf = None if skip is None else skip.float()  # as torch's fused optimizers want it
+        self.found_inf = None if skip is None else skip.float()  # the argument of torch's fused optimizers
 
     def factor(self, value: float, idle: float) -> float | torch.Tensor:
-        """What to multiply with: `value`, or in a step that is skipped `idle`, which changes nothing."""
+        """The factor of an update: `value`, or `idle` in a skipped step, which changes nothing."""
         return value if self.skip is None else choose(self.skip, idle, value).float()
 
     def clean(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient, in place zero in a step that is skipped: it may be infinite there, or NaN."""
+        """A gradient, zeroed in place in a skipped step, where it may be infinite or NaN."""
         return gradient if self.skip is None else gradient.masked_fill_(self.skip, 0.0)
 
 
 def add(target: torch.Tensor, other: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-    """target += factor * other."""
+    """Compute target += factor * other, in place."""
     if isinstance(factor, torch.Tensor):
         return target.addcmul_(other, factor)
     return target.add_(other, alpha=factor)
 
 
 class UpdateRule:
-    """One step of an optimizer, element by element, so that any stretch of weights can be updated by itself.
+    """An optimizer's update, element by element, so that any range of weights can be updated separately.
 
-    state: names of all its state tensors (`kinds.py`), which start from zero
-    gate:  whether the updates of this step are made
-    gated: this rule looks at `gate`. One that does not is asked for updates that are made, and no others: on a GPU the
-           host then waits in each step until it knows
-    scale: of one that `scales`: what it multiplies gradients by where it reads them, a number or an fp32 scalar; others
-           get gradients that are multiplied
+    state:  names of all its state tensors (`kinds.py`), initially zero
+    gate:   skips the updates of a step
+    gated:  this rule uses `gate`. Other rules are only called for steps that are not skipped: on a GPU the host then waits
+            in each step until it knows
+    scales: this rule multiplies gradients by `scale`, a number or an fp32 scalar, as it reads them. Other rules get scaled
+            gradients
     """
 
     gated = scales = False
@@ -103,7 +103,7 @@ class UpdateRule:
         return state_of(self.settings, group.matrix)
 
     def prepare(self, states: Sequence, reduced: torch.Tensor, mesh: Mesh) -> None:
-        """Before the updates of a step, on all ranks: what has to be done with gradients that is not element by element.
+        """Process gradients before the updates of a step, for rules that are not element by element. All ranks call it.
 
         states:  all `OwnedState`s of the rank
         reduced: this rank's shard of the gradients
@@ -112,23 +112,22 @@ class UpdateRule:
     def update(
         self, weights: Tensors, gradients: Tensors, states: Sequence[Tensors], step: int, lr: float, decay: float
     ) -> None:
-        """Update stretches of weights in place, and their state.
+        """Update ranges of weights and their state in place.
 
         weights, gradients: flat fp32 tensors of the same sizes, on one device; gradients may be overwritten
-        states:             such tensors for each name of `state_of` of their group
-        step:               how many updates there have been before this one, 0 at the first: Adam divides its means by
-                            1 - beta ** (step + 1)
+        states:             state tensors of the same sizes, for each name in `state_of(group)`
+        step:               number of earlier updates, 0 at the first: Adam divides its means by 1 - beta ** (step + 1)
         decay:              weight decay
         """
         raise NotImplementedError
 
     def update_matrices(self, weights, gradients, states, step, lr, decay) -> None:
-        """`update` of matrices of linear layers; the same, unless a rule treats them as such."""
+        """Update matrices of linear layers. By default the same as `update`."""
         self.update(weights, gradients, states, step, lr, decay)
 
 
 class AdamW(UpdateRule):
-    """arXiv:1711.05101, fused."""
+    """AdamW (arXiv:1711.05101), by torch's fused kernel."""
 
     gated = scales = True
 
@@ -146,7 +145,7 @@ class AdamW(UpdateRule):
 
 
 class SGD(UpdateRule):
-    """With momentum, as torch.optim.SGD: weight decay is added to the gradient. Without momentum it keeps no state."""
+    """SGD with momentum, as in torch.optim.SGD: weight decay is added to the gradient. No state without momentum."""
 
     gated = True
 
@@ -162,7 +161,7 @@ class SGD(UpdateRule):
 
 
 class Lion(UpdateRule):
-    """arXiv:2302.06675: the sign of a mean of gradients, with decoupled weight decay."""
+    """Lion (arXiv:2302.06675): the sign of a mean of gradients, with decoupled weight decay."""
 
     gated = True
 
@@ -176,9 +175,9 @@ class Lion(UpdateRule):
 
 
 class Muon(AdamW):
-    """Matrices of linear layers move along their orthogonalised momentum (`muon.py`); all other weights have AdamW."""
+    """Muon (`muon.py`): orthogonalised momentum for matrices of linear layers, AdamW for all other weights."""
 
-    scales = False  # momentum is taken before the update
+    scales = False  # momentum is updated before
 
     def __init__(self, settings: Optimizer):
         super().__init__(settings)
@@ -186,15 +185,15 @@ class Muon(AdamW):
 
     def prepare(self, states, reduced, mesh):
         for state in states:
-            self._take_momentum(state, reduced[state.span])
+            self._apply_momentum(state, reduced[state.span])
             for own in state.owned:
                 self.directions.replace(own, reduced, mesh)
 
-    def _take_momentum(self, state, gradients: torch.Tensor) -> None:
-        """Gradients of matrices become their momentum."""
+    def _apply_momentum(self, state, gradients: torch.Tensor) -> None:
+        """Replace the gradients of matrices by their momentum."""
         share, name = self.settings.muon_momentum, "momentum_buffer"
         new = self.gate.factor(1 - share, 0.0)
-        for stretch in (stretch for group, found in state.ranges.items() if group.matrix for stretch in found):
+        for stretch in (stretch for group, those in state.ranges.items() if group.matrix for stretch in those):
             gradient, momentum = self.gate.clean(gradients[stretch]), state.moments[name][state.where(name, stretch)]
             momentum.lerp_(gradient, new)
             gradient.copy_(gradient.lerp(momentum, share) if self.settings.muon_nesterov else momentum)
@@ -209,6 +208,6 @@ RULES = dict(adam=AdamW, sgd=SGD, lion=Lion, muon=Muon)
 
 
 def rule_of(settings: Optimizer) -> UpdateRule:
-    """The update rule of `--optimizer`: the suite's, or the recipe's own."""
+    """The update rule of `--optimizer`, built in or from the recipe."""
     own = settings.own_optimizers.get(settings.rule)
     return (own.update if own else RULES[settings.rule])(settings)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of a rank's model chunks, in the model's number format: always there, or gathered around each use.
+"""The parameters of a rank's model chunks, in the model's number format: kept whole, or gathered around each use.
 
 `keep` (ZeRO 0-2): one buffer holds all of them. Otherwise (ZeRO 3) a layer's parameters are gathered before its forward
-pass and freed behind it, and again around its backward pass; those of other units (embedding, final norm, output layer),
-which are used all over a chunk, from the start of a micro-batch's forward pass to the end of its backward pass.
+pass and freed after it, and again around its backward pass. Other units (embedding, final norm, output layer) are used
+throughout a chunk: they stay from the start of a micro-batch's forward pass to the end of its backward pass.
 
           forward            backward
     block | need x -> y free | gradient of y: need ... gradient of x: free |
     other | need ................................ all its gradients: free |
 
-A layer that is computed again inside the backward pass runs with its hooks: its memory is there already, and stays.
-With `overlap`, gathering is started before the need: of all units right behind an update (`keep`), or of the next layer, in
-the backward pass also of the last one, while the output layer's is under way. NCCL works through what a group is given in
-the order in which it was given: who waits for a gathering waits for all that were started before it. So they are started
-in the order of their use.
+A layer that is recomputed inside the backward pass runs with its hooks: its memory is filled already, and stays.
+With `overlap`, gathering starts early: of all units directly after an update (`keep`), or of the next layer, and in the
+backward pass also of the last layer, while the output layer computes. NCCL runs the operations of a group in order, so
+waiting for one waits for all earlier ones. Gathers therefore start in the order of use.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +34,18 @@ class UnitParameters:
     unit: FlatUnit
     flat: torch.Tensor  # [unit.size]
     ready: bool = False  # it holds the parameters
-    under_way: Any = None  # (work, piece) of a gathering
-    in_backward: bool = False  # the backward pass of the layer has begun and not ended
-    passes: int = 0  # in this step: of a unit's chunks, forward and to be followed by backward; of a layer, backward
-    with_it: Sequence["UnitParameters"] = ()  # of a layer whose input has no gradient: what its last gradient frees
+    under_way: Any = None  # (work, piece) of a running gather
+    in_backward: bool = False  # the backward pass of the layer is running
+    passes: int = 0  # in this step: a layer's backward passes; otherwise forward passes with a backward pass to follow
+    with_it: Sequence[
+        "UnitParameters"
+    ] = ()  # for a layer whose input has no gradient: units that its last gradient frees
 
 
 class ParameterBuffers:
     """Memory of all parameters, and the hooks that fill and free it.
 
-    axis_of:  name of an axis -> the axis
+    axis_of:  axis name -> the axis on this rank
     piece_of: unit -> this rank's shard of it, in `dtype` on `device`
     """
 
@@ -80,13 +81,13 @@ class ParameterBuffers:
 
     @torch.no_grad()
     def fill(self, unit: FlatUnit, values: torch.Tensor) -> None:
-        """Fill a unit's parameters, of which this rank happens to have all, if they are kept."""
+        """Fill a unit's parameters from `values`, all of them, if they are kept whole."""
         if self.keep:
             self.memory[unit.name].flat.copy_(values)
             self.memory[unit.name].ready = True
 
     def start_param_sync(self, frozen: bool = True) -> None:
-        """The shards have changed, of `frozen` units too: gather them, or forget the old ones."""
+        """Gather parameters after their shards changed, or free the old ones. frozen: frozen units changed too."""
         changed = [memory for memory in self.memory.values() if frozen or not memory.unit.frozen]
         for memory in changed:
             self._free(memory)
@@ -98,7 +99,7 @@ class ParameterBuffers:
 
     @contextmanager
     def gathered_parameters(self):
-        """Inside, all parameters can be read: for checks between steps."""
+        """Make all parameters readable inside the context: for checks between steps."""
         self._need(*self.memory.values())
         try:
             yield
@@ -106,7 +107,7 @@ class ParameterBuffers:
             self.end_step()
 
     def end_step(self) -> None:
-        """No pass is under way any more."""
+        """Reset the passes of a step, and free gathered parameters."""
         for memory in self.memory.values():
             memory.in_backward, memory.passes, memory.with_it = False, 0, ()
             if not self.keep:
@@ -120,7 +121,7 @@ class ParameterBuffers:
         if not self.keep:
             storage = memory.flat.untyped_storage()
             storage.resize_(memory.flat.numel() * memory.flat.element_size())
-        if piece.data_ptr() == memory.flat.data_ptr():  # the shard is the very memory of the parameters
+        if piece.data_ptr() == memory.flat.data_ptr():  # the shard is the parameters' own memory
             memory.ready = True
         else:
             memory.under_way = (
@@ -149,7 +150,7 @@ class ParameterBuffers:
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
     def register_hooks(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Let the modules ask for their parameters, where these are not always there."""
+        """Register the hooks that gather and free parameters, if any are needed."""
         if self.keep and not self.overlap:
             return
         for number, chunk in enumerate(chunks):
@@ -163,7 +164,7 @@ class ParameterBuffers:
                 self._attach_block(chunk.get_submodule(block[0].unit.part), block, before, after)
 
     def _ahead(self, neighbours: Sequence[UnitParameters]) -> None:
-        """Start to gather what comes next."""
+        """Start to gather the units that are used next."""
         for memory in neighbours if self.overlap and not self.keep else ():
             self._start(memory)
 
@@ -181,7 +182,7 @@ class ParameterBuffers:
             for memory in roots:
                 if not memory.passes:
                     self._free(memory)
-            for tensor in _ways_back(output):
+            for tensor in _backward_roots(output):
                 tensor.register_hook(begin_backward)
 
         def begin_backward(gradient):
@@ -192,8 +193,9 @@ class ParameterBuffers:
             chunk.register_forward_hook(post_forward)
 
     def arrived(self, unit: FlatUnit, count: int) -> None:
-        """Each parameter of a unit has had `count` gradients: free a unit that is no layer after its last pass, and a layer
-        whose input has no gradient, which would end its backward pass.
+        """Free a unit after its last gradient: `count` is the least number of gradients that its parameters have got.
+
+        A layer's backward pass normally ends with the gradient of its input; this ends that of a layer without one.
         """
         memory = self.memory[unit.name]
         if self.keep or unit.layer and count <= memory.passes or not unit.layer and count != memory.passes:
@@ -202,17 +204,17 @@ class ParameterBuffers:
         self._leave(memory.with_it if unit.layer else (memory,))
 
     def _leave(self, block: Sequence[UnitParameters]) -> None:
-        """The backward pass of a layer has ended."""
+        """End the backward pass of a layer."""
         for memory in block:
             memory.in_backward = False
             self._free(memory)
 
     def _enter(self, block: Sequence[UnitParameters], before: Sequence[UnitParameters]) -> None:
-        """The backward pass of a layer begins."""
+        """Begin the backward pass of a layer."""
         for memory in block:
             memory.in_backward = True
         self._need(*block)
-        if not block[0].with_it:  # else it ends here
+        if not block[0].with_it:  # otherwise no layer follows
             self._ahead(before)
 
     def _attach_block(
@@ -222,7 +224,7 @@ class ParameterBuffers:
         before: Sequence[UnitParameters],
         after: Sequence[UnitParameters],
     ):
-        """Of a layer, which is a unit, or two where it is frozen in part: the trained one first."""
+        """Register the hooks of a layer. `block`: its unit, or two if it is frozen in part, the trained one first."""
         first = block[0]
 
         def pre_forward(module, args):
@@ -239,7 +241,7 @@ class ParameterBuffers:
         def post_forward(module, args, output):
             if not first.in_backward:
                 self._leave(block)
-            for tensor in _ways_back(output):
+            for tensor in _backward_roots(output):
                 tensor.register_hook(lambda gradient: self._enter(block, before))
 
         module.register_forward_pre_hook(pre_forward)
@@ -248,11 +250,11 @@ class ParameterBuffers:
 
 
 def _use(memory: UnitParameters) -> tuple[int, bool]:
-    """Sorts units by when a step first uses them: chunk by chunk, and of a chunk first what is no layer."""
+    """Sort key: the order in which a step first uses units, chunk by chunk, and within a chunk layers last."""
     return min(memory.unit.chunks), memory.unit.layer
 
 
-def _ways_back(output) -> list[torch.Tensor]:
-    """Of what a module returned, the tensors by which the backward pass comes in."""
+def _backward_roots(output) -> list[torch.Tensor]:
+    """The tensors of a module's output where its backward pass begins."""
     x, sums = output if isinstance(output, tuple) else (output, {})
     return [tensor for tensor in (x, *sums.values()) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]

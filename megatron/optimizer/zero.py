@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distributed optimizer: flat fp32 main weights and gradients, sharded or not by one mechanism (arXiv:1910.02054).
+"""The distributed optimizer: flat fp32 main weights and gradients, sharded by ZeRO stage (arXiv:1910.02054).
 
 | stage | parameters                       | gradients                                | main weights and moments |
 |-------|----------------------------------|------------------------------------------|--------------------------|
@@ -8,16 +8,16 @@
 | 2     | full, gathered once a step       | shard, reduce-scattered each micro-batch | shard                    |
 | 3     | shard, gathered around each use  | shard, reduce-scattered each micro-batch | shard                    |
 
-Stage 0 is the stage whose shard axis has size 1: its shard is the whole unit. The others differ in when `weights.py`
-gathers and `gradients.py` reduces. A step is
+In stage 0 the shard axis has size 1: its shard is the whole unit. The others differ in when `weights.py` gathers and
+`gradients.py` reduces. A step is
 
     set_num_microbatches -> passes, whose hooks gather parameters and collect gradients -> `reduce_grads` -> `step`
 
-Gradients are *sums* of token losses over the global batch times the scale that the caller put on the loss; the caller
-says in `step` what to multiply them by, so that averaging, un-scaling and clipping are one pass over the buffer.
+Gradients are *sums* of token losses over the global batch, times the loss scale of the caller. `step` gets one factor for
+them, so that averaging, un-scaling and clipping are one pass over the buffer.
 
-Frozen parameters (`Placement.frozen`) are weights alone: kept or gathered as others are, with nothing in the last two
-columns. Buffers with a placement are `buffers.py`'s.
+Frozen parameters (`Placement.frozen`) have weights only: these are kept or gathered as others are, and the last two columns
+are empty. `buffers.py` handles buffers with a placement.
 """
 
 import math
@@ -35,8 +35,8 @@ from megatron.mpu.layers import attach_wgrad_accumulator, linear_products, place
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.buffers import BufferStore
 from megatron.optimizer.gradients import GradientBuffers
+from megatron.optimizer.offload import build_states
 from megatron.optimizer.state import FrozenState, OwnedState, Targets
-from megatron.optimizer.storage import store
 from megatron.optimizer.units import (
     Chunks,
     FlatUnit,
@@ -55,7 +55,7 @@ from megatron.telemetry.phases import phase
 
 
 class ZeroStage(NamedTuple):
-    """What a rank has all the time of parameters and gradients: everything, or its shard."""
+    """Whether a rank always holds all parameters and all gradients, or only its shard of them."""
 
     parameters: bool
     gradients: bool
@@ -70,10 +70,10 @@ class DistributedOptimizer:
 
     model:    the rank's model chunks, whose parameters may be on the meta device: they become views of flat memory
     mesh:     `shard` is the axis that divides optimizer state, `replicate` the one that copies it
-    parallel: the stage, and what is to be overlapped with computation
-    stable:  pieces may be asked for that outlast steps (`pieces`): state in files then takes twice its size of disk
+    parallel: the ZeRO stage, and which communication overlaps with computation
+    stable:   allow pieces that outlast steps (`pieces`); state in files then takes twice its size on disk
     Buffers of the model go to the device; those with a placement are in `buffers`.
-    Raises StorageError when there is no place for state that is to be in files.
+    Raises StorageError when the disk has no space for state in files.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class DistributedOptimizer:
         )
         if settings.gradient_accumulation_fusion:
             attach_wgrad_accumulator(as_chunks(model), self.gradients.accumulator)
-        self.states = store(
+        self.states = build_states(
             self.owned,
             self.rule,
             self.reduced,
@@ -130,49 +130,49 @@ class DistributedOptimizer:
         self.everything: list[OwnedState] = [*self.states, *self.frozen]  # the weights of all units
         self.shards = self._parameter_shards()
         self.sources = {own.unit.name: (own, state) for state in self.everything for own in state.owned}
-        self._draw(seed)
-        self.buffers.settle()
+        self._initialize(seed)
+        self.buffers.commit()
         self.weights.register_hooks(as_chunks(model))
         self.products = linear_products(as_chunks(model))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
     def _parameters_of(self, owned: list[OwnedRange], keep: bool) -> Optional[torch.Tensor]:
-        """Memory of fp32 parameters that are main weights too, end to end; None where these are others."""
+        """Memory of fp32 parameters that also serve as main weights, end to end; None if main weights are separate."""
         span = slice(owned[0].shard_slice.start, owned[-1].shard_slice.stop)
         if self.dtype != torch.float32 or keep and not all(own.whole for own in self.owned):
             return None
         if keep:
             return self.weights.whole[span]
-        return torch.zeros(span.stop - span.start, dtype=torch.float32, device=self._home)
+        return torch.zeros(span.stop - span.start, dtype=torch.float32, device=self._shard_device)
 
     @property
-    def _home(self) -> torch.device:
-        """Where the shards of stage 3's parameters are."""
+    def _shard_device(self) -> torch.device:
+        """The device of stage 3's parameter shards."""
         return torch.device("cpu") if self.settings.param_cpu_offload else self.device
 
     def _frozen_states(self, owned: list[OwnedRange]) -> list[FrozenState]:
-        """Of frozen units: each rank's part of kept weights, or shards of their own."""
+        """The state of frozen units: a part of the kept weights, or separate shards."""
         states = []
         for own in owned:
             if self.weights.keep:
                 memory = self.weights.memory[own.unit.name].flat[own.low : own.high]
             else:
-                memory = torch.zeros(own.high - own.low, dtype=self.dtype, device=self._home)
+                memory = torch.zeros(own.high - own.low, dtype=self.dtype, device=self._shard_device)
             states.append(FrozenState(own, self.rule, memory))
         return states
 
     def _parameter_shards(self) -> list[torch.Tensor]:
-        """What stage 3 gathers parameters from: for each state, its main weights in the format of the parameters."""
+        """The shards from which stage 3 gathers parameters: each state's main weights in the parameters' format."""
         shards = []
         for state in () if self.weights.keep else self.everything:
             main = state.main
-            same = main.dtype == self.dtype and main.device == self._home and not state.offload
-            shards.append(main if same else torch.empty_like(main, dtype=self.dtype, device=self._home))
+            same = main.dtype == self.dtype and main.device == self._shard_device and not state.offload
+            shards.append(main if same else torch.empty_like(main, dtype=self.dtype, device=self._shard_device))
         return shards
 
-    def _draw(self, seed: int) -> None:
-        """Initial weights, a unit at a time: of a model that is sharded, no rank ever has more than one unit whole."""
+    def _initialize(self, seed: int) -> None:
+        """Initialize weights unit by unit, so that a rank of a sharded model never holds more than one whole unit."""
         for state in self.everything:
             for own in state.owned:
                 whole = torch.zeros(own.unit.size, dtype=torch.float32, device=self.device)
@@ -182,7 +182,7 @@ class DistributedOptimizer:
         self._fill(self.everything)
 
     def _targets(self, state: OwnedState) -> Targets:
-        """Parameters, or shards of them, that have the values of main weights: (where in the state, memory)."""
+        """Parameters or their shards that copy main weights: (range of the state, memory)."""
         if self.weights.keep:
             for own in state.owned if state.direct else ():
                 yield state.slice_of(own), self.weights.memory[own.unit.name].flat[own.low : own.high]
@@ -197,24 +197,22 @@ class DistributedOptimizer:
                 target.copy_(main[where])
 
     def _piece(self, unit: FlatUnit) -> torch.Tensor:
-        """This rank's shard of a unit's parameters, ready to be gathered."""
+        """This rank's shard of a unit's parameters, for gathering."""
         own, state = self.sources[unit.name]
         if self.weights.keep and state.direct:
             piece = self.weights.memory[unit.name].flat[own.low : own.high]
-            return piece if own.whole else piece.clone()  # it is gathered into its own place
+            return piece if own.whole else piece.clone()  # the gather writes to its memory
         flat = state.main if self.weights.keep else self.shards[self.everything.index(state)]
         piece = flat[state.slice_of(own)]
         return piece if own.whole else piece.to(self.device, self.dtype)
 
     @property
     def reduced(self) -> torch.Tensor:
-        """This rank's shard of the sum of gradients, fp32."""
+        """This rank's fp32 shard of the summed gradients."""
         return self.gradients.reduced
 
     def memory(self) -> dict[str, int]:
-        """Bytes held at this moment of parameters (whole ones and stage 3's shards), gradients, optimizer state and buffers
-        that training changes.
-        """
+        """Bytes held now by parameters (whole, and stage 3's shards), gradients, optimizer state and buffers."""
         pairs = zip(self.everything, self.shards)
         own = [shard for state, shard in pairs if shard is not state.main or isinstance(state, FrozenState)]
         return dict(
@@ -226,48 +224,49 @@ class DistributedOptimizer:
         )
 
     def owned_slots(self) -> Iterable[tuple[Slot, slice]]:
-        """The parameters of which this rank owns something, and where in its shard that lies."""
+        """The parameters that this rank owns at least in part, each with its range in the shard."""
         for own in self.owned:
             yield from own.slots()
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
     def set_num_microbatches(self, num_microbatches: int) -> None:
-        """Say how many micro-batches the coming step has: reductions that overlap the last one's backward need it."""
+        """Set the number of micro-batches of the next step. Reductions that overlap the last backward pass need it."""
         self.gradients.num_microbatches = num_microbatches
 
     def zero_grad(self) -> None:
-        """Drop the gradients of passes since the last step."""
+        """Drop the gradients since the last step."""
         self.gradients.zero_grad()
         self.weights.end_step()
 
     def finalize_grads(self, sums: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """`reduce_grads`, and what it gives read by the host, which waits for it: (totals, norm)."""
+        """Call `reduce_grads` and wait for its result: (totals, norm) on the host."""
         norm, *totals = self.reduce_grads(sums).tolist()
         return torch.tensor(totals, dtype=torch.float64), norm
 
     @torch.no_grad()
     def reduce_grads(self, sums: torch.Tensor) -> torch.Tensor:
-        """Reduce gradients over data parallel ranks; then, in one small reduction, `sums` and the gradient norm.
+        """Reduce gradients over data parallel ranks; then `sums` and the gradient norm, in one small reduction.
 
-        sums: fp64 vector of this rank's loss and token counts. Returns, on the device, [norm of the summed gradients,
-        totals of `sums` over all ranks ...], fp64: the host waits for nothing. A value that is not finite anywhere
-        makes the norm not finite everywhere.
+        sums: fp64 vector of this rank's loss and token counts. Returns [norm of the summed gradients, totals of `sums` over
+        all ranks ...], fp64 on the device, without waiting. A non-finite value on one rank makes the norm
+        non-finite on all.
         """
         self.gradients.finish()
         self.weights.end_step()
         for axis in PARTIAL:
             self._sum_partial(axis)
         with phase("norm"):
-            square = self._square()
+            square = self._squared_norm()
             vector = torch.cat([square.reshape(1), sums.to(square)])
             vector = collectives.all_reduce(vector, self.mesh.world)
             vector[0].sqrt_()
         return vector
 
     def _sum_partial(self, name: str) -> None:
-        """Sum gradients that are partial sums over an axis, in one message: over tp those of norms that saw a part of the
-        tokens, over `tied` those of the embedding that first and last stage both hold.
+        """Sum gradients that are partial sums over an axis, in one message.
+
+        Over tp: norms, whose ranks each have a part of the tokens. Over `tied`: the embedding of first and last stage.
         """
         axis = getattr(self.mesh, name)
         views = [self.reduced[where] for slot, where in self.owned_slots() if name in slot.placement.partial]
@@ -280,51 +279,50 @@ class DistributedOptimizer:
             packed = collectives.all_reduce(torch.cat(views), axis)
             torch._foreach_copy_(views, list(packed.split([view.numel() for view in views])))
 
-    def _square(self) -> torch.Tensor:
-        """This rank's part of the sum of squares of all gradients, each logical element counted once over all ranks."""
+    def _squared_norm(self) -> torch.Tensor:
+        """This rank's part of the squared norm of all gradients. Each logical element counts on one rank only."""
         total, place = torch.zeros((), dtype=torch.float64, device=self.device), self.mesh.coordinates
         for name, owned in groupby(self.owned, lambda own: own.unit.replicate):
-            slots = (found for own in owned for found in own.slots())
-            views = [self.reduced[where] for slot, where in slots if slot.placement.owned(place)]
+            slots = (pair for own in owned for pair in own.slots())
+            views = [self.reduced[where] for slot, where in slots if slot.placement.is_primary(place)]
             if views:
                 square = torch.stack(torch._foreach_norm(views)).double().square().sum()
-                total = total + square / getattr(self.mesh, name).size  # each of its ranks holds the same
+                total = total + square / getattr(self.mesh, name).size  # its ranks hold the same
         return total
 
     # ---- figures for the log ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def params_norm(self) -> float:
-        """The norm of all parameters (main weights, fp32), each counted once over all ranks, which all call it."""
+        """The norm of all parameters (fp32 main weights), each counted once. All ranks call it."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for state in self.everything:
-            main = state.main.float()  # of a frozen unit it may be another format's
-            views = [
-                main[where.start - state.span.start : where.stop - state.span.start] for *_, where in self._mine(state)
-            ]
+            main = state.main.float()  # a frozen unit has the model's format
+            first = state.span.start
+            views = [main[where.start - first : where.stop - first] for *_, where in self._primary_slots(state)]
             if views:
                 total += torch.stack(torch._foreach_norm(views)).double().square().sum().to(self.device)
         return collectives.all_reduce(total, self.mesh.world).sqrt().item()
 
     @torch.no_grad()
     def num_zeros_in_grad(self) -> int:
-        """How many elements of the step's gradient are 0, padding left out, behind `finalize_grads`; all ranks together."""
+        """The number of zeros in the step's gradient over all ranks, without padding. Call it after `finalize_grads`."""
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for state in self.states:
-            for own, slot, where in self._mine(state):
-                if own.low <= slot.start < own.high:  # where the parameter begins, the whole of it is counted
+            for own, slot, where in self._primary_slots(state):
+                if own.low <= slot.start < own.high:  # the rank with the first element counts the whole parameter
                     _, extent = slot.placement.box(slot.parameter.shape, self.mesh.coordinates)
                     total += math.prod(extent)
                 total -= torch.count_nonzero(self.reduced[where])  # padding has no gradient
         return int(collectives.all_reduce(total, self.mesh.world).item())
 
-    def _mine(self, state: OwnedState) -> Iterable[tuple[OwnedRange, Slot, slice]]:
-        """What this rank counts of a state, so that of all ranks together each element is counted once."""
+    def _primary_slots(self, state: OwnedState) -> Iterable[tuple[OwnedRange, Slot, slice]]:
+        """The parts of a state for which this rank is the primary one: each element counts on one rank only."""
         place = self.mesh.coordinates
         for own in state.owned:
             if getattr(self.mesh, own.unit.replicate).rank == 0:
                 for slot, where in own.slots():
-                    if slot.placement.owned(place):
+                    if slot.placement.is_primary(place):
                         yield own, slot, where
 
     # ---- the step --------------------------------------------------------------------------------------------------
@@ -338,16 +336,16 @@ class DistributedOptimizer:
         decoupled_lr: Optional[float] = None,
         skip: Optional[torch.Tensor] = None,
     ) -> None:
-        """The rule's update from gradients times `scale`; new weights go to every rank that uses them.
+        """Update the weights from gradients times `scale`, and start to send them to every rank that uses them.
 
-        scale: or an fp32 scalar on the device
-        decoupled_lr: of input and output embeddings, if they have another one
-        skip: a flag on the device: where it is up, nothing changes. Whoever gives one checks `skips_on_device` before,
-            and says `take_back_step` once it is known to have been up.
+        scale: a number, or an fp32 scalar on the device
+        decoupled_lr: learning rate of input and output embeddings, if it differs
+        skip: a flag on the device; if it is set, nothing changes. Only allowed if `skips_on_device`; call
+            `undo_step_count` once the host knows that it was set
         """
         rates, self.rule.gate = Rates(lr, weight_decay, decoupled_lr), Gate(skip)
         self.buffers.combine()
-        self.buffers.settle(skip)
+        self.buffers.commit(skip)
         with phase("scale"):
             if self.rule.scales:
                 self.rule.scale = scale
@@ -359,27 +357,29 @@ class DistributedOptimizer:
             self.gathered_parameters() if direct else nullcontext(),
         ):  # nothing is on its way into the parameters
             self.rule.prepare(self.states, self.reduced, self.mesh)
-            for state in reversed(self.states):  # a GPU begins with its own, and the host goes on meanwhile
+            for state in reversed(self.states):  # the GPU's state first: the host continues meanwhile
                 state.step(self.reduced, self.step_count, rates, self._targets(state))
         self.step_count += 1
         self.copy_main_params_to_model_params(read=False)
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether `step` takes a flag: the rule looks at it, and no state is updated by the host, which has to wait."""
+        """Whether `step` accepts `skip`: the rule is gated, and no state is updated by the host, which would wait."""
         settings = self.settings
         return self.rule.gated and settings.host_share == settings.nvme_offload_fraction == 0.0
 
-    def take_back_step(self) -> None:
-        """The last step was none, for its flag was up: it does not count."""
+    def undo_step_count(self) -> None:
+        """Do not count the last step, because its `skip` flag was set."""
         self.step_count -= 1
 
     def copy_main_params_to_model_params(self, read: bool = True) -> None:
-        """Main weights -> weights of the model. `read`: all of them and buffers were filled, from a checkpoint; else those
-        alone that a step has changed, and has not brought there already.
+        """Copy main weights to the model's weights.
+
+        read: a checkpoint has filled all of them and the buffers. Otherwise only those are copied that the last step
+            changed and did not copy itself.
         """
         if read:
-            self.buffers.settle()
+            self.buffers.commit()
         with phase("copy"):
             self._fill(state for state in self.everything if read or not state.direct)
         with phase("gather" if self.mesh.shard.size > 1 else "copy"):
@@ -388,7 +388,7 @@ class DistributedOptimizer:
             product.weights_changed()
 
     def gathered_parameters(self) -> AbstractContextManager:
-        """Inside, between two steps, all parameters can be read at every stage: for checks."""
+        """Make all parameters readable inside the context, at every stage: for checks between two steps."""
         return self.weights.gathered_parameters()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -396,16 +396,17 @@ class DistributedOptimizer:
     def pieces(
         self, moments: bool = True, unique: bool = False, stable: bool = False, shared: bool = False
     ) -> list[Piece]:
-        """What this rank holds of the logical state, as views: saving reads them, loading fills them.
+        """Views of this rank's part of the logical state. Saving reads them, loading fills them.
 
-        fp32 weights have the names of the parameters, moments those with `optimizer.exp_avg.` in front. `unique`:
-        what several tensor parallel ranks or tied stages hold is given by one of them only, as saving needs it.
-        `shared`: of what several data parallel ranks hold, each gives its part.
-        State in files is mapped for as long as the pieces are kept. `stable`: these pieces are `StablePiece`, and
-        keep their content until steps have gone on and pieces that last are asked for again. Frozen weights have the
-        format of the model, and buffers their own.
+        fp32 weights have the names of the parameters; moments have a prefix such as `optimizer.exp_avg.`. Frozen weights
+        have the model's number format, and buffers their own. State in files is mapped until the pieces are freed.
+
+        unique: return elements that several tensor parallel ranks or tied stages hold on one of them only, for saving
+        shared: data parallel ranks that hold the same elements each return a part of them
+        stable: return state in files as `StablePiece`s, which keep their content during later steps, until stable pieces
+            are requested again
         """
-        found: dict[str, list[Piece]] = {}  # by the axis along which are copies
+        by_axis: dict[str, list[Piece]] = {}  # replicating axis -> pieces
         for state in self.everything:
             if stable:
                 state.keep()
@@ -415,9 +416,9 @@ class DistributedOptimizer:
                 for own in state.owned:
                     part_of = partial(state.part, flat, name)
                     own_pieces = pieces_of(own, part_of, self.mesh.coordinates, prefix, unique)
-                    found.setdefault(own.unit.replicate, []).extend(
+                    by_axis.setdefault(own.unit.replicate, []).extend(
                         [StablePiece(*piece) for piece in own_pieces] if is_stable else own_pieces
                     )
-        axes = {name: getattr(self.mesh, name) for name in found if shared}
-        parts = (share(one, axes[name].rank, axes[name].size) if shared else one for name, one in found.items())
+        axes = {name: getattr(self.mesh, name) for name in by_axis if shared}
+        parts = (share(one, axes[name].rank, axes[name].size) if shared else one for name, one in by_axis.items())
         return [piece for part in parts for piece in part] + self.buffers.pieces(unique)

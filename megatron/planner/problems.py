@@ -241,9 +241,9 @@ def _folders(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
 def _nothing_to_load(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
     """What is wrong with a `--load` that holds no checkpoint."""
     if any(location(c.load).glob("release")):
-        from megatron.checkpoint.folder import of_megatron  # it imports torch
+        from megatron.checkpoint.folder import megatron_format_problem  # it imports torch
 
-        if problem := of_megatron(location(c.load)):
+        if problem := megatron_format_problem(location(c.load)):
             return [problem]
     try:
         if may_begin(c, metrics):

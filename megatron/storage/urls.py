@@ -8,7 +8,7 @@
 
 An object store has objects with long names: no directories, no rename, no fsync. Instead, a PUT makes a whole object
 visible or nothing, durably, and every later read returns it. Everything built on that is in
-`checkpoint/storage.py`. The stores are fsspec's; only this file knows that.
+`checkpoint/backends.py`. The stores are fsspec's; only this file knows that.
 
 Each request is repeated a few times when the failure may be temporary. The final error is a FileNotFoundError, as for
 paths, or a StorageError that names the URL and no credentials.

@@ -71,7 +71,9 @@ def recipe() -> Recipe:
         arrays=arrays,
         epoch_samples=epoch_samples,
         measures=measures,
-        anew=lambda name, stored: name == f"{HEAD}.weight",  # a BERT has others in the unit of its head for words
+        reinitialize=lambda name, stored: (
+            name == f"{HEAD}.weight"
+        ),  # a BERT has others in the unit of its head for words
         starts_from=tuple(BACKBONES),
         part=part_of_trunk,
         settled=settled_trunk,
@@ -187,10 +189,10 @@ def settled_trunk(config):
 
 
 def part_of_trunk(config, saved):
-    """`Recipe.part`. A head that begins anew looks where it is told to, and a pattern is this run's own."""
+    """`Recipe.part`. A head that is reinitialized looks where it is told to, and a pattern is this run's own."""
     extra, settings = saved.get("extra", {}), task_settings(config)
-    anew = {name: value for name, value in extra.get(GROUP, {}).items() if name not in ("pooling", "pet_pattern")}
-    saved = {**saved, "extra": {**extra, GROUP: anew}}
+    kept = {name: value for name, value in extra.get(GROUP, {}).items() if name not in ("pooling", "pet_pattern")}
+    saved = {**saved, "extra": {**extra, GROUP: kept}}
     half = half_of(settings.backbone, settings.pooling)
     return half.of(saved) if half else saved
 

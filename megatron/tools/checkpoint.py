@@ -240,7 +240,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
 def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
     """Delete checkpoints that need not be kept, after the newest was verified. Exit code 10: a job writes there."""
     from megatron.checkpoint import folder, survey
-    from megatron.checkpoint.storage import storage_of
+    from megatron.checkpoint.backends import backend_of
     from megatron.storage.durable import storage_errors
 
     if not (how.keep_last or how.save_retain_interval) or min(how.keep_last or 1, how.save_retain_interval or 1) < 1:
@@ -260,7 +260,7 @@ def prune(path: Path, which: WhichCheckpoint, how: PruneOptions) -> None:
             do="a training run that saves there writes it anew",
         )
     with storage_errors(path):
-        lock = storage_of(path).lock(path, print)
+        lock = backend_of(path).lock(path, print)
     try:
         _, problems = survey.verify(found[newest])
         if problems:

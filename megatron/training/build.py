@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From resolved settings to a `Run` that is ready for its first step, or for the step after a checkpoint's."""
+"""Builds a `Run` from resolved settings, ready for its first step or for the step after a checkpoint."""
 
 import os
 import shlex
@@ -48,7 +48,7 @@ from megatron.training.datasets import build_batches, build_datasets, build_requ
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import crowded, end_of_document, left_out, nothing_left, resumed, summary, tell
+from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
 from megatron.training.state import Run, State
 
 
@@ -58,14 +58,14 @@ def build_run(
     heartbeat: Optional[Heartbeat] = None,
     refusal: Optional[SettingsError] = None,
 ) -> Run:
-    """Join the job, build model, optimizer and data, load the checkpoint if there is one. All ranks together.
+    """Join the job, build model, optimizer and data, and load the checkpoint if there is one. All ranks call it.
 
-    refusal: why this rank cannot train
+    refusal: the reason why this rank cannot train
     """
     heartbeat = heartbeat or Heartbeat()
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
-    refuse_together(refusal, context)
+    raise_on_all_ranks(refusal, context)
     console = build_console(config.logging, context)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     log = console.log
@@ -76,7 +76,7 @@ def build_run(
     if context.device.type == "cpu":
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, log)
-    # Before the work: a locked or read-only folder is told at once.
+    # Open it first: a locked or read-only folder is reported before the slow work.
     checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log)
     refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
     dtype = weight_format(config.precision)
@@ -109,7 +109,7 @@ def build_run(
     )
     notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
-    tell(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *changed.warnings])
+    log_notices(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *changed.warnings])
     measures = measures_of(recipe, config)
     return Run(
         config=config,
@@ -148,7 +148,7 @@ def build_run(
         origin=origin_of(code, tokenizer, untrained(selection, facts, stages)),
         measures=measures,
         best_manager=best_manager(config, measures, context, log),
-        reads_late=reads_late(config, context, optimizer),
+        defers_host_sync=defers_host_sync(config, context, optimizer),
         saved_hooks=(record.get("hooks") or {}) if resumes else None,
     )
 
@@ -156,7 +156,7 @@ def build_run(
 def build_model(
     config: schema.Config, recipe: Recipe, context: RankContext, vocab_size: int, dtype: torch.dtype
 ) -> tuple[Facts, Selection, Pipeline, list[torch.nn.Module]]:
-    """(facts, which parameters are trained, the pipeline, this rank's stages), without memory for the weights."""
+    """Build (facts, selection of trained parameters, pipeline, this rank's stages), without memory for weights."""
     facts, selection = recipe.facts(config, vocab_size), Selection.of(config.optimizer)
     selection.check(facts.weights)
     pipeline = build_pipeline(config, context)
@@ -167,8 +167,8 @@ def build_model(
     return facts, selection, pipeline, stages
 
 
-def refuse_together(refusal: Optional[SettingsError], context: RankContext) -> None:
-    """Raise SettingsError on all ranks where one of them has a reason: otherwise the others would wait for it."""
+def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -> None:
+    """Raise SettingsError on all ranks if one of them has a refusal. Otherwise the others would wait for it."""
     reasons = context.all_gather_object(refusal)
     if refusal:
         raise refusal
@@ -180,7 +180,7 @@ def refuse_together(refusal: Optional[SettingsError], context: RankContext) -> N
 
 
 def origin_of(code: dict[str, Any], tokenizer, untrained: dict[str, Any]) -> dict[str, Any]:
-    """What checkpoints say of the code, libraries, vocabulary and folder of their run, and of what is not trained."""
+    """Code, libraries, vocabulary, folder and untrained tensors of a run, for its checkpoints."""
     return dict(
         version=__version__,
         commit=source_commit(),
@@ -193,14 +193,14 @@ def origin_of(code: dict[str, Any], tokenizer, untrained: dict[str, Any]) -> dic
 
 
 def untrained(selection: Selection, facts: Facts, stages: list[torch.nn.Module]) -> dict[str, Any]:
-    """What checkpoints say of parameters that are frozen, and of buffers: name -> rule."""
+    """The frozen parameters and the buffers (name -> rule) of a run, for its checkpoints."""
     own = {name: held.placement for name, held in placed_buffers(stages).items()}
     buffers = {name: placed.buffer.combine for name, placed in {**facts.weights, **own}.items() if placed.buffer}
     return dict(frozen=sorted(selection.frozen(facts.weights)), buffers=buffers)
 
 
 def build_console(logging: schema.Logging, context: RankContext) -> Console:
-    """What this rank says: of the first one, or of those of --log-ranks, each line with its rank; files are the first's."""
+    """The console of this rank. Rank 0 prints, or the ranks of --log-ranks with their rank in each line."""
     rank, asked = context.mesh.rank, logging.log_ranks
     prints = context.is_rank_zero if asked is None else rank in asked
     return Console(
@@ -215,7 +215,7 @@ def build_console(logging: schema.Logging, context: RankContext) -> Console:
 def build_optimizer(
     config: schema.Config, context: RankContext, stages: list[torch.nn.Module], dtype: torch.dtype
 ) -> DistributedOptimizer:
-    """What owns the weights of this rank's stages, and updates them."""
+    """Build the optimizer, which owns the weights of this rank's stages."""
     return DistributedOptimizer(
         stages,
         context.mesh,
@@ -228,13 +228,13 @@ def build_optimizer(
     )
 
 
-def reads_late(config: schema.Config, context: RankContext, optimizer: DistributedOptimizer) -> bool:
-    """Whether the host need not wait for the device once a step: there is one, and nothing else makes it wait."""
+def defers_host_sync(config: schema.Config, context: RankContext, optimizer: DistributedOptimizer) -> bool:
+    """Whether the host can read the numbers of a step during the next one: on a GPU, if nothing else makes it wait."""
     return context.device.type == "cuda" and optimizer.skips_on_device and config.logging.timing_log_level == 0
 
 
 def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat, log) -> Watch:
-    """This rank's guards."""
+    """Build this rank's guards."""
     mesh = context.mesh
     heartbeat.note_place(mesh.coordinates)
     return Watch(
@@ -249,21 +249,21 @@ def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbea
 
 
 def refuse_idle(settings: schema.Optimizer, facts: Facts) -> None:
-    """Raise SettingsError for settings that treat weights in their own way of which the model has none."""
+    """Raise SettingsError for settings about a kind of weights that the model does not have."""
     if knows_matrices(settings) and not any(w.matrices for w in facts.weights.values()):
         raise SettingsError(
-            f"--optimizer {settings.rule}: no weight of this model says that it is a matrix of a linear layer",
+            f"--optimizer {settings.rule}: no weight of this model is marked as a matrix of a linear layer",
             do="set matrices in their placements (docs/optimizers.md), or choose another optimizer",
         )
     if settings.decoupled_lr is not None and not any(w.embedding_or_output for w in facts.weights.values()):
         raise SettingsError(
-            f"--decoupled-lr {settings.decoupled_lr:g}: no weight of this model says that it is an embedding",
+            f"--decoupled-lr {settings.decoupled_lr:g}: no weight of this model is marked as an embedding",
             do="set embedding_or_output in its placements (docs/optimizers.md), or leave the flag out",
         )
 
 
 def build_pipeline(config: schema.Config, context: RankContext) -> Pipeline:
-    """Which layers lie where, and the order of passes."""
+    """Build the pipeline: the layers of each stage, and the order of passes."""
     num_microbatches = config.batch.global_batch_size // config.batch.micro_batch_size // context.mesh.dp.size
     return Pipeline.of(config.parallel, config.model.num_layers, num_microbatches)
 
@@ -271,7 +271,7 @@ def build_pipeline(config: schema.Config, context: RankContext) -> Pipeline:
 def build_p2p_communicator(
     config: schema.Config, context: RankContext, dtype: torch.dtype, pipeline: Pipeline, facts: Facts
 ) -> P2PCommunicator:
-    """The wire between pipeline stages, for messages of the model's shape."""
+    """Build the communicator between pipeline stages, for messages of the model's shape."""
     mesh, groups = context.mesh, None
     shape = facts.message_of(config.parallel, config.batch.micro_batch_size)
     if mesh.pp.size > 1 and dist.get_backend() == "nccl":
@@ -282,14 +282,14 @@ def build_p2p_communicator(
 def recorder_of(
     config: schema.Config, context: RankContext, pipeline: Pipeline, state: State, log
 ) -> Optional[Recorder]:
-    """What records a step for `--pipeline-timeline`; None without it. state: where this start begins."""
+    """The recorder of a step for `--pipeline-timeline`; None without it. state: at the start of this launch."""
     path = config.parallel.pipeline_timeline
     if path is None:
         return None
     if context.is_rank_zero and not Path(path).absolute().parent.is_dir():
         raise StorageError(f"cannot write --pipeline-timeline {path}", "there is no such folder")
     if state.train_iters(config.batch, context.mesh.dp.size) - state.iteration < STEP:
-        log(f"note: --pipeline-timeline records step {STEP} of a start, and fewer are left: {path} will not be written")
+        log(f"note: --pipeline-timeline records step {STEP} of a launch, and fewer remain: {path} will not be written")
     return Recorder(path, pipeline, context.mesh)
 
 
@@ -300,9 +300,9 @@ def build_metrics(
     state: State,
     console: Console,
     perplexities: tuple[str, ...] = ("lm loss",),
-    **said,
+    **extra,
 ) -> Metrics:
-    """The log of a run, opened on the first rank. perplexities: as in `Recipe`; said: what its record says besides."""
+    """Open the log of a run, on rank 0. perplexities: as in `Recipe`; extra: further fields of the run's record."""
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
         state.train_iters(config.batch, context.mesh.dp.size),
@@ -316,7 +316,7 @@ def build_metrics(
     )
     peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(
-        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **said
+        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **extra
     )
     return Metrics(
         config.logging,
@@ -333,7 +333,7 @@ def build_metrics(
 
 
 def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Timers]:
-    """The timers of `--timing-log-level`; None where it asks for none."""
+    """Build the timers of `--timing-log-level`; None at level 0."""
     if settings.timing_log_level == 0:
         return None
     world, device, more = context.mesh.world, context.device, {}
@@ -351,9 +351,9 @@ def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Tim
 
 
 def peak_of(config: schema.Config, context: RankContext, name: str) -> Optional[float]:
-    """FLOP/s that MFU compares with: given, or from the vendor's data sheet; None of a CPU, which has no such sheet.
+    """The peak FLOP/s for MFU: from --peak-tflops or the vendor's data sheet; None for a CPU.
 
-    What a CPU was measured to reach at the start depends on what else ran then: shares of it compare no two runs.
+    A measurement of a CPU would depend on other programs, so shares of it would not be comparable between runs.
     """
     if config.logging.peak_tflops:
         return config.logging.peak_tflops * 1e12
@@ -361,7 +361,7 @@ def peak_of(config: schema.Config, context: RankContext, name: str) -> Optional[
 
 
 def peak_source(config: schema.Config, context: RankContext, name: str) -> str:
-    """What `peak_of` is the peak of, in words."""
+    """The source of `peak_of`, in words."""
     if config.logging.peak_tflops:
         return "as --peak-tflops says"
     return "unknown" if context.device.type == "cpu" else f"the data sheet of {name} in {config.precision.precision}"

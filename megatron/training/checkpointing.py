@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run goes on from, and the right to write its checkpoints."""
+"""Loads the checkpoint from which a run resumes, and opens the folder for its checkpoints."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,11 +24,11 @@ from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.metrics import metrics_path
 from megatron.training.state import State
 
-SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a rank that dies ends the job anyway
+SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a dead rank ends the job earlier
 
 
 def open_checkpoint_manager(settings: schema.Checkpoint, context: RankContext, log) -> Optional[CheckpointManager]:
-    """The right to write into `--save`; None without it."""
+    """Open `--save` for writing checkpoints; None without it."""
     if settings.save is None:
         return None
     mesh = context.mesh
@@ -40,7 +40,7 @@ def open_checkpoint_manager(settings: schema.Checkpoint, context: RankContext, l
 
 
 def load_folder(settings: schema.Checkpoint, all_gather_object) -> Path | UrlPath:
-    """`--load`, or the mirror of failed saves or the copies where they hold a newer checkpoint. The first rank decides."""
+    """The folder with the newest checkpoint: `--load`, --save-mirror or --save-copy. Rank 0 decides."""
     folders = [location(folder) for folder in (settings.load, settings.save_mirror, settings.save_copy) if folder]
     this_one = settings.ckpt_step is not None or (folders[0] / "index.json").exists()
     newest = folders[0] if this_one else max(folders, key=lambda folder: max(checkpoints(folder), default=-1))
@@ -55,10 +55,11 @@ def load(
     vocabulary: Optional[str] = None,
     vocab_size: Optional[int] = None,
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
-    """Fill the optimizer's state from `--load`. vocabulary: fingerprint of this run's; None: it has numbers alone;
-    vocab_size: its tokens, without padding; None: those of the checkpoint, which this run wrote.
+    """Fill the optimizer's state from `--load`.
 
-    Returns the state to go on from, what the checkpoint says of its run (None without one), and what the user should hear.
+    vocabulary: fingerprint of this run's vocabulary; None: it consists of numbers only
+    vocab_size: tokens of this run, without padding; None: not checked, for a checkpoint that this run wrote
+    Returns the state from which to resume, the checkpoint's record (None without a checkpoint), and notices for the user.
     """
     settings = config.checkpoint
     if settings.load is None:
@@ -91,14 +92,14 @@ def load(
         load_folder(settings, all_gather_object),
         pieces,
         names=names,
-        cast={slot.name for unit in optimizer.units for slot in unit.slots},  # frozen ones have the model's format
+        cast={slot.name for unit in optimizer.units for slot in unit.slots},  # frozen weights have the model's format
         step=settings.ckpt_step,
         allow_empty=partial(may_begin, settings, metrics_path(config.logging, settings.save)),
         check=fits,
         rank=context.mesh.rank,
         all_gather_object=all_gather_object,
         strictness=settings.load_strictness,
-        anew=_anew(config) if settings.finetune else lambda name, stored: False,
+        reinitialize=_reinitialize(config) if settings.finetune else lambda name, stored: False,
     )
     if restored is None:
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
@@ -107,25 +108,25 @@ def load(
     notices = [*restored.notices, f"loaded checkpoint {restored}"]
     if vocabulary and record.get("vocabulary") and not changes.same_vocabulary(record, vocabulary):
         notices.append(
-            "the checkpoint has learned another vocabulary than this run's: for the same numbers it knows other words"
+            "the checkpoint was trained with another vocabulary than this run's: the same ids stand for other tokens"
         )
     if settings.finetune:
-        new = [f"new, and not out of the checkpoint: {', '.join(restored.anew)}"] if restored.anew else []
-        return fresh, record, notices + new
+        names = ", ".join(restored.reinitialized)
+        return fresh, record, notices + [f"new, and not out of the checkpoint: {names}"] * bool(names)
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices
 
 
-def _anew(config: schema.Config) -> Callable[[str, bool], bool]:
-    """`Recipe.anew`, and weights that kinds of linear layers bring where the checkpoint has none of them."""
+def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:
+    """`Recipe.reinitialize`, extended by weights of linear kinds that the checkpoint does not have."""
     recipe = recipe_of(config)
     brought = recipe.facts(config, 1).brought if config.model.linear else ()
-    return lambda name, stored: recipe.anew(name, stored) or name in brought and not stored
+    return lambda name, stored: recipe.reinitialize(name, stored) or name in brought and not stored
 
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
-    """Raise SettingsError where weights alone are of another model. One that the recipe starts from counts as its own."""
+    """Raise SettingsError if the weights belong to another model, unless the recipe lists it in `starts_from`."""
     recipe, shape = recipe_of(config), saved.get("model", {})
     if shape.get("model_type") in recipe.starts_from:
         saved = {**saved, "model": {**shape, "model_type": config.model.model_type}}
@@ -133,10 +134,10 @@ def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
 
 
 def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object) -> None:
-    """Raise CheckpointError where `--save` holds later checkpoints of a run that this one does not go on from.
+    """Raise CheckpointError if `--save` holds later checkpoints of a run from which this one does not resume.
 
-    The two would lie in one folder, and whoever loads from it next would get whichever has the higher number. So they
-    would in the mirror and among the copies, where a run with `--load` looks for later ones and finds its own.
+    Both would be in one folder, and the next load would choose the one with the higher number. The same holds for mirror
+    and copies.
     """
     if settings.save is None or same_place(settings.load, settings.save):
         return
@@ -148,16 +149,17 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object
         if newest > iteration:
             raise CheckpointError(
                 f"{flag} {folder} holds checkpoints of another run, up to iteration {newest}",
-                f"this run starts at iteration {iteration}: its own would lie between them",
-                f"--load {folder} goes on from there; otherwise give another {flag}, or move them away",
+                f"this run starts at iteration {iteration}: its checkpoints would be mixed with them",
+                f"--load {folder} resumes that run; otherwise give another {flag}, or move them away",
             )
 
 
 def check_samples(
     config: schema.Config, record: dict[str, Any], batches: Optional[MicroBatchLoader], context: RankContext
 ) -> list[str]:
-    """Compare samples of the order of training with those of the checkpoint's run: what the user should hear. batches: None
-    where there is no training data (--skip-train).
+    """Compare samples with those of the checkpoint's run, and return notices for the user.
+
+    batches: the training data; None with --skip-train
     """
     wrong = [
         int(place)
@@ -169,15 +171,16 @@ def check_samples(
 
 
 def lengths_of_order(config: schema.Config, record: dict[str, Any], batches: MicroBatchLoader) -> str:
-    """With which lengths of training the samples would be those of the checkpoint's run, in the words of the flag; empty
-    where this length is one of them, or nobody knows.
+    """The lengths of training, as a flag, that give the samples of the checkpoint's run.
+
+    Empty if this length is one of them, or if they are unknown.
     """
     batch, size = config.batch, config.batch.global_batch_size
     then, now = total_samples(config_of(record["config"]).batch, 1), total_samples(batch, 1)
-    found = same_order(batches.dataset, config.data, then)
-    if found is None or now in found:
+    lengths = same_order(batches.dataset, config.data, then)
+    if lengths is None or now in lengths:
         return ""
-    least, most = max(found.start, record["state"]["consumed_samples"]), found.stop - 1
+    least, most = max(lengths.start, record["state"]["consumed_samples"]), lengths.stop - 1
     if batch.train_iters is None:
         return f"--train-samples {least} to {most}"
     return f"--train-iters {-(-least // size)} to {most // size}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary, samples and micro-batches of a run."""
+"""Builds the vocabulary, datasets and data loaders of a run."""
 
 import time
 from dataclasses import replace
@@ -21,7 +21,7 @@ from megatron.training.state import State
 
 
 def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
-    """(tokenizer or None, size of the vocabulary without padding)."""
+    """Build the tokenizer: (tokenizer or None, vocabulary size without padding)."""
     settings = config.tokenizer
     tokenizer = build_tokenizer(settings, log)
     if (
@@ -39,7 +39,7 @@ def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
 
 
 def verify_data(data: schema.Data, context: RankContext, log) -> None:
-    """Compare all token files with their checksums, every rank a share. All ranks raise DataError together."""
+    """Verify the checksums of all token files, divided among the ranks. All ranks raise DataError together."""
     given = {
         f"--{name.replace('_', '-')}": getattr(data, name)
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -54,10 +54,10 @@ def verify_data(data: schema.Data, context: RankContext, log) -> None:
             )
     except DataError as missing:
         problems.append(str(missing))
-    problems = sorted({problem for found in context.all_gather_object(problems) for problem in found})
+    problems = sorted({problem for part in context.all_gather_object(problems) for problem in part})
     if problems:
         raise DataError(
-            "token files are not what was written", "\n  ".join(problems[:8]), "copy or preprocess them again"
+            "token files differ from what was written", "\n  ".join(problems[:8]), "copy or preprocess them again"
         )
     log(f" > verified {len(prefixes)} dataset{'s' * (len(prefixes) > 1)} in {time.perf_counter() - started:.1f} s")
 
@@ -65,10 +65,10 @@ def verify_data(data: schema.Data, context: RankContext, log) -> None:
 def dataset_sizes(
     batch: schema.Batch, dp: int, full_validation: bool = False, state: Optional[State] = None
 ) -> tuple[int, int, int]:
-    """Samples that training, validation and testing ask for, as Megatron-LM counts them.
+    """The numbers of samples for training, validation and testing, counted as in Megatron-LM.
 
-    full_validation: a dataset decides itself how many it has; this is how many are made up where it has none.
-    state: of a run that goes on. Its validations go on after the samples of those before, which may have had other sizes.
+    full_validation: the dataset decides its size; the number returned here is for synthetic data
+    state:           the state of a resumed run, whose validations continue after the samples of earlier ones
     """
     iterations = total_iterations(batch, dp)
     evaluations = iterations // batch.eval_interval + 1 if batch.eval_interval else 1
@@ -78,8 +78,8 @@ def dataset_sizes(
     valid = evaluations * each
     if state:
         done = state.iteration // batch.eval_interval if batch.eval_interval else 0
-        to_come = max(1, evaluations - done) + state.evaluation_due
-        valid = max(valid, state.consumed_valid_samples + to_come * each)
+        upcoming = max(1, evaluations - done) + state.evaluation_due
+        valid = max(valid, state.consumed_valid_samples + upcoming * each)
     if full_validation:
         return total_samples(batch, dp), each or batch.global_batch_size, test
     return total_samples(batch, dp), each if batch.eval_same_samples else valid, test
@@ -88,9 +88,9 @@ def dataset_sizes(
 def build_datasets(
     config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int, context: RankContext, log, state: State
 ):
-    """(train, valid, test) of the recipe; synthetic ones where `--mock-data` stands in for samples of its own.
+    """Build the recipe's datasets (train, valid, test). `--mock-data` replaces a recipe's own samples by synthetic ones.
 
-    state: where the run begins
+    state: the state at the start of this launch
     """
     sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation, state)
     if recipe.own_data and config.data.mock_data and recipe.arrays is None:
@@ -109,16 +109,16 @@ def build_datasets(
 def check_datasets(
     config: schema.Config, recipe: Recipe, datasets, sizes: tuple[int, int, int], validated: int = 0
 ) -> None:
-    """Raise DataError unless a recipe's datasets are three, each None or long enough: not when a run comes to their end.
+    """Raise DataError unless a recipe returns three datasets, each None or long enough for the whole run.
 
     validated: samples of validations before this launch
     """
     if not isinstance(datasets, (tuple, list)) or len(datasets) != 3:
-        told = f"{len(datasets)} of them" if isinstance(datasets, (tuple, list)) else type(datasets).__name__
+        value = f"{len(datasets)} of them" if isinstance(datasets, (tuple, list)) else type(datasets).__name__
         raise DataError(
-            f"build_datasets of {recipe.model_type} returned {told}",
-            "(train, valid, test) are wanted, each a dataset or None",
-            "return None for what there is none of: docs/extending.md#a-dataset",
+            f"build_datasets of {recipe.model_type} returned {value}",
+            "it must return (train, valid, test), each a dataset or None",
+            "return None for a missing one: docs/extending.md#a-dataset",
         )
     batch, cyclic = config.batch, config.data.dataloader_type == "cyclic"
     size = batch.global_batch_size
@@ -142,15 +142,16 @@ def check_datasets(
         if len(dataset) < (1 if cyclic else wanted):
             raise DataError(
                 f"{name} has {len(dataset):,} samples for {split}, {wanted:,} are needed ({need})",
-                do=f"give it more samples, ask for {do}, or go through them again and again: --dataloader-type cyclic",
+                do=f"give it more samples, ask for {do}, or repeat them with --dataloader-type cyclic",
             )
 
 
 def build_batches(
     config: schema.Config, recipe: Recipe, context: RankContext, datasets, tokenizer, vocab_size: int
 ) -> list[Optional[MicroBatchLoader]]:
-    """A loader for each dataset that exists. Every rank of a tensor or pipeline group gets the same micro-batches, and
-    ranks of context parallelism get rows of the same samples.
+    """Build a loader for each dataset that is not None.
+
+    All ranks of a tensor or pipeline group get the same micro-batches. Context parallel ranks get rows of the same samples.
     """
     dp, cp = context.mesh.dp, context.mesh.cp
     batch = config.batch
@@ -192,7 +193,7 @@ def build_batches(
 def build_requests(
     config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int, log
 ) -> Optional[MicroBatchLoader]:
-    """The loader of --eval-requests; None without it. Raises SettingsError for a model that gives no scores of tokens."""
+    """Build the loader of --eval-requests; None without it. Raises SettingsError for a model that cannot score tokens."""
     path = config.batch.eval_requests
     if path is None:
         return None
@@ -201,7 +202,8 @@ def build_requests(
             f"--eval-requests {path}: a model of type {recipe.model_type} does not continue texts",
             do="leave the flag out",
         )
-    found = open_requests(path, tokenizer, config.model.seq_length, log)
-    # The end of a document is where a text without context begins: what follows it counts.
+    requests = open_requests(path, tokenizer, config.model.seq_length, log)
+    # A text without context starts after an end-of-document token: the tokens after it count.
     plain = replace(config, data=replace(config.data, eod_mask_loss=False, collate_fn=None))
-    return build_batches(plain, replace(recipe, collate=None), context, (None, None, found), tokenizer, vocab_size)[2]
+    datasets = (None, None, requests)
+    return build_batches(plain, replace(recipe, collate=None), context, datasets, tokenizer, vocab_size)[2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps read which documents of a run: its datasets as training built them, its steps, and its sources."""
+"""Traces documents to the steps that read them, with the run's datasets, its steps and its source files."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass
 class DocumentTrace:
-    """Places in a run's order of samples, the steps that read them, and the documents that they hold.
+    """Positions in a run's order of samples, the steps that read them, and their documents.
 
-    split: "train", or the split whose evaluations are asked about. sources: folders of source files
-    that have moved.
+    split:    "train", or the split of the evaluations
+    sources:  folders of source files that have moved
     """
 
     history: RunHistory
@@ -29,18 +29,18 @@ class DocumentTrace:
     tokenizer_settings: TokenizerSettings
     log: Callable[[str], None]
     sources: Sequence[str] = ()
-    built: dict[Any, Any] = field(default_factory=dict)  # datasets of launches
+    built: dict[Any, Any] = field(default_factory=dict)  # datasets by settings of launches
     origins: dict[str, Any] = field(default_factory=dict)  # data.origin.Origins of prefixes, or None
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
     @property
     def launches(self) -> list:
-        """The launches whose data is asked about: evaluations are told of as the last one has them."""
+        """The launches whose data is traced. For evaluations this is only the last one."""
         return self.history.launches if self.split == "train" else self.history.launches[-1:]
 
     def dataset(self, launch):
-        """The samples of a launch, of the split that is asked about."""
+        """The samples of the traced split in a launch."""
         from megatron.training.datasets import dataset_sizes
 
         config: Config = launch.config
@@ -51,14 +51,14 @@ class DocumentTrace:
             which = SPLITS.index(self.split)
             size = sizes[which] if self.split == "train" else max(sizes[which], self._evaluated())
             sizes = tuple(size if number == which else 0 for number in range(3))
-            made = self._splits(config, sizes)[which]
-            if made is None:
+            dataset = self._splits(config, sizes)[which]
+            if dataset is None:
                 raise DataError(f"this run has no {self.split} data", do="see --split and --eval-iters of the run")
-            self.built[key] = made
+            self.built[key] = dataset
         return self.built[key]
 
     def _splits(self, config: Config, sizes: tuple[int, ...]) -> tuple:
-        """(train, valid, test): rows of tokens, or the arrays that the recipe of a masked model makes of sentences."""
+        """(train, valid, test): rows of tokens, or arrays from the recipe of a masked model."""
         from megatron.data.gpt_dataset import build_datasets
         from megatron.model.recipe import recipe_of
 
@@ -69,29 +69,29 @@ class DocumentTrace:
         return build_datasets(config.data, length, sizes, seed, eod=self._eod(config), log=log)
 
     def _vocabulary(self, config: Config) -> tuple[Any, int]:
-        """(tokenizer, size of the vocabulary) of a run: its special tokens are in samples of masked models."""
+        """(tokenizer, vocabulary size) of a run. Samples of masked models contain its special tokens."""
         from megatron.training.datasets import build_vocabulary
 
         return build_vocabulary(replace(config, tokenizer=self.tokenizer_settings), lambda line: None)
 
     def places(self, launch, prefix: str, sequences: range) -> np.ndarray:
-        """Places of the order of training (or of a split) that hold some sequences of a token file."""
+        """The positions in the order of training (or of a split) with some sequences of a token file."""
         from megatron.data.loader import cyclic_order
         from megatron.data.places import find_places
 
         dataset = self.dataset(launch)
-        found = find_places(dataset, prefix, sequences)
-        if launch.config.data.dataloader_type != "cyclic" or not len(found):
-            return found
+        samples = find_places(dataset, prefix, sequences)
+        if launch.config.data.dataloader_type != "cyclic" or not len(samples):
+            return samples
         ends = launch.bounds()[[0, -1]] if self.split == "train" else [0, self._evaluated()]
         wanted, size, places = np.zeros(len(dataset), bool), len(dataset), []
-        wanted[found] = True
+        wanted[samples] = True
         for epoch in range(int(ends[0]) // size, -(-int(ends[1]) // size)):
             places.append(np.flatnonzero(wanted[cyclic_order(epoch, size)]) + epoch * size)
-        return np.concatenate(places) if places else found[:0]
+        return np.concatenate(places) if places else samples[:0]
 
     def index(self, launch, dataset, place: int) -> int:
-        """The dataset's sample at a place."""
+        """The dataset's sample at a position."""
         from megatron.data.loader import cyclic_order
         from megatron.data.sampler import cyclic_position
 
@@ -103,7 +103,7 @@ class DocumentTrace:
         return int(cyclic_order(epoch, len(dataset))[index])
 
     def when(self, places: np.ndarray, launches=None) -> list[tuple[Any, Any, int]]:
-        """(launch, step or evaluation, place) of all that read some places."""
+        """(launch, step or evaluation, position) of everything that read some positions."""
         if self.split == "train":
             return [
                 (launch, step, place)
@@ -119,7 +119,7 @@ class DocumentTrace:
         ]
 
     def ledger(self, launch, step) -> str:
-        """Whether the hash of a step's tokens is the one that training wrote: "agrees", "differs", or "" without one."""
+        """Compare the hash of a step's tokens with the recorded one: "agrees", "differs", or "" without a record."""
         if not (step.ledger and step.done):
             return ""
         from megatron.data.ledger import sum_hashes, to_hex
@@ -141,19 +141,19 @@ class DocumentTrace:
         if config.data.mock_data:
             raise DataError("this run was trained on synthetic samples (--mock-data): there are no documents")
         if recipe_of(config).own_data:
-            raise DataError(f"{config.model.model_type} makes its samples itself: where they come from is not known")
+            raise DataError(f"{config.model.model_type} builds its samples itself: their sources are unknown")
         if any(getattr(group, "task_mixture", None) for group in config.extra.values()):
-            raise DataError("this run mixes tasks (--task-mixture): which texts its samples come from is not told")
+            raise DataError("this run mixes tasks (--task-mixture), whose samples cannot be traced to texts")
 
     def _eod(self, config: Config) -> Optional[int]:
-        """The token that ends documents, as preprocessing noted it, or the tokenizer has it."""
+        """The end-of-document token, from preprocessing's record or the tokenizer."""
         from megatron.data.blend import parse_blend
         from megatron.data.vocabulary import identity_of
 
         words = config.data.data_path or config.data.train_data_path or config.data.valid_data_path
         for prefix in parse_blend(words, "--data-path").prefixes if words else ():
-            if (made := identity_of(prefix)) and made.get("eod") is not None:
-                return made["eod"]
+            if (identity := identity_of(prefix)) and identity.get("eod") is not None:
+                return identity["eod"]
         return None if self.tokenizer is None else self.tokenizer.eod
 
     def _evaluated(self) -> int:
@@ -170,7 +170,7 @@ class DocumentTrace:
 
     @cached_property
     def tokenizer(self):
-        """The run's tokenizer, None where it has none or its files are not there."""
+        """The run's tokenizer; None if it has none or its files are missing."""
         from megatron.tokenizer import build_tokenizer
 
         try:
@@ -180,13 +180,13 @@ class DocumentTrace:
             return None
 
     def origin(self, prefix: str, document: int) -> Optional[dict]:
-        """Source file, byte and hash of a document; None where it is not known."""
+        """Source file, byte offset and hash of a document; None if unknown."""
         from megatron.data.origin import open_origins
 
         if prefix not in self.origins:
             self.origins[prefix] = open_origins(prefix, self.files[prefix].num_documents)
-        found = self.origins[prefix]
-        return None if found is None else found[document]._asdict()
+        origins = self.origins[prefix]
+        return None if origins is None else origins[document]._asdict()
 
     def decoded(self, prefix: str, document: int, most: Optional[int] = None) -> str:
         """The text of a document's tokens."""
@@ -196,7 +196,7 @@ class DocumentTrace:
         return self.tokenizer.decode(ids[:most])
 
     def source_text(self, prefix: str, document: int) -> Optional[str]:
-        """The text of a document in its source; None where that is gone, has changed, or only a part of it was taken."""
+        """The text of a document in its source; None if that is missing or has changed, or if only a part was used."""
         from megatron.data.json_input import BadLine, parse_line
         from megatron.data.origin import find_file, lines_at, text_hash
 

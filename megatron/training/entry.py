@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a command line to training: `start` is what pretrain_gpt.py and its like do."""
+"""The entry point of training scripts: `start` goes from a command line to training."""
 
 from megatron.errors import UsageError, debugging
 from megatron.model.arguments import parse_any
@@ -13,7 +13,7 @@ from megatron.training.rules import layout_is_open, resolve
 
 
 def start(argv: list[str], recipe: Recipe) -> None:
-    """Check the settings of a recipe, which needs no torch; then look ahead, search what they leave open, or train."""
+    """Check the settings of a recipe without torch; then plan (--dry-run, --preflight), tune open settings, or train."""
     argv = rank_env.adopt(argv)
     rank_env.ranks()  # wrong numbers of ranks are reported first
     refuse_another_module(recipe.model_type, module_of(recipe.model_type))
@@ -52,7 +52,7 @@ def _start(config: Config, recipe: Recipe) -> None:
 
 
 def train(config: Config, recipe: Recipe) -> None:
-    """Train with these settings on the ranks that there are."""
+    """Train with these settings on the ranks of this job."""
     config = resolve(config, world_size=world_size(config))
     if config.parallel.print_topology:
         return print_topology(config)
@@ -65,7 +65,7 @@ def train(config: Config, recipe: Recipe) -> None:
 
 
 def planned_memory(config: Config) -> list[int]:
-    """Bytes on the device of each pipeline rank, as the planner expects them; none where it cannot."""
+    """The planner's prediction of bytes on the device, for each pipeline rank."""
     from megatron.planner import target
     from megatron.planner.layout import Layout
     from megatron.planner.memory import memory_report
@@ -77,7 +77,7 @@ def planned_memory(config: Config) -> list[int]:
 
 
 def print_topology(config: Config) -> None:
-    """Every group of ranks, said once."""
+    """Print all groups of ranks, on rank 0."""
     from megatron.mpu.mesh import mesh_of
 
     if rank_env.ranks().rank == 0:
@@ -85,6 +85,6 @@ def print_topology(config: Config) -> None:
 
 
 def world_size(config: Config) -> int:
-    """Ranks that this job was started with; for a look at a topology, ranks that it would have."""
+    """The number of ranks of this job; for --print-topology, the number of ranks of the planned job."""
     asked = config.planner.world_size if config.parallel.print_topology else None
     return asked or rank_env.ranks().world_size

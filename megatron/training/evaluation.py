@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean losses over samples that are not trained on."""
+"""Evaluation: mean losses over held-out samples."""
 
 import time
 from dataclasses import replace
@@ -18,13 +18,14 @@ from megatron.training.measures import Measures, RequestMeasures, judge, judges
 from megatron.training.state import Run, due
 from megatron.training.step import micro_batches, zero_unless_first_tp_rank
 
-REQUESTS = "requests"  # what the split is called
+REQUESTS = "requests"  # the name of the split
 
 
 def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> bool:
-    """Evaluate where --eval-interval asks for it, or --eval-epoch behind a step that has ended this epoch (0: none); and
-    the last weights wherever the best ones are kept. Behind the last step the run is saved before: an evaluation that fails
-    must not cost it. Returns whether there is nothing new to save.
+    """Evaluate after a step if --eval-interval or --eval-epoch requires it, or to compare the last weights with the best.
+
+    After the last step the run is saved first, so that a failing evaluation does not lose it. epoch: number of the epoch
+    that the step ended, or 0. Returns whether there is nothing new to save.
     """
     batch, last = run.config.batch, run.state.iteration >= run.train_iters
     wanted = due(batch.eval_interval, run.state.iteration) or (epoch and due(batch.eval_epoch, epoch))
@@ -34,43 +35,41 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
     saves = last and run.checkpoint_manager is not None
     if saves:
         with run.metrics.paused("saving"):
-            save_ahead(run)
+            save_before_evaluation(run)
     evaluate_and_judge(run, garbage)
-    return saves and not judges(run)  # what is judged is part of the state
+    return saves and not judges(run)  # a judged validation changes the state
 
 
 def evaluate_if_missed(run: Run, garbage: GarbageCollection) -> bool:
-    """Evaluate now where the run that saved this state ended in the evaluation behind it, which may say that training is
-    over or which weights are best. Returns whether that was so.
+    """Evaluate now if the saved run ended during the evaluation after its last step. Returns whether it did.
+
+    The result may end training, or select the best weights.
     """
     if not (run.state.evaluation_due and run.valid_loader) or run.config.batch.skip_train:
         return False
-    run.metrics.log(f" > the evaluation behind iteration {run.state.iteration} was not finished: it is done now")
+    run.metrics.log(f" > the evaluation after iteration {run.state.iteration} was not finished: repeating it now")
     run.state = replace(run.state, evaluation_due=0)
     evaluate_and_judge(run, garbage)
-    if run.checkpoint_manager and not run.config.checkpoint.no_load_optim:  # the one that is there has moments
+    if run.checkpoint_manager and not run.config.checkpoint.no_load_optim:  # the existing checkpoint has moments
         with run.metrics.paused("saving"):
             run.save()
     return True
 
 
 def evaluate_and_judge(run: Run, garbage: GarbageCollection) -> None:
-    """Evaluate behind this step."""
+    """Evaluate after the present step."""
     last = run.state.iteration >= run.train_iters
     with run.metrics.paused("evaluating"):
         if run.valid_loader:
-            final = (
-                last and ends_with_validation(run) and run.best_manager is None
-            )  # else the best one's is the final one
+            # with a best checkpoint, its validation is the final one
+            final = last and ends_with_validation(run) and run.best_manager is None
             judge(run, evaluate(run, run.valid_loader, "validation", final=final))
         evaluate_requests(run, final=last)
         garbage.collect()
 
 
-def save_ahead(run: Run) -> None:
-    """Save the state as the evaluation that comes will leave it; nobody knows what a judge will say of it, so such a state
-    says that it is due.
-    """
+def save_before_evaluation(run: Run) -> None:
+    """Save the state as it will be after the upcoming evaluation. If its result changes the state, mark it as due."""
     now, batch = run.state, run.config.batch
     more = 0 if validates_same_samples(run.config) else batch.eval_iters * batch.global_batch_size
     if run.valid_loader and judges(run):
@@ -87,9 +86,9 @@ def save_ahead(run: Run) -> None:
 def evaluate(
     run: Run, batches, split: str, final: bool = False, measures: Optional[Measures] = None
 ) -> dict[str, float]:
-    """Mean losses over `--eval-iters` (`--test-iters`) global batches of a split, or over all of it; all ranks get them.
+    """Mean losses over `--eval-iters` (`--test-iters`) global batches of a split, or over all of it, on all ranks.
 
-    Each validation goes on behind the one before, unless the settings say that all have the same samples.
+    Each validation continues after the samples of the last one, unless all have the same samples (--eval-same-samples).
     """
     started, measures = time.perf_counter(), measures or run.measures
     size = run.config.batch.global_batch_size
@@ -97,28 +96,28 @@ def evaluate(
     for stage in run.stages:
         stage.eval()
     sums = torch.zeros(len(run.names), dtype=torch.float64, device=run.context.device)
-    goes_on = split == "validation" and not validates_same_samples(run.config)
-    start = consumed = run.state.consumed_valid_samples if goes_on else 0
+    continues = split == "validation" and not validates_same_samples(run.config)
+    start = consumed = run.state.consumed_valid_samples if continues else 0
     if measures:
         measures.begin(run.stages)
     with phase("evaluate"):
         for _ in range(num_batches(run, batches, split)):
             run.watch.heartbeat.beat("evaluate")
             ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
-            found = micro_batches(run, batches, consumed, num_microbatches)
-            sums += execute(ops, run.stages, found, run.wire, names=run.names, seed=run.config.logging.seed)
+            micros = micro_batches(run, batches, consumed, num_microbatches)
+            sums += execute(ops, run.stages, micros, run.wire, names=run.names, seed=run.config.logging.seed)
             consumed += size
         *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
         stage.train()
-    run.optimizer.buffers.take_back()
-    if goes_on:
+    run.optimizer.buffers.rollback()
+    if continues:
         run.state = replace(run.state, consumed_valid_samples=consumed)
     means = shown({name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, run.counts)
     if measures:
         measures.end(run.stages)
         values = measures.collected.whole(run.context, len(batches.dataset))
-        means = means if tokens and not measures.of_choices else {}  # there is none of labels that nobody knows
+        means = means if tokens and not measures.of_choices else {}  # without labels there is no loss
         means |= measures.figures(values, batches.dataset, split, final, run.context.mesh.rank)
     samples = range(start, min(consumed, len(batches.dataset)) if batches.whole else consumed)
     run.metrics.record_eval(
@@ -131,31 +130,31 @@ def evaluate(
         seconds=time.perf_counter() - started,
     )
     if split == "validation":
-        tell_other_samples(run, samples, final)
+        log_changed_samples(run, samples, final)
     run.metrics.record_event("evaluate", run.state.iteration, run.state.consumed_samples)
     run.hooks.call("after_evaluation", run, lambda: evaluation_facts(split, means, final))
     return means
 
 
-def tell_other_samples(run: Run, samples: range, final: bool) -> None:
-    """Say why the final validation has another loss than the one before it, which may be of the same weights."""
+def log_changed_samples(run: Run, samples: range, final: bool) -> None:
+    """Log why the final validation has another loss than the last one, although the weights may be the same."""
     (iteration, before), run.validated = run.validated, (run.state.iteration, samples)
     if final and before and before != samples:
         run.metrics.log(
             f" > the final validation is over samples {samples.start} to {samples.stop - 1} of the validation data, that "
-            f"of iteration {iteration} over {before.start} to {before.stop - 1}: --eval-same-samples compares the same ones"
+            f"of iteration {iteration} over {before.start} to {before.stop - 1}: use --eval-same-samples to compare them"
         )
 
 
 def evaluate_requests(run: Run, final: bool = False) -> None:
-    """The accuracy over --eval-requests, unless this step's is known."""
+    """Compute the accuracy over --eval-requests, unless it is known for this step."""
     if run.request_loader and run.requests_at != run.state.iteration:
         run.requests_at = run.state.iteration
         evaluate(run, run.request_loader, REQUESTS, final, RequestMeasures(run.config))
 
 
 def num_batches(run: Run, batches, split: str) -> int:
-    """Global batches of an evaluation."""
+    """The number of global batches of an evaluation."""
     batch = run.config.batch
     if batches.whole:
         return -(-len(batches.dataset) // batch.global_batch_size)
@@ -163,7 +162,7 @@ def num_batches(run: Run, batches, split: str) -> int:
 
 
 def ends_with_validation(run: Run) -> bool:
-    """Whether the validation behind the last step is over the samples that the one at the end would be over."""
+    """Whether the validation after the last step serves as the final one, because it has the same samples."""
     batch = run.config.batch
     last = due(batch.eval_interval, run.train_iters) or (
         batch.train_epochs and due(batch.eval_epoch, batch.train_epochs)

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When Python looks for reference cycles while a run trains. Needs no torch.
+"""Garbage collection at the same step on all ranks (--manual-gc-interval). Needs no torch.
 
-Python collects after so many allocations: in the middle of a pass, on each rank at another time, and now and then through
-every object that the run was built of. With ranks that wait for each other, the pause of one is the pause of all. Here
+Python collects reference cycles after a number of allocations: in the middle of a pass, on each rank at another time, and
+sometimes over all objects of the run. Ranks wait for each other, so a pause of one delays all. Here
 
-    before it      what is there already (modules, settings) is set aside: no later collection looks at it
-    first step     so is what has lasted until now (buffers)
-    N steps later  all ranks collect behind the same step, and again every N steps, at evaluations and at saves
-    the end        however it comes, Python collects by itself again
+    before training  existing objects (modules, settings) are frozen: later collections ignore them
+    first step       objects that survived it (buffers) are frozen too
+    N steps later    all ranks collect after the same step, and again every N steps, at evaluations and at saves
+    the end          automatic collection is enabled again, also after an error
 
-Objects without cycles are freed at once by their reference counts, as always. A cycle lives for N steps at most.
+Objects without cycles are freed immediately, by their reference counts. A cycle lives for at most N steps.
 """
 
 import gc
 
 
 class GarbageCollection:
-    """Inside `with`, cycles are collected every `interval` steps; 0: whenever Python does.
+    """A context in which cycles are collected every `interval` steps; 0: automatically.
 
     with GarbageCollection(100) as garbage:
         for step in steps:
@@ -29,15 +29,15 @@ class GarbageCollection:
 
     def __enter__(self) -> "GarbageCollection":
         if self.interval and gc.isenabled():
-            gc.freeze()  # what was there before training: a process that was forked would copy all of it to look at it
+            gc.freeze()  # a collection in a forked process would otherwise copy these objects
         return self
 
     def after_step(self) -> None:
-        """A step is over: the first one turns automatic collection off, every `interval`th one collects."""
+        """Count a step. The first one disables automatic collection, every `interval`th one collects."""
         if not self.interval:
             return
         self.steps += 1
-        if self.steps == 1 and gc.isenabled():  # the first step is what makes the last of the objects that stay
+        if self.steps == 1 and gc.isenabled():  # the first step creates the last permanent objects
             gc.collect()
             gc.freeze()
             gc.disable()
@@ -46,7 +46,7 @@ class GarbageCollection:
             self.collect()
 
     def collect(self) -> None:
-        """Collect now, where automatic collection is off: beside an evaluation or a save it costs nothing more."""
+        """Collect now if automatic collection is disabled. Next to an evaluation or a save this costs little."""
         if self.paused:
             gc.collect()
 

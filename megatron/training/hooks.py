@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks: code of one's own that is called at named places of the loop, with facts to read.
+"""Hooks: user code that the training loop calls at named points.
 
-    class Told(Hook):
+    class SkippedSteps(Hook):
         def after_step(self, run, step):
             if run.rank == 0 and step.skipped:
                 print(f"step {step.iteration} was skipped")
 
-    python ... --hooks my_hooks:Told
+    python ... --hooks my_hooks:SkippedSteps
 
-A hook sees and does nothing of the loop itself: it returns nothing, and what it is given cannot be changed, but for the
-values of buffers (`UpdateFacts`). Whatever it raises ends the run, with its name. All ranks call the same hooks at the same
-places. What a hook has to know when the run goes on, checkpoints keep: `Hook.state_dict`. docs/extending.md has an example.
+A hook observes the loop and does not control it: it returns nothing, and its arguments are read-only, except for the values
+of buffers (`UpdateFacts`). An exception ends the run, with the hook's name. All ranks call the same hooks at the same
+points. Checkpoints save a hook's state for resumed runs: `Hook.state_dict`. docs/extending.md has an example.
 """
 
 import json
@@ -28,7 +28,7 @@ from megatron.telemetry.step_metrics import StepMetrics
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Where a run is. iteration: steps that are done; consumed_samples: by them."""
+    """The progress of a run. iteration: finished steps; consumed_samples: their samples."""
 
     iteration: int
     train_iters: int
@@ -39,7 +39,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a step did, the same on all ranks. iteration: from 1. A step that was left out has no losses."""
+    """The result of a step, the same on all ranks. iteration: counted from 1. A step that was left out has no losses."""
 
     iteration: int
     consumed_samples: int
@@ -53,10 +53,10 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What the optimizer is about to do. iteration: of the step, from 1.
+    """The upcoming update of the optimizer. iteration: of the step, counted from 1.
 
-    buffers: name -> this rank's values of the buffers that training changes, the same on all ranks that hold them by now.
-    They may be changed in place, by what all ranks know alike: a checkpoint keeps what they become.
+    buffers: name -> this rank's values of the buffers that training changes, already combined over ranks. A hook may change
+    them in place, in the same way on all ranks. Checkpoints save the changed values.
     """
 
     iteration: int
@@ -66,7 +66,7 @@ class UpdateFacts:
 
 @dataclass(frozen=True)
 class EvaluationFacts:
-    """Mean losses over a split, "validation" or "test". final: one of those at the end of training."""
+    """Mean losses over a split, "validation" or "test". final: whether training has ended."""
 
     split: str
     losses: Mapping[str, float]
@@ -75,7 +75,7 @@ class EvaluationFacts:
 
 @dataclass(frozen=True)
 class SaveFacts:
-    """A checkpoint, written or, in the background, begun. folder: --save."""
+    """A checkpoint that was written, or whose save in the background was started. folder: --save."""
 
     iteration: int
     folder: str
@@ -83,45 +83,44 @@ class SaveFacts:
 
 
 class Hook:
-    """What is called where. A hook is a subclass with the methods that it wants, made with the settings of the run.
+    """Base class of hooks. Subclasses define the methods that they need; the argument is the settings of the run.
 
-    On GPUs the numbers of a step may be read behind the next one's passes: `after_step` is called then, and
-    `step.iteration` says of which step.
+    On GPUs the numbers of a step may be read after the passes of the next one. `after_step` is called then, and
+    `step.iteration` is the number of its step.
     """
 
     def __init__(self, config: Config):
         self.config = config
 
     def before_training(self, run: RunFacts) -> None:
-        """Once, when all is built and loaded."""
+        """Called once, after everything is built and loaded."""
 
     def before_step(self, run: RunFacts) -> None:
-        """Before each step, the one after `run.iteration`."""
+        """Called before each step, which is number `run.iteration + 1`."""
 
     def before_update(self, run: RunFacts, update: UpdateFacts) -> None:
-        """Before the optimizer's update of each step that is to have one, when gradients are reduced. On GPUs the device
-        may still find that there is none: then nothing counts of what was done to buffers.
+        """Called before the optimizer's update, after gradients are reduced.
+
+        On GPUs the device may still skip the update: changes of buffers are then undone.
         """
 
     def after_step(self, run: RunFacts, step: StepFacts) -> None:
-        """When it is known what came of a step, and the log has it."""
+        """Called when the outcome of a step is known and logged."""
 
     def after_evaluation(self, run: RunFacts, evaluation: EvaluationFacts) -> None:
-        """Behind each evaluation, those at the end too."""
+        """Called after each evaluation, including those at the end."""
 
     def after_save(self, run: RunFacts, save: SaveFacts) -> None:
-        """Behind each checkpoint."""
+        """Called after each checkpoint."""
 
     def end(self, run: RunFacts) -> None:
-        """Once, when training has ended: with its last step, or where it was asked to stop; not behind a failure."""
+        """Called once, when training has ended with its last step or was stopped; not after a failure."""
 
     def state_dict(self) -> Optional[dict[str, Any]]:
-        """What `load_state_dict` is given when a run goes on from a checkpoint, as JSON has it: numbers, texts, lists and
-        dicts; that of the first rank. None: nothing.
-        """
+        """The state to save in checkpoints, of rank 0, as JSON values: numbers, strings, lists, dicts. None: no state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Once before `before_training`, on all ranks, in a run that goes on; and where a run goes back to a checkpoint."""
+        """Called on all ranks before `before_training` in a resumed run, and after a rollback to a checkpoint."""
 
 
 STATE = ("state_dict", "load_state_dict")
@@ -131,20 +130,22 @@ Maker = Callable[[Config], Hook]
 
 @dataclass
 class Hooks:
-    """The hooks of a run, by the places that they want to be called at."""
+    """The hooks of a run, by the points at which they are called."""
 
     called: dict[str, list[tuple[str, Callable]]] = field(default_factory=lambda: {place: [] for place in PLACES})
-    keeping: dict[str, Hook] = field(default_factory=dict)  # those with a state, by name; a second of a name is name#2
+    keeping: dict[str, Hook] = field(
+        default_factory=dict
+    )  # hooks with a state, by name; a second one of the same name is name#2
 
     def call(self, place: str, run, *facts: Callable[[], object]) -> None:
-        """Call all hooks of a place, one after the other. run: `training.state.Run`; facts: what makes further facts."""
+        """Call all hooks of a point in order. run: `training.state.Run`; facts: build further arguments."""
         if self.called[place]:
             given = [run_facts(run), *(make() for make in facts)]
             for name, method in self.called[place]:
                 _guarded(f"hook {name}, {place} at iteration {run.state.iteration}", method, *given)
 
     def add(self, name: str, hook: object) -> None:
-        """Add a hook. Raises SettingsError for what is none."""
+        """Add a hook. Raises SettingsError if it is not a valid one."""
         if not isinstance(hook, Hook):
             raise SettingsError(
                 f"hook {name} is {hook!r}",
@@ -155,7 +156,7 @@ class Hooks:
             if method not in PLACES:
                 raise SettingsError(
                     f"hook {name} has {method}, and nothing calls it{did_you_mean(method, PLACES)}",
-                    do=f"the places are {', '.join(PLACES)}; begin the names of other methods with _",
+                    do=f"the loop calls {', '.join(PLACES)}; begin the names of other methods with _",
                 )
         for place in PLACES:
             if getattr(type(hook), place) is not getattr(Hook, place):
@@ -164,7 +165,7 @@ class Hooks:
         if any(defined) and not all(defined):
             raise SettingsError(
                 f"hook {name} has {STATE[defined.index(True)]}, and no {STATE[defined.index(False)]}",
-                "a checkpoint keeps what the one gives, and the other is given it",
+                "a checkpoint saves the result of state_dict for load_state_dict",
                 "define both: docs/extending.md#a-hook",
             )
         if all(defined):
@@ -172,35 +173,35 @@ class Hooks:
             self.keeping[f"{name}#{same + 1}" if same else name] = hook
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of hooks, by name. Raises Failure for what JSON cannot hold."""
-        found = {}
+        """The states of hooks for a checkpoint, by name. Raises Failure if one cannot be written as JSON."""
+        states = {}
         for name, hook in self.keeping.items():
             where = f"hook {name}, state_dict"
             state = _guarded(where, hook.state_dict, returns=True)
-            _guarded(f"{where}: it has to be what JSON can hold", json.dumps, state, returns=True)
+            _guarded(f"{where}: it must consist of JSON values", json.dumps, state, returns=True)
             if state is not None:
-                found[name] = state
-        return found
+                states[name] = state
+        return states
 
     def load(self, saved: Mapping[str, Any]) -> list[str]:
-        """Give hooks what `state` found when a checkpoint was saved. Returns what the user should hear."""
+        """Load the states of hooks from a checkpoint. Returns notices for the user."""
         for name, state in saved.items():
             if name in self.keeping:
                 _guarded(f"hook {name}, load_state_dict", self.keeping[name].load_state_dict, state)
         notices = [
-            f"the checkpoint keeps a state of hook {name}, which is not here"
+            f"the checkpoint has a state of hook {name}, which this run does not have"
             for name in saved
             if name not in self.keeping
         ]
         return notices + [
-            f"hook {name} begins anew: the checkpoint keeps no state of it"
+            f"hook {name} is reinitialized: the checkpoint has no state of it"
             for name in self.keeping
             if name not in saved
         ]
 
 
 def hook_makers(config: Config, own: Sequence[Maker] = ()) -> list[tuple[str, Maker]]:
-    """(name of a hook, what makes it) from the settings of a run: the recipe's `own`, then those of --hooks.
+    """(name, class or function) of each hook of a run: the recipe's `own`, then those of --hooks.
 
     Raises SettingsError for a name that cannot be imported.
     """
@@ -210,10 +211,10 @@ def hook_makers(config: Config, own: Sequence[Maker] = ()) -> list[tuple[str, Ma
 
 
 def make_hooks(makers: Sequence[tuple[str, Maker]], config: Config) -> Hooks:
-    """The hooks of a run with these settings, to be called in this order."""
+    """Build the hooks of a run, in calling order."""
     hooks = Hooks()
     for name, maker in makers:
-        hooks.add(name, _guarded(f"hook {name}, when it was made", maker, config, returns=True))
+        hooks.add(name, _guarded(f"hook {name}, when it was built", maker, config, returns=True))
     return hooks
 
 
@@ -248,17 +249,17 @@ def _floats(losses: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _guarded(where: str, function: Callable, *given, returns: bool = False):
-    """Call what is not ours. Raises Failure that says where, but for a lost rank, which is told as everywhere."""
+    """Call user code. Raises Failure that names `where`. The error for a lost rank passes unchanged."""
     try:
-        found = function(*given)
+        result = function(*given)
     except Exception as error:
         if peer_lost(error):
             raise
-        told = "\n  ".join(str(error).splitlines()) or "without a message"
-        failure = Failure(f"{where}: {type(error).__name__}: {told}", do="mend the hook (--debug shows the line)")
+        message = "\n  ".join(str(error).splitlines()) or "without a message"
+        failure = Failure(f"{where}: {type(error).__name__}: {message}", do="fix the hook (--debug shows the line)")
         if isinstance(error, Failure):
             failure.code = error.code
         raise failure from error
-    if found is not None and not returns:
-        raise Failure(f"{where}: it returned {found!r}", "hooks return nothing: the loop takes no orders from them")
-    return found
+    if result is not None and not returns:
+        raise Failure(f"{where}: it returned {result!r}", "hooks must return None: they do not control the loop")
+    return result

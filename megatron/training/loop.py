@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretraining, top to bottom: `pretrain` builds a run and trains it; `train` is the loop; `train_step` is a step.
+"""The pretraining loop: `pretrain` builds a run and trains it; `train` is the loop; `train_step` is a step.
 
-A run is a `Recipe` (what to train) and a `Config` (how). Whatever a step depends on is a function of `State`, which a
-checkpoint keeps: data order, batch size, learning rate and dropout are all computed from the samples consumed so far.
+A run is a `Recipe` (what to train) and a `Config` (how). A step depends only on `State`, which checkpoints contain: data
+order, batch size, learning rate and dropout are computed from the number of consumed samples.
 """
 
 import time
@@ -27,7 +27,7 @@ from megatron.training.evaluation import (
 )
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import hook_makers, make_hooks
-from megatron.training.measures import bring_best, enough, restore_best
+from megatron.training.measures import copy_best, early_end_reason, restore_best
 from megatron.training.recovery import interrupted, interruptible, stop_early
 from megatron.training.state import Run, due
 from megatron.training.step import record_step, train_step
@@ -36,13 +36,13 @@ from megatron.training.step import record_step, train_step
 def pretrain(
     config: schema.Config, recipe: Recipe, planned_memory: Sequence[int] = (), refusal: Optional[SettingsError] = None
 ) -> None:
-    """Train `recipe` as `config` says, on all ranks of this job, from a checkpoint if there is one to load.
+    """Train `recipe` with the settings `config` on all ranks of this job, from a checkpoint if there is one to load.
 
-    planned_memory: bytes on the device of each pipeline rank as they were planned, to be logged with what is used
-    refusal: why this rank cannot train, which all ranks then say
+    planned_memory: predicted bytes on the device of each pipeline rank, to log next to the memory in use
+    refusal: the reason why this rank cannot train, which all ranks then raise
     """
     with guarded(config.guard, config) as heartbeat:
-        makers = hook_makers(config, recipe.hooks)  # names that nobody finds are told first
+        makers = hook_makers(config, recipe.hooks)  # report unknown names first
         run = build_run(config, recipe, heartbeat, refusal)
         try:
             run.hooks = make_hooks(makers, run.config)
@@ -58,22 +58,22 @@ def pretrain(
 
 
 def restore_hooks(run: Run) -> None:
-    """Hooks go on from where the checkpoint's run had them."""
+    """Load the state of hooks from the checkpoint."""
     for notice in run.hooks.load(run.saved_hooks) if run.saved_hooks is not None else ():
         run.metrics.log(f"note: {notice}")
 
 
 def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
-    """Train from `run.state` to the end of the run, or to where the settings say to stop."""
+    """Train from `run.state` to the end of the run, or until it has to stop."""
     first = saved_at = run.state.iteration
     for stage in run.stages:
         stage.train()
     run.hooks.call("before_training", run)
     run.metrics.start(run.watch.heartbeat.startup)
-    bring_best(run)
+    copy_best(run)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
         missed = evaluate_if_missed(run, garbage)
-        while run.state.iteration < run.train_iters and not run.config.batch.skip_train and not enough(run):
+        while run.state.iteration < run.train_iters and not run.config.batch.skip_train and not early_end_reason(run):
             before, consumed = run.state.iteration, run.state.consumed_samples
             run.profiler.before(before + 1)
             run.hooks.call("before_step", run)
@@ -84,10 +84,10 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
                 with run.metrics.paused():
                     run.profiler.end(run.state.iteration)
             record_step(run, step)
-            if run.state.iteration <= before:  # a spike: back at an earlier step, or this one is to be repeated
+            if run.state.iteration <= before:  # after a spike: rolled back, or the step is repeated
                 continue
             epoch = run.ended_epoch(run.state.iteration, consumed, run.state.consumed_samples)
-            look_behind(run, epoch, planned_memory)
+            run_periodic_checks(run, epoch, planned_memory)
             saved = evaluate_if_due(run, garbage, epoch)
             stop = reason_to_stop(run)
             if run.checkpoint_manager and not saved and (stop or run.save_is_due(run.state.iteration, epoch)):
@@ -101,7 +101,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
                 return stop_early(run, stop)
         if run.checkpoint_manager and saved_at < run.state.iteration:
             run.save()
-    tell_end_of_training(run)
+    log_end_of_training(run)
     restore_best(run)
     ended = (missed or first < run.train_iters) and run.train_iters <= run.state.iteration
     validated = ended and ends_with_validation(run) and not run.best_manager
@@ -112,8 +112,8 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     run.hooks.call("end", run)
 
 
-def look_behind(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:
-    """What the guards and the log ask for behind a step, which has ended this epoch (0: none)."""
+def run_periodic_checks(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:
+    """Run the periodic checks and log lines that are due after a step. epoch: number of the epoch that it ended, or 0."""
     config, iteration = run.config, run.state.iteration
     if due(config.guard.check_replicas_interval, iteration):
         check_replicas(run.optimizer, iteration)
@@ -124,15 +124,15 @@ def look_behind(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:
 
 
 def log_memory(run: Run, planned: Sequence[int]) -> None:
-    """A line about the rank with the most memory in use; all ranks together. planned: of each pipeline rank."""
-    found = run.context.all_gather_object((memory_use(run.context.device.type), run.context.mesh.pp.rank))
-    uses, stages = zip(*found, strict=True)
+    """Log the rank with the most memory in use. All ranks call it. planned: predicted bytes of each pipeline rank."""
+    pairs = run.context.all_gather_object((memory_use(run.context.device.type), run.context.mesh.pp.rank))
+    uses, stages = zip(*pairs, strict=True)
     run.metrics.log(memory_line(uses, [planned[stage] for stage in stages] if planned else (), run.state.iteration))
 
 
-def tell_end_of_training(run: Run) -> None:
-    """Megatron-LM's line, and the mean throughput where it is wanted."""
-    if (why := enough(run)) and run.state.iteration < run.train_iters:
+def log_end_of_training(run: Run) -> None:
+    """Log Megatron-LM's line, the reason of an early end, and the mean throughput if requested."""
+    if (why := early_end_reason(run)) and run.state.iteration < run.train_iters:
         run.metrics.log(f" > training ends at iteration {run.state.iteration} of {run.train_iters}: {why}")
     if not run.config.batch.skip_train:
         run.metrics.log_mean_throughput(run.state.iteration)
@@ -140,6 +140,6 @@ def tell_end_of_training(run: Run) -> None:
 
 
 def reason_to_stop(run: Run) -> Optional[Stop]:
-    """Why training ends before its last iteration; all ranks agree."""
+    """The reason to stop before the last iteration, the same on all ranks; None: continue."""
     interval = run.config.batch.exit_interval
     return Stop(f"--exit-interval {interval}", False) if due(interval, run.state.iteration) else run.watch.stop

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of the sums that stages return is minimised, and how gradients are averaged."""
+"""The minimised loss, built from the sums of the stages, and the averaging of gradients."""
 
 from collections.abc import Mapping
 
@@ -15,14 +15,16 @@ def make_loss_func(
     size: int,
     num_microbatches: int,
 ):
-    """({name: sum} of a stage, its micro-batch) -> scalar for backward; and (all tokens, or 1, fp64) -> factor that takes
-    the loss scale and the averaging out of gradients, fp64.
+    """Build two functions: the loss of a micro-batch, and the factor that averages and un-scales gradients.
 
-    weights: name of a sum -> its weight; the scalar is None where a stage has none of weight.
-    loss_scale: or an fp64 scalar on the device.
+    The first maps ({name: sum} of a stage, micro-batch) to the scalar for backward, or None if the stage has no weighted
+    sum. The second maps the number of all tokens (at least 1, fp64) to the factor, fp64.
 
-    `--loss-averaging token`: the mean over the unmasked tokens of the global batch. Their number is known only at the
-    end of the step, so the loss is divided by the number without masks and corrected with the gradients; without masks
+    weights:    name of a sum -> its weight
+    loss_scale: a number, or an fp64 scalar on the device
+
+    `--loss-averaging token`: the mean over the unmasked tokens of the global batch. Their number is known only at the end
+    of the step, so the loss is divided by the number of all tokens, and the factor corrects the gradients; without masks
     the correction is exactly 1. `micro-batch`: the mean over micro-batches of the mean over their tokens.
     """
 
@@ -57,5 +59,5 @@ def make_loss_func(
 
 
 def like(factor: float | torch.Tensor, x: torch.Tensor) -> float | torch.Tensor:
-    """A factor that a product with the scalar `x` leaves in the format of `x`."""
+    """Convert a factor to the dtype of the scalar `x`, so that their product keeps that dtype."""
     return factor.to(x.dtype) if isinstance(factor, torch.Tensor) else factor

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evaluations find out beside mean losses, sample by sample, and what follows: the best checkpoint, an early end.
+"""Figures of evaluations in addition to mean losses, the best checkpoint, and early stopping.
 
-A recipe makes its `Measures` from the settings of a run (`Recipe.measures`). In an evaluation the last stages hand over
-what they found of each sample; all ranks then have all of it, in the order of the split, and compute the same figures. The
-log, metrics.jsonl, trackers and hooks have these beside the losses.
+A recipe builds its `Measures` from the settings of a run (`Recipe.measures`). In an evaluation the last pipeline stages
+pass on values of each sample. All ranks gather these in the order of the split and compute the same figures, which appear
+in the log, metrics.jsonl, trackers and hooks next to the losses.
 """
 
 import math
@@ -13,9 +13,9 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
+from megatron.checkpoint.backends import INDEX
 from megatron.checkpoint.folder import checkpoints
 from megatron.checkpoint.manager import CheckpointManager
-from megatron.checkpoint.storage import INDEX
 from megatron.data.requests import request_figures
 from megatron.errors import Failure
 from megatron.mpu.initialize import RankContext
@@ -23,31 +23,33 @@ from megatron.settings import schema
 from megatron.storage.urls import location
 from megatron.training.checkpointing import load
 
-BEST = "best"  # the folder of the best checkpoint, below --save
+BEST = "best"  # the folder of the best checkpoint, in --save
 
 
 class Collected:
-    """What was found of the samples of an evaluation on this rank, and then on all of them."""
+    """The values of an evaluation's samples, collected on this rank and gathered from all ranks."""
 
     def __init__(self):
         self.places: list[np.ndarray] = []
         self.values: list[np.ndarray] = []
 
     def take(self, samples: torch.Tensor, values: torch.Tensor) -> None:
-        """samples [b]: places in the order of the split; values [b, k]."""
+        """Collect values [b, k] of the samples [b], positions in the order of the split."""
         self.places.append(samples.numpy())
         self.values.append(values.detach().cpu().double().numpy())
 
     def whole(self, context: RankContext, count: int) -> np.ndarray:
-        """[count, k] fp64 of all samples in their order; all ranks together. Copies that fill up the last batch are left
-        out, and what ranks of context parallelism found of parts of a sample is added up.
+        """Gather the values of all samples in order, [count, k] fp64. All ranks call it.
+
+        Copies that fill up the last batch are left out. Values of context parallel ranks, which have parts of a sample, are
+        added.
         """
-        mine = (self.places, self.values) if context.mesh.tp.rank == 0 else ([], [])  # the others have found the same
-        found = context.all_gather_object((np.concatenate(mine[0]), np.concatenate(mine[1])) if mine[0] else None)
-        found = [part for part in found if part is not None]
-        sums = np.zeros((count, found[0][1].shape[1]))
+        mine = (self.places, self.values) if context.mesh.tp.rank == 0 else ([], [])  # other tp ranks have the same
+        parts = context.all_gather_object((np.concatenate(mine[0]), np.concatenate(mine[1])) if mine[0] else None)
+        parts = [part for part in parts if part is not None]
+        sums = np.zeros((count, parts[0][1].shape[1]))
         times = np.zeros(count, np.int64)
-        for places, values in found:
+        for places, values in parts:
             kept = places < count
             np.add.at(sums, places[kept], values[kept])
             np.add.at(times, places[kept], 1)
@@ -56,12 +58,13 @@ class Collected:
 
 
 class Measures:
-    """What a recipe finds out. A subclass says `values` and `figures`.
+    """The figures that a recipe computes in evaluations. Subclasses implement `values` and `figures`.
 
-    best_by: name of the figure that the best evaluation has most of; None: they are not compared
-    keeps_best: whether the weights of the best one are kept
-    of_choices: whether samples are possible continuations, of which a mean loss says nothing; `figures` may have one
-    patience: evaluations in a row without a better one at which training ends
+    best_by:           name of the figure by which evaluations are compared; None: they are not compared
+    keeps_best:        whether to save the weights of the best evaluation
+    of_choices:        whether samples are possible continuations, for which a mean loss is meaningless
+    smaller_is_better: whether the best figure is the smallest
+    patience:          end training after so many consecutive evaluations without a better one
     """
 
     best_by: Optional[str] = None
@@ -75,19 +78,19 @@ class Measures:
 
     @property
     def criterion(self) -> dict[str, Any]:
-        """For the record of a run: which figure is the one that counts."""
+        """The figure by which evaluations are compared, for the record of a run."""
         return dict(figure=self.best_by, smaller_is_better=self.smaller_is_better)
 
-    def values(self, batch, found: torch.Tensor) -> torch.Tensor:
-        """[b, k] of what a last stage hands over (`LanguageModel.collect`)."""
+    def values(self, batch, output: torch.Tensor) -> torch.Tensor:
+        """Values [b, k] of a batch, from the output of the last stage (`LanguageModel.collect`)."""
         raise NotImplementedError
 
     def figures(self, values: np.ndarray, dataset: Any, split: str, final: bool, rank: int) -> dict[str, float]:
-        """Name -> figure, from the values [n, k] of all samples of a dataset; on all ranks, the first of which writes."""
+        """Name -> figure, from the values [n, k] of all samples of a dataset. All ranks call it; rank 0 writes files."""
         raise NotImplementedError
 
     def begin(self, stages) -> None:
-        """Ahead of an evaluation."""
+        """Start to collect values, before an evaluation."""
         self.collected = Collected()
         for stage in stages:
             stage.collect = self._take
@@ -96,24 +99,24 @@ class Measures:
         for stage in stages:
             stage.collect = None
 
-    def _take(self, batch, found: torch.Tensor) -> None:
-        self.collected.take(batch.samples, self.values(batch, found))
+    def _take(self, batch, output: torch.Tensor) -> None:
+        self.collected.take(batch.samples, self.values(batch, output))
 
 
 class RequestMeasures(Measures):
-    """How often a model's likeliest continuation is the right one; values are log-likelihoods of samples [b, 1]."""
+    """How often a model's likeliest continuation is the correct one. Values are log-likelihoods of samples [b, 1]."""
 
     of_choices = True
 
-    def values(self, batch, found: torch.Tensor) -> torch.Tensor:
-        return -(found * batch.loss_mask).sum(0, dtype=torch.float64).unsqueeze(-1)
+    def values(self, batch, output: torch.Tensor) -> torch.Tensor:
+        return -(output * batch.loss_mask).sum(0, dtype=torch.float64).unsqueeze(-1)
 
     def figures(self, values: np.ndarray, dataset: Any, split: str, final: bool, rank: int) -> dict[str, float]:
         return request_figures(dataset, values[:, 0])
 
 
 def best_manager(config: schema.Config, measures: Optional[Measures], context: RankContext, log):
-    """What writes the best checkpoint; None where none is kept."""
+    """The manager that writes the best checkpoint; None if none is kept."""
     settings = config.checkpoint
     if measures is None or measures.best_by is None or not measures.keeps_best or settings.save is None:
         return None
@@ -129,14 +132,14 @@ def best_manager(config: schema.Config, measures: Optional[Measures], context: R
 
 
 def best_folder(config: schema.Config) -> str:
+    """The folder of the best checkpoint."""
     return f"{config.checkpoint.save.rstrip('/')}/{BEST}"
 
 
 def judge(run, means: dict[str, float]) -> None:
-    """Note how good a validation was where that is asked for, and keep the weights of the best one. A figure that is no
-    number is not good.
+    """Record the result of a validation in the state, and save the weights if it is the best. NaN is never the best.
 
-    run: `training.state.Run`.
+    run: `training.state.Run`
     """
     measures, state = run.measures, run.state
     if not judges(run):
@@ -156,12 +159,12 @@ def judge(run, means: dict[str, float]) -> None:
 
 
 def judges(run) -> bool:
-    """Whether a validation leaves something in the state."""
+    """Whether a validation changes the state."""
     return run.measures is not None or run.config.batch.stop_at_loss is not None
 
 
-def enough(run) -> Optional[str]:
-    """Why training need not go on, in words; None: it does. A function of the state, so a resumed run knows it too."""
+def early_end_reason(run) -> Optional[str]:
+    """The reason to end training early, or None. It depends only on the state, so a resumed run has it too."""
     measures, state, wanted = run.measures, run.state, run.config.batch.stop_at_loss
     if wanted is not None and state.valid_loss is not None and state.valid_loss <= wanted:
         return f"--stop-at-loss {wanted:g}: the last evaluation had {state.valid_loss:.6g}"
@@ -171,16 +174,14 @@ def enough(run) -> Optional[str]:
         if state.best is None:
             return f"--patience {measures.patience}: no evaluation had a {measures.best_by} that is a number"
         return (
-            f"--patience {measures.patience}: no evaluation behind iteration {state.best_iteration} was better than its "
+            f"--patience {measures.patience}: no evaluation after iteration {state.best_iteration} was better than its "
             f"{measures.best_by} of {state.best:.6g}"
         )
     return None
 
 
-def bring_best(run) -> None:
-    """Have the best weights in this run's own folder where it goes on from one that saved elsewhere: whoever goes on from
-    here looks for them here.
-    """
+def copy_best(run) -> None:
+    """Copy the best checkpoint into this run's folder if it resumes from another folder, for runs that resume from it."""
     step = run.state.best_iteration
     if run.best_manager is None or not step:
         return
@@ -191,7 +192,7 @@ def bring_best(run) -> None:
 
 
 def restore_best(run) -> None:
-    """Bring back the weights of the best evaluation for those at the end, unless they are there."""
+    """Load the weights of the best evaluation for the final ones, unless they are the present weights."""
     manager, state = run.best_manager, run.state
     if manager is None or state.best_iteration in (0, state.iteration):
         return
@@ -200,7 +201,7 @@ def restore_best(run) -> None:
     if folder is None:
         run.metrics.log(
             f"WARNING: {best_folder(run.config)} has lost the weights of iteration {step}, whose {run.measures.best_by} "
-            "was best: the last ones are evaluated"
+            "was best: evaluating the last weights instead"
         )
         return
     checkpoint = replace(run.config.checkpoint, load=folder, ckpt_step=step, finetune=False, no_load_optim=True)
@@ -213,8 +214,9 @@ def restore_best(run) -> None:
 
 
 def folder_with_best(run) -> Optional[str]:
-    """Where the weights of the best evaluation are, as the first rank finds them. Those that were best ahead of this run's
-    beginning lie with the checkpoints that it went on from.
+    """The folder with the weights of the best evaluation, as seen by rank 0.
+
+    If that evaluation was before this launch, they may be with the checkpoints from which it resumed.
     """
     folders, settings, step = [best_folder(run.config)], run.config.checkpoint, run.state.best_iteration
     if settings.load is not None and not settings.finetune:
@@ -222,10 +224,10 @@ def folder_with_best(run) -> Optional[str]:
         if (location(folder) / INDEX).exists():  # one of the checkpoints in a folder
             folder = folder.rpartition("/")[0] or "."
         folders += [f"{folder}/{BEST}", folder]
-    found = next((folder for folder in folders if step in checkpoints(location(folder))), None)
-    return run.context.all_gather_object(found)[0]
+    present = next((folder for folder in folders if step in checkpoints(location(folder))), None)
+    return run.context.all_gather_object(present)[0]
 
 
 def measures_of(recipe, config: schema.Config) -> Optional[Measures]:
-    """What the recipe of a run finds out in evaluations."""
+    """The measures of a run's recipe, or None."""
     return None if recipe.measures is None else recipe.measures(config)

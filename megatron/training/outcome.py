@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the passes of a step have come to: a few numbers, made on the device, by which its update is made or not.
+"""The outcome of a step's passes: a few numbers, computed on the device, which decide about its update.
 
-The host reads a copy of them. It does so before the update where that costs nothing (on a CPU), or where something needs
-them at once; else in the middle of the next step, when the device has long gone on. The update then follows the device's
-own numbers: the factor of the gradients, and a flag that says whether anything is to change.
+The host reads a copy of them. It does so before the update if that costs nothing (on a CPU) or if they are needed
+immediately; otherwise during the next step, while the device continues. The update then uses the device's own numbers: the
+factor of the gradients, and a flag that skips it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +17,15 @@ from megatron.mpu.transfer import Arriving
 
 
 class Figures:
-    """The numbers of a step on its device, fp64: `norm` and `means` of the losses as they are logged, and `scale`, what
-    gradients are multiplied with to be averaged, without loss scale and clipped.
+    """The numbers of a step on its device, fp64.
 
-    totals:    [gradient norm, sums of all ranks ..., tokens, what guards have sent ...], as reduced: with the loss scale
-    num_sums:  how many sums there are, tokens among them
-    unscale:   tokens, at least 1 -> what gradients are multiplied with to be those of the mean
-    limit:     of the norm, above which gradients are clipped; 0: none
+    norm, means: the gradient norm and the mean losses, as logged
+    scale:       the factor that averages, un-scales and clips gradients
+
+    totals:    [gradient norm, sums of all ranks ..., tokens, values from guards ...], reduced, including the loss scale
+    num_sums:  number of sums, including tokens
+    unscale:   tokens, at least 1 -> the factor that averages and un-scales gradients
+    limit:     the norm above which gradients are clipped; 0: no clipping
     """
 
     def __init__(self, totals: torch.Tensor, num_sums: int, unscale: Callable, limit: float):
@@ -36,12 +38,12 @@ class Figures:
 
     @property
     def judged(self) -> torch.Tensor:
-        """[loss, norm], by which guards go."""
+        """[loss, norm], the input of the guards."""
         return torch.stack([self.means[0], self.norm])
 
 
 def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What gradients are multiplied by so that their norm is at most `limit` (0: no limit), as in Megatron-LM."""
+    """The factor that limits the norm of gradients to `limit` (0: no limit), as in Megatron-LM."""
     if limit <= 0:
         return torch.ones_like(norm)
     return (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
@@ -49,13 +51,13 @@ def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
 
 @dataclass
 class Outcome:
-    """A step whose passes are done, and whose numbers are on their way to the host.
+    """A step after its passes. Its numbers are being copied to the host.
 
-    skip: a flag on the device that the update goes by; None where the host reads first, and decides
+    skip: a flag on the device that skips the update; None if the host reads the numbers first and decides
     """
 
     iteration: int
-    consumed: int  # samples, those of this step included
+    consumed: int  # samples, including those of this step
     size: int  # samples of this step
     batches: Sequence[MicroBatch]
     loss_func: Callable
@@ -63,8 +65,8 @@ class Outcome:
     decoupled: Optional[float]
     figures: InitVar[Figures]
     skip: Optional[torch.Tensor] = None
-    num_zeros: Optional[int] = None  # elements of the gradient, at steps where the log tells them
-    repeated: bool = False  # the passes were made once more, to find a cause: gradients of a later step are lost
+    num_zeros: Optional[int] = None  # zeros in the gradient, if they are logged at this step
+    repeated: bool = False  # the passes were repeated to find a cause, so gradients of a later step are lost
 
     def __post_init__(self, figures: Figures):
         self._norm, self._scale = figures.norm, figures.scale
@@ -74,18 +76,18 @@ class Outcome:
 
     @property
     def overflow(self) -> torch.Tensor:
-        """A flag on the device, by which the loss scale changes."""
+        """Whether the gradients overflowed, as a flag on the device."""
         return ~torch.isfinite(self._norm)
 
     @property
     def factor(self) -> float | torch.Tensor:
-        """Of the gradients: a number once it is read, else an fp32 scalar on the device."""
+        """The factor of the gradients: a number once it is read, before that an fp32 scalar on the device."""
         return self._scale.float() if isinstance(self._scale, torch.Tensor) else self._scale
 
     def read(self, names: Iterable[str], count: Callable[[list[float]], list[float]]) -> None:
-        """Have on the host: `norm`, `factor`, `means` of the losses `names`, and whether the device `made` the update.
+        """Read the numbers on the host: `norm`, `factor`, `means` by name, and whether the device `made` the update.
 
-        count: takes note of what guards have sent, and gives the rest back (`Watch.count`)
+        count: consumes the values from guards and returns the others (`Watch.count`)
         """
         self.norm, self._scale, *rest = self._arriving.read()
         self.made = self.skip is not None and rest.pop() > 0.5

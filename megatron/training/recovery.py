@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions to the loop: skipped steps, the rewind to a checkpoint after a spike, an end before the last step."""
+"""Exceptional steps of the loop: skipped batches, the rollback to a checkpoint after a spike, an early stop."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -18,14 +18,14 @@ from megatron.training.state import Run
 
 
 def skip_batch(run: Run, size: int) -> StepMetrics:
-    """A step whose samples are not trained on."""
+    """Take a step without training on its samples."""
     state = run.state
     run.metrics.log(
         f"iteration {state.iteration + 1} is left out: samples {state.consumed_samples} to "
         f"{state.consumed_samples + size - 1}"
     )
-    # Nothing was computed, so for the loss scale it is neither a good step nor an overflow.
-    run.state = replace(state.behind(size).judged(size, StepVerdict.SKIP), scaler=state.scaler)
+    # Nothing was computed, so the loss scale counts neither a good step nor an overflow.
+    run.state = replace(state.advanced(size).judged(size, StepVerdict.SKIP), scaler=state.scaler)
     rate = learning_rate(run.config.optimizer, run.lengths, state.scheduled_samples)
     return StepMetrics(
         run.state.iteration,
@@ -39,7 +39,7 @@ def skip_batch(run: Run, size: int) -> StepMetrics:
 
 
 def rollback(run: Run, spike: int) -> None:
-    """Go back to a checkpoint from well before the step `spike`, and leave out the steps that led to it."""
+    """Go back to a checkpoint from well before the step `spike`, and leave out the steps that led to the spike."""
     state, guard = run.state, run.config.guard
     first = max(1, spike + 1 - guard.spike_skip_steps)
     run.checkpoint_manager.wait()
@@ -61,21 +61,22 @@ def rollback(run: Run, spike: int) -> None:
 
 
 def checkpoint_before(folder: str, first: int, spike: int) -> int:
-    """The iteration of the newest checkpoint before step `first`, where the trouble is taken to begin; else of the oldest
-    one before the spike. Raises NumericsError when there is none.
+    """The iteration of the newest checkpoint before step `first`, the first one to leave out.
+
+    Without such a checkpoint, the oldest one before the spike. Raises NumericsError when there is none.
     """
-    found = [iteration for iteration in checkpoints(location(folder)) if iteration < spike]
-    if not found:
+    iterations = [iteration for iteration in checkpoints(location(folder)) if iteration < spike]
+    if not iterations:
         raise NumericsError(
             f"iteration {spike} is a spike, and there is no checkpoint before it to go back to",
             f"looked in {folder}",
             "save more often (--save-interval)",
         )
-    return max([iteration for iteration in found if iteration < first], default=min(found))
+    return max([iteration for iteration in iterations if iteration < first], default=min(iterations))
 
 
 def stop_early(run: Run, stop: Stop) -> None:
-    """Say why training ends before its last step. Raises Preempted where somebody else wanted it to."""
+    """Log why training stops before its last step. Raises Preempted if a signal or a time limit stopped it."""
     if run.checkpoint_manager:
         run.checkpoint_manager.wait()  # until the checkpoint is durable
     run.metrics.log_rest()
@@ -83,29 +84,29 @@ def stop_early(run: Run, stop: Stop) -> None:
     run.metrics.log(f"stopping at iteration {run.state.iteration}: {stop.why}")
     if stop.preempted:
         kind = Interrupted if stop.interrupted else Preempted
-        raise kind(f"stopped at iteration {run.state.iteration}: {stop.why}", *_what_remains(run))
+        raise kind(f"stopped at iteration {run.state.iteration}: {stop.why}", *_resume_hint(run))
 
 
 def interrupted(run: Run) -> Interrupted:
-    """What is said of a run that Ctrl-C has ended at once."""
-    done = f"interrupted behind iteration {run.done} of {run.train_iters}"
-    return Interrupted(done, *_what_remains(run))
+    """The error for a run that a second Ctrl-C ended immediately."""
+    done = f"interrupted after iteration {run.done} of {run.train_iters}"
+    return Interrupted(done, *_resume_hint(run))
 
 
-def _what_remains(run: Run) -> tuple[str, Optional[str]]:
-    """(the last checkpoint, the command that goes on from it) of a run that was stopped."""
+def _resume_hint(run: Run) -> tuple[str, Optional[str]]:
+    """(the last checkpoint, the command that resumes from it) of a run that was stopped."""
     checkpoint = run.config.checkpoint
     if not run.checkpoint_manager:
         return "nothing is saved: there is no --save", None
     last = last_checkpoint(checkpoint)
     if last is None:
         return f"no checkpoint was saved in {checkpoint.save} yet", None
-    return f"the last checkpoint: {last}", f"to go on: {resume_command(checkpoint)}"
+    return f"the last checkpoint: {last}", f"to resume: {resume_command(checkpoint)}"
 
 
 def interruptible(run: Run) -> AbstractContextManager:
-    """Inside, Ctrl-C stops training behind the present step; it is said at once what comes of it."""
+    """Inside the context, Ctrl-C stops training after the present step, and prints that immediately."""
     save = run.config.checkpoint.save
-    saves = f"saving in {save}" if run.checkpoint_manager else "nothing is saved, for there is no --save"
-    notice = f"\nCtrl-C: stopping behind this step, {saves}; once more ends at once\n"
+    saves = f"saving in {save}" if run.checkpoint_manager else "nothing is saved, because there is no --save"
+    notice = f"\nCtrl-C: stopping after this step, {saves}; press it again to end immediately\n"
     return run.watch.requests.interruptible(notice if run.context.is_rank_zero else "")

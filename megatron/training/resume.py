@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What going on from a checkpoint changes: one record, which the log prints once and the run's record keeps."""
+"""The settings that change when a run resumes from a checkpoint, for the log and the run's record."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any, Optional
 
 from megatron.guard import changes
 from megatron.optimizer.lr_schedule import Lengths
-from megatron.optimizer.resumed_schedule import drift, follow, sentence
+from megatron.optimizer.resumed_schedule import drift, drift_message, follow
 from megatron.settings.schema import Config
 
 
 @dataclass(frozen=True)
 class ResumeChanges:
-    """Settings that are not those of the checkpoint's run.
+    """Settings that differ from those of the checkpoint's run.
 
-    settings  one sentence for each that is another one, because somebody says so
-    schedule  a sentence for lengths of the schedule that have changed although nobody says so, or empty
-    followed  settings of the schedule that are the checkpoint's (--resume-schedule checkpoint): name -> value
-    decided   whether --resume-schedule decides about the schedule: then a note is enough
+    settings  a sentence for each setting that the user changed
+    schedule  a sentence for lengths of the schedule that changed although the user did not set them, or empty
+    followed  settings of the schedule from the checkpoint (--resume-schedule checkpoint): name -> value
+    decided   whether --resume-schedule is given: the log then has a note instead of a warning
     """
 
     settings: tuple[str, ...] = ()
@@ -35,22 +35,23 @@ class ResumeChanges:
         return [self.schedule] if self.schedule and not self.decided else []
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it, for metrics.jsonl."""
+        """The changes as JSON values, for metrics.jsonl."""
         return dict(settings=list(self.settings), schedule=self.schedule, followed=dict(self.followed or {}))
 
 
 def resume(
     config: Config, record: Mapping[str, Any], dp: int, vocabulary: Optional[str]
 ) -> tuple[Config, Lengths, ResumeChanges]:
-    """(settings with the schedule that the run follows, its lengths, what changes). record: a checkpoint's state;
-    vocabulary: fingerprint of this run's.
+    """The settings with the schedule of the resumed run, its lengths, and the changes.
+
+    record: a checkpoint's state. vocabulary: fingerprint of this run's vocabulary.
     """
     same = changes.same_vocabulary(record, vocabulary)
     settings, chosen = changes.change_messages(config, record["config"], same), config.checkpoint.resume_schedule
-    found = [] if config.batch.skip_train else drift(config, record, dp)  # an evaluation follows no schedule
+    drifts = [] if config.batch.skip_train else drift(config, record, dp)  # an evaluation has no schedule
     if chosen == "checkpoint":
-        found = [one for one in found if not one.of_schedule]
+        drifts = [one for one in drifts if not one.of_schedule]
     following, lengths = follow(config, record, dp)
     followed = {name: one.value for name, one in following.statements.items() if config.said(name) is not one}
-    words = sentence(found, chosen) if found else ""
+    words = drift_message(drifts, chosen) if drifts else ""
     return following, lengths, ResumeChanges(tuple(settings), words, followed, chosen == "command")

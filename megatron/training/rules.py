@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules about settings together: those of each package that owns settings, and those of the recipe.
+"""All rules about settings, from each package that owns settings and from the recipe.
 
     resolve(config, world_size) -> config with derived values filled in, or SettingsError with every violation
 
@@ -19,7 +19,7 @@ from megatron.settings import batch, rules, schema
 from megatron.settings.effects import EFFECTS, without_effect
 from megatron.settings.rules import Rule, tokenizer_type
 
-# Of a recipe that does not share sequences among ranks.
+# For recipes that do not divide sequences among ranks.
 WHOLE_SEQUENCES = (
     Rule(
         lambda s: s.cp > 1,
@@ -35,35 +35,35 @@ OWNERS = (megatron.data.rules, megatron.optimizer.rules, megatron.pipeline.rules
 def rules_of(settings: schema.Config) -> tuple[Rule, ...]:
     """The rules of the recipe and of the packages."""
     recipe = recipe_of(settings)
-    asked = () if recipe.own_data else megatron.data.rules.SOURCE
-    shares = () if recipe.shares_sequences else WHOLE_SEQUENCES
-    return (*recipe.rules, *shares, *asked, *(rule for owner in OWNERS for rule in owner.RULES))
+    sources = () if recipe.own_data else megatron.data.rules.SOURCE
+    sequences = () if recipe.shares_sequences else WHOLE_SEQUENCES
+    return (*recipe.rules, *sequences, *sources, *(rule for owner in OWNERS for rule in owner.RULES))
 
 
 def resolve(settings: schema.Config, world_size: int) -> schema.Config:
-    """The settings with derived values filled in. Raises SettingsError with everything that cannot work."""
-    found = check(settings, world_size)
+    """Fill in derived values of the settings. Raises SettingsError with all violations."""
+    violations = check(settings, world_size)
     if settings.batch.micro_batch_size == schema.AUTO:
-        found.append("--micro-batch-size auto: nothing chooses it here; give a number")
-    if len(found) == 1:
-        raise SettingsError(found[0])
-    if found:
-        raise SettingsError(f"{len(found)} settings cannot work:{numbered(found)}")
+        violations.append("--micro-batch-size auto: nothing chooses it here; give a number")
+    if len(violations) == 1:
+        raise SettingsError(violations[0])
+    if violations:
+        raise SettingsError(f"{len(violations)} settings cannot work:{numbered(violations)}")
     return filled(settings, world_size)
 
 
 def check(settings: schema.Config, world_size: int) -> list[str]:
-    """Every violation on this many ranks, in the words of the flags, with values near by that would work.
+    """All violations on this many ranks, naming the flags, with nearby values that work.
 
-    Of settings that leave the micro-batch open, what is wrong with every size of it.
+    If the micro-batch size is open, only violations that hold for every size.
     """
-    found, s = rules.violations(settings, world_size, rules_of(settings))
+    violations, s = rules.violations(settings, world_size, rules_of(settings))
     others = stages.problems(s.settings.parallel, s.num_layers)
     if s.world % s.model_ranks == 0:  # otherwise there is no data parallel size to divide batches by
         others += batch.problems(s.settings.batch, s.dp)
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
-    found += rules.of_given_values(others, s)
-    return found + ([] if found else linear_kinds.problems(settings.model, lambda: _tables(settings)))
+    violations += rules.of_given_values(others, s)
+    return violations or linear_kinds.problems(settings.model, lambda: _tables(settings))
 
 
 def _tables(settings: schema.Config) -> dict[int, Table]:
@@ -73,14 +73,14 @@ def _tables(settings: schema.Config) -> dict[int, Table]:
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
-    """What works and is probably not meant, one sentence each: for the log, before training."""
+    """Remarks for the log on settings that work but are probably not intended, one sentence each."""
     return rules.remarks(settings, world_size)
 
 
 def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
-    """name -> sentence, for each setting that somebody gave and that has no effect: a sign that another was forgotten.
+    """name -> sentence, for each given setting without effect: often another setting was forgotten.
 
-    Not of the optimizer in a run that trains nothing: no setting of it has an effect there, and none is missing.
+    With --skip-train, settings of the optimizer are not reported: none of them has an effect.
     """
     own = linear_kinds.idle_of(settings.model)
     table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **own, **recipe_of(settings).idle}
@@ -90,12 +90,12 @@ def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
 
 
 def layout_is_open(settings: schema.Config) -> bool:
-    """Whether the planner has yet to choose the layout, or the micro-batch in it."""
+    """Whether the planner still has to choose the layout or the micro-batch size."""
     return settings.planner.auto_parallel or settings.batch.micro_batch_size == schema.AUTO
 
 
 def filled(c: schema.Config, world: int) -> schema.Config:
-    """Derived values of settings in which nothing is wrong. Each field gets here what its help calls its default."""
+    """Fill in derived values of valid settings: each field gets the default that its help describes."""
     m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
     dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
     by_iters = b.train_iters is not None and o.lr_decay_iters is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of the log about a run that begins, or goes on."""
+"""Log lines at the start of a new or resumed run."""
 
 import math
 import platform
@@ -20,8 +20,8 @@ from megatron.settings.batch import batch_size, samples_left_out
 from megatron.training.state import State
 
 
-def tell(log, notices: list[str], warnings: list[str]) -> None:
-    """Lines of the log for what somebody should know."""
+def log_notices(log, notices: list[str], warnings: list[str]) -> None:
+    """Log notes and warnings, a line each."""
     for notice in notices:
         log(f"note: {notice}")
     for warning in warnings:
@@ -37,7 +37,7 @@ def summary(
     pipeline: Pipeline,
     loaded: bool,
 ) -> str:
-    """What is about to happen, in a few lines. loaded: a checkpoint was."""
+    """The layout, model, batch and device of the run, in a few lines. loaded: whether a checkpoint was loaded."""
     mesh, batch = context.mesh, config.batch
     size, num_microbatches = batch_size(batch, mesh.dp.size, state.consumed_samples)
     full_batch = batch.global_batch_size // batch.micro_batch_size // mesh.dp.size
@@ -62,30 +62,30 @@ def summary(
 
 
 def frozen_line(config: schema.Config, facts: Facts) -> list[str]:
-    """How much of the model is trained, where that is not all of it."""
+    """A line with the numbers of trained and frozen parameters, if any are frozen."""
     trained, frozen = Selection.of(config.optimizer).sizes(facts.weights)
     return [f" > {trained:,} parameters are trained, {frozen:,} are frozen"] if frozen else []
 
 
 def model_parallel_sizes(context: RankContext, stages: list[torch.nn.Module]) -> list[str]:
-    """Megatron-LM's lines about the parameters of each model parallel rank. All ranks together."""
+    """Megatron-LM's lines about the parameters of each model parallel rank. All ranks call it."""
     mesh, parameters = context.mesh, {p for stage in stages for p in stage.parameters()}
     first_copy = mesh.dp.rank == mesh.cp.rank == 0
     own = (mesh.pp.rank, mesh.tp.rank, sum(parameter.numel() for parameter in parameters)) if first_copy else None
     return [
         f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}"
-        for pp, tp, count in sorted(found for found in context.all_gather_object(own) if found)
+        for pp, tp, count in sorted(entry for entry in context.all_gather_object(own) if entry)
     ]
 
 
 def loaded_line(config: schema.Config, mesh, state: State) -> str:
-    """Megatron-LM's line."""
+    """Megatron-LM's line about a loaded checkpoint."""
     place = f"[ t {mesh.tp.rank + 1}/{mesh.tp.size}, p {mesh.pp.rank + 1}/{mesh.pp.size} ]"
     return f"  successfully loaded checkpoint from {config.checkpoint.load} {place} at iteration {state.iteration}"
 
 
 def kernel_instead(config: schema.Config, context: RankContext, facts: Facts) -> list[str]:
-    """That the kernel which was asked for is none of this device's, and which one is taken."""
+    """A note if --attention-backend is not available on this device, with the kernel that replaces it."""
     if context.device.type == "cuda" or config.kernels.attention_backend != "flash":
         return []
     kernel = getattr(facts, "attention_kernel", None)
@@ -96,7 +96,7 @@ def kernel_instead(config: schema.Config, context: RankContext, facts: Facts) ->
 
 
 def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths: Lengths, now: dict[str, int]) -> str:
-    """Where a run goes on, in a line; `now`: axis -> size of this job."""
+    """A line about the point from which a run resumes. now: mesh axis -> its size in this job."""
     rate = learning_rate(config.optimizer, lengths, state.scheduled_samples)
     then = record.get("mesh") or {}
     layouts = " and ".join(dict.fromkeys(f"{_layout(sizes)} {word}" for sizes, word in ((then, "then"), (now, "now"))))
@@ -114,21 +114,21 @@ def _layout(sizes: dict[str, int]) -> str:
 
 
 def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int) -> list[str]:
-    """What to say of the token that a vocabulary of numbers has beside --vocab-size, where samples are numbers."""
+    """A note about the end-of-document token that a vocabulary of numbers has in addition to --vocab-size."""
     if not (recipe.own_data and tokenizer and vocab_size == (config.tokenizer.vocab_size or 0) + 1):
         return []
-    return [f"the vocabulary has {vocab_size} tokens: {vocab_size - 1} is the end of a document, beside --vocab-size"]
+    return [f"the vocabulary has {vocab_size} tokens: --vocab-size, and {vocab_size - 1} for the end of a document"]
 
 
 def nothing_left(batch: schema.Batch, state: State, dp: int) -> list[str]:
-    """What to say of a run that goes on from where it ends."""
+    """A note if a run resumes at its last step."""
     end = state.train_iters(batch, dp)
     done = state.iteration >= end and not batch.skip_train
     return [f"training ends at iteration {end}: nothing is left to train"] if done else []
 
 
 def crowded(context: RankContext) -> list[str]:
-    """What to say of ranks on CPUs that are more than the cores which those of their node may use. All ranks together."""
+    """A note if a node has more ranks on CPUs than usable cores. All ranks call it."""
     if context.device.type != "cpu":
         return []
     nodes: dict[str, list[set[int]]] = {}
@@ -139,13 +139,13 @@ def crowded(context: RankContext) -> list[str]:
     if most <= least:
         return []
     return [
-        f"{most} ranks of a node share {least:g} {'core' if least == 1 else 'cores'}: they take turns, and compute nothing "
-        "sooner than as many ranks as cores (--nproc-per-node)"
+        f"{most} ranks of a node share {least:g} {'core' if least == 1 else 'cores'}: they take turns, and are not faster "
+        "than one rank per core (--nproc-per-node)"
     ]
 
 
 def left_out(batch: schema.Batch, state: State, dp: int) -> list[str]:
-    """What to say of the last samples of --train-epochs, which fill no batch."""
+    """A note about the last samples of --train-epochs, which fill no batch."""
     if batch.train_epochs is None or batch.skip_train:
         return []
     rest = samples_left_out(batch, dp, state.consumed_samples)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Run` holds the objects of a pretraining job; `State` is what changes from step to step, and what checkpoints keep."""
+"""The objects of a pretraining job (`Run`), and its counters, which checkpoints save (`State`)."""
 
 import math
 import time
@@ -35,39 +35,39 @@ from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
 from megatron.training.step_notes import StepNotes
 
-LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint that is being written
+LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint to be written
 
 
 @dataclass(frozen=True)
 class State:
-    """Where a run is. Everything a step depends on besides settings and weights; saved in every checkpoint."""
+    """The progress of a run: everything that a step depends on besides settings and weights. Saved in checkpoints."""
 
     scaler: LossScaler
     iteration: int = 0
     consumed_samples: int = 0
-    scheduled_samples: int = 0  # those whose step was not skipped: what learning rate and weight decay count
+    scheduled_samples: int = 0  # samples of steps that were not skipped: learning rate and weight decay count these
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0
-    recent: Recent = Recent()  # what spikes are measured against
-    left_out: tuple[int, ...] = ()  # iterations whose samples are passed over
+    recent: Recent = Recent()  # the reference for spikes
+    left_out: tuple[int, ...] = ()  # iterations whose samples are skipped
     rollbacks: int = 0
-    # Of a recipe with measures (`training.measures`): the best validation's figure, where it was, how many were no better
-    # since; and the loss of the last one, also where --stop-at-loss asks for it.
+    # For recipes with measures (`training.measures`): figure and step of the best validation, and the number of later ones.
+    # The loss of the last validation is also recorded for --stop-at-loss.
     best: Optional[float] = None
     best_iteration: int = 0
     evaluations_since_best: int = 0
     valid_loss: Optional[float] = None
-    evaluation_due: int = 0  # 1 in what is saved ahead of an evaluation that is judged: it is still to come
+    evaluation_due: int = 0  # 1 if the state was saved before the evaluation after its step
 
-    def behind(self, samples: int) -> "State":
-        """The state behind a step of this many samples; what came of it is for `judged` to say."""
+    def advanced(self, samples: int) -> "State":
+        """The state after a step of this many samples. `judged` adds its outcome."""
         consumed = self.consumed_samples + samples
         return replace(self, iteration=self.iteration + 1, consumed_samples=consumed, evaluation_due=0)
 
     def judged(
         self, samples: int, verdict: StepVerdict, loss: float = 0.0, norm: float = 0.0, window: int = 0
     ) -> "State":
-        """The state once it is known that the last step's samples were trained on, or skipped."""
+        """The state with the outcome of the last step: whether its samples were trained on or skipped."""
         skipped = verdict is StepVerdict.SKIP
         return replace(
             self,
@@ -78,42 +78,42 @@ class State:
         )
 
     def train_iters(self, batch: schema.Batch, dp: int) -> int:
-        """Steps of the whole run that is here now."""
+        """The number of steps of the whole run."""
         return total_iterations(batch, dp, self.iteration, self.consumed_samples)
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state as saved in a checkpoint."""
         return {**asdict(self), "scaler": self.scaler.state()}
 
     def restored(self, record: dict[str, Any]) -> "State":
-        """This state's settings with a checkpoint's counts. Raises CheckpointError where they are none."""
+        """This state with a checkpoint's counters. Raises CheckpointError if they are invalid."""
         try:
             known = {**record, "scaler": self.scaler.restored(record["scaler"])}
-            if "recent" in record:  # checkpoints of earlier versions have none
+            if "recent" in record:  # missing in checkpoints of earlier versions
                 known["recent"] = Recent.of(record["recent"])
             left_out = tuple(sorted({*self.left_out, *record.get("left_out", ())}))
-            found = replace(self, **{**known, "left_out": left_out})
+            state = replace(self, **{**known, "left_out": left_out})
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"state.json does not say where its run was: {error!r}") from None
-        for name, value in vars(found).items():
+            raise CheckpointError(f"state.json has no valid state of its run: {error!r}") from None
+        for name, value in vars(state).items():
             if isinstance(getattr(self, name), int) and not (type(value) is int and 0 <= value < 1 << 63):
-                raise CheckpointError(f"state.json does not say where its run was: {name} {value!r}")
-        return found
+                raise CheckpointError(f"state.json has no valid state of its run: {name} {value!r}")
+        return state
 
 
 def due(interval: Optional[int], iteration: int) -> bool:
-    """Whether something that happens every `interval` steps happens behind this one."""
+    """Whether an action that runs every `interval` steps is due after this iteration."""
     return bool(interval) and iteration % interval == 0
 
 
 @dataclass
 class Run:
-    """A job in progress: what was built once, and `state`, which moves."""
+    """A job in progress: the objects that were built at its start, and its `state`."""
 
     config: schema.Config  # resolved
     context: RankContext
     vocab_size: int  # without padding
-    sums: dict[str, float]  # what stages return: name -> weight in what is minimised
+    sums: dict[str, float]  # sums that stages return: name -> weight in the minimised loss
     stages: list[torch.nn.Module]  # this rank's model chunks
     pipeline: Pipeline
     wire: P2PCommunicator  # to the neighbouring pipeline stages
@@ -128,29 +128,29 @@ class Run:
     state: State
     recorder: Optional[Recorder]
     profiler: Profiler
-    origin: dict[str, Any]  # what checkpoints say of the code, libraries, vocabulary and folder of their run
+    origin: dict[str, Any]  # code, libraries, vocabulary and folder of the run, for checkpoints
     request_loader: Optional[MicroBatchLoader] = None  # --eval-requests
-    requests_at: int = -1  # the step behind which they were evaluated last
-    measures: Any = None  # training.measures.Measures, of a recipe that has some
+    requests_at: int = -1  # the step after which they were last evaluated
+    measures: Any = None  # training.measures.Measures, if the recipe has them
     best_manager: Optional[CheckpointManager] = None
-    reads_late: bool = False  # the host reads the numbers of a step in the next one, where nothing needs them before
-    unread: Optional[Outcome] = None  # the last step's numbers, which the host has not read
+    defers_host_sync: bool = False  # the host reads the numbers of a step during the next one, unless needed earlier
+    unread: Optional[Outcome] = None  # the last step's numbers, if the host has not read them
     notes: StepNotes = field(default_factory=StepNotes)
-    validated: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation of this start
+    validated: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation in this launch
     hooks: Hooks = field(default_factory=Hooks)
-    saved_hooks: Optional[Mapping[str, Any]] = None  # what the checkpoint keeps of hooks that this run goes on from
-    needs_gradient: Optional[list[bool]] = None  # of each chunk, whether anything before it is trained
-    counts: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what else than tokens some sums are divided by for the log
-    returned: Optional[StageOutputs] = field(init=False)  # what stages return, until all ranks have compared it
+    saved_hooks: Optional[Mapping[str, Any]] = None  # state of hooks from the loaded checkpoint
+    needs_gradient: Optional[list[bool]] = None  # for each chunk, whether any parameter before it is trained
+    counts: Mapping[str, str] = field(default_factory=dict)  # sum -> its divisor for the log, if not tokens
+    returned: Optional[StageOutputs] = field(
+        init=False
+    )  # names of sums from stages, until all ranks have compared them
 
     def __post_init__(self):
         self.returned = StageOutputs(self.names)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What stages return sums of: losses, and the tokens that count."""
+        """The names of the sums that stages return: losses, and tokens with a loss."""
         return (*self.sums, "tokens")
 
     @property
@@ -163,40 +163,40 @@ class Run:
 
     @property
     def done(self) -> int:
-        """Steps of which it is known what came of them."""
+        """The number of steps with a known outcome."""
         return self.state.iteration - (self.unread is not None)
 
     def ended_epoch(self, iteration: int, before: int, after: int) -> int:
         """The number of the epoch that this step ends, from `before` to `after` consumed samples, or 0."""
-        if not self.config.batch.train_epochs:  # a ramp-up is walked to its end to know the last step
+        if not self.config.batch.train_epochs:  # avoids computing the last step, which is slow with a ramp-up
             return 0
         return ended_epoch(self.config.batch, before, after, last=iteration >= self.train_iters)
 
     def save_is_due(self, iteration: int, epoch: int) -> bool:
-        """Whether a checkpoint is asked for behind this step, which has ended an epoch (0: none). To be asked of each."""
+        """Whether a checkpoint is due after this step. Call it for each step. epoch: that the step ended, or 0."""
         if self.checkpoint_manager is None:
             return False
         return self.checkpoint_manager.due(iteration) or bool(epoch and due(self.config.checkpoint.save_epoch, epoch))
 
     def num_zeros_in_grad(self, iteration: int) -> Optional[int]:
-        """Of the gradients of a step, where the log wants it (--log-num-zeros-in-grad); all ranks together."""
+        """The number of zeros in the gradients of a step, if it is logged (--log-num-zeros-in-grad). All ranks call it."""
         logging = self.config.logging
         wanted = logging.log_num_zeros_in_grad and due(logging.log_interval, iteration)
         return self.optimizer.num_zeros_in_grad() if wanted else None
 
     def params_norm(self, iteration: int) -> Optional[float]:
-        """Behind a step, where the log wants it (--log-params-norm); all ranks together."""
+        """The norm of the parameters after a step, if it is logged (--log-params-norm). All ranks call it."""
         logging = self.config.logging
         wanted = logging.log_params_norm and due(logging.log_interval, iteration)
         return self.optimizer.params_norm() if wanted else None
 
     def phase(self, name: str, step: Optional[int] = None) -> AbstractContextManager:
-        """Announce a part of the run to all who listen, the heartbeat first: `with run.phase("update"):`."""
+        """Mark a phase of the run for the heartbeat, timers and profiler: `with run.phase("update"):`."""
         self.watch.heartbeat.beat(name, step)
         return phase(name)
 
     def save(self) -> None:
-        """Write a checkpoint of the present state, or begin to; all ranks together. Raises what the manager does."""
+        """Write a checkpoint of the present state, or start to. All ranks call it. Raises the manager's errors."""
         started = time.perf_counter()
         with self.phase("save"):
             self._save()
@@ -207,7 +207,7 @@ class Run:
         self.hooks.call("after_save", self, lambda: SaveFacts(self.state.iteration, settings.save, settings.async_save))
 
     def save_best(self) -> None:
-        """Write the weights as they are to where the best ones are kept; all ranks together."""
+        """Write the present weights to the folder of the best checkpoint. All ranks call it."""
         with self.phase("save"):
             pieces = self.optimizer.pieces(False, unique=True, shared=True)
             self.best_manager.save(self.state.iteration, pieces, self._record(moments=False))
@@ -219,7 +219,7 @@ class Run:
         self.checkpoint_manager.save(self.state.iteration, pieces, self._record(moments))
 
     def _record(self, moments: bool) -> dict[str, Any]:
-        assert self.unread is None, "whether the last step's update was made is not known"
+        assert self.unread is None, "the outcome of the last step has not been read"
         return dict(
             state=self.state.record(),
             optimizer_steps=self.optimizer.step_count if moments else None,
@@ -233,12 +233,12 @@ class Run:
         )
 
     def _samples(self) -> dict[str, list[int]]:
-        """Hashes of a few samples that this run has had: whoever goes on from here can tell whether it would have too."""
+        """Hashes of a few samples of this run, by which a resumed run checks that it reads the same ones."""
         places = probe_places(self.state.consumed_samples) if self.context.is_rank_zero else []
         return {str(place): list(self.train_loader.sample_hash(place)) for place in places}
 
     def close(self, error: Optional[BaseException] = None) -> None:
-        """Stop helpers, close files, part from the other ranks; after a failure without waiting for them."""
+        """Stop threads, close files and leave the job; after a failure, without waiting for other ranks."""
         error = peer_lost(error, self.watch.heartbeat, self.config) or error
         orderly = error is None or isinstance(error, Preempted)
         if orderly:
@@ -258,7 +258,5 @@ class Run:
         self.watch.close()
         if orderly:
             leave_job(self.context)
-        if (
-            self.checkpoint_manager and error is None
-        ):  # once the process group is closed: the other ranks must not wait for the copies
+        if self.checkpoint_manager and error is None:  # without process group: other ranks must not wait for copies
             self.checkpoint_manager.close_copies(lambda: self.watch.heartbeat.beat("save"))

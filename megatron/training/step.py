@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`train_step`: the passes of one global batch, what came of them, and the update."""
+"""`train_step`: forward and backward passes of one global batch, their outcome, and the update."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,16 +26,16 @@ from megatron.training.state import Run, due
 
 
 def train_step(run: Run) -> Optional[StepMetrics]:
-    """One optimizer step over one global batch. Advances `run.state` and says what happened.
+    """Run one optimizer step over one global batch. Advances `run.state` and returns the step's metrics.
 
-    None where that is not read yet (`reads_late`), but for the step before, which is recorded; and where the run went
-    back, or has to repeat this step: `run.state.iteration` has not become greater then.
+    Returns None if the host has not read them yet (`defers_host_sync`), in which case the last step's metrics are recorded.
+    Also returns None after a rollback, or if the step must be repeated: then `run.state.iteration` does not increase.
     """
     config, watch = run.config, run.watch
     consumed, iteration = run.state.consumed_samples, run.state.iteration + 1
     size, num_microbatches = batch_size(config.batch, run.dp, consumed)
     if iteration in run.state.left_out:
-        return skip_batch(run, size) if take_in_unread(run) else None
+        return skip_batch(run, size) if record_unread_outcome(run) else None
     loss_func, unscale = make_loss_func(config, run.sums, loss_scale(run), size, num_microbatches * run.dp)
     with run.phase("data", step=iteration):
         batches = micro_batches(run, run.train_loader, consumed, num_microbatches)
@@ -43,12 +43,12 @@ def train_step(run: Run) -> Optional[StepMetrics]:
         sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.returned)
     with run.phase("reduce"):
         totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
-    if run.returned is not None:  # the first step of this start
+    if run.returned is not None:  # the first step of this launch
         run.returned.check(watch.all_gather_object)
         run.returned = None
-    if not take_in_unread(run):
+    if not record_unread_outcome(run):
         return None
-    state, late = run.state, not reads_at_once(run, iteration)
+    state, late = run.state, not needs_host_sync(run, iteration)
     figures = Figures(totals, len(run.names), unscale, config.optimizer.clip_grad)
     outcome = Outcome(
         iteration,
@@ -66,25 +66,27 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     if verdict is StepVerdict.ROLLBACK:
         return rollback(run, iteration)
     if verdict is StepVerdict.SKIP:
-        run.optimizer.buffers.take_back()
+        run.optimizer.buffers.rollback()
     else:
         run.optimizer.buffers.combine()
         run.hooks.call("before_update", run, lambda: update_facts(run, outcome.rate))
         decay = weight_decay(config.optimizer, run.lengths, state.scheduled_samples)
         with run.phase("update"):
             run.optimizer.step(outcome.rate, decay, outcome.factor, outcome.decoupled, outcome.skip)
-    run.state = state.behind(size)
+    run.state = state.advanced(size)
     if late:
         run.unread = outcome
         return None
-    return take_in(run, outcome, verdict)
+    return record_outcome(run, outcome, verdict)
 
 
-def reads_at_once(run: Run, iteration: int) -> bool:
-    """Whether the host waits for the numbers of a step before its update: always where that costs nothing, else where
-    something that comes behind the step needs to know, or was asked for by somebody.
+def needs_host_sync(run: Run, iteration: int) -> bool:
+    """Whether the host waits for the numbers of a step before its update.
+
+    It always does if waiting costs nothing; otherwise only if something after the step (a save, an evaluation, a stop)
+    depends on them.
     """
-    if not run.reads_late or iteration >= run.train_iters or run.watch.stop:
+    if not run.defers_host_sync or iteration >= run.train_iters or run.watch.stop:
         return True
     batch, logging, consumed = run.config.batch, run.config.logging, run.state.consumed_samples
     epoch = run.ended_epoch(iteration, consumed, consumed + batch_size(batch, run.dp, consumed)[0])
@@ -95,7 +97,7 @@ def reads_at_once(run: Run, iteration: int) -> bool:
 
 
 def loss_scale(run: Run) -> float | torch.Tensor:
-    """The loss scale of the next step; on the device, an fp64 scalar, where that alone knows if the last one overflowed."""
+    """The loss scale of the next step. It is an fp64 scalar on the device if the host has not read the last outcome."""
     scaler, last = run.state.scaler, run.unread
     if last is None:
         return scaler.scale
@@ -104,7 +106,7 @@ def loss_scale(run: Run) -> float | torch.Tensor:
 
 
 def judge(run: Run, outcome: Outcome) -> StepVerdict:
-    """What the guards say of a step, whose numbers are read for that."""
+    """Read the numbers of a step and return the verdict of the guards."""
     outcome.read(run.sums, run.watch.count)
     outcome.means = shown(outcome.means, run.counts)
     return run.watch.judge(
@@ -118,9 +120,10 @@ def judge(run: Run, outcome: Outcome) -> StepVerdict:
     )
 
 
-def take_in_unread(run: Run) -> bool:
-    """Read what came of the step before, if that was put off, and record it. False where the step at hand ends here:
-    the run has gone back, or the gradients of this step are lost.
+def record_unread_outcome(run: Run) -> bool:
+    """Read and record the outcome of the last step, if that was deferred.
+
+    Returns False if the present step ends here: after a rollback, or if its gradients are lost.
     """
     outcome = run.unread
     if outcome is None:
@@ -131,15 +134,15 @@ def take_in_unread(run: Run) -> bool:
         rollback(run, outcome.iteration)
         return False
     if verdict is StepVerdict.SKIP:
-        run.optimizer.take_back_step()
-    record_step(run, take_in(run, outcome, verdict))
+        run.optimizer.undo_step_count()
+    record_step(run, record_outcome(run, outcome, verdict))
     if outcome.repeated:
-        run.optimizer.buffers.take_back()
+        run.optimizer.buffers.rollback()
     return not outcome.repeated
 
 
-def take_in(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetrics:
-    """Bring `run.state` up to date with what came of the last step, and say it."""
+def record_outcome(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetrics:
+    """Update `run.state` with the outcome of the last step, and return the step's metrics."""
     loss, spike = next(iter(outcome.means.values())), run.watch.spike
     run.state = run.state.judged(outcome.size, verdict, loss, outcome.norm, window=run.config.guard.spike_window)
     return StepMetrics(
@@ -160,7 +163,7 @@ def take_in(run: Run, outcome: Outcome, verdict: StepVerdict) -> StepMetrics:
 
 
 def record_step(run: Run, step: Optional[StepMetrics]) -> None:
-    """The log and the files take in a step that was done."""
+    """Write a step to the log and the files, and call the hooks."""
     if step is None:
         return
     run.metrics.record(step)
@@ -173,7 +176,7 @@ def record_step(run: Run, step: Optional[StepMetrics]) -> None:
 def forward_backward(
     run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[StageOutputs] = None
 ) -> torch.Tensor:
-    """Forward and backward passes of a step, in the order of the schedule; this rank's sums."""
+    """Run the forward and backward passes of a step in the order of the schedule. Returns this rank's sums."""
     ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
     record = run.recorder.record() if run.recorder else None
     run.optimizer.set_num_microbatches(len(batches))
@@ -186,7 +189,7 @@ def forward_backward(
 
 
 def find_cause(run: Run, outcome: Outcome) -> str:
-    """Where the first value of a step that is not finite was made, in words; all ranks together."""
+    """Find where the first non-finite value of a step was computed, in words. All ranks call it."""
 
     def replay(on_op):
         return run.optimizer.finalize_grads(forward_backward(run, outcome.batches, outcome.loss_func, on_op))
@@ -202,5 +205,5 @@ def micro_batches(run: Run, batches: MicroBatchLoader, consumed: int, num_microb
 
 
 def zero_unless_first_tp_rank(run: Run, sums: torch.Tensor) -> torch.Tensor:
-    """A rank's sums, as its part of those over all ranks: tensor-parallel ranks have seen the same tokens."""
+    """A rank's part of the sums over all ranks: tensor parallel ranks have the same tokens, so the first one counts."""
     return sums if run.context.mesh.tp.rank == 0 else torch.zeros_like(sums)

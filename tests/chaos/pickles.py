@@ -101,7 +101,7 @@ def of_subject(make: Callable[[Path], Subject], folder: Path) -> list[Place]:
     return [Place(folder / name, partial(subject.use, name)) for name in subject.files]
 
 
-def of_megatron(folder: Path) -> list[Place]:
+def megatron_format_problem(folder: Path) -> list[Place]:
     """Megatron-LM's classic checkpoints."""
     theirs = folder / "theirs" / "iter_0000300" / "mp_rank_00" / "model_optim_rng.pt"
     theirs.parent.mkdir(parents=True)
@@ -169,7 +169,7 @@ PLACES: dict[str, Callable[[Path], list[Place]]] = {
     "checkpoint": partial(of_subject, Checkpoint),
     "token-files": partial(of_subject, Tokens),
     "index-cache": partial(of_subject, IndexCache),
-    "from-megatron": of_megatron,
+    "from-megatron": megatron_format_problem,
     "from-hf": of_hugging_face,
     "vocabulary-settings-text": of_text,
 }

@@ -351,7 +351,7 @@ PLACES: dict[str, Callable[[Trap], Any]] = {
     "shard write": shard_write,
     "before manifest": before("megatron.checkpoint.folder", "commit"),
     "before rename": before_rename,
-    "before tracker": before("megatron.checkpoint.storage", "replace_file"),
+    "before tracker": before("megatron.checkpoint.backends", "replace_file"),
     "retention": retention,
     "value": spoil,
     "bit": flip,

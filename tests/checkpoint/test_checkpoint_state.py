@@ -89,7 +89,7 @@ def test_a_missing_or_torn_tracker_means_the_newest_and_a_notice(folder, content
 def test_a_tracker_set_back_is_followed_and_said(folder):
     (folder / TRACKER).write_text("2\n")
     iteration, _, notices = restored(folder)
-    assert iteration == 2 and "newer ones are there too: [3]" in notices[0]
+    assert iteration == 2 and "but there are newer ones: [3]" in notices[0]
 
 
 def test_every_bit_of_the_tracker_may_flip(folder):
@@ -177,11 +177,11 @@ def test_checkpoints_of_megatron_lm_are_recognised(tmp_path):
 @pytest.mark.parametrize("name", ["release/mp_rank_00", "release/mp_rank_00_001", "release/__0_0.distcp", "mp_rank_00"])
 @pytest.mark.parametrize("auto_resume", [False, True])
 def test_a_release_of_megatron_lm_is_no_folder_that_lost_its_checkpoints(name, auto_resume, tmp_path):
-    """Its tracker says `release`: neither a trace of a run of ours, nor a reason to begin anew."""
+    """Its tracker says `release`: neither a trace of a run of ours, nor a reason for a new run."""
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     settings = Checkpoint(load=str(tmp_path), save=str(tmp_path), auto_resume=auto_resume)
-    with pytest.raises(CheckpointError, match=r"make one of this with \S+ -m \S+checkpoint\s+from-megatron") as refused:
+    with pytest.raises(CheckpointError, match=r"convert it with \S+ -m \S+checkpoint\s+from-megatron") as refused:
         restore(tmp_path, [], allow_empty=lambda: may_begin(settings))
     assert "holds no checkpoint" not in str(refused.value)
     which = SimpleNamespace(ckpt_step=None)

@@ -97,7 +97,7 @@ def _optimizer(config, world_size: int, rank: int) -> DistributedOptimizer:
 
 
 @pytest.fixture(scope="module")
-def saved_by(ranks_of, tmp_path_factory):
+def save_on_record(ranks_of, tmp_path_factory):
     """Layout -> folder of the checkpoint that its ranks wrote."""
 
     @cache
@@ -124,8 +124,8 @@ STATE = State(
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("after", LAYOUTS)
 @pytest.mark.parametrize("before", LAYOUTS)
-def test_every_layout_loads_what_every_other_wrote(before, after, saved_by, ranks_of):
-    folder, ranks = saved_by(before), ranks_of(after)
+def test_every_layout_loads_what_every_other_wrote(before, after, save_on_record, ranks_of):
+    folder, ranks = save_on_record(before), ranks_of(after)
     ranks.fill(lambda name, shape: torch.full(shape, float("nan")))
     for rank, optimizer in enumerate(ranks.optimizers):
         pieces = optimizer.pieces()

@@ -110,7 +110,7 @@ def test_the_next_save_waits_for_the_last(tmp_path, monkeypatch):
 def test_an_error_of_the_writer_reaches_training(tmp_path):
     manager = CheckpointManager(settings(tmp_path, async_save=True), log=lambda text: None)
     manager.save(1, [piece._replace(shape=(5, 3)) for piece in pieces_of(1)], {})  # a hole of three elements
-    with pytest.raises(CheckpointError, match="do not make the tensor"):
+    with pytest.raises(CheckpointError, match="do not form the tensor"):
         manager.save(2, pieces_of(2), {})
     manager.save(3, pieces_of(3), {})
     manager.close()

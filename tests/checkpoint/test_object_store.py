@@ -19,12 +19,12 @@ from safetensors.torch import load as load_safetensors
 
 import pretrain_gpt
 from megatron.checkpoint import manager, survey
+from megatron.checkpoint.backends import backend_of
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.copies import Copies
 from megatron.checkpoint.folder import TRACKER, Saver, checkpoints, prune, read_tracker, restore
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.reader import Reader
-from megatron.checkpoint.storage import storage_of
 from megatron.checkpoint.store import Piece, write_shard
 from megatron.errors import CheckpointError, Failure, Locked, StorageError, UsageError, exit_code
 from megatron.settings.schema import Checkpoint
@@ -441,7 +441,7 @@ def test_a_file_that_arrives_shorter_is_noticed_before_the_checkpoint_appears(bu
     save(bucket, 1)
     real = urls.filesystem(bucket.partition(":")[0], os.getpid())
     monkeypatch.setattr(urls, "filesystem", lambda protocol, process: Losing(real, 1))
-    with pytest.raises(StorageError, match="did not keep what it was given") as caught:
+    with pytest.raises(StorageError, match="has files of wrong sizes") as caught:
         save(bucket, 2)
     assert "bytes instead of" in str(caught.value) and list(checkpoints(location(bucket))) == [1]
     losing = Losing(real, 1)
@@ -588,7 +588,7 @@ def test_a_kill_at_any_request_of_a_deletion_leaves_whole_checkpoints_or_none(bu
         with monkeypatch.context() as patch:
             # One object a request, as a store without bulk deletion does it.
             patch.setattr(urls, "remove_all", lambda paths: [path.unlink() for path in paths])
-            patch.setattr("megatron.checkpoint.storage.remove_all", lambda paths: [path.unlink() for path in paths])
+            patch.setattr("megatron.checkpoint.backends.remove_all", lambda paths: [path.unlink() for path in paths])
             proxies = lay(patch, fault)
             try:
                 prune(folder, keep_last=1)
@@ -687,7 +687,7 @@ def test_a_copy_in_which_a_byte_differs_does_not_appear(bucket, tmp_path, monkey
     copies = Copies(bucket, log=told.append)
     copies.add(path)
     copies.close()
-    assert "is not what was copied" in told[0] and not checkpoints(location(bucket))
+    assert "differs from the original" in told[0] and not checkpoints(location(bucket))
 
 
 # ---------------------------------------------------------------------------------------------------- names
@@ -756,7 +756,7 @@ def test_threads_share_one_connection_and_forked_children_have_their_own(bucket,
 
 @pytest.mark.parametrize("bucket", ["memory"], indirect=True)
 def test_a_failure_is_never_an_absent_checkpoint(bucket, monkeypatch):
-    """`--auto-resume` on a store that is away must not start anew."""
+    """`--auto-resume` on a store that is away must not start a new run."""
     save(bucket, 1)
     monkeypatch.setattr(urls, "TRIES", 1)
 
@@ -767,7 +767,7 @@ def test_a_failure_is_never_an_absent_checkpoint(bucket, monkeypatch):
     with pytest.raises(Failure) as caught:
         restore(bucket, pieces_of(-1), allow_empty=True)
     assert exit_code(caught.value) == 6 and "access is denied" in str(caught.value)
-    assert storage_of(location(bucket)) is not storage_of(location("runs/a"))
+    assert backend_of(location(bucket)) is not backend_of(location("runs/a"))
 
 
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)

@@ -118,8 +118,8 @@ def test_load_strictness(tmp_path, capsys):
     capsys.readouterr()
     _pretrain(0, f"{flags} --load-strictness warn-all")
     said = capsys.readouterr().out
-    assert re.search(r"note: .*12 tensors keep their first values: .*mlp_norm", said)
-    assert "1 tensors are left out: stranger: not in this run" in said
+    assert re.search(r"note: .*12 tensors keep their initial values: .*mlp_norm", said)
+    assert "1 tensors are not loaded: stranger: not in this run" in said
 
 
 def test_resharded_and_exported_checkpoints_go_on(tmp_path):

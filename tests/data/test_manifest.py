@@ -130,7 +130,7 @@ def test_training_verifies_first(tmp_path, capsys):
     pretrain_gpt.main(flags.split())
     assert "verified 1 dataset in" in capsys.readouterr().out
     flip(tmp_path / "d.bin", 77)
-    with pytest.raises(DataError, match="not what was written") as caught:
+    with pytest.raises(DataError, match="differ from what was written") as caught:
         pretrain_gpt.main(flags.split())
     assert "d.bin is damaged between bytes 0 and 6,000" in str(caught.value)
 

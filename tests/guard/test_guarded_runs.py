@@ -162,7 +162,7 @@ def _interrupted(rank, flags, world, times=1, at_sample=18):
 def test_ctrl_c_on_one_rank_saves_that_step_and_says_how_to_go_on(more, run_ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_COMMAND", f"launch pretrain_gpt.py --lr 1 --save {tmp_path} --ckpt-step 9")
     answers = run_ranks(2, _interrupted, f"--train-iters 9 --save {tmp_path} {more}", 2)
-    go_on = f"to go on: launch pretrain_gpt.py --lr 1 --save {tmp_path} --load {tmp_path}"
+    go_on = f"to resume: launch pretrain_gpt.py --lr 1 --save {tmp_path} --load {tmp_path}"
     last = f"the last checkpoint: {tmp_path}/iter_0000003"
     assert answers == [("stopped at iteration 3: interrupted by Ctrl-C", last, go_on)] * 2
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000003"]
@@ -173,13 +173,13 @@ def test_ctrl_c_on_one_rank_saves_that_step_and_says_how_to_go_on(more, run_rank
 def test_a_script_around_the_training_says_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setenv("RESUME_COMMAND", "bash scripts/quickstart.sh --train-iters 9 ")
     answer = _interrupted(0, f"--train-iters 9 --save {tmp_path}", 1)
-    assert answer[-1] == "to go on: bash scripts/quickstart.sh --train-iters 9"
+    assert answer[-1] == "to resume: bash scripts/quickstart.sh --train-iters 9"
 
 
 def test_ctrl_c_says_that_nothing_is_saved(tmp_path, capfd):
     answer = _interrupted(0, f"--train-iters 9 --metrics-file {tmp_path}/metrics.jsonl", 1)
     assert answer == ("stopped at iteration 3: interrupted by Ctrl-C", "nothing is saved: there is no --save", None)
-    assert "Ctrl-C: stopping behind this step, nothing is saved, for there is no --save" in capfd.readouterr().err
+    assert "Ctrl-C: stopping after this step, nothing is saved, because there is no --save" in capfd.readouterr().err
     assert status.look(tmp_path).state == "interrupted"
 
 
@@ -202,8 +202,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("MEGATRON_COMMAND", f"python pretrain_gpt.py --save {tmp_path} --load {tmp_path} --auto-resume")
     flags = f"--train-iters 9 --save {tmp_path} --load {tmp_path} --auto-resume --save-interval 2"
     what, why, do = _interrupted(0, flags, 1, times=2)
-    assert what == "interrupted behind iteration 2 of 9" and why.endswith("iter_0000002")
-    assert do == f"to go on: {os.environ['MEGATRON_COMMAND']}"  # as it is: it loads what it saves
+    assert what == "interrupted after iteration 2 of 9" and why.endswith("iter_0000002")
+    assert do == f"to resume: {os.environ['MEGATRON_COMMAND']}"  # as it is: it loads what it saves
     assert capfd.readouterr().err.count(f"saving in {tmp_path}; once more ends at once") == 1
     assert status.look(tmp_path).state == "interrupted"
 
@@ -212,7 +212,7 @@ def test_ctrl_c_after_the_last_step_ends_the_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.training.loop.evaluate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     flags = f"--train-iters 3 --save {tmp_path} --eval-iters 1"
     what, why, _ = _interrupted(0, flags, 1, times=0)
-    assert what == "interrupted behind iteration 3 of 3" and why.endswith("iter_0000003")
+    assert what == "interrupted after iteration 3 of 3" and why.endswith("iter_0000003")
 
 
 def test_a_sigint_that_is_ignored_or_taken_stays_so(tmp_path, monkeypatch):

@@ -70,8 +70,8 @@ class AdaptedGPT(GPT):
 
 def recipe():
     own = dict(facts=AdapterFacts, groups={"adapters": AdapterSettings}, starts_from=("GPT",))
-    anew = lambda name, stored: ".adapter." in name and not stored
-    return pretrain_gpt.variant("tests.models.adapters", AdaptedGPT, anew=anew, **own)
+    reinitialize = lambda name, stored: ".adapter." in name and not stored
+    return pretrain_gpt.variant("tests.models.adapters", AdaptedGPT, reinitialize=reinitialize, **own)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def test_heads_that_a_checkpoint_has_not_begin_anew(flags, tmp_path, capsys):
     for before, after in ((first, second), (second, third)):
         torch.testing.assert_close({name: after[name] for name in before}, before, rtol=0, atol=1e-9)
     assert not torch.equal(second["tasks.topic.pooler.weight"], third["tasks.mood.pooler.weight"])
-    assert not pretrain_bert.recipe().anew("binary.pooler.bias", False)  # what is no task's head must be there
+    assert not pretrain_bert.recipe().reinitialize("binary.pooler.bias", False)  # what is no task's head must be there
 
     # The second stage: one of the tasks by itself, on what all of them have taught.
     folder = Path(mood.split(":")[1]).parent

@@ -191,7 +191,7 @@ def test_a_step_that_is_skipped_leaves_them(tmp_path):
     flags = "--fp16 --initial-loss-scale 1048576 --hysteresis 1"
     for name, late in {"now": False, "late": True}.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "reads_late", lambda *args, late=late: late)
+            patch.setattr(build, "defers_host_sync", lambda *args, late=late: late)
             observe(0, f"{flags} --save {tmp_path / name}")
         skipped = sum(step["skipped"] for step in records(tmp_path / name, "step"))
         found = read_all(tmp_path / name)
@@ -227,7 +227,7 @@ def test_rules(stage):
             model.hit[rank] = True
             optimizer.step(0.0, 0.0, 1.0)
         model.max += 100
-        optimizer.buffers.take_back()
+        optimizer.buffers.rollback()
         return {name: held.tensor.tolist() for name, held in placed_buffers(model).items()}
 
     one, other = run_ranks(2, steps)

@@ -280,7 +280,7 @@ def test_a_kind_that_says_nothing_changes_no_bit(model, tmp_path):
 
 
 def test_pairs_are_put_on_a_model_that_has_none(tmp_path, capsys):
-    """--finetune takes the weights of a GPT; pairs begin anew, so that the first loss is the GPT's."""
+    """--finetune takes the weights of a GPT; pairs are reinitialized, so that the first loss is the GPT's."""
     pretrain_gpt.main(f"{LINE} --train-iters 2 --save {tmp_path / 'base'}".split())
     pretrain_gpt.main(
         f"{LINE} --train-iters 1 --finetune --load {tmp_path / 'base'} --save {tmp_path / 'more'}".split()

@@ -62,7 +62,7 @@ def test_boxes_of_weights_that_two_axes_cut(cut):
             wanted = expected(whole, cut, (mesh.ep.rank, ep), (mesh.etp.rank, etp))
             assert held.shape == wanted.shape and np.array_equal(held, wanted), (shape, sizes, mesh.rank)
             assert all(n <= m for n, m in zip(extent, local, strict=True))
-            if placed.owned(mesh.coordinates) and mesh.expert_dp.rank == 0:
+            if placed.is_primary(mesh.coordinates) and mesh.expert_dp.rank == 0:
                 counted[held] += 1
         assert (counted == 1).all(), (shape, ep, etp)  # every element on one rank that counts it
 
@@ -84,12 +84,12 @@ def test_who_counts_copies():
     """Copies of an expert's bias lie along etp, which may be other ranks than tp's; those of dense weights along tp."""
     mesh = [Mesh(rank, tp=2, replicate=2, ep=2, etp=1, create_groups=False) for rank in range(4)]
     bias = Placement((4, 6), Constant(0.0), cut={"ep": 0}, decay=False)
-    assert [bias.owned(each.coordinates) for each in mesh] == [True] * 4  # ep: [0 1] [2 3], no copies along tp
-    assert [Placement((6,), Constant(0.0)).owned(each.coordinates) for each in mesh] == [True, False] * 2
+    assert [bias.is_primary(each.coordinates) for each in mesh] == [True] * 4  # ep: [0 1] [2 3], no copies along tp
+    assert [Placement((6,), Constant(0.0)).is_primary(each.coordinates) for each in mesh] == [True, False] * 2
     divided = [Mesh(rank, replicate=4, ep=2, etp=2, create_groups=False) for rank in range(4)]
-    assert [bias.owned(each.coordinates) for each in divided] == [True, False] * 2
+    assert [bias.is_primary(each.coordinates) for each in divided] == [True, False] * 2
     summed = Placement((6,), Constant(0.0), partial=("ep", "etp"))
-    assert [summed.owned(each.coordinates) for each in divided] == [True, False, False, False]
+    assert [summed.is_primary(each.coordinates) for each in divided] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

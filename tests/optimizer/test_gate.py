@@ -49,7 +49,7 @@ def trained(rank: int, sizes: dict, settings: Optimizer, stage: int, gates: str,
         else:
             optimizer.step(1e-2, 0.1, torch.tensor(SCALE), skip=torch.tensor(gate == "u"))
         if gate == "u":
-            optimizer.take_back_step()
+            optimizer.undo_step_count()
     with optimizer.gathered_parameters():
         found = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     state = {(at, piece.name): piece.tensor.clone() for at, piece in enumerate(optimizer.pieces())}

@@ -85,7 +85,7 @@ def test_verify_data_reads_every_byte_first(corpus, build, tmp_path):
     raw[-1] ^= 64
     (tmp_path / "a.bin").write_bytes(raw)
     build(flags)
-    with pytest.raises(DataError, match="not what was written"):
+    with pytest.raises(DataError, match="differ from what was written"):
         build(f"{flags} --verify-data")
 
 

@@ -188,7 +188,8 @@ def test_a_state_goes_on_with_the_run(command, read, tmp_path, capsys):
     capsys.readouterr()
     pretrain_gpt.main(command(f"{flags} --train-iters 5 {hooks('Remembers', 'Recorder')}"))
     assert (
-        f"note: the checkpoint keeps a state of hook {HERE}:Remembers#2, which is not here" in capsys.readouterr().out
+        f"note: the checkpoint has a state of hook {HERE}:Remembers#2, which this run does not have"
+        in capsys.readouterr().out
     )
     CALLS.clear()
     pretrain_gpt.main(command(f"--load {tmp_path} --finetune --train-iters 1 {hooks('Remembers')}"))
@@ -212,7 +213,7 @@ def test_training_is_the_same_on_all_ranks(command, read, run_ranks, tmp_path):
         ("Stops", NumericsError.code, "Stops, before_step at iteration 0: NumericsError: enough\n    of it"),
         ("Orders", 1, "Orders, before_step at iteration 0: it returned False"),
         ("Writes", 1, "Writes, after_step at iteration 1: FrozenInstanceError"),
-        ("Unspeakable", 1, "Unspeakable, state_dict: it has to be what JSON can hold: TypeError"),
+        ("Unspeakable", 1, "Unspeakable, state_dict: it must consist of JSON values: TypeError"),
         ("WritesInside", 1, "WritesInside, after_evaluation at iteration 2: TypeError"),
     ],
 )

@@ -10,7 +10,7 @@ import pretrain_gpt
 from megatron.errors import SettingsError
 from megatron.settings.from_checkpoint import saved_record
 from megatron.telemetry.metrics import Metrics
-from megatron.training.measures import enough, judge
+from megatron.training.measures import early_end_reason, judge
 from tests.tasks.classification import SIZE, Toy
 from tests.tasks.test_finetune import TUNE, trunk, tune  # noqa: F401
 from tests.training.test_plain_loop import records
@@ -184,11 +184,11 @@ def test_a_figure_that_is_no_number_is_never_the_best(tmp_path):
         judge(run, {"mse": value})
         since.append(run.state.evaluations_since_best)
     assert since == [1, 2] and run.state.best is None
-    assert enough(run) == "--patience 2: no evaluation had a mse that is a number"
+    assert early_end_reason(run) == "--patience 2: no evaluation had a mse that is a number"
     judge(run, {"mse": 0.5})
     judge(run, {"mse": math.nan})
     judge(run, {"mse": 0.4})
-    assert run.state.best == 0.4 and enough(run) is None
+    assert run.state.best == 0.4 and early_end_reason(run) is None
 
 
 def test_a_new_head_may_look_at_other_tokens_and_have_other_labels(trunk, tmp_path, capsys):  # noqa: F811

@@ -326,11 +326,11 @@ def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path
     [iteration] = [int(path.name[5:]) for path in (tmp_path / "saved").glob("iter_*")]
     last = f"saved/iter_{iteration:07d}"
     assert code == 130 and said[-4:-1] == [
-        "Ctrl-C: stopping behind this step, saving in saved; once more ends at once",
+        "Ctrl-C: stopping after this step, saving in saved; press it again to end immediately",
         f"stopped at iteration {iteration}: interrupted by Ctrl-C",
         f"  the last checkpoint: {last}",
     ]
-    assert said[-1].startswith("  -> to go on: ") and said[-1].endswith(f"{' '.join(flags)} --load saved")
+    assert said[-1].startswith("  -> to resume: ") and said[-1].endswith(f"{' '.join(flags)} --load saved")
     assert "-m megatron.tools.launch --nproc-per-node 2 " in said[-1]
     shown = status.look(tmp_path / "saved")
     assert (shown.state, shown.iteration, shown.checkpoint) == ("interrupted", iteration, iteration)

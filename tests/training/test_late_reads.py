@@ -29,7 +29,7 @@ NOT_FINITE = "fp16, constant scale that is too large"  # steps in a row are skip
 
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
-    monkeypatch.setattr(build, "reads_late", lambda config, context, optimizer: optimizer.skips_on_device)
+    monkeypatch.setattr(build, "defers_host_sync", lambda config, context, optimizer: optimizer.skips_on_device)
 
 
 def test_a_step_is_read_in_the_next_one(monkeypatch):

@@ -45,7 +45,7 @@ def test_three_steps_that_crawl_beside_other_programs(machine):
     looks = machine(busy=True)
     [(number, words)] = walk(Pace(2, ranks_here=3), [0.1] * 12 + [0.9, 0.1, 0.9, 0.9, 0.9, 0.9, 0.1])
     assert number == 17 and looks == [(6, 6)]  # one slow step, or two, are no reason to look
-    assert "steps take 0.9 s, 0.1 s before" in words and "sleep from here on" in words
+    assert "steps take 0.9 s, 0.1 s before" in words and "sleep from now on" in words
 
 
 def test_steps_that_are_slow_from_the_start_are_looked_at_once(machine):
@@ -73,7 +73,9 @@ def test_a_quiet_machine_and_threads_that_do_not_spin(machine, monkeypatch):
 def test_a_library_that_cannot_is_told_what_can(machine):
     machine(busy=True, can=False)
     [(_, words)] = walk(Pace(2), [0.1] * 12 + [0.9] * 9)
-    assert "go on from the last checkpoint with OMP_WAIT_POLICY=PASSIVE" in words and "2.1 s a step became 0.3" in words
+    assert (
+        "resume from the last checkpoint with OMP_WAIT_POLICY=PASSIVE" in words and "2.1 s a step became 0.3" in words
+    )
 
 
 def test_the_log_says_it_once_and_training_is_the_same(machine, monkeypatch, tmp_path, capsys):

@@ -9,7 +9,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
 from megatron.guard.changes import change_messages
 from megatron.optimizer.lr_schedule import Lengths
-from megatron.optimizer.resumed_schedule import drift, lengths_of, sentence
+from megatron.optimizer.resumed_schedule import drift, drift_message, lengths_of
 from megatron.settings.parse import parse_pretrain
 from megatron.tools.status import look
 from megatron.training.launches import read_run
@@ -63,9 +63,9 @@ def test_a_longer_run_follows_the_schedule_that_it_is_told_to(choice, tmp_path, 
     assert second["followed"].get("lr_decay_iters", SHORT) == SHORT
     if said:
         assert "the learning rate falls over 20 steps, 10 in the checkpoint" in said[0]
-        assert "To go on as before: --lr-decay-iters 10, or --resume-schedule checkpoint" in said[0]
+        assert "To continue as before: --lr-decay-iters 10, or --resume-schedule checkpoint" in said[0]
         assert "the weight decay grows over 20 steps, 10 in the checkpoint" in said[0]
-        assert "(meant so: --resume-schedule command)" in said[0]
+        assert "(if that is intended: --resume-schedule command)" in said[0]
 
 
 def test_the_flag_of_the_warning_goes_on_as_before(tmp_path, capsys):
@@ -162,7 +162,7 @@ def test_a_batch_that_follows_the_ranks_is_said_and_the_lengths_in_steps_are_not
     flags = "--lr 1e-2 --train-iters 10"
     [found] = drift(config(flags, 1), record(flags, 4), 1)
     assert str(found) == "a step has 2 samples, 8 in the checkpoint (--global-batch-size 8)"
-    assert "--resume-schedule" not in sentence([found], None)
+    assert "--resume-schedule" not in drift_message([found], None)
     assert drift(config(f"{flags} --global-batch-size 2"), record(flags, 4), 1)[0].of_schedule  # asked for
 
 
@@ -191,12 +191,12 @@ def test_lengths_of_a_record():
 def test_a_checkpoint_without_a_schedule_cannot_be_followed():
     from megatron.optimizer.resumed_schedule import follow
 
-    with pytest.raises(SettingsError, match="tells of no schedule"):
+    with pytest.raises(SettingsError, match="has no schedule"):
         follow(config(f"{BASE} --train-iters 10 --load x --resume-schedule checkpoint"), {}, 1)
     for name, value in (("lr", "high"), ("lr", None), ("lr_decay_style", "cosin"), ("weight_decay", float("nan"))):
         damaged = record(f"{BASE} --train-iters 10")
         damaged["config"]["optimizer"][name] = value
-        with pytest.raises(SettingsError, match="tells of no schedule"):
+        with pytest.raises(SettingsError, match="has no schedule"):
             follow(config(f"{BASE} --train-iters 10 --load x --resume-schedule checkpoint"), damaged, 1)
 
 

@@ -9,7 +9,7 @@ from megatron.errors import SettingsError
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]
 RUN = """--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --mock-data --lr 1e-3 --eval-iters 0
     --micro-batch-size 2 --device cpu --num-workers 0 --lr-decay-iters 9 --tokenizer-type BertWordPieceLowerCase"""
-ANOTHER = "the checkpoint has learned another vocabulary than this run's"
+ANOTHER = "the checkpoint was trained with another vocabulary than this run's"
 
 
 def test_a_vocabulary_may_lie_elsewhere_and_another_one_is_told(tmp_path, capsys):

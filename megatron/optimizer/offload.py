@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's shard of optimizer state is stored: on the host, in a file, and the rest on the device."""
+"""Offload: which part of a rank's optimizer state is on the host, which in a file, and which on the device."""
 
 from collections.abc import Callable, Sequence
 from typing import Optional
@@ -15,7 +15,7 @@ from megatron.settings import schema
 MemoryOf = Callable[[list[OwnedRange], bool], Optional[torch.Tensor]]
 
 
-def store(
+def build_states(
     owned: Sequence[OwnedRange],
     rule: UpdateRule,
     reduced: torch.Tensor,
@@ -25,13 +25,14 @@ def store(
     whole: bool,
     copies: int,
 ) -> list[OwnedState]:
-    """State of all owned ranges, in the shares of `--optimizer-offload-fraction` and `--nvme-offload-fraction`.
+    """Build the state of all owned ranges, divided by `--optimizer-offload-fraction` and `--nvme-offload-fraction`.
 
-    rule:       what is updated how, and with which state
+    rule:       the update rule
     reduced:    fp32 gradients of the rank's whole shard
-    memory_of:  (ranges, whether the model's weights are kept whole) -> fp32 weights of the model that are main weights, too
-    whole:      the model's weights are kept whole on every rank
-    copies:     of state in a file: 2 for pieces that last (`OwnedState.keep`)
+    memory_of:  (ranges, whether every rank keeps the model's weights whole) -> fp32 model weights that also serve as main
+                weights
+    whole:      every rank keeps the model's weights whole
+    copies:     copies of the state in a file: 2 for pieces that outlast steps (`OwnedState.keep`)
     """
     states: list[OwnedState] = []
     on_host, on_disk, others = divide(owned, settings.host_share, settings.nvme_offload_fraction)

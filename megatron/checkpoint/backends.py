@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a checkpoint gets into a folder and out of it again, on a file system and in an object store.
+"""Storage backends for checkpoints: a file system and an object store.
 
-                         file system (`Local`)                         object store (`Objects`)
-    a save writes into   .tmp-iter_0000300-5f0c/                       iter_0000300/, each name with the save's token
-    a file is whole      after its fsync                               after its upload: all of it is there, or nothing
-    the checkpoint       when the directory is renamed, in one step    when index.json is put, in one step, after the
-    appears                                                            sizes of all files were compared
-    a save over it       sets the old one aside for a moment           replaces index.json; the old one's files go then
-    deletion             by a rename first                             of index.json first
-    killed saves leave   .tmp-*, not seen by readers                   files without an index.json, not seen by readers
+                         file system (`LocalBackend`)                  object store (`ObjectStoreBackend`)
+    a save writes to     .tmp-iter_0000300-5f0c/                       iter_0000300/, each name with the save's token
+    a file is durable    after its fsync                               after its upload, which is atomic
+    the checkpoint       when the directory is renamed (atomic)        when index.json is put (atomic), after the sizes of
+    appears                                                            all files were compared
+    saving it again      sets the old one aside for a moment           replaces index.json, then removes the old files
+    deletion             renames the directory first                   deletes index.json first
+    killed saves leave   .tmp-*, invisible to readers                  files without an index.json, invisible to readers
     the tracker          is renamed into place                         is put
-    one writer           by the kernel's lock                          by a lease (`storage/lease.py`)
+    single writer        by the kernel's lock                          by a lease (`storage/lease.py`)
 
-Readers need none of this: they take what `checkpoints` finds. `storage_of(path)` says which of the two a path needs.
+Readers need none of this: they read what `checkpoints` lists. `backend_of(path)` selects the backend of a path.
 """
 
 import contextlib
@@ -39,34 +39,34 @@ from megatron.storage.lease import Lease
 from megatron.storage.urls import Draft, UrlPath, remove_all
 
 INDEX = "index.json"
-TRACKER = "latest_checkpointed_iteration.txt"  # the iteration that was saved last, as in Megatron-LM
+TRACKER = "latest_checkpointed_iteration.txt"  # the last saved iteration, as in Megatron-LM
 _FINAL = re.compile(r"iter_(\d{7,})")
 _NAME = re.compile(r"iter_(\d{7,})|\.old-(iter_(\d{7,}))-[0-9a-f]+")
 
 CheckpointPath = Union[Path, UrlPath]
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-class Storage(Protocol):
-    """What writing checkpoints needs of a kind of storage. Failures are StorageErrors, or OSErrors that become such."""
+class Backend(Protocol):
+    """The storage operations for writing checkpoints. They raise StorageError, or OSError, which callers convert."""
 
     def checkpoints(self, folder: CheckpointPath) -> dict[int, CheckpointPath]:
-        """Iteration -> where it is, of every checkpoint that a reader may see, oldest first."""
+        """Iteration -> path of every complete checkpoint, oldest first."""
 
-    def lock(self, folder: CheckpointPath, log: Say) -> Any:
-        """The right to write into a folder that is there: `check()`, `release()`. Raises Locked."""
+    def lock(self, folder: CheckpointPath, log: Log) -> Any:
+        """Lock an existing folder for writing. The result has `check()` and `release()`. Raises Locked."""
 
-    def claim(self, folder: CheckpointPath, log: Say) -> Any:
-        """Make the folder, lock it, and remove what killed saves have left."""
+    def claim(self, folder: CheckpointPath, log: Log) -> Any:
+        """Create and lock the folder, and remove leftovers of killed saves."""
 
     def begin(self, final: CheckpointPath) -> CheckpointPath:
-        """Where the files of one save go, all writers' alike."""
+        """Start a save. Returns the draft, the folder for the files of all writers."""
 
     def create(self, path: CheckpointPath, size: int) -> contextlib.AbstractContextManager:
-        """A file to write `size` bytes to, which is durable when the context ends."""
+        """Open a file to write `size` bytes. It is durable when the context ends."""
 
     def write(self, path: CheckpointPath, content: bytes) -> None:
-        """A small file, durably."""
+        """Write a small file durably."""
 
     def publish(
         self,
@@ -76,42 +76,42 @@ class Storage(Protocol):
         sizes: dict[str, int],
         parts: list[CheckpointPath],
     ) -> None:
-        """Let a complete draft appear as `final`. sizes: of its files by name; parts: files that nobody needs now."""
+        """Publish a complete draft as `final`. sizes: file name -> bytes; parts: files of the draft to delete."""
 
     def replace(self, path: CheckpointPath, content: bytes) -> None:
-        """A small file with its old content or the new, at any moment."""
+        """Replace a small file atomically."""
 
     def discard(self, folder: CheckpointPath, draft: Optional[CheckpointPath]) -> None:
         """Remove a draft that will not be published. Never fails."""
 
     def clean(self, folder: CheckpointPath, final: Optional[CheckpointPath] = None) -> None:
-        """Remove what killed saves left behind (of one checkpoint). Only for the holder of the lock."""
+        """Remove leftovers of killed saves (of one checkpoint). Only for the holder of the lock."""
 
     def remove(self, path: CheckpointPath) -> None:
-        """Delete a checkpoint so that no half of it is ever seen."""
+        """Delete a checkpoint. Readers never see a part of it."""
 
 
-def storage_of(path: CheckpointPath) -> Storage:
-    """The storage that a path lies in."""
+def backend_of(path: CheckpointPath) -> Backend:
+    """The backend for a path."""
     return OBJECTS if isinstance(path, UrlPath) else LOCAL
 
 
-class Local:
-    """A file system: everything rests on rename, fsync and the kernel's locks."""
+class LocalBackend:
+    """The backend for a file system, built on rename, fsync and the kernel's locks."""
 
     def checkpoints(self, folder: Path) -> dict[int, Path]:
-        found: dict[int, Path] = {}
+        paths: dict[int, Path] = {}
         if folder.is_dir():
             for path in sorted(folder.iterdir()):  # ".old-..." sorts before "iter_...", which takes its place
                 match = _NAME.fullmatch(path.name)
                 if match and path.is_dir():
-                    found[int(match[1] or match[3])] = path
-        return dict(sorted(found.items()))
+                    paths[int(match[1] or match[3])] = path
+        return dict(sorted(paths.items()))
 
-    def lock(self, folder: Path, log: Say) -> WriterLock:
+    def lock(self, folder: Path, log: Log) -> WriterLock:
         return WriterLock(folder)
 
-    def claim(self, folder: Path, log: Say) -> WriterLock:
+    def claim(self, folder: Path, log: Log) -> WriterLock:
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
         lock = WriterLock(folder)
@@ -153,7 +153,7 @@ class Local:
             if match and (folder / match[2]).exists():
                 self.remove(path)
             elif match:
-                path.rename(folder / match[2])  # killed between setting it aside and its successor's arrival
+                path.rename(folder / match[2])  # killed after it was set aside, before its successor appeared
         self.discard(folder, None)
 
     def remove(self, path: Path) -> None:
@@ -164,24 +164,24 @@ class Local:
 
 
 def appear(folder: Path, final: Path) -> None:
-    """Give a complete checkpoint that is on the disk its name; one of that name is set aside as `.old-<name>-...`."""
+    """Rename a complete, durable checkpoint to `final`. An existing one is set aside as `.old-<name>-...`."""
     if final.exists():
         os.rename(final, final.with_name(f".old-{final.name}-{secrets.token_hex(4)}"))
     os.rename(folder, final)
     sync_folder(final.parent)
 
 
-class Objects:
-    """An object store: everything rests on index.json, which is put last and deleted first."""
+class ObjectStoreBackend:
+    """The backend for an object store, built on index.json, which is put last and deleted first."""
 
     def checkpoints(self, folder: UrlPath) -> dict[int, UrlPath]:
-        found = {int(match[1]): path for path in folder.glob("iter_*") if (match := _FINAL.fullmatch(path.name))}
-        return {iteration: path for iteration, path in sorted(found.items()) if (path / INDEX).exists()}
+        paths = {int(match[1]): path for path in folder.glob("iter_*") if (match := _FINAL.fullmatch(path.name))}
+        return {iteration: path for iteration, path in sorted(paths.items()) if (path / INDEX).exists()}
 
-    def lock(self, folder: UrlPath, log: Say) -> Lease:
+    def lock(self, folder: UrlPath, log: Log) -> Lease:
         return Lease(folder, log)
 
-    def claim(self, folder: UrlPath, log: Say) -> Lease:
+    def claim(self, folder: UrlPath, log: Log) -> Lease:
         lease = Lease(folder, log)
         try:
             self.clean(folder)
@@ -201,17 +201,17 @@ class Objects:
 
     def publish(self, draft: Draft, final: UrlPath, index: bytes, sizes: dict[str, int], parts: list[UrlPath]) -> None:
         remove_all(parts)
-        found = final.sizes()
+        stored = final.sizes()
         wrong = [
-            f"{name}: {found.get(name, 'no')} bytes instead of {size}"
+            f"{name}: {stored.get(name, 'no')} bytes instead of {size}"
             for name, size in sizes.items()
-            if found.get(name) != size
+            if stored.get(name) != size
         ]
         if wrong:
             raise StorageError(
-                f"{final}: the object store did not keep what it was given",
+                f"{final}: the object store has files of wrong sizes",
                 "\n  ".join(wrong[:8]),
-                "the save is tried again (--save-retries)",
+                "the save is retried (--save-retries)",
             )
         (final / INDEX).write_bytes(index)
 
@@ -220,9 +220,7 @@ class Objects:
 
     def discard(self, folder: UrlPath, draft: Optional[Draft]) -> None:
         with contextlib.suppress(StorageError):
-            if (
-                draft is not None and _index_of(draft)[1] != draft.token
-            ):  # else it was published, and what failed came later
+            if draft is not None and _index_of(draft)[1] != draft.token:  # not published
                 remove_all([path for path in draft.glob("*") if draft.has(path.name)])
 
     def clean(self, folder: UrlPath, final: Optional[UrlPath] = None) -> None:
@@ -230,7 +228,7 @@ class Objects:
         for path in each:
             known, _ = _index_of(path)
             if known is not None:
-                remove_all([found for found in path.glob("*") if found.name not in known])
+                remove_all([file for file in path.glob("*") if file.name not in known])
 
     def remove(self, path: UrlPath) -> None:
         (path / INDEX).unlink()
@@ -240,7 +238,7 @@ class Objects:
 def _index_of(path: UrlPath) -> tuple[Optional[Collection[str]], Optional[str]]:
     """(names of the files of the checkpoint at `path`, token of the save that wrote it).
 
-    No names where there is no index.json; None for an index that is damaged: nobody knows then what belongs to it.
+    Without an index.json there are no names. For a damaged index they are None: its files are unknown.
     """
     index = UrlPath(path.url) / INDEX
     if not index.exists():
@@ -252,4 +250,4 @@ def _index_of(path: UrlPath) -> tuple[Optional[Collection[str]], Optional[str]]:
         return None, None
 
 
-LOCAL, OBJECTS = Local(), Objects()
+LOCAL, OBJECTS = LocalBackend(), ObjectStoreBackend()
