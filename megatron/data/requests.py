@@ -150,7 +150,7 @@ def open_requests(path: Optional[str], tokenizer, seq_length: int, log) -> Optio
         return None
     if tokenizer is None:
         raise SettingsError(
-            f"--eval-requests {path}: texts need a tokenizer", do="--vocab-file and --merge-file, or its like"
+            f"--eval-requests {path}: texts need a tokenizer", do="--vocab-file and --merge-file, or --tokenizer-model"
         )
     samples = RequestSamples.of(read_requests(path), tokenizer, seq_length)
     note = f"; {samples.cut} are longer than --seq-length {seq_length} and lose their beginning" if samples.cut else ""

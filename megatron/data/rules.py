@@ -12,7 +12,7 @@ SOURCE = (  # not for recipes that make their own samples
         lambda s: not (s.mock_data or s.settings.data.files),
         lambda s: (
             "no data is given; --data-path PREFIX (of .bin/.idx files, from preprocess_data.py), "
-            "--train-data-path and its like, or --mock-data for synthetic samples"
+            "--train-data-path, or --mock-data for synthetic samples"
         ),
     ),
 )

@@ -22,20 +22,20 @@ from megatron.settings.schema import Config, Parallel
 SPLIT, OF_ENCODER = "--pipeline-model-parallel-split-rank", "--encoder-pipeline-model-parallel-size"
 
 
-def settled(config: Config) -> Config:
-    """`Recipe.settled` of an encoder-decoder. Raises SettingsError for layers and stages that cannot be."""
+def normalize_config(config: Config) -> Config:
+    """`Recipe.normalize_config` of an encoder-decoder. Raises SettingsError for invalid layers and stages."""
     return _counted(config, *_layers(own_settings(config), config.model.num_layers))
 
 
 def is_cut_by_work(given: Config, found: Config) -> bool:
-    """Whether nobody said how layers are cut, and `settled` did. found: what it made of `given`."""
+    """Whether `normalize_config` divided the layers into stages, not the user. found: its result for `given`."""
     own = own_settings(given)
     split = own.pipeline_model_parallel_split_rank is not None or own.encoder_pipeline_model_parallel_size
     return not split and given.parallel.pipeline_stage_layers != found.parallel.pipeline_stage_layers
 
 
-def settled_encoder(config: Config) -> Config:
-    """The same for its encoder alone: the layers of the decoder, however many somebody gave, are left out."""
+def normalize_encoder_config(config: Config) -> Config:
+    """`normalize_config` for the encoder alone; the layers of the decoder are left out."""
     own = own_settings(config)
     encoder, _ = _layers(replace(own, decoder_num_layers=own.decoder_num_layers or None), config.model.num_layers)
     return _counted(config, encoder, 0)

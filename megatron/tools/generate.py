@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     check(settings, given)
     sampling.check(given)
-    sampling, notes = sampling.settled()
+    sampling, notes = sampling.normalized()
     search.check(sampling, given)
     here = rank_env.ranks()
     for note in notes if here.rank == 0 else ():

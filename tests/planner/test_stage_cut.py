@@ -93,7 +93,7 @@ def waste(schedule, vocabulary, cut=None, chunks=1):
         pipeline_stage_layers=words,
         num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
     )
-    config = encoder_decoder.settled(replace(config, parallel=parallel))
+    config = encoder_decoder.normalize_config(replace(config, parallel=parallel))
     facts = T5Facts.of(config, vocabulary)
     pipeline = Pipeline.of(config.parallel, 24)
     costs = [sum(facts.layer_flops(n, causal=0.5) for n in layers) for layers in pipeline.layers]
