@@ -17,7 +17,7 @@ from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.rules import IDLE, RULES
 from megatron.model.t5.settings import GROUP, T5Settings
-from megatron.planner.stage_cut import settled
+from megatron.planner.stage_cut import normalize_config
 from megatron.settings.effects import Needs
 from megatron.settings.rules import word_piece
 from megatron.training.entry import start
@@ -43,7 +43,7 @@ def recipe() -> Recipe:
             **MASKED_IDLE,
             "mask_strategy": Needs("pretrain_bert.py: a T5 reads a sentinel", lambda s: False),
         },
-        settled=settled,
+        normalize_config=normalize_config,
         arrays=arrays,
         collate=collate,
     )

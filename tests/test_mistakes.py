@@ -209,7 +209,7 @@ SETTINGS = [  # exit code 3: understood, and cannot work
 ]
 DATA = [  # exit code 4: data or vocabulary missing or damaged
     ("pretrain_gpt", f"{REAL} --input_dir folder", "no token files in the folder folder"),
-    ("pretrain_gpt", f"{REAL} --input_dir alone", "alone/b.bin has no b.idx beside it"),
+    ("pretrain_gpt", f"{REAL} --input_dir alone", "alone/b.bin has no b.idx next to it"),
     (
         "create_pretraining_data",
         "--input corpus.jsonl --output-prefix out/x --tokenizer_name GPTTokenizer --model_name gpt2-none",
@@ -245,7 +245,7 @@ DATA = [  # exit code 4: data or vocabulary missing or damaged
     ("merge_datasets", "--input nope --output-prefix out/m", "nope.idx: no such file"),
     ("merge_datasets", "--input folder --output-prefix out/m", "nothing to merge in folder"),
     ("merge_datasets", "--input tokens --output-prefix tokens", "nothing to merge in tokens|it is the --output-prefix"),
-    ("merge_datasets", "--input alone --output-prefix out/m", "alone/b.bin has no b.idx beside it"),
+    ("merge_datasets", "--input alone --output-prefix out/m", "alone/b.bin has no b.idx next to it"),
     ("pretrain_gpt", f"{REAL} --data-path nope", "nope.idx: no such file|a prefix is the path without .bin/.idx"),
     ("pretrain_gpt", f"{REAL} --data-path far/away", "far/away.idx: no such file|there is no folder far"),
     (

@@ -91,7 +91,7 @@ def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
     ):
         for documents in _blocks(shard):
             screening = _screened(screen, documents)
-            notes = {row["line"]: row for row in screening.found}
+            notes = {row["line"]: row for row in screening.matches}
             ngrams += [matches for matches, _ in screening.ngrams.values()]
             for number, document in enumerate(documents):
                 left, size = _pieces(document, screening.parts.get(number)), text_bytes(document["text"])
@@ -111,7 +111,7 @@ def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
                     counts["passages"] += notes[number]["passages"]
                     counts["bytes_cut"] += size - sum(text_bytes(one["text"]) for one in left)
                     cut.write(_note(first + number, document, notes[number]))
-            counts["contaminated"] += len(screening.found)
+            counts["contaminated"] += len(screening.matches)
             first += len(documents)
     items = screen.index.sets_of(np.concatenate(ngrams)) if ngrams else {}
     return counts | {"dropped": {REASON: gone}} | {f"items_of_{name}": count for name, count in items.items()}

@@ -23,9 +23,9 @@ from megatron.data.json_input import (
     BYTE_ORDER_MARK,
     BadLine,
     Source,
+    damage_as_data_error,
     find_sources,
     read_streams,
-    telling_damage,
     values_of,
 )
 from megatron.errors import DataError
@@ -275,7 +275,7 @@ def lines_of(piece: InputPiece, most: int, separator: Optional[str] = None) -> I
     if source.size != piece.stop:
         raise _changed(piece.path)
     row, text, bound = 0, 0, FREE + BOMB * source.size
-    with telling_damage(piece.path):
+    with damage_as_data_error(piece.path):
         for stream, position in read_streams(replace(source, separator=separator)):
             first = True
             for data, size, too_long in split_lines(stream.read, most):

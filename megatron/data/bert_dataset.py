@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of BERT: masked words, and whether two pieces of text follow each other in this order.
+"""Samples for BERT: masked tokens and next-sentence prediction.
 
     train, valid, test = build_datasets(config, tokenizer, vocab_size, sizes, log)
     train[0]["text"]  # int64 [seq_length]: [CLS] first piece [SEP] second piece [SEP] padding
 
-Equal to Megatron-LM's, element for element, but for two: `labels` of tokens that do not count are 0, not -1, and a random
-token that happens to be [PAD] is not taken for padding.
+Samples equal Megatron-LM's, element for element, with two exceptions: `labels` of unmasked tokens are 0, not -1, and a
+random token that happens to be [PAD] is not treated as padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,13 +41,11 @@ def build_datasets(
 ) -> tuple:
     """(train, valid, test), each None or with at least `sizes` samples.
 
-    binary_head: with next-sentence prediction (default: the recipe's setting `bert_binary_head`, else with it)
+    binary_head: whether to predict the next sentence (default: the recipe's setting `bert_binary_head`, else True)
+    heads: the model has a head for each labelled task of --task-mixture (`mixture.tasks_of`). Samples then also have
+    `task`, the index of their task, and `class_label`
 
-    heads: the model has a head for each task of --task-mixture with labelled texts (`mixture.tasks_of`): samples have
-    `task`, the number of theirs, and `class_label`, too
-
-
-    Raises SettingsError for a vocabulary without [CLS], [SEP] or [MASK], DataError where data is missing or too little.
+    Raises SettingsError for a vocabulary without [CLS], [SEP] or [MASK], DataError for missing or insufficient data.
     """
     if binary_head is None:
         binary_head = model_setting(config, "bert_binary_head", True)
@@ -60,7 +58,7 @@ def build_datasets(
 
 
 def bert_samples(config: Config, tokenizer: Any, vocab_size: int, binary_head: bool) -> tuple["BertSamples", int]:
-    """(what samples are like, ids of text)."""
+    """(factory of the samples, number of ids that text uses)."""
     settings, mock = masked_settings(config), config.data.mock_data
     special = special_tokens(tokenizer, vocab_size, ("cls", "sep", "mask"), False, mock)
     cls, sep, mask = special.ids["cls"], special.ids["sep"], special.ids["mask"]
@@ -83,8 +81,9 @@ def bert_samples(config: Config, tokenizer: Any, vocab_size: int, binary_head: b
 
 @dataclass(frozen=True)
 class BertSamples(MaskedSamples):
-    """See `MaskedSamples`. seq_length: of the sample with its special tokens and padding; kinds: of tokens that have an
-    embedding (--num-tokentypes).
+    """Makes the samples of BERT, as `MaskedSamples` defines.
+
+    seq_length: length of a sample with special tokens and padding; kinds: number of token types (--num-tokentypes)
     """
 
     seq_length: int
@@ -100,9 +99,9 @@ class BertSamples(MaskedSamples):
         types         int64 [s]: 0 for [CLS], the first piece and its [SEP], 1 for the second, 0 for padding
         labels        int64 [s]: the token that was there, where it is masked; 0 elsewhere
         loss_mask     float32 [s]: 1 where masked
-        padding_mask  int64 [s]: 1 for what is no padding
-        is_random     int64: 1 where the second piece stands first
-        truncated     int64: 1 where tokens were cut off at the ends
+        padding_mask  int64 [s]: 0 for padding, else 1
+        is_random     int64: 1 if the two pieces are swapped
+        truncated     int64: 1 if tokens were cut off at the ends
         """
         first, second, is_random = self._pieces(sentences, state)
         first, second, truncated = cut_pair(first, second, target, state)
@@ -117,8 +116,9 @@ class BertSamples(MaskedSamples):
         return dict(zip(names, filled)) | flags
 
     def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
-        """As `make`, with nothing masked: [CLS] first [SEP], or [CLS] first [SEP] second [SEP]. The label is not in it.
-        Where all tokens are of one kind, [SEP] alone tells the texts of a pair apart.
+        """The sample of a labelled text, without masks or label: [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
+
+        With a single token type, only [SEP] separates the texts of a pair.
         """
         pieces = fitted(first, second, self.longest)
         tokens, types = join_pair(*pieces, self.cls, self.sep)
@@ -135,7 +135,7 @@ class BertSamples(MaskedSamples):
         )
 
     def _pieces(self, sentences: list[np.ndarray], state) -> tuple[np.ndarray, np.ndarray, bool]:
-        """(first piece, second, whether they were exchanged): cut before a random sentence."""
+        """Split the sentences before a random one: (first piece, second piece, whether they are swapped)."""
         pivot, exchanged = len(sentences), False
         if self.binary_head:
             pivot = int(state.randint(1, len(sentences))) if len(sentences) >= 3 else 1
@@ -145,7 +145,10 @@ class BertSamples(MaskedSamples):
 
 
 def cut_pair(first: np.ndarray, second: np.ndarray, most: int, state) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Two pieces of `most` tokens together, and whether some were cut off: each of the longer piece, at a random end."""
+    """Truncate a pair to `most` tokens in total; the third value says whether tokens were cut off.
+
+    Each token is cut from the longer piece, at a random end.
+    """
     over = len(first) + len(second) - most
     if over <= 0:
         return first, second, False
@@ -158,7 +161,7 @@ def cut_pair(first: np.ndarray, second: np.ndarray, most: int, state) -> tuple[n
 
 
 def join_pair(first: np.ndarray, second: np.ndarray, cls: int, sep: int) -> tuple[np.ndarray, np.ndarray]:
-    """([CLS] first [SEP] second [SEP], the type of each token), int64; with one [SEP] where there is no second."""
+    """([CLS] first [SEP] second [SEP], the type of each token), int64; without a second piece, one [SEP]."""
     tokens, count = [[cls], first, [sep]], len(first) + 2
     if len(second):
         tokens += [second, [sep]]
@@ -168,14 +171,14 @@ def join_pair(first: np.ndarray, second: np.ndarray, cls: int, sep: int) -> tupl
 
 
 def fitted(first: np.ndarray, second: Optional[np.ndarray], most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two texts of at most `most` tokens together, which lose their ends. No second is one without tokens."""
+    """Truncate two texts at their ends to `most` tokens in total. A missing second text becomes an empty one."""
     second = first[:0] if second is None else second
     of_first, of_second = pair_lengths(len(first), len(second), most)
     return first[:of_first], second[:of_second]
 
 
 def padded(array: np.ndarray, length: int) -> np.ndarray:
-    """Filled up with zeros: the embedding has a row for them, and a mask says that they are nothing."""
+    """Pad an array with zeros to `length`. Masks mark the padding."""
     assert len(array) <= length, f"{len(array)} tokens in a sample of {length}"
     whole = np.zeros(length, array.dtype)
     whole[: len(array)] = array

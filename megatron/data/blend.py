@@ -3,7 +3,7 @@
 
     --data-path 0.3 web_text_document 0.7 books_text_document
 
-At every step the dataset that is furthest behind its share is next. n: datasets.
+Each sample comes from the dataset that is furthest below its share. n: number of datasets.
 """
 
 import math
@@ -15,24 +15,24 @@ import numpy as np
 from megatron.data.formats import is_folder, open_tokens, prefixes_in
 from megatron.errors import DataError
 
-CHUNKS = 2048  # walked side by side by `interleave`
-WARM_UP = 256  # steps a chunk walks ahead of its start, to fall in step with the true order
+CHUNKS = 2048  # walked in parallel by `interleave`
+WARM_UP = 256  # steps that a chunk walks before its start, to converge to the true order
 
 
 class Blend(NamedTuple):
-    """Prefixes of datasets; weights that sum to 1, or None where each dataset is taken in proportion to its size."""
+    """Prefixes of datasets, and weights that sum to 1. Without weights, each dataset counts in proportion to its size."""
 
     prefixes: list[str]
     weights: Optional[list[float]]
 
 
 def parse_blend(words: Sequence[str], flag: str, open_folders: bool = True) -> Blend:
-    """What the words after `--data-path` mean. Raises DataError for weights that are no positive numbers.
+    """Parse the arguments of `--data-path`. Raises DataError for weights that are not positive numbers.
 
-    open_folders: look at what is in folders; False looks at no file.
+    open_folders: expand folders; False accesses no files.
 
-    An even number of words whose odd places are numbers is a list of weights and prefixes; anything else is a list of
-    prefixes (Megatron-LM's rule). A folder stands for all datasets in it, each weighted by its tokens.
+    An even number of words that alternate numbers and prefixes gives weights and prefixes. Anything else is a list of
+    prefixes (Megatron-LM's rule). A folder stands for all datasets in it, each weighted by its number of tokens.
 
     >>> parse_blend(["30", "web", "10", "books"], "--data-path")
     Blend(prefixes=['web', 'books'], weights=[0.75, 0.25])
@@ -64,37 +64,37 @@ def parse_blend(words: Sequence[str], flag: str, open_folders: bool = True) -> B
 
 
 def without_folders(words: list[str]) -> list[str]:
-    """The words that say the same without folders. Raises DataError for one without token files, or with damaged ones.
+    """Replace folders by the datasets in them. Raises DataError for a folder without token files or with damaged ones.
 
-    A folder alone becomes `TOKENS PREFIX TOKENS PREFIX ...`, and its prefix where it holds one dataset. A folder with a
-    weight shares it out by tokens; among prefixes without weights it stands for its prefixes, which have none either.
+    A single folder becomes `TOKENS PREFIX TOKENS PREFIX ...`, or one prefix if it holds one dataset. The weight of a
+    folder is divided among its datasets by tokens. Among prefixes without weights it becomes prefixes without weights.
     """
     weighted = len(words) % 2 == 0 and all(_number(word) is not None for word in words[::2])
-    found = []
+    expanded = []
     for place, word in enumerate(words):
         if not is_folder(word) or weighted and place % 2 == 0:
-            found.append(word)
+            expanded.append(word)
             continue
         prefixes = prefixes_in(word)
         if len(prefixes) == 1 or not weighted and len(words) > 1:
-            found += prefixes
+            expanded += prefixes
             continue
-        weight = float(found.pop()) if weighted else None
+        weight = float(expanded.pop()) if weighted else None
         tokens = [open_tokens(prefix).num_tokens for prefix in prefixes]
         for count, prefix in zip(tokens, prefixes):
             if count:  # an empty dataset has no share
-                found += [str(count) if weight is None else repr(weight * count / sum(tokens)), prefix]
-    return found
+                expanded += [str(count) if weight is None else repr(weight * count / sum(tokens)), prefix]
+    return expanded
 
 
 def normalized(weights: Sequence[float]) -> list[float]:
-    """Divided by their sum, in double precision."""
+    """Weights divided by their sum, in double precision."""
     weights = np.array(weights, np.float64)
     return (weights / np.sum(weights)).tolist()
 
 
 def share_sizes(weights: Sequence[float], size: int) -> tuple[list[int], list[int]]:
-    """(samples planned, samples built) of each dataset in a blend of `size`: built has half a percent to spare.
+    """(planned samples, built samples) of each dataset in a blend of `size`: built is 0.5% more than planned.
 
     >>> share_sizes([0.5, 0.5], 601)
     ([301, 301], [303, 303])
@@ -104,7 +104,7 @@ def share_sizes(weights: Sequence[float], size: int) -> tuple[list[int], list[in
 
 
 class BlendedDataset:
-    """Sample i is sample `dataset_sample_index[i]` of dataset number `dataset_index[i]`."""
+    """A blend of datasets: sample i is sample `dataset_sample_index[i]` of dataset `dataset_index[i]`."""
 
     def __init__(self, datasets: list, dataset_index: np.ndarray, dataset_sample_index: np.ndarray):
         self.datasets = datasets
@@ -118,12 +118,12 @@ class BlendedDataset:
         return self.datasets[self.dataset_index[index]][int(self.dataset_sample_index[index])]
 
     def origin(self, index: int):
-        """Where a sample comes from: see `origin` of its dataset."""
+        """The origin of a sample, as its dataset's `origin` returns it."""
         return self.datasets[self.dataset_index[index]].origin(int(self.dataset_sample_index[index]))
 
 
 class Repeated:
-    """`size` samples: one pass over a dataset, again and again in the same order."""
+    """A dataset of `size` samples that repeats another dataset in the same order."""
 
     def __init__(self, dataset, size: int):
         self.dataset, self.size = dataset, size
@@ -139,15 +139,15 @@ class Repeated:
 
 
 def interleave(weights: Sequence[float], size: int, limits: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Dataset (int16 [size]) of each sample of a blend, and which of that dataset's samples it is (int64 [size]).
+    """The dataset of each sample of a blend (int16 [size]), and the sample's index in that dataset (int64 [size]).
 
-    `weights` sum to 1. Sample i comes from the dataset with the largest weight x max(i, 1) - samples taken from it,
-    from the first of equals. `limits`: samples that each dataset holds; one that has given all is passed over
-    (Megatron-LM stops with an error).
+    `weights` sum to 1. Sample i comes from the dataset with the largest weight x max(i, 1) - samples taken so far; the
+    first one wins a tie. `limits`: number of samples of each dataset; an exhausted one is skipped (Megatron-LM stops
+    with an error).
 
-    The rule is sequential, and `walk` below is its definition. To be fast without compiled code, many chunks are walked
-    side by side, each from a guess of what its predecessor will have taken; a chunk whose guess was wrong is walked
-    again from the right start, until all ends meet all starts. The result is the same, element for element.
+    `walk` below defines the sequential rule. To be fast without compiled code, many chunks are walked in parallel, each
+    from an estimate of the counts at its start. A chunk with a wrong estimate is walked again from the right start, until
+    all ends match the next starts. The result is the same, element for element.
     """
     weights = np.array(weights)
     steps = size // CHUNKS
@@ -165,21 +165,21 @@ def interleave(weights: Sequence[float], size: int, limits: Sequence[int]) -> tu
 
 
 def walk(weights: list[float], start: int, stop: int, taken: list[int], limits: list[int]):
-    """Samples [start, stop) of a blend, one after another: the definition that `interleave` is equal to."""
+    """Samples [start, stop) of a blend, one after another: the reference for `interleave`."""
     datasets, samples = np.empty(stop - start, np.int16), np.empty(stop - start, np.int64)
     taken, open_ones = list(taken), [d for d in range(len(weights)) if taken[d] < limits[d]]
     for i in range(start, stop):
-        behind, most = -1, -math.inf
+        lowest, most = -1, -math.inf
         at = float(max(i, 1))
         for d in open_ones:
             deficit = weights[d] * at - taken[d]
             if deficit > most:
-                behind, most = d, deficit
-        assert behind >= 0, f"a blend of {stop} samples from datasets of {limits}"
-        datasets[i - start], samples[i - start] = behind, taken[behind]
-        taken[behind] += 1
-        if taken[behind] == limits[behind]:
-            open_ones.remove(behind)
+                lowest, most = d, deficit
+        assert lowest >= 0, f"a blend of {stop} samples from datasets of {limits}"
+        datasets[i - start], samples[i - start] = lowest, taken[lowest]
+        taken[lowest] += 1
+        if taken[lowest] == limits[lowest]:
+            open_ones.remove(lowest)
     return datasets, samples
 
 
@@ -200,10 +200,10 @@ def _walk_chunks(weights: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarra
 
 
 def _guess(weights: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """What may have been taken after `at` samples [chunks]: [n, chunks]. The heaviest dataset has what the others have not.
+    """Estimate the samples taken from each dataset after `at` samples [chunks]: [n, chunks].
 
-    The others start one behind, because a dataset that is behind catches up within a few steps, while one that is ahead
-    stays ahead until its next turn.
+    All datasets but the heaviest start one sample low: a dataset below its share catches up within a few steps, while one
+    above it stays there until its next turn. The heaviest dataset gets the rest.
     """
     taken = np.maximum(np.floor(weights[:, None] * at).astype(np.int64) - 1, 0)
     heaviest = int(np.argmax(weights))
@@ -213,7 +213,7 @@ def _guess(weights: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _advance(weights: np.ndarray, at: np.ndarray, taken: np.ndarray, steps: int, out) -> np.ndarray:
-    """Walk `steps` samples of every chunk and return what is then taken [n, chunks]; `out`: (rows, datasets, samples)."""
+    """Walk `steps` samples of every chunk; returns the counts taken [n, chunks]. `out`: (rows, datasets, samples)."""
     taken, columns, block = taken.astype(np.float64), np.arange(len(at)), 256
     weights = weights[:, None]
     picks, counts = np.empty((block, len(at)), np.int16), np.empty((block, len(at)), np.int64)
@@ -222,10 +222,10 @@ def _advance(weights: np.ndarray, at: np.ndarray, taken: np.ndarray, steps: int,
         for step in range(rows):
             deficit = weights * np.maximum(at + (first + step), 1)
             deficit -= taken
-            behind = deficit.argmax(axis=0)
-            picks[step] = behind
-            counts[step] = taken[behind, columns]
-            taken[behind, columns] += 1
+            lowest = deficit.argmax(axis=0)
+            picks[step] = lowest
+            counts[step] = taken[lowest, columns]
+            taken[lowest, columns] += 1
         if out is not None:
             chunks, datasets, samples = out
             datasets[chunks, first : first + rows] = picks[:rows].T

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which n-grams of evaluation sets a text holds, and the text without them.
+"""Search texts for n-grams of evaluation sets, and cut them out.
 
-An index knows every 13-gram of words of the sets that were registered with it; an item (a passage, a line) of 8 to 12 words
-is one n-gram of its own length, a shorter one is not looked for. A text that has one of them is contaminated, as
-Megatron-LM's filter_ngrams has it. `ngrams.py` says what a word is.
+An index holds every 13-gram of words of the registered sets. An item (a passage, a line) of 8 to 12 words is one n-gram of
+its own length; shorter items are not searched for. A text with any of these n-grams is contaminated, as in Megatron-LM's
+filter_ngrams. `ngrams.py` defines words.
 
     index = NgramIndex.open("evaluation.ngrams")
     hits = index.find(["a text", "another"])        # text, start, end, ngram of each
@@ -26,10 +26,10 @@ from megatron.storage.durable import whole_file
 
 LONGEST, SHORTEST = 13, 8  # words of an n-gram
 MOST = 50_000_000  # n-grams of an index: 600 MB in memory
-ENDING = ".contamination"  # <prefix>.contamination: which n-grams a token file holds, and how often
+ENDING = ".contamination"  # <prefix>.contamination: counts of n-grams in a token file
 TOGETHER = 1 << 17  # characters of texts that are searched together
 _KIND, _VERSION = "index of n-grams", 1
-_FOUND = "count of n-grams"
+_COUNTS = "count of n-grams"
 
 
 class EvaluationSet(NamedTuple):
@@ -39,11 +39,11 @@ class EvaluationSet(NamedTuple):
     first: int
     items: int
     files: list[str]
-    too_short: int  # items that are not looked for
+    too_short: int  # items that are not searched for
 
 
 class Hits(NamedTuple):
-    """N-grams found in texts, in order: number of the text, first and last character + 1 there, number of the n-gram."""
+    """Occurrences of n-grams in texts, in order: index of the text, first and last character + 1, index of the n-gram."""
 
     texts: np.ndarray
     starts: np.ndarray
@@ -52,23 +52,25 @@ class Hits(NamedTuple):
 
 
 def item_ngrams(texts: Sequence[str], longest: int = LONGEST, shortest: int = SHORTEST) -> tuple[np.ndarray, set[int]]:
-    """(hashes of all n-grams of an item, their lengths): those of its longest n, or one of all words of a shorter text."""
-    found, lengths = [], set()
+    """(hashes of the n-grams of an item, their lengths): all `longest`-grams; of a shorter text, one of all its words."""
+    hashes, lengths = [], set()
     for text in texts:
         words = words_of(text).hashes
         n = min(longest, len(words))
         if n >= shortest:
-            found.append(ngram_hashes(words, n))
+            hashes.append(ngram_hashes(words, n))
             lengths.add(n)
-    return (np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)), lengths
+    return (np.unique(np.concatenate(hashes)) if hashes else np.empty(0, np.uint64)), lengths
 
 
 @dataclass(frozen=True)
 class NgramIndex:
-    """hashes   uint64 [n-grams], sorted
+    """An index of the n-grams of evaluation sets.
+
+    hashes   uint64 [n-grams], sorted
     starts   int64 [n-grams + 1]: owners[starts[i]:starts[i + 1]] are the items that have n-gram i
     owners   uint32
-    lengths  the numbers of words that n-grams have
+    lengths  lengths of the n-grams, in words
     """
 
     hashes: np.ndarray
@@ -78,9 +80,9 @@ class NgramIndex:
     lengths: tuple[int, ...]
     longest: int = LONGEST
     shortest: int = SHORTEST
-    sum: str = ""  # of the file: which index it is
+    sum: str = ""  # checksum of the file
 
-    # -- making one ----------------------------------------------------------------------------------------------------
+    # -- construction --------------------------------------------------------------------------------------------------
 
     @classmethod
     def empty(cls, longest: int = LONGEST, shortest: int = SHORTEST) -> "NgramIndex":
@@ -88,9 +90,9 @@ class NgramIndex:
         return cls(none, np.zeros(1, np.int64), none.astype(np.uint32), (), (), longest, shortest)
 
     def with_set(self, name: str, items: Iterable[Sequence[str]], files: Sequence[str] = ()) -> "NgramIndex":
-        """This index and another set; one of the same name is replaced. items: the texts of each item.
+        """Add a set to the index; a set of the same name is replaced. items: the texts of each item.
 
-        Raises DataError for a set without n-grams, and for an index that becomes too large.
+        Raises DataError for a set without n-grams, or if the index becomes too large.
         """
         kept = [old for old in self.sets if old.name != name]
         renamed = np.full(sum(old.items for old in self.sets), -1, np.int64)
@@ -101,14 +103,14 @@ class NgramIndex:
             first += old.items
         owners = renamed[self.owners] if len(self.owners) else np.empty(0, np.int64)
         hashes = np.repeat(self.hashes, np.diff(self.starts))[owners >= 0]
-        found, numbers, lengths = [hashes], [owners[owners >= 0]], set(self.lengths)
+        pieces, numbers, lengths = [hashes], [owners[owners >= 0]], set(self.lengths)
         count = too_short = 0
         total = len(hashes)
         for number, texts in enumerate(items):
             own, own_lengths = item_ngrams(texts, self.longest, self.shortest)
             lengths |= own_lengths
             count, too_short = number + 1, too_short + (not len(own))
-            found.append(own)
+            pieces.append(own)
             numbers.append(np.full(len(own), first + number, np.int64))
             total += len(own)
             if total > MOST:
@@ -117,7 +119,7 @@ class NgramIndex:
         if count == too_short:
             raise DataError(f"{name}: none of its {count:,} items has {self.shortest} words", do="check its files")
         sets.append(EvaluationSet(name, first, count, list(files), too_short))
-        return self._of_pairs(np.concatenate(found), np.concatenate(numbers), tuple(sets), tuple(sorted(lengths)))
+        return self._of_pairs(np.concatenate(pieces), np.concatenate(numbers), tuple(sets), tuple(sorted(lengths)))
 
     def _of_pairs(self, hashes, items, sets, lengths) -> "NgramIndex":
         order = np.lexsort((items, hashes))
@@ -128,7 +130,7 @@ class NgramIndex:
         return NgramIndex(hashes[new], starts, items, sets, lengths, self.longest, self.shortest)
 
     def without(self, ngrams: np.ndarray) -> "NgramIndex":
-        """Without n-grams of these numbers; sets and items stay."""
+        """The index without the n-grams at these positions; sets and items stay."""
         keep = np.ones(len(self.hashes), bool)
         keep[ngrams] = False
         counts = np.diff(self.starts)
@@ -139,7 +141,7 @@ class NgramIndex:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def save(self, path) -> None:
-        """Write it whole: whoever reads meanwhile has the old one."""
+        """Write the index atomically."""
         about = dict(
             sets=[list(one) for one in self.sets], lengths=self.lengths, longest=self.longest, shortest=self.shortest
         )
@@ -150,7 +152,7 @@ class NgramIndex:
 
     @classmethod
     def open(cls, path) -> "NgramIndex":
-        """Raises DataError for a file that is no index, or a damaged one."""
+        """Read an index. Raises DataError for a file that is not one, or is damaged."""
         file = read_arrays(path, _KIND, _VERSION, verify=True)
         try:
             arrays = {name: np.array(file.arrays[name]) for name in ("hashes", "starts", "owners")}
@@ -163,20 +165,20 @@ class NgramIndex:
             raise DataError(f"{path}: its arrays contradict each other", do="register the sets again")
         return index
 
-    # -- looking texts up ----------------------------------------------------------------------------------------------
+    # -- search --------------------------------------------------------------------------------------------------------
 
     def find(self, texts: Sequence[str]) -> Hits:
-        """All places of n-grams of the index in some texts."""
-        found, group, size, first = [], [], 0, 0
+        """Search texts for the n-grams of the index."""
+        hits, group, size, first = [], [], 0, 0
         for number, text in enumerate(texts):
             group.append(text)
             size += len(text)
             if size >= TOGETHER or number + 1 == len(texts):
-                found.append(self._find_together(group, first))
+                hits.append(self._find_together(group, first))
                 group, size, first = [], 0, number + 1
-        if not found:
+        if not hits:
             return Hits(*(np.empty(0, np.int64) for _ in Hits._fields))
-        return Hits(*map(np.concatenate, zip(*found, strict=True)))
+        return Hits(*map(np.concatenate, zip(*hits, strict=True)))
 
     def _find_together(self, texts: list[str], first: int) -> Hits:
         words = words_of(texts[0] if len(texts) == 1 else SEPARATOR.join(texts))
@@ -199,7 +201,7 @@ class NgramIndex:
         return Hits(text + first, starts[own][order] - shift, ends[own][order] - shift, ngrams[own][order])
 
     def lookup(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(places of hashes that are in the index, their numbers there)."""
+        """(positions of the hashes that are in the index, their positions in the index)."""
         (leading, shift, _), (following, second_shift, mask) = self._likely
         maybe = np.flatnonzero(leading[hashes >> shift])
         maybe = maybe[following[(hashes[maybe] >> second_shift) & mask]]
@@ -210,31 +212,32 @@ class NgramIndex:
 
     @cached_property
     def _likely(self) -> list[tuple[np.ndarray, np.uint64, np.uint64]]:
-        """Two tables (has any n-gram these bits?, how far they are shifted, mask): one of 64 other hashes passes both, and
-        a table of 8 bytes an n-gram stays in the cache where a search in all of them does not.
+        """Two tables (has any n-gram these bits?, shift, mask) that filter hashes before the search.
+
+        1 of 64 other hashes passes both. A table of 8 bytes per n-gram stays in the CPU's cache.
         """
         bits = min(27, max(10, (8 * len(self.hashes)).bit_length()))
-        found, mask = [], np.uint64((1 << bits) - 1)
+        tables, mask = [], np.uint64((1 << bits) - 1)
         for shift in (np.uint64(64 - bits), np.uint64(64 - 2 * bits)):
             table = np.zeros(1 << bits, bool)
             table[(self.hashes >> shift) & mask] = True
-            found.append((table, shift, mask))
-        return found
+            tables.append((table, shift, mask))
+        return tables
 
     def ngrams_of(self, one: EvaluationSet) -> int:
-        """How many n-grams the items of a set have."""
+        """Number of n-grams of a set."""
         own = (self.owners >= one.first) & (self.owners < one.first + one.items)
         return int(np.count_nonzero(np.logical_or.reduceat(own, self.starts[:-1]))) if len(own) else 0
 
     def items_of(self, ngrams: np.ndarray) -> np.ndarray:
-        """The items that have any of these n-grams, sorted."""
+        """Items with any of these n-grams, sorted."""
         ngrams = np.unique(ngrams)
         wanted = np.zeros(len(self.hashes), bool)
         wanted[ngrams] = True
         return np.unique(self.owners[np.repeat(wanted, np.diff(self.starts))])
 
     def sets_of(self, ngrams: np.ndarray) -> dict[str, int]:
-        """Items of each set that have any of these n-grams; sets without one are left out."""
+        """Number of items with any of these n-grams, by set; sets without such items are left out."""
         items = self.items_of(ngrams)
         counts = {
             one.name: int(np.count_nonzero((items >= one.first) & (items < one.first + one.items))) for one in self.sets
@@ -242,17 +245,17 @@ class NgramIndex:
         return {name: count for name, count in counts.items() if count}
 
 
-# -- what a token file holds -------------------------------------------------------------------------------------------
+# -- counts of a token file --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Contained:
-    """What is known of the n-grams of an index in a token file: `<prefix>.contamination`.
+    """Counts of an index's n-grams in a token file (`<prefix>.contamination`).
 
-    hashes   uint64, all n-grams that were looked for, sorted
-    counts   int64, how often each is in the token file: 0 where documents that held it were cut or dropped
-    before   int64, how often each was in the text
-    about    sets, action, documents: figures of the run that made it
+    hashes   uint64, all n-grams of the search, sorted
+    counts   int64, occurrences in the token file: 0 if the documents with them were cut or dropped
+    before   int64, occurrences in the text
+    about    sets, action, documents: figures of the preprocessing run
     """
 
     hashes: np.ndarray
@@ -262,19 +265,19 @@ class Contained:
 
     def save(self, path) -> None:
         arrays = dict(hashes=self.hashes, counts=self.counts, before=self.before)
-        write_arrays(path, _FOUND, _VERSION, self.about, {name: Pieces.of(array) for name, array in arrays.items()})
+        write_arrays(path, _COUNTS, _VERSION, self.about, {name: Pieces.of(array) for name, array in arrays.items()})
 
     @classmethod
     def open(cls, path) -> "Contained":
-        """Raises DataError where there is none, or it is damaged."""
-        file = read_arrays(path, _FOUND, _VERSION, verify=True)
+        """Read the counts of a file. Raises DataError for a missing or damaged one."""
+        file = read_arrays(path, _COUNTS, _VERSION, verify=True)
         arrays = [np.array(file.arrays.get(name, ())) for name in ("hashes", "counts", "before")]
         if len({len(array) for array in arrays}) > 1:
             raise DataError(f"{path}: its arrays contradict each other", do="preprocess again")
         return cls(*arrays, file.about)
 
     def joined(self, other: "Contained") -> "Contained":
-        """Of two token files together. What only one of them was searched for is left out: of the other it is not known."""
+        """The sum over two token files, of the n-grams that both were searched for."""
         common, mine, theirs = np.intersect1d(self.hashes, other.hashes, assume_unique=True, return_indices=True)
         about = dict(self.about)
         for name in ("documents", "contaminated", "removed"):
@@ -286,7 +289,7 @@ class Contained:
         )
 
     def look_up(self, hashes: np.ndarray) -> tuple[bool, bool]:
-        """(whether all of these were looked for, whether any is there)."""
+        """(whether all of these n-grams were searched for, whether any of them occurs)."""
         places = np.searchsorted(self.hashes, hashes)
         places[places == len(self.hashes)] = 0
         known = self.hashes[places] == hashes if len(self.hashes) else np.zeros(len(hashes), bool)
@@ -302,11 +305,10 @@ _SENTENCE_END = re.compile(f"[{_ENDS}]")
 def cut(
     text: str, spans: Iterable[tuple[int, int]], side: int = 200, least: int = 200, most_pieces: int = 10
 ) -> list[tuple[int, int]]:
-    """What is left of a text without some places [(start, end), ...], which are sorted: places of its pieces.
+    """Cut sorted spans out of a text; returns the spans (start, end) of the remaining pieces.
 
-    At least `side` characters before and behind a place go with it, up to the end of a sentence; of what is left, pieces
-    of no more than `least` characters go, too; and everything, where more than `most_pieces` are left (Megatron-LM's
-    filter_ngrams).
+    At least `side` characters before and after a span are cut with it, up to the end of a sentence. Remaining pieces of at
+    most `least` characters are dropped, and all text if more than `most_pieces` remain (Megatron-LM's filter_ngrams).
     """
     pieces, at = [], 0
     for start, end in spans:
@@ -316,8 +318,8 @@ def cut(
         last = max(text.rfind(mark, at + 1, stop + 1) for mark in _ENDS)
         if last > at and last + 1 - at > least:
             pieces.append((at, last + 1))
-        found = _SENTENCE_END.search(text, min(len(text), end + side))
-        at = found.end() if found else len(text)
+        end_mark = _SENTENCE_END.search(text, min(len(text), end + side))
+        at = end_mark.end() if end_mark else len(text)
         if len(text) - at <= least:
             at = len(text)
             break
@@ -327,12 +329,12 @@ def cut(
 
 
 def of_training_data(prefixes: Sequence[str]) -> tuple[Optional[Contained], list[str]]:
-    """(what all these token files hold together, those of which it is not known)."""
-    found, unknown = None, []
+    """(the counts of all these token files together, prefixes without counts)."""
+    contained, unknown = None, []
     for prefix in prefixes:
         if not Path(prefix + ENDING).exists():
             unknown.append(prefix)
             continue
         own = Contained.open(prefix + ENDING)
-        found = own if found is None else found.joined(own)
-    return found, unknown
+        contained = own if contained is None else contained.joined(own)
+    return contained, unknown

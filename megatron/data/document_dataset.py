@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One document is one sample (`--dataset-type webtext`), as in Colossal-AI's WebtextDataset.
+"""A dataset with one document per sample (`--dataset-type webtext`), as Colossal-AI's WebtextDataset.
 
-A document longer than a sample is cut off; a shorter one is filled up with the end-of-document token, and what is
-filled up is no target of the loss. An epoch is each document once, in an order that depends on seed and epoch alone.
+Long documents are truncated. Short ones are padded with the end-of-document token; padding does not count in the loss. An
+epoch has each document once, in an order that depends only on seed and epoch.
 """
 
 from pathlib import Path
@@ -14,11 +14,11 @@ from megatron.data.indexed import TokenFiles
 from megatron.data.token_samples import Origin, SamplePart, refuse_unknown_tokens
 from megatron.errors import SettingsError
 
-LEAST = 2  # tokens of a document: one that is read, and one that is predicted
+LEAST = 2  # tokens of a document: one input, one label
 
 
 def document_lengths(tokens: TokenFiles) -> np.ndarray:
-    """Tokens of each document, int64 [documents]; 0 of those in which there is nothing to predict."""
+    """Tokens of each document, int64 [documents]; 0 for documents with nothing to predict."""
     starts = np.zeros(len(tokens) + 1, np.int64)
     np.cumsum(tokens.sequence_lengths, out=starts[1:])
     lengths = np.diff(starts[tokens.document_indices])
@@ -28,16 +28,16 @@ def document_lengths(tokens: TokenFiles) -> np.ndarray:
 def epoch_orders(count: int, epochs: int, seed: int) -> np.ndarray:
     """The order of `count` documents in each epoch, end to end: int32 [epochs x count].
 
-    The order of an epoch does not depend on how many there are: a run that is made longer goes on where it was.
+    The order of an epoch does not depend on the number of epochs, so a longer run continues the shorter one.
     """
     orders = [np.random.RandomState([seed % 2**32, epoch]).permutation(count) for epoch in range(epochs)]
     return np.concatenate(orders).astype(np.int32)
 
 
 class DocumentDataset:
-    """At least `num_samples` samples (None: one epoch) of some documents of a token file.
+    """At least `num_samples` samples (None: one epoch) from documents of a token file.
 
-    documents: their numbers; pad: the end-of-document token; cached(key, build, names): arrays from the index cache
+    documents: indices of documents; pad: the end-of-document token; cached(key, build, names): arrays from the index cache
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DocumentDataset:
         return len(self.order)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids [seq_length + 1] int64, loss mask [seq_length + 1] float32: 0 for what is filled up).
+        """(token ids [seq_length + 1] int64, loss mask [seq_length + 1] float32: 0 for padding).
 
         Raises DataError for a token outside of the vocabulary.
         """
@@ -88,18 +88,18 @@ class DocumentDataset:
         return int(self.documents[self.order[index]])
 
     def _sequences(self, index: int) -> list[tuple[int, int]]:
-        """(sequence, tokens taken of it) of a sample: all of its document's sequences, as far as they fit."""
-        found, room, document = [], self.seq_length + 1, self._document(index)
+        """(sequence, tokens taken from it) of a sample: its document's sequences, as many as fit."""
+        taken, room, document = [], self.seq_length + 1, self._document(index)
         for sequence in range(*self.tokens.document_indices[document : document + 2].tolist()):
             length = min(room, int(self.tokens.sequence_lengths[sequence]))
             if length:
-                found.append((sequence, length))
+                taken.append((sequence, length))
                 room -= length
-        return found
+        return taken
 
 
-def told_of(prefix: str, split: str, lengths: np.ndarray, seq_length: int) -> str:
-    """What becomes of documents of these lengths, in a line. Those of length 0 are left out."""
+def describe_documents(prefix: str, split: str, lengths: np.ndarray, seq_length: int) -> str:
+    """A log line with the shares of padding and truncated text. Documents of length 0 are left out."""
     full = seq_length + 1
     used = lengths[lengths > 0]
     taken = np.minimum(used, full).sum(dtype=np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many samples training has when it goes through its token files a number of times (`--train-epochs`)."""
+"""The number of training samples of `--train-epochs`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,13 +19,13 @@ from megatron.settings import schema
 def in_samples(
     config: schema.Config, own_data: bool, epoch_samples: Optional[Callable[[schema.Config], int]] = None, log=print
 ) -> schema.Config:
-    """The settings with `--train-epochs` said as `--train-samples`. own_data: the recipe makes its samples itself;
-    epoch_samples: and says how many of them an epoch has.
+    """Convert `--train-epochs` to `--train-samples`.
 
-    Raises SettingsError where an epoch has no number of samples, DataError where files are missing or damaged.
+    own_data: the recipe makes its own samples; epoch_samples: returns the number of samples of such an epoch
+    Raises SettingsError if the number of samples of an epoch is undefined, DataError for missing or damaged files.
     """
     epochs, batch = config.batch.train_epochs, config.batch
-    if epochs is None or batch.train_iters is not None:  # the latter is told with all other mistakes
+    if epochs is None or batch.train_iters is not None:  # `check` reports the latter
         return config
     if epochs < 1:
         raise SettingsError(f"--train-epochs {epochs} must be at least 1")
@@ -41,8 +41,9 @@ def in_samples(
 
 
 def samples_of_epochs(data: schema.Data, seq_length: int, epochs: int, log=print) -> int:
-    """Samples of training in `epochs` times all its tokens: what of a last sample is missing comes from the next epoch.
-    With --dataset-type webtext an epoch has as many samples as documents.
+    """Number of training samples in `epochs` epochs; a sample may span two epochs.
+
+    With --dataset-type webtext an epoch has one sample per document.
     """
     (blend, *_), (share, *_) = sources_of(data)
     if blend is None or share is None:
@@ -68,7 +69,7 @@ def _samples_of(prefix: str, share, data: schema.Data, seq_length: int, epochs: 
         return epochs * int(np.count_nonzero(lengths[documents.start : documents.stop]))
     lengths, sequences = tokens.sequence_lengths, sequences_of(share, len(tokens))
     if not np.any(lengths[sequences.start : sequences.stop]):
-        return 0  # told where the samples are made
+        return 0  # building the dataset reports it
     plan = replace(make_epoch_plan(sequences, lengths, seq_length, seed=0), epochs=epochs)
     if plan.num_samples < 1:
         raise SettingsError(

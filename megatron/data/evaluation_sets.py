@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The items of evaluation sets as files: JSON in any form, or plain text; what is half of each is refused.
+"""Read the items of an evaluation set from a file of JSON or plain text.
 
-    {"text": ...}                   one object a line, or objects with line breaks inside: an item each
+    {"text": ...}                   each object is an item, on one line or several
     [{"text": ...}, "a text"]       each element is an item
-    {"data": [{"text": ...}]}       so is each element of the one list of objects in an object without such texts
+    {"data": [{"text": ...}]}       each element is an item, if the object has no text and one list of objects
     plain text                      each line is an item
 
-Its bytes say what a file is, not its name. A damaged JSON file must not pass for plain text: next to nothing of it would
-be found in a corpus that holds all of it.
+The content decides the format, not the name. A mix of both is an error: read as plain text, a damaged JSON file would
+match almost nothing in a corpus that contains it.
 """
 
 import json
@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Optional
 
-from megatron.data.json_input import BYTE_ORDER_MARK, find_sources, read_streams, telling_damage
+from megatron.data.json_input import BYTE_ORDER_MARK, damage_as_data_error, find_sources, read_streams
 from megatron.errors import DataError
 
 _BEGINS_LIKE_JSON = re.compile(r"""\s*(\[[\s\[]*["'{]|\{\s*["'])""")
@@ -25,13 +25,13 @@ _SPACE = re.compile(r"\s*")
 
 
 def read_items(path: str, keys: Optional[Sequence[str]] = None) -> Iterator[list[str]]:
-    """The items of a file, each as its texts.
+    """The items of a file, each a list of texts.
 
-    keys: of the texts of an object (default: text; where it has none, all texts in it)
-    Raises DataError for a file that is missing, neither JSON nor plain text, or has an object without such a text.
+    keys: keys of the texts of an object (default: "text", or all texts of an object without it)
+    Raises DataError for a missing file, a mix of JSON and plain text, or an object without text.
     """
     for source in find_sources([path]):
-        with telling_damage(source.path):
+        with damage_as_data_error(source.path):
             for part, _ in read_streams(replace(source, text=False)):
                 data = b"".join(iter(partial(part.read, 1 << 20), b"")).removeprefix(BYTE_ORDER_MARK)
                 yield from _items(_text_of(data, source.path), source.path, keys)
@@ -60,7 +60,7 @@ def _items(text: str, path: str, keys: Optional[Sequence[str]]) -> Iterable[list
 
 
 def _json_values(text: str) -> tuple[list[tuple[int, Any]], Optional[tuple[int, str]]]:
-    """(the JSON objects, lists and texts of a file with the line that each begins on, line and reason of what is none)."""
+    """([(first line, JSON object, list or text)], (line, reason) of the first error or None)."""
     decode, values, line, counted = json.JSONDecoder().raw_decode, [], 1, 0
     at = _SPACE.match(text).end()
     while at < len(text):
@@ -102,7 +102,7 @@ def _json_items(values: list[tuple[int, Any]], path: str, keys: Optional[Sequenc
 
 
 def _elements(value: Any, keys: Optional[Sequence[str]]) -> list:
-    """The items in a JSON value: itself, or those of a list, which may stand in an object."""
+    """The items in a JSON value: the value itself, or the elements of a list, which may be in an object."""
     if isinstance(value, dict) and not _texts_of(value, keys or ["text"]):
         lists = [one for one in value.values() if isinstance(one, list) and any(isinstance(row, dict) for row in one)]
         return lists[0] if len(lists) == 1 else [value]
@@ -110,7 +110,7 @@ def _elements(value: Any, keys: Optional[Sequence[str]]) -> list:
 
 
 def _texts_of(item: Any, keys: Optional[Sequence[str]]) -> list[str]:
-    """The texts of an item; of an object, those under some keys."""
+    """The texts of an item; of an object, those under `keys`."""
     if keys is None and isinstance(item, dict):
         keys = ["text"] if isinstance(item.get("text"), str) else list(item)
     if keys is None:

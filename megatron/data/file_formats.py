@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file is: what its name says, what its first bytes say, and the members of a tar archive as a stream.
+"""Detect the format of an input file from its name and its first bytes, and stream the members of a tar archive.
 
 claimed("corpus.jsonl.gz") -> ("gzip", LINES)    claimed("corpus.jsonl.zst.tar") -> (TAR,)    claimed("wiki_00") -> ()
 claimed("poems.txt.zst") -> ("zstd", TEXT)
-found(first_bytes) -> "gzip", TAR, LINES or the name of a format that holds no lines
+detected(first_bytes) -> "gzip", TAR, LINES or the name of a format without lines
 """
 
 import tarfile
@@ -14,9 +14,9 @@ from typing import BinaryIO
 from megatron.errors import DataError
 
 TAR, LINES, TEXT = "tar", "lines", "text"
-HEAD = 512  # bytes that say what a file is: the header of a tar archive
+HEAD = 512  # bytes that identify a file: the header of a tar archive
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
-OTHERS = {  # what lies about beside JSON lines: no byte of theirs begins a line of JSON
+OTHERS = {  # common formats that are not supported; none of these begins a line of JSON
     b"PK\x03\x04": "a zip archive",
     b"PAR1": "Parquet",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
@@ -34,15 +34,13 @@ SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 TAR_SUFFIXES = {".tgz": ".tar.gz", ".tzst": ".tar.zst", ".tbz2": ".tar.bz2", ".txz": ".tar.xz"}
 LINE_SUFFIXES = (".json", ".jsonl", ".ndjson")
 TEXT_SUFFIX = ".txt"
-INSIDE = (
-    {".tar": TAR} | dict.fromkeys(LINE_SUFFIXES, LINES) | {TEXT_SUFFIX: TEXT}
-)  # what a name says when it is unpacked
+INSIDE = {".tar": TAR} | dict.fromkeys(LINE_SUFFIXES, LINES) | {TEXT_SUFFIX: TEXT}  # by the suffix after decompression
 NAMES = f"*{' *'.join(LINE_SUFFIXES)} or without suffix, else *{TEXT_SUFFIX}; each also with {' '.join(SUFFIXES)}"
 WORDS = {TAR: "a tar archive", LINES: "lines of text", TEXT: "plain text"}
 
 
 def claimed(name: str) -> tuple[str, ...]:
-    """What a name says of the file, outermost first: compression and then what is in it, as far as it says so."""
+    """The formats that a file name implies, outermost first: compression, then content, as far as known."""
     suffix = PurePath(name).suffix.lower()
     if suffix in TAR_SUFFIXES:
         name = name[: -len(suffix)] + TAR_SUFFIXES[suffix]
@@ -53,8 +51,8 @@ def claimed(name: str) -> tuple[str, ...]:
     return (INSIDE[suffix],) if suffix in INSIDE else ()
 
 
-def found(head: bytes) -> str:
-    """What the first HEAD bytes of a file say that it is."""
+def detected(head: bytes) -> str:
+    """The format of a file by its first HEAD bytes."""
     for table in (COMPRESSIONS, OTHERS):
         for magic, name in table.items():
             if head.startswith(magic):
@@ -69,15 +67,15 @@ def _is_tar(head: bytes) -> bool:
         tarfile.TarInfo.frombuf(head[:HEAD], "utf-8", "surrogateescape")
     except tarfile.HeaderError:
         return False
-    return True  # the sum of the header is right, which no text has by chance
+    return True  # the header's checksum is right
 
 
 def refuse_another_format(path: str, head: bytes, says: tuple[str, ...], inside: str = "") -> str:
-    """What the file is, as `found` tells. Raises DataError where its name says something else, or no lines can be in it.
+    """The `detected` format. Raises DataError if the name implies another one, or if the format is not supported.
 
-    inside: the compression that `head` was taken out of
+    inside: the compression that `head` was decompressed from
     """
-    kind = found(head)
+    kind = detected(head)
     if kind in OTHERS.values() or inside and kind in COMPRESSIONS.values():
         do = "unpack or convert it: JSON lines and .txt are read, as they are, in tar, or packed by gzip, zstd, bzip2 or xz"
         raise DataError(f"{path} holds {_words(kind)}{' inside ' + inside if inside else ''}, not JSON lines", do=do)
@@ -92,7 +90,7 @@ def _words(kind: str) -> str:
 
 
 class _Header(tarfile.TarInfo):
-    """A header whose absence is an error: tarfile takes an archive that is cut between two members for a whole one."""
+    """A tar header that must be present: tarfile accepts an archive that is truncated between two members."""
 
     @classmethod
     def fromtarfile(cls, archive):
@@ -105,12 +103,12 @@ class _Header(tarfile.TarInfo):
 
 
 def members(stream: BinaryIO) -> Iterator[tuple[str, BinaryIO | None]]:
-    """(name, stream of its bytes) of each file in a tar archive, in its order; None for links and devices.
+    """(name, byte stream) of each file in a tar archive, in order; the stream is None for links and devices.
 
-    stream: has `read` alone. A member has to be read before the next one is asked for. Raises tarfile.TarError.
+    stream: only needs `read`. Read each member before the next one. Raises tarfile.TarError.
     """
     with tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 18, tarinfo=_Header) as archive:
         while (header := archive.next()) is not None:
             if not header.isdir():
                 yield header.name, archive.extractfile(header) if header.isreg() else None
-            archive.members = []  # it would keep them all
+            archive.members = []  # else memory grows

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats of token files: which one a prefix is in, how each is opened, named and written, and what a folder holds.
+"""The formats of token files: detection, opening, names, writing, and the datasets in a folder.
 
 tokens = open_tokens("corpus_text_document")  # .bin/.idx of Megatron-LM, or _ids.npy/_idx.npz of PaddlePaddle
 """
@@ -18,10 +18,11 @@ from megatron.errors import DataError
 
 @dataclass(frozen=True)
 class Format:
-    """`endings`: of the file with tokens and of the index. `dtype`: vocabulary size -> type of an id.
+    """A format of token files.
 
-    `head`: bytes before the tokens; `make_head`: (dtype, tokens) -> these bytes. `write_index`: (path, dtype, sequences,
-    documents, lengths, per_document) as `indexed.stream_index`. `keeps_empty`: whether a document without tokens counts.
+    `endings`: of the token file and of the index. `dtype`: vocabulary size -> dtype of an id. `head`: bytes before the
+    tokens; `make_head`: (dtype, tokens) -> these bytes. `write_index`: (path, dtype, sequences, documents, lengths,
+    per_document) as `indexed.stream_index`. `keeps_empty`: whether a document without tokens counts.
     """
 
     name: str
@@ -48,19 +49,19 @@ PADDLE = Format(
     False,
 )
 FORMATS = {form.name: form for form in (MEGATRON, PADDLE)}
-LAYOUTS = (MEGATRON.endings, PADDLE.endings, (paddle.OLD,))  # what files of one dataset are called
+LAYOUTS = (MEGATRON.endings, PADDLE.endings, (paddle.OLD,))  # endings of the files of one dataset
 
 
 def open_tokens(prefix: str | os.PathLike) -> TokenFiles:
-    """The token files of a prefix, of whatever format. Raises DataError where they are missing, damaged or of two."""
+    """Open the token files of a prefix, in any format. Raises DataError for missing or damaged files, or two formats."""
     kind = MEGATRON if endings_of(prefix) == MEGATRON.endings else PADDLE
     return kind.open(prefix)
 
 
 def endings_of(prefix: str | os.PathLike) -> tuple[str, ...]:
-    """The endings of the files behind a prefix: those of the format that is there, of .bin/.idx where none is.
+    """The endings of a prefix's files: those of the format that exists, else of .bin/.idx.
 
-    Raises DataError for files of two formats: what is known of them (checksums, vocabulary) has one name for both.
+    Raises DataError for files of two formats: companion files (checksums, vocabulary) could belong to either.
     """
     prefix = bare_prefix(prefix)
     there = [endings for endings in LAYOUTS if os.path.exists(prefix + endings[-1])]
@@ -72,22 +73,22 @@ def endings_of(prefix: str | os.PathLike) -> tuple[str, ...]:
 
 
 def is_folder(word: str) -> bool:
-    """Whether a word names a folder, and not token files of the same name beside it."""
+    """Whether a word names a folder, and no token files with the same prefix exist."""
     return os.path.isdir(word) and not any(os.path.exists(word + ending) for ending in ENDINGS)
 
 
 def datasets_of(word: str) -> list[str]:
-    """The prefixes that a word stands for: itself, or all in the folder that it names."""
+    """The prefixes of a word: the word itself, or all prefixes in the folder that it names."""
     return prefixes_in(word) if is_folder(word) else [word]
 
 
 def prefixes_in(folder: str | os.PathLike) -> list[str]:
-    """The prefixes of all token files in a folder, sorted; sub-folders are not looked at.
+    """The prefixes of all token files in a folder, sorted; sub-folders are not searched.
 
-    Raises DataError where there are none, or one file of a pair lacks the other.
+    Raises DataError for a folder without token files, or if one file of a pair is missing.
     """
     names = sorted(path.name for path in Path(folder).iterdir() if path.is_file())
-    found = set()
+    stems = set()
     for endings in LAYOUTS:
         for name in names:
             ending = next((ending for ending in endings if name.endswith(ending)), None)
@@ -97,9 +98,9 @@ def prefixes_in(folder: str | os.PathLike) -> list[str]:
             lost = [stem + other for other in endings if stem + other not in names]
             if lost:
                 do = "copy both, or remove it from the folder"
-                raise DataError(f"{Path(folder, name)} has no {lost[0]} beside it", do=do)
-            found.add(stem)
-    if not found:
+                raise DataError(f"{Path(folder, name)} has no {lost[0]} next to it", do=do)
+            stems.add(stem)
+    if not stems:
         why = "token files are *.bin with *.idx, *_ids.npy with *_idx.npz, or *_ids.npz; sub-folders are not searched"
         raise DataError(f"there are no token files in the folder {folder}", why, "give a prefix or another folder")
-    return [str(Path(folder, stem)) for stem in sorted(found)]
+    return [str(Path(folder, stem)) for stem in sorted(stems)]

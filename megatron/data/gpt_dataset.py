@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of seq_length + 1 tokens out of token files: training, validation and test data of a run.
+"""GPT datasets: training, validation and test samples of seq_length + 1 tokens from token files.
 
     train, valid, test = build_datasets(config.data, seq_length=1024, sizes=(16000, 800, 80), seed=1234)
     train[0]  # int64 [1025]: [:-1] is the input, [1:] the labels
 
-Which tokens make which sample is Megatron-LM's choice, element for element: index_maps.py says how. Where Megatron-LM
-loops for ever or dies later (an empty split, too little data), there is an error that says what would work.
+Samples equal Megatron-LM's, element for element (see index_maps.py). Where Megatron-LM hangs or fails later (an empty
+split, too little data), an error says what would work.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Optional
 import numpy as np
 
 from megatron.data.blend import Blend, BlendedDataset, Repeated, interleave, normalized, parse_blend, share_sizes
-from megatron.data.document_dataset import DocumentDataset, document_lengths, told_of
+from megatron.data.document_dataset import DocumentDataset, describe_documents, document_lengths
 from megatron.data.formats import open_tokens
 from megatron.data.index_cache import cached_arrays
 from megatron.data.index_maps import (
@@ -39,7 +39,7 @@ from megatron.settings.schema import Data
 
 SPLITS = ("train", "valid", "test")
 TRAIN, VALID, TEST = range(3)
-VERSION = 2  # of the index maps: when their meaning or form changes, older caches are not looked at
+VERSION = 2  # of the index maps; caches of other versions are ignored
 MORE = "take more documents (a .txt is one; preprocess_data.py --document-separator parts it into several)"
 
 
@@ -55,13 +55,13 @@ def build_datasets(
 ) -> tuple:
     """(train, valid, test) with at least `sizes` samples each; None for a split of weight or size 0, or without a path.
 
-    Every dataset has `len(d)`, `d[i]` -> int64 [seq_length + 1] and, unless it is a mock, `d.origin(i)`. Every rank calls
-    this; the index maps are built by whoever comes first. `log` is given a line when that, or waiting, takes time.
-    Validation goes over one epoch, again and again if more is asked for, so its order does not change with
-    --train-iters; training and test have as many epochs as they need, shuffled together, as in Megatron-LM. With
-    --full-validation it is one epoch of all its files, however many samples are asked for.
+    Every dataset has `len(d)`, `d[i]` -> int64 [seq_length + 1] and, except mock data, `d.origin(i)`. Every rank calls
+    this; the first one builds the index maps. `log` receives a line before a build or a wait.
+    Validation repeats one epoch if necessary, so its order does not depend on --train-iters. Training and test use as
+    many epochs as they need, shuffled together, as in Megatron-LM. With --full-validation, validation is one epoch of all
+    its files, whatever its size.
 
-    Raises DataError where data is missing, damaged, too little, or (when it is read) of another vocabulary.
+    Raises DataError for missing, damaged or insufficient data, and, when a sample is read, for unknown tokens.
     """
     if data.mock_data:
         if vocab_size is None:
@@ -73,7 +73,7 @@ def build_datasets(
 
 
 def build_splits(data: Data, seq_length: int, sizes: Sequence[int], seed: int, vocab_size: Optional[int], log, **kind):
-    """(train, valid, test) of the files that `data` names; kind: what a sample is, fields of `GPTDatasetConfig`."""
+    """(train, valid, test) from the files of `data`; kind: fields of `GPTDatasetConfig` that define a sample."""
     blends, shares = sources_of(data)
     wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
     whole = data.full_validation
@@ -85,7 +85,7 @@ def build_splits(data: Data, seq_length: int, sizes: Sequence[int], seed: int, v
 
 @dataclass(frozen=True)
 class GPTDatasetConfig:
-    """What the datasets of one run have in common. Lists are over train, valid, test."""
+    """The settings that the datasets of a run share. Lists are over train, valid, test."""
 
     seq_length: int
     seed: int
@@ -95,10 +95,10 @@ class GPTDatasetConfig:
     sizes: list[int]
     log: Callable[[str], None]
     full_validation: bool = False
-    documents: bool = False  # each is a sample (document_dataset.py)
-    pad: Optional[int] = None  # the token that such samples are filled up with
+    documents: bool = False  # each document is a sample (document_dataset.py)
+    pad: Optional[int] = None  # the token that pads such samples
     # Samples of another kind (masked_dataset.py): `samples(token file, range of documents, number or None for one epoch,
-    # name of the split, this)` -> dataset, and `samples.lengths(token file)`, 0 of documents that give none.
+    # name of the split, this)` -> dataset, and `samples.lengths(token file)`, 0 for documents without samples.
     samples: Optional[Callable] = None
     files: dict[str, TokenFiles] = field(default_factory=dict)  # opened so far
 
@@ -108,7 +108,7 @@ class GPTDatasetConfig:
         return self.files[prefix]
 
     def lengths(self, tokens: TokenFiles) -> np.ndarray:
-        """Tokens of what --split divides: of each sequence, or of each document where that is a sample."""
+        """Tokens of each unit that --split divides: sequences, or documents if each is a sample."""
         if self.samples is not None:
             return self.samples.lengths(tokens)
         return document_lengths(tokens) if self.documents else tokens.sequence_lengths
@@ -118,15 +118,15 @@ class GPTDatasetConfig:
         """Whether --split divides documents, not sequences."""
         return self.documents or self.samples is not None
 
-    def cached(self, beside: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """Index maps of these names from the cache: `--data-cache-path`, or a folder beside the data."""
-        folder = Path(self.cache) if self.cache else Path(beside).parent / "index_cache"
+    def cached(self, prefix: str, name: str, key: dict, build, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """Index maps of these names from the cache: `--data-cache-path`, or a folder next to the data."""
+        folder = Path(self.cache) if self.cache else Path(prefix).parent / "index_cache"
         key = dict(key, version=VERSION)
         return cached_arrays(folder, name, key, build, log=self.log, required=bool(self.cache), names=names)
 
 
 class GPTDataset:
-    """Samples of one split of one token file, as `plan` says."""
+    """Samples of one split of one token file, in the order of `plan`."""
 
     def __init__(self, tokens: TokenFiles, plan: EpochPlan, split: str, config: GPTDatasetConfig):
         self.tokens, self.plan, self.vocab_size = tokens, plan, config.vocab_size
@@ -178,7 +178,7 @@ class GPTDataset:
 
 
 def sources_of(data: Data) -> tuple[list[Optional[Blend]], list[Optional[SplitRange]]]:
-    """(blend, share of its sequences) of each split."""
+    """([blend of each split], [its share of the sequences])."""
     per_split = [data.train_data_path, data.valid_data_path, data.test_data_path]
     if data.data_path and any(per_split):
         raise SettingsError(
@@ -192,13 +192,13 @@ def sources_of(data: Data) -> tuple[list[Optional[Blend]], list[Optional[SplitRa
     blends = []
     for split, words in zip(SPLITS, per_split):
         blend = parse_blend(words, f"--{split}-data-path") if words else None
-        # Here a single prefix with a weight is the prefix alone; under --data-path it is a blend of one (Megatron-LM).
+        # Here a single weighted prefix is just the prefix; under --data-path it is a blend of one (Megatron-LM).
         blends.append(blend._replace(weights=None) if blend and len(blend.prefixes) == 1 else blend)
     return blends, [(0.0, 1.0) if blend else None for blend in blends]
 
 
 def _build_split(blend: Blend, split: int, config: GPTDatasetConfig):
-    """The dataset of one split, with at least the samples asked for."""
+    """The dataset of one split, with at least `config.sizes[split]` samples."""
     size = config.sizes[split]
     if split == VALID and config.full_validation:
         return _build_whole(list(dict.fromkeys(blend.prefixes)), split, config)
@@ -226,7 +226,7 @@ def _build_split(blend: Blend, split: int, config: GPTDatasetConfig):
 
 
 def _build_whole(prefixes: list[str], split: int, config: GPTDatasetConfig):
-    """One epoch of each file, whatever its weight in the blend."""
+    """One epoch of each file, without regard to weights."""
     datasets = [_build_file(prefix, None, split, config) for prefix in prefixes]
     lengths = [len(dataset) for dataset in datasets]
     return datasets[0] if len(datasets) == 1 else _build_blend(datasets, prefixes, lengths, sum(lengths), split, config)
@@ -267,9 +267,9 @@ def _build_file(prefix: str, num_samples: Optional[int], split: int, config: GPT
 def _build_documents(
     tokens: TokenFiles, documents: range, lengths: np.ndarray, num_samples: Optional[int], split: int, config
 ):
-    """Samples of which each is one of these documents; lengths: of all documents. As `_build_file` otherwise."""
+    """`_build_file` with one document per sample. lengths: of all documents."""
     name, own = f"{Path(tokens.prefix).name}-{SPLITS[split]}", lengths[documents.start : documents.stop]
-    config.log(f" > {told_of(tokens.prefix, SPLITS[split], own, config.seq_length)}")
+    config.log(f" > {describe_documents(tokens.prefix, SPLITS[split], own, config.seq_length)}")
     dataset = DocumentDataset(
         tokens,
         documents.start + np.flatnonzero(own),
@@ -286,7 +286,7 @@ def _build_documents(
 def _build_blend(
     datasets: list, prefixes: list[str], weights: Sequence[float], size: int, split: int, config: GPTDatasetConfig
 ):
-    """`size` samples of several datasets."""
+    """A blend of `size` samples from several datasets."""
     weights, limits, names = normalized(weights), [len(dataset) for dataset in datasets], ("dataset", "sample")
 
     def build():
@@ -299,7 +299,7 @@ def _build_blend(
 
 
 def _no_test(tokens: TokenFiles, config: GPTDatasetConfig) -> str:
-    """That --split leaves no document for the test, which Megatron-LM goes on without, too; "" where it leaves some."""
+    """A note if --split leaves nothing for the test split, else "". Megatron-LM continues without test data, too."""
     lengths = config.lengths(tokens)
     mine = sequences_of(config.shares[TEST], len(lengths))
     if not lengths.any() or lengths[mine.start : mine.stop].any():
@@ -309,7 +309,7 @@ def _no_test(tokens: TokenFiles, config: GPTDatasetConfig) -> str:
 
 
 def _empty_split(tokens: TokenFiles, split: int, config: GPTDatasetConfig) -> DataError:
-    """The error of a split without tokens, with the nearest --split that would work."""
+    """The error for a split without tokens; it suggests the nearest --split that works."""
     lengths = config.lengths(tokens)
     if not lengths.any():
         return DataError(f"{tokens.prefix}: has no tokens", do="preprocess text that is not empty")

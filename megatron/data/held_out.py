@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of one's own as two files: one to train on, and one that neither training nor vocabulary sees.
+"""Split your own text into a training file and a held-out file.
 
-Which side a document is on depends on its text alone, so equal documents are on the same side. Where that would hold out
-less than FEWEST of them, as with one book, the last part of each is held out instead.
+The text of a document decides its side, so equal documents are on the same side. If that would hold out fewer than FEWEST
+documents, as with a single book, the last part of each document is held out instead.
 """
 
 import json
@@ -14,11 +14,11 @@ from megatron.data.origin import text_hash
 from megatron.errors import DataError
 from megatron.storage.durable import whole_file
 
-FEWEST = 5  # documents; of fewer, one that is short or unlike the others would decide what is measured
+FEWEST = 5  # documents; with fewer, a single odd one would dominate the evaluation
 
 
 def hold_out(sources: list[Source], train: str, held_out: str, percent: float) -> dict[str, tuple[int, int]]:
-    """Write both files as JSON lines, each complete or not at all. Returns path -> (documents, bytes of text).
+    """Write both files atomically as JSON lines. Returns path -> (documents, bytes of text).
 
     The sources are read twice, a document at a time. Raises DataError for input without text.
     """
@@ -48,8 +48,7 @@ def hold_out(sources: list[Source], train: str, held_out: str, percent: float) -
 
 
 def cut(text: str, percent: float) -> Iterator[str]:
-    """A text in two parts of which the second has about so many per cent: at the end of a line where one is near, else at
-    a space.
+    """Split a text; the second part has about `percent` of it. Cuts at the end of a line if one is near, else at a space.
 
     >>> list(cut("one two\\nthree\\nfour five six", 40))
     ['one two\\nthree\\n', 'four five six']

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that are built once and then shared by every process that maps them.
+"""A cache of arrays that one process builds and all processes map into memory.
 
-One process builds while the others wait on a file, never inside a collective: a build may take minutes and a collective
-has a timeout. An entry is a folder of plain `.npy` files with an `index.json` that says what they were built from, their
-shapes and their checksums; it is written aside and renamed, so an entry that exists is complete.
+One process builds while the others wait for a file, never inside a collective: a build may take minutes, and collectives
+time out. An entry is a folder of `.npy` files and an `index.json` with the key, shapes and checksums. It is written to a
+temporary folder and renamed, so an entry that exists is complete.
 
-The lock is `flock`: the kernel releases it when its owner dies, and a waiting process takes over. Where a file system
-has no locks, several processes may build the same entry; the first rename wins and all of them are equal.
+The lock is `flock`: the kernel releases it when its owner dies, and a waiting process takes over. On file systems without
+locks, several processes may build the same entry; the first rename wins, and all results are equal.
 """
 
 import errno
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _NUMBERS = re.compile("[<|][iuf][1248]")  # dtypes of arrays
-SAY_EVERY = 10.0  # seconds between two messages of a process that waits
+SAY_EVERY = 10.0  # seconds between messages of a waiting process
 
 
 def cached_arrays(
@@ -46,11 +46,11 @@ def cached_arrays(
     required: bool = False,
     names: Collection[str] = (),
 ) -> Arrays:
-    """The arrays that `build()` returns, memory-mapped from `folder` when they are there and whole.
+    """The arrays of `build()`, memory-mapped from the cache in `folder` if they are there and valid.
 
-    `key`: everything the arrays depend on (JSON values); `name` starts the entry's file name, for humans.
-    `names`: of the arrays that an entry must have.
-    `required`: a folder that cannot be written is an error; otherwise it is said and the arrays stay in memory.
+    `key`: everything the arrays depend on (JSON values); `name`: start of the entry's file name, for readers.
+    `names`: arrays that an entry must have.
+    `required`: raise StorageError if the folder cannot be written; otherwise log it and keep the arrays in memory.
     """
     entry = folder / f"{name}-{hashlib.sha256(_canonical(key).encode()).hexdigest()[:16]}"
     arrays, _ = load(entry, key, names)
@@ -71,7 +71,7 @@ def cached_arrays(
 
 
 def load(entry: Path, key: dict, names: Collection[str] = ()) -> tuple[Optional[Arrays], Optional[str]]:
-    """(arrays, None) of a whole entry, (None, what is wrong) of a damaged one, (None, None) where there is none."""
+    """(arrays, None) for a valid entry, (None, reason) for a damaged one, (None, None) if there is none."""
     if not (entry / "index.json").exists():
         return None, "index.json is missing" if entry.is_dir() else None
     try:
@@ -86,7 +86,7 @@ def load(entry: Path, key: dict, names: Collection[str] = ()) -> tuple[Optional[
 
 
 def _map(entry: Path, name: str, facts: dict) -> np.ndarray:
-    """An array as a map of its file's end. What precedes it there is for other readers: index.json says dtype and shape."""
+    """Map an array from the end of its `.npy` file, with dtype and shape from index.json."""
     dtype, shape, path = facts["dtype"], facts["shape"], entry / f"{name}.npy"
     if not (name.isidentifier() and _NUMBERS.fullmatch(dtype) and all(type(n) is int and n >= 0 for n in shape)):
         raise ValueError(f"index.json says impossible things of {name!r}")
@@ -104,7 +104,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _build_or_wait(entry: Path, key: dict, names: Collection[str], build, lock, log: Say) -> Arrays:
-    """Under the lock: build. While another process holds it: wait for what it builds, or for its death."""
+    """Build the entry under the lock, or wait for the process that holds it."""
     started, said, seen = time.monotonic(), 0.0, _stamp(entry)
     while not _try_lock(lock):
         if _stamp(entry) != seen:
@@ -118,7 +118,7 @@ def _build_or_wait(entry: Path, key: dict, names: Collection[str], build, lock, 
             log(f"waiting for index maps {entry.name}: {_owner(lock)} builds them ({waited:.0f} s so far)")
         time.sleep(min(0.02 + waited / 10, 0.5))
     try:
-        arrays, damage = load(entry, key, names)  # another process may have been quicker
+        arrays, damage = load(entry, key, names)  # another process may have built it
         if arrays is None:
             if damage:
                 log(f"index maps {entry} are damaged and built again: {damage}")
@@ -132,14 +132,14 @@ def _build_or_wait(entry: Path, key: dict, names: Collection[str], build, lock, 
         try:
             fcntl.flock(lock, fcntl.LOCK_UN)
         except OSError:
-            pass  # no locks here; closing the file is enough
+            pass  # a file system without locks
 
 
 def _store(entry: Path, key: dict, arrays: Arrays) -> None:
-    """Write an entry aside, with checksums, and rename it into place."""
-    for left_behind in entry.parent.glob(f"{entry.name}.building-*"):  # by a builder that died
-        if _is_dead(left_behind.name.rpartition("-")[2]):
-            shutil.rmtree(left_behind, ignore_errors=True)
+    """Write an entry with checksums to a temporary folder, and rename it into place."""
+    for stale in entry.parent.glob(f"{entry.name}.building-*"):  # from builders that died
+        if _is_dead(stale.name.rpartition("-")[2]):
+            shutil.rmtree(stale, ignore_errors=True)
     aside = entry.with_name(f"{entry.name}.building-{socket.gethostname()}:{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -155,15 +155,15 @@ def _store(entry: Path, key: dict, arrays: Arrays) -> None:
         write_synced(aside / "index.json", seal(dict(key=json.loads(_canonical(key)), arrays=facts))[1])
         sync_folder(aside)
         if entry.exists():
-            # Without locks another builder may have been quicker. What it made is mapped by now, perhaps on other nodes,
-            # for which a deleted file of a network file system is gone at once.
+            # Without locks, another process may have built it first. Other nodes may have mapped its files, and on a
+            # network file system they would lose deleted files immediately.
             if load(entry, key)[0] is not None:
                 return
-            shutil.rmtree(entry)  # damaged: nobody maps it for long, and who does keeps what is mapped
+            shutil.rmtree(entry)  # damaged
         try:
             aside.rename(entry)
         except OSError:
-            if not entry.exists():  # else another builder was quicker, on a file system without locks
+            if not entry.exists():  # else another process built it first, on a file system without locks
                 raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -189,7 +189,7 @@ def _owner(lock) -> str:
 
 
 def _is_dead(owner: str) -> bool:
-    """Whether `host:pid` was a process of this host that has ended."""
+    """Whether `host:pid` names a process of this host that has ended."""
     host, _, pid = owner.rpartition(":")
     if host != socket.gethostname() or not pid.isdigit():
         return False
@@ -203,7 +203,7 @@ def _is_dead(owner: str) -> bool:
 
 
 def _stamp(entry: Path):
-    """Changes when the entry is replaced."""
+    """A value that changes when the entry is replaced."""
     try:
         status = os.stat(entry / "index.json")
     except OSError:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of samples of one token file: Megatron-LM's, element for element, for the same seed.
+"""The order of samples of one token file: equal to Megatron-LM's, element for element, for the same seed.
 
-Three index maps make the order. The sequences of a split are repeated for as many epochs as are needed and shuffled
+Three index maps define the order. The sequences of a split are repeated for as many epochs as needed and shuffled
 (document index); that stream of tokens is cut into samples, each sharing one token with the next (sample index); and
-the samples are shuffled (shuffle index). A `EpochPlan` is everything the maps depend on, beside the sequences' lengths.
-Pure functions on arrays; nothing here reads or writes files.
+the samples are shuffled (shuffle index). The maps depend on an `EpochPlan` and the lengths of the sequences.
+All functions are pure; none reads or writes files.
 """
 
 import math
@@ -15,14 +15,14 @@ import numpy as np
 
 from megatron.errors import SettingsError
 
-BLOCK = 1 << 22  # documents that `build_sample_index` looks at together: bounds its memory
-SEPARATE_BELOW = 0.80  # of the last epoch: when fewer of its samples are needed it is shuffled on its own
+BLOCK = 1 << 22  # documents that `build_sample_index` processes together: bounds its memory
+SEPARATE_BELOW = 0.80  # share of the last epoch's samples below which that epoch is shuffled separately
 
 SplitRange = tuple[float, float]
 
 
 def parse_split(split: str) -> list[Optional[SplitRange]]:
-    """Where each of train, valid, test starts and ends as a share of the sequences; None where it has no weight.
+    """Start and end of train, valid and test as shares of the sequences; None for a split of weight 0.
 
     >>> parse_split("8,2")
     [(0.0, 0.8), (0.8, 1.0), None]
@@ -43,7 +43,7 @@ def parse_split(split: str) -> list[Optional[SplitRange]]:
 
 
 def sequences_of(share: SplitRange, total: int) -> range:
-    """The sequences of a split, of `total` in the file: contiguous, before any shuffle; halves round to even."""
+    """The sequences of a split out of `total` in the file: contiguous, before shuffling; halves round to even."""
     return range(*(int(round(bound * float(total))) for bound in share))
 
 
@@ -66,7 +66,7 @@ def suggest_split(lengths: np.ndarray, ends: tuple[int, int], wanted: list[bool]
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """What the index maps are a function of, beside the lengths of the sequences."""
+    """The parameters of the index maps, in addition to the lengths of the sequences."""
 
     first: int  # sequences [first, last) of the file
     last: int
@@ -74,7 +74,7 @@ class EpochPlan:
     seq_length: int
     seed: int
     epochs: int
-    separate_last: bool  # the last epoch is shuffled on its own, since only a part of it is used
+    separate_last: bool  # shuffle the last epoch separately, because only part of it is used
 
     @property
     def num_samples(self) -> int:
@@ -83,14 +83,14 @@ class EpochPlan:
 
     @property
     def samples_before_last(self) -> int:
-        """Samples that lie in all epochs but the last."""
+        """Samples in all epochs but the last."""
         return ((self.epochs - 1) * self.tokens - 1) // self.seq_length
 
 
 def make_epoch_plan(
     sequences: range, lengths: np.ndarray, seq_length: int, seed: int, num_samples: Optional[int] = None
 ) -> EpochPlan:
-    """Epochs that `num_samples` take (None: one), and whether the last of them is shuffled on its own.
+    """The plan for `num_samples` samples (None: one epoch).
 
     `lengths`: tokens of every sequence of the file; those in `sequences` have at least one token.
     """
@@ -105,9 +105,11 @@ def make_epoch_plan(
 
 
 class IndexMaps(NamedTuple):
-    """document   int32 [epochs x sequences]  the stream: sequence numbers in the order they are read
-    sample     int32 [samples + 1, 2]      where each sample starts: place in `document`, tokens to skip there
-    shuffle    uint32 [samples]            which sample comes i-th
+    """The three index maps of a dataset.
+
+    document   int32 [epochs x sequences]  the stream: sequence numbers in reading order
+    sample     int32 [samples + 1, 2]      start of each sample: position in `document`, tokens to skip there
+    shuffle    uint32 [samples]            the sample at each position
     """
 
     document: np.ndarray
@@ -116,7 +118,7 @@ class IndexMaps(NamedTuple):
 
 
 def build_index_maps(plan: EpochPlan, lengths: np.ndarray) -> IndexMaps:
-    """The index maps of a plan; `lengths`: tokens of every sequence of the file."""
+    """Build the index maps of a plan. `lengths`: tokens of every sequence of the file."""
     state = np.random.RandomState(plan.seed % 2**32)
     sequences = np.arange(plan.first, plan.last, dtype=np.int32)
     epochs = (plan.epochs - 1, 1) if plan.separate_last else (plan.epochs,)
@@ -130,10 +132,10 @@ def build_index_maps(plan: EpochPlan, lengths: np.ndarray) -> IndexMaps:
 
 
 def build_sample_index(document: np.ndarray, lengths: np.ndarray, seq_length: int, num_samples: int) -> np.ndarray:
-    """Where token 0, seq_length, 2 seq_length, ... of the stream lies: [num_samples + 1, 2] of (place, offset).
+    """(position, offset) of tokens 0, seq_length, 2 seq_length, ... of the stream: [num_samples + 1, 2].
 
-    The place of a token is the first whose running sum of lengths exceeds the token's number, so empty documents are
-    stepped over, except by the very first row, which is always (0, 0).
+    The position of a token is the first one where the running sum of lengths exceeds the token's index. So empty documents
+    are skipped, except in the first row, which is always (0, 0).
     """
     small = max(len(document), int(lengths.max())) <= np.iinfo(np.int32).max
     index = np.empty((num_samples + 1, 2), np.int32 if small else np.int64)
@@ -153,7 +155,7 @@ def build_sample_index(document: np.ndarray, lengths: np.ndarray, seq_length: in
 
 
 def _shuffled(pieces: list[np.ndarray], state: np.random.RandomState) -> np.ndarray:
-    """Each piece shuffled, one after another with the same state, end to end."""
+    """Shuffle the pieces one after another with the same state, and concatenate them."""
     for piece in pieces:
         state.shuffle(piece)
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

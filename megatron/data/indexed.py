@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files: `<prefix>.bin` holds ids, `<prefix>.idx` says where each sequence and document lies.
+"""Token files: `<prefix>.bin` holds token ids, `<prefix>.idx` the positions of sequences and documents.
 
 The format is Megatron-LM's, byte for byte, little-endian without padding:
 
@@ -10,9 +10,9 @@ The format is Megatron-LM's, byte for byte, little-endian without padding:
     18      uint64      S, number of sequences
     26      uint64      D, number of documents + 1
     34      int32[S]    tokens of each sequence
-            int64[S]    byte offset of each sequence in the .bin: what all earlier sequences take
+            int64[S]    byte offset of each sequence in the .bin
             int64[D]    sequences before each document; starts with 0, ends with S
-            int8[S]     mode of each sequence, such as 0 text and 1 image; in files of multimodal data alone
+            int8[S]     mode of each sequence, such as 0 text and 1 image; only in multimodal data
 
     tokens = IndexedDataset("corpus_text_document")
     tokens.get(0, offset=2, length=3)  # array([ 257, 1332,   13], dtype=uint16)
@@ -45,17 +45,17 @@ MAGIC = b"MMIDIDX\x00\x00"
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype:
-    """The dtype Megatron-LM stores ids in: uint16 for vocabularies below 65500 (not 65536), int32 otherwise."""
+    """Megatron-LM's dtype of ids: uint16 for vocabularies below 65500 (not 65536), int32 otherwise."""
     return DTYPES[8] if vocab_size is not None and vocab_size < 65500 else DTYPES[4]
 
 
 class TokenFiles:
-    """Tokens of sequences and documents behind memory maps, whatever the format of the files: opening reads no tokens.
+    """Memory-mapped token files in any format. Opening them reads no tokens.
 
     `prefix`, `tokens_path`, `index_path`, all `tokens` and their `dtype`, `sequence_lengths` int32[S] in tokens,
-    `sequence_pointers` int64[S], where each starts: tokens before it x `pointer_unit`, `document_indices`
-    int64[documents + 1] in sequences, `sequence_modes` int8[S] (see above) or None. A format is a subclass that opens
-    files, sets all this and calls `_check`.
+    `sequence_pointers` int64[S], the tokens before each sequence x `pointer_unit`, `document_indices`
+    int64[documents + 1] in sequences, `sequence_modes` int8[S] (see above) or None. A subclass for each format opens the
+    files, sets these attributes and calls `_check`.
     """
 
     prefix: str
@@ -70,7 +70,7 @@ class TokenFiles:
     tokens: np.ndarray
 
     def place(self) -> tuple[str, int, int] | None:
-        """(file, first byte, byte after the last) of the tokens on the disk; None where they are there compressed."""
+        """(file, first byte, last byte + 1) of the tokens on disk; None if they are compressed."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -89,9 +89,9 @@ class TokenFiles:
         return len(self.document_indices) - 1
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens [offset, offset + length) of one sequence: a read-only view of the map, no copy.
+        """Tokens [offset, offset + length) of one sequence: a read-only view of the memory map, not a copy.
 
-        Raises IndexError for a place outside of the sequence, DataError when the index points outside of the tokens.
+        Raises IndexError for a range outside of the sequence, DataError if the index points outside of the tokens.
         """
         total = int(self.sequence_lengths[sequence])
         length = total - offset if length is None else length
@@ -107,7 +107,7 @@ class TokenFiles:
         return self.tokens[start : start + length]
 
     def _check(self) -> None:
-        """What can be checked without reading the whole index; `get` checks each place it touches."""
+        """Checks that need not read the whole index; `get` checks each range."""
         documents, lengths = self.document_indices, self.sequence_lengths
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(self):
             raise DataError(
@@ -123,9 +123,9 @@ class TokenFiles:
 
 
 class IndexedDataset(TokenFiles):
-    """Read `<prefix>.bin` and `<prefix>.idx` as `TokenFiles`; `sequence_pointers` are in bytes.
+    """Token files in Megatron-LM's format, `<prefix>.bin` and `<prefix>.idx`; `sequence_pointers` are in bytes.
 
-    Raises DataError that names the file when it is missing, cut short, or its numbers contradict each other.
+    Raises DataError for a missing, truncated or inconsistent file, and names it.
     """
 
     def __init__(self, prefix: str | os.PathLike):
@@ -163,7 +163,7 @@ class IndexedDataset(TokenFiles):
 
 
 def bare_prefix(prefix: str | os.PathLike) -> str:
-    """The path without a `.bin` or its like that a user's tab completion left on it."""
+    """The path without an ending such as `.bin` that tab completion left on it."""
     prefix = os.fspath(prefix)
     return next((prefix[: -len(ending)] for ending in ENDINGS if prefix.endswith(ending)), prefix)
 
@@ -184,7 +184,7 @@ def stream_index(
     per_document: Callable[[], Iterable[np.ndarray]],
     modes: Callable[[], Iterable[np.ndarray]] | None = None,
 ) -> None:
-    """Write an `.idx` piece by piece, for indices larger than memory. The file is on the disk when this returns.
+    """Write an `.idx` piece by piece, for indices larger than memory. The file is synced to disk on return.
 
     `lengths()` yields the tokens of each sequence in pieces (it is called twice), `per_document()` the number of
     sequences of each document, `modes()` the mode of each sequence, for multimodal data.
@@ -204,7 +204,7 @@ def stream_index(
 
 
 def _write_sums(file, pieces: Iterable[np.ndarray], scale: int, include_last: bool) -> None:
-    """Running sums of all values so far, starting at 0; the total is written when `include_last`."""
+    """Write the running sums of all values, starting at 0, and the total if `include_last`."""
     total = np.int64(0)
     for piece in pieces:
         sums = np.empty(len(piece) + 1, OFFSET_TYPE)
@@ -219,12 +219,12 @@ def _write_sums(file, pieces: Iterable[np.ndarray], scale: int, include_last: bo
 
 
 def dtype_code(dtype) -> int:
-    """The number that stands for a dtype in the header."""
+    """The code of a dtype in the header."""
     return next(code for code, known in DTYPES.items() if known == np.dtype(dtype))
 
 
 def map_file(path: str, prefix: str) -> mmap.mmap | bytes:
-    """The file as read-only memory. An empty file cannot be mapped and is b''."""
+    """Map a file into read-only memory. An empty file cannot be mapped and gives b''."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -236,7 +236,7 @@ def map_file(path: str, prefix: str) -> mmap.mmap | bytes:
 
 
 def why_missing(prefix: str) -> tuple[str | None, str]:
-    """Why a token file may be missing, and what to do: a folder, a text, or a name that starts alike are likely slips."""
+    """Why a token file may be missing, and what to do. Recognizes a folder, a text file and an incomplete prefix."""
     path = Path(prefix)
     if path.is_file():
         stem = path.name.partition(".")[0]
@@ -251,8 +251,8 @@ def why_missing(prefix: str) -> tuple[str | None, str]:
             there, lost = (there, lost) if there.exists() else (lost, there)
             return f"{there} is there: its {lost.suffix} was not copied", f"copy {lost.name} too, or preprocess again"
     name, folder = ("", path) if path.is_dir() else (path.name, path.parent)
-    likely = [found for ending in (".idx", "_idx.npz") for found in folder.glob(f"{name}*{ending}")]
-    near = sorted(bare_prefix(found) for found in likely) if path.parent.is_dir() else []
+    likely = [file for ending in (".idx", "_idx.npz") for file in folder.glob(f"{name}*{ending}")]
+    near = sorted(bare_prefix(file) for file in likely) if path.parent.is_dir() else []
     if near and near != [prefix]:
         return f"there is: {', '.join(near[:5])}", "give the whole prefix, up to _document"
     return (
@@ -271,7 +271,7 @@ def _read_header(path: str, index) -> tuple[np.dtype, int, int]:
             f"{path}: version {version} with dtype code {code} is unknown", "known: version 1, codes 1 to 8"
         )
     size = HEADER.size + 12 * sequences + 8 * documents
-    if len(index) not in (size, size + sequences):  # multimodal files have one more byte a sequence
+    if len(index) not in (size, size + sequences):  # multimodal files have one more byte per sequence
         raise DataError(
             f"{path}: {len(index)} bytes, but its header promises {size}",
             f"{sequences} sequences, {documents} document boundaries",

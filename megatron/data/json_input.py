@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loose JSON lines from files, globs, folders and stdin, plain, compressed or in tar archives, in blocks of whole lines.
+"""Read JSON lines from files, globs, folders and stdin, plain, compressed or in tar archives, in blocks of whole lines.
 
-Plain text (.txt) comes as JSON lines too: what reads a file need not know which of them it is (`plain_text.py`).
-A file whose bytes are not what its name says is refused; of an archive, those members are read that would be of a folder.
-A line ends at a newline byte only: U+2028 and U+0085 inside a JSON string do not end it.
+Plain text (.txt) is converted to JSON lines (`plain_text.py`). A file whose content does not match its name is an error.
+Members of an archive are selected by name, like files of a folder.
+Only a newline byte ends a line: U+2028 and U+0085 inside a JSON string do not.
 """
 
 import bz2
@@ -44,29 +44,29 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `size` in bytes on the disk (0 for stdin); `compression`: None for plain bytes.
+    """One input file. `size`: bytes on disk (0 for stdin); `compression`: None for uncompressed files.
 
-    text: it is plain text; separator: what parts the documents of plain text, in an archive too
+    text: the file is plain text; separator: separates documents of plain text, in an archive too
     """
 
     path: str
     size: int
     compression: str | None
-    archive: bool = False  # a tar archive that is not compressed
+    archive: bool = False  # an uncompressed tar archive
     text: bool = False
     separator: str | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether it has to be read from its start; other files are cut anywhere."""
+        """Whether the file has to be read from its start; other files can be read in parts."""
         return bool(self.compression or self.archive or self.text or self.path == STDIN)
 
 
 def find_sources(inputs: list[str], separator: str | None = None) -> list[Source]:
-    """The files that `--input` names: each is a file, a glob, a folder (searched below) or `-` for stdin.
+    """The files of `--input`: each input is a file, a glob, a folder (searched recursively) or `-` for stdin.
 
-    Files of a glob or folder come sorted by path, so that the order of documents does not depend on the disk.
-    Raises DataError for what does not exist or holds nothing.
+    Files of a glob or folder are sorted by path, so that the order of documents does not depend on the file system.
+    Raises DataError for inputs that do not exist or are empty.
     """
     paths = [path for given in inputs for path in expand(given)]
     if paths.count(STDIN) > 1:
@@ -75,43 +75,43 @@ def find_sources(inputs: list[str], separator: str | None = None) -> list[Source
 
 
 def with_separator(sources: list[Source], separator: str | None) -> list[Source]:
-    """The sources with what parts their documents. A note says where none is plain text."""
+    """Set the document separator of the sources. Prints a note if none is plain text."""
     if separator and not any(source.text or _is_tar(source.path) for source in sources):
         note("the document separator has no effect: no file of the input is plain text (.txt)")
     return [replace(source, separator=separator or None) for source in sources]
 
 
 def expand(given: str) -> list[str]:
-    """The paths that one of them names, sorted where it names several. Raises DataError where there is none."""
+    """The paths of one input, sorted. Raises DataError if there are none."""
     if given == STDIN or os.path.isfile(given):
         return [given]
     if os.path.isdir(given):
         return _in_folder(given)
     if os.path.exists(given):
         return [given]  # a named pipe, for example
-    found = sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
-    if not found:
+    paths = sorted(path for path in glob.glob(given, recursive=True) if os.path.isfile(path))
+    if not paths:
         why = None if glob.has_magic(given) else f"the working directory is {os.getcwd()}"
         raise DataError(
             f"--input {given}: no such file", why, "give JSON lines or .txt: a file, a glob in quotes, a folder, or -"
         )
-    return found
+    return paths
 
 
 def _in_folder(folder: str) -> list[str]:
-    """The files of a folder that are input by their names. A name says what plain text next to JSON lines is."""
+    """The input files of a folder, by name. Plain text next to JSON lines is left out, with a note."""
     paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-    found = sorted(
+    lines = sorted(
         str(path) for path in paths if _is_lines(path.name) or not _is_ours(path.name) and _is_tar(path.name)
     )
     texts = sorted(str(path) for path in paths if _is_text(path.name))
-    if found and texts:
+    if lines and texts:
         words = f"{len(texts)} files of plain text next to the JSON lines are left out: {texts[0]} ..."
         note(f"--input {folder}: {words} (a glob takes them: '{folder}/**/*.txt')")
-    if not found and not texts:
+    if not lines and not texts:
         do = f"files of a folder are taken by their names: {NAMES}, or *.tar"
         raise DataError(f"--input {folder}: the folder holds no JSON lines", do=do)
-    return found or texts
+    return lines or texts
 
 
 def _is_tar(name: str) -> bool:
@@ -119,7 +119,7 @@ def _is_tar(name: str) -> bool:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a name says plain text, packed or not."""
+    """Whether a name implies plain text, compressed or not."""
     return not _is_ours(name) and claimed(name)[-1:] == (TEXT,)
 
 
@@ -154,19 +154,19 @@ def _source(path: str) -> Source:
 
 
 def compression_of(head: bytes) -> str | None:
-    """How a file is compressed, told by its first bytes and not by its name."""
+    """The compression of a file, detected from its first bytes."""
     return next((name for magic, name in COMPRESSIONS.items() if head.startswith(magic)), None)
 
 
 def read_range(file: BinaryIO, start: int, stop: int) -> bytes:
-    """The whole lines whose first byte lies in [start, stop) of a plain file; the last may reach beyond `stop`."""
+    """The lines that start in [start, stop) of an uncompressed file; the last one may end after `stop`."""
     return read_lines(file, start, stop)[1]
 
 
 def read_lines(file: BinaryIO, start: int, stop: int) -> tuple[int, bytes]:
-    """(where the first of them begins, the lines) of `read_range`."""
+    """(offset of the first line, the lines) of `read_range`."""
     number = file.fileno()
-    begin = max(start - 1, 0)  # the byte before tells whether a line starts at `start`
+    begin = max(start - 1, 0)  # the byte before decides whether a line starts at `start`
     data = _read_at(number, begin, stop)
     first = data.find(b"\n") + 1 if start else 0
     if (start and not first) or begin + first >= stop:
@@ -193,18 +193,18 @@ def _read_at(number: int, start: int, stop: int) -> bytes:
 
 
 def read_part(source: Source, start: int, stop: int, block_size: int, longest: int) -> Iterator[bytes]:
-    """Blocks of the whole lines whose first byte lies in [start, stop) of a plain file. longest: as in `read_blocks`."""
+    """Blocks of the lines that start in [start, stop) of an uncompressed file. longest: as in `read_blocks`."""
     with open(source.path, "rb", buffering=0) as file:
         yield from _whole_lines(_Part(file, start, stop), block_size, longest)
 
 
 class _Part:
-    """The lines whose first byte lies in [start, stop) of a file, as a stream."""
+    """A stream of the lines that start in [start, stop) of a file."""
 
     def __init__(self, file: BinaryIO, start: int, stop: int):
         self._file, self._at, self._stop, self._ended = file, start, stop, start >= stop
         if start and not self._ended:
-            self._at = start - 1  # the byte before tells whether a line starts at `start`
+            self._at = start - 1  # the byte before decides whether a line starts at `start`
             self._file.seek(self._at)
             while data := self._file.read(1 << 16):
                 end = data.find(b"\n") + 1
@@ -215,11 +215,11 @@ class _Part:
         self._file.seek(self._at)
 
     def read(self, size: int) -> bytes:
-        """Some of the next `size` bytes; none at the end."""
+        """At most `size` bytes; b"" at the end."""
         if self._ended:
             return b""
         data = self._file.read(size)
-        last = data.find(b"\n", max(self._stop - 1 - self._at, 0)) + 1  # the end of the last line that is ours
+        last = data.find(b"\n", max(self._stop - 1 - self._at, 0)) + 1  # the end of the last line
         self._at += len(data)
         if last:
             self._ended, data = True, data[:last]
@@ -227,22 +227,23 @@ class _Part:
 
 
 def read_blocks(source: Source, block_size: int, longest: int | None = None) -> Iterator[tuple[bytes, int]]:
-    """Blocks of whole lines of at least `block_size` bytes, each with the bytes read from the disk so far.
+    """Blocks of whole lines of at least `block_size` bytes, each with the bytes read from disk so far.
 
-    longest: a line of more bytes may come without what is behind its first `longest` + 1, so that memory is bounded.
-    Raises DataError when compressed data is damaged or cut short.
+    longest: longer lines may be cut after `longest` + 1 bytes, to bound memory
+    Raises DataError for damaged or truncated compressed data.
     """
-    with telling_damage(source.path):
+    with damage_as_data_error(source.path):
         for part, position in read_streams(source):
             for data in _whole_lines(part, block_size, longest):
                 yield data, position()
 
 
 def read_streams(source: Source) -> Iterator[tuple["Ahead", Callable[[], int]]]:
-    """The JSON lines of a file, or of each file in an archive, each to be read before the next; with it, a function that
-    tells how many bytes were read from the disk so far. What reads them does so inside of `telling_damage`.
+    """Streams of the JSON lines of a file, or of each file in an archive; read each before the next.
+
+    Each comes with a function that returns the bytes read from disk so far. Read them inside `damage_as_data_error`.
     """
-    with _open(source) as raw, telling_damage(source.path):
+    with _open(source) as raw, damage_as_data_error(source.path):
         says, compression = claimed(source.path), _compression(raw, source)
         stream = Ahead(decompressed(raw, source))
         inside = compression or ""
@@ -278,7 +279,7 @@ def _whole_lines(stream, block_size: int, longest: int | None = None) -> Iterato
 
 
 def _as_lines(stream: "Ahead", name: str, source: Source) -> "Ahead":
-    """A stream of JSON lines: the stream itself, or the documents of plain text where its name says that it is that."""
+    """A stream of JSON lines: the stream itself, or, for a name of plain text, its documents converted."""
     is_text = source.text if name == source.path else _is_text(name.rpartition("/")[2])
     if not is_text:
         return stream
@@ -288,9 +289,9 @@ def _as_lines(stream: "Ahead", name: str, source: Source) -> "Ahead":
 
 
 def _lines_of_archive(stream: "Ahead", source: Source) -> Iterator["Ahead"]:
-    """The members of a tar archive that hold documents by their names, decompressed; others are named on stderr.
+    """The decompressed members of a tar archive whose names imply documents; others are listed on stderr.
 
-    As in a folder, plain text next to JSON lines is left out; which of them an archive is of, its first such file says.
+    As in a folder, plain text next to JSON lines is left out. The first such member decides the kind of the archive.
     """
     path, taken, left_out, of_text = source.path, 0, [], False
     for name, packed in members(stream):
@@ -316,10 +317,10 @@ def _lines_of_archive(stream: "Ahead", source: Source) -> Iterator["Ahead"]:
 
 
 class Ahead:
-    """A stream of bytes whose beginning can be looked at before it is read."""
+    """A stream of bytes with `peek` before the first read."""
 
     def __init__(self, stream):
-        self._stream, self._head, self._at = stream, b"", 0  # the head counts from there
+        self._stream, self._head, self._at = stream, b"", 0  # _at: position in the head
 
     def peek(self, size: int) -> bytes:
         """The next `size` bytes, fewer only at the end. Before the first `read`."""
@@ -328,12 +329,12 @@ class Ahead:
         return self._head[:size]
 
     def read(self, size: int) -> bytes:
-        """Some of the next `size` bytes; none at the end."""
+        """At most `size` bytes; b"" at the end."""
         if self._at == len(self._head):
             data = self._stream.read(size)
             if len(data) <= size:
                 return data
-            self._head, self._at = data, 0  # zstd gives what a piece of its input holds, which may be much more
+            self._head, self._at = data, 0  # zstd may return much more
         start, self._at = self._at, min(self._at + size, len(self._head))
         return self._head[start : self._at]
 
@@ -347,7 +348,7 @@ def _position(raw: BinaryIO) -> int:
 
 
 def decompressed(raw: BinaryIO, source: Source) -> BinaryIO:
-    """A stream of plain bytes over `raw`; stdin and pipes are told by their first bytes."""
+    """A decompressed stream of `raw`. The first bytes of stdin and pipes decide the compression."""
     compression = _compression(raw, source)
     openers = dict(
         gzip=lambda: gzip.GzipFile(fileobj=raw, mode="rb"),
@@ -359,15 +360,15 @@ def decompressed(raw: BinaryIO, source: Source) -> BinaryIO:
 
 
 def _compression(raw: BinaryIO, source: Source) -> str | None:
-    """How the bytes of `raw` are compressed: as was seen before, or by what begins them."""
+    """The compression of `raw`: as known from its source, or by its first bytes."""
     if source.compression in (None, "pipe") and hasattr(raw, "peek"):
         return compression_of(raw.peek(6)[:6])
     return source.compression
 
 
 @contextlib.contextmanager
-def telling_damage(path: str):
-    """What the libraries raise at data that is cut short or changed becomes a DataError."""
+def damage_as_data_error(path: str):
+    """Convert the libraries' errors for truncated or damaged data to DataError."""
     try:
         yield
     except tarfile.TarError as error:
@@ -385,7 +386,7 @@ def damaged(path: str, error, what: str = "the compressed data") -> DataError:
 
 
 class ZstdStream:
-    """Decompress zstd frame by frame. The library's own stream reader takes a file that is cut short for a whole one."""
+    """Decompress zstd frame by frame. The library's stream reader does not detect truncated files."""
 
     def __init__(self, raw: BinaryIO, path: str):
         try:
@@ -398,7 +399,7 @@ class ZstdStream:
         self._packed, self._taken = b"", 0
 
     def read(self, size: int) -> bytes:
-        """At least `size` bytes, fewer only at the end."""
+        """At least `size` bytes; fewer only at the end."""
         pieces, length = [], 0
         while length < size and (data := self._take()):
             pieces += (out := self._decompress(data))
@@ -408,7 +409,7 @@ class ZstdStream:
         return b"".join(pieces)
 
     def _take(self) -> bytes:
-        """The next bytes of the file, so few that what a bomb makes of them fits into memory: 32,768 times as much."""
+        """The next 4 KiB of the file. They expand at most 32,768-fold, which bounds memory."""
         if self._taken >= len(self._packed):
             self._packed, self._taken = self._raw.read(1 << 17), 0
         self._taken += 1 << 12
@@ -429,14 +430,13 @@ class ZstdStream:
 
 
 class BadLine(ValueError):
-    """A line that yields no document; the text says why."""
+    """A line without a valid document; the message gives the reason."""
 
 
 def parse_line(line: bytes, keys: list[str]) -> list[str | list[str]] | None:
-    """The values of `keys`; None for a blank line. Each value is a text, or a list of texts (sentences).
+    """The values of `keys` in a line; None for a blank line. Each value is a text, or a list of texts (sentences).
 
-    Raises BadLine with the reason otherwise. NaN, Infinity and huge numbers in other keys are fine, as they are in
-    Python's own parser.
+    Raises BadLine with the reason for an invalid line. NaN, Infinity and huge numbers under other keys are accepted.
     """
     if not line or line.isspace():
         return None
@@ -444,7 +444,7 @@ def parse_line(line: bytes, keys: list[str]) -> list[str | list[str]] | None:
 
 
 def read_texts(sources: list[Source], keys: list[str] | None = None) -> Iterator[str]:
-    """All texts under the keys (default: text), sentences one by one. Raises DataError at a line that is no document."""
+    """All texts under the keys (default: text), sentences one by one. Raises DataError for an invalid line."""
     for source in sources:
         blocks = (block.removesuffix(b"\n").split(b"\n") for block, _ in read_blocks(source, 1 << 20))
         for number, line in enumerate(itertools.chain.from_iterable(blocks), 1):
@@ -458,7 +458,7 @@ def read_texts(sources: list[Source], keys: list[str] | None = None) -> Iterator
 
 
 def parse_record(line: bytes):
-    """What the JSON of a line says. Raises BadLine."""
+    """Parse the JSON of a line. Raises BadLine."""
     try:
         return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -468,7 +468,7 @@ def parse_record(line: bytes):
 
 
 def values_of(record, keys: list[str]) -> list[str | list[str]]:
-    """The values of `keys` in a parsed record. Raises BadLine when one is missing or no text."""
+    """The values of `keys` in a parsed record. Raises BadLine if one is missing or is not text."""
     if not isinstance(record, dict):
         raise BadLine(f"{_kind(record)} instead of an object")
     values = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labelled texts: their files, .jsonl with an object a line, .tsv or .csv with a head line; and what of a long pair stays.
+"""Read files of labelled texts: .jsonl with an object per line, or .tsv or .csv with a header line.
 
 {"text": "A fine film.", "label": "positive"}
 {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1}
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional
 from megatron.data.tables import ENDINGS, Row, label_in, read_table, refuse_half_letters, text_in
 from megatron.errors import DataError, did_you_mean
 
-# Names of columns, of GLUE's and CLUE's files and others: the text, one that belongs to it, and the label.
+# Names of columns in GLUE's and CLUE's files and others: the first text, the second text, the label.
 FIRST = ("text", "sentence", "sentence1", "text_a", "premise", "question1", "question")
 SECOND = ("sentence2", "text_b", "hypothesis", "question2", "text_pair")
 LABEL = ("label",)
@@ -22,13 +22,13 @@ LABEL = ("label",)
 
 @dataclass(frozen=True)
 class LabelledTask:
-    """How the files of a task are read.
+    """A task on labelled texts, and how to read its files.
 
-    text, text_pair, label: names of columns, or keys of JSON lines; text_pair: of tasks on pairs
-    labels:     None: those of the training files; (): numbers (a regression)
-    columns:    of files whose first line is no header
-    skip:       labels of rows that are left out ("-": annotators did not agree)
-    prepare:    a row as it is read -> with the columns of text and label that the task names
+    text, text_pair, label: names of columns, or keys of JSON lines; text_pair only for tasks on pairs
+    labels:     None: the labels of the training files; (): numbers (a regression)
+    columns:    names of columns, for files without a header line
+    skip:       labels of rows to leave out ("-": annotators did not agree)
+    prepare:    converts a row of the file to one with the task's columns
     """
 
     name: str
@@ -46,7 +46,7 @@ class LabelledTask:
 
 
 class Labelled(NamedTuple):
-    """A text, or a pair of texts, and its label; "" where it has none."""
+    """A text, or a pair of texts, and its label; "" without a label."""
 
     first: str
     second: Optional[str]
@@ -54,7 +54,7 @@ class Labelled(NamedTuple):
 
 
 class LabelledFile(NamedTuple):
-    """labels: of its classes, in the order of their numbers; notes: what the user should hear of what is left out."""
+    """The content of a file. labels: of the classes, in the order of their indices; notes: on rows that are left out."""
 
     rows: tuple[Labelled, ...]
     labels: tuple[str, ...]
@@ -62,7 +62,7 @@ class LabelledFile(NamedTuple):
 
 
 def is_labelled(path: str) -> bool:
-    """Whether the name of a file is one of labelled texts."""
+    """Whether a file name is one of a file of labelled texts."""
     return path.lower().endswith(ENDINGS)
 
 
@@ -72,9 +72,9 @@ def task_table(task: LabelledTask, path: Path) -> tuple[list[Row], list[str]]:
 
 
 def task_row(task: LabelledTask, row: Row, path: Path, labelled: bool = True) -> Optional[Labelled]:
-    """What the task reads of a row; None: it leaves it out. labelled: False where anything may stand for the label.
+    """The labelled text of a row; None if the task skips it. labelled: False accepts any label, or none.
 
-    Raises DataError for missing columns and labels, and for what is no text.
+    Raises DataError for missing columns and labels, and for values that are not text.
     """
     where, columns = f"{path}, {row.where}", row.columns
     if task.prepare is not None:
@@ -99,13 +99,13 @@ def task_row(task: LabelledTask, row: Row, path: Path, labelled: bool = True) ->
 
 
 def unlike_published(where: str, name: str, error: Exception) -> DataError:
-    """What to raise for a row of a published task that cannot be read as the task's rows are."""
-    told = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-    return DataError(f"{where} is not as {name} has them: {told}")
+    """The error for a row that does not have the format of a published task."""
+    reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    return DataError(f"{where} is not as {name} has them: {reason}")
 
 
 def column(row: Mapping[str, Any], name: str, where: str, what: str) -> Any:
-    """A cell of a row. Raises DataError where there is no such column."""
+    """A cell of a row. Raises DataError if there is no such column."""
     if name not in row:
         raise DataError(
             f"{where} has no column {name!r}{did_you_mean(name, map(str, row))}",
@@ -116,7 +116,7 @@ def column(row: Mapping[str, Any], name: str, where: str, what: str) -> Any:
 
 
 def skipped(task: LabelledTask, path: Path, rows: int, kept: int) -> list[str]:
-    """A note of rows that the task leaves out, if any."""
+    """A note on the rows that the task skips, if any."""
     if kept == rows:
         return []
     return [f"{path}: {rows - kept} of {rows} rows are left out, whose label is {' or '.join(task.skip)}"]
@@ -124,42 +124,42 @@ def skipped(task: LabelledTask, path: Path, rows: int, kept: int) -> list[str]:
 
 @lru_cache(maxsize=16)
 def read_labelled(path: str, task: Optional[LabelledTask] = None) -> LabelledFile:
-    """The rows of a file, as the task says, or else by the names that their columns have.
+    """Read the rows of a file, with the columns of `task`, or else by known names of columns.
 
-    Raises DataError that names the line of what is none, or for a file without two labels.
+    Raises DataError for an invalid row, and names its line, or for a file with fewer than two labels.
     """
     if not Path(path).is_file():
         raise DataError(f"{path}: no such file", do=f"labelled texts are in files {', '.join(ENDINGS)}")
     rows, notes = _as_named(Path(path)) if task is None else _as_published(Path(path), task)
     if not rows:
         raise DataError(f"{path} has no rows", do="give labelled texts, or leave the task out")
-    if len(found := labels_of(rows)) < 2:
+    if len(labels := labels_of(rows)) < 2:
         raise DataError(
-            f"{path}: all {len(rows):,} rows have the label {found[0]!r}", do="give texts of two labels or more"
+            f"{path}: all {len(rows):,} rows have the label {labels[0]!r}", do="give texts of two labels or more"
         )
-    return LabelledFile(tuple(rows), tuple(task.labels if task else found), tuple(notes))
+    return LabelledFile(tuple(rows), tuple(task.labels if task else labels), tuple(notes))
 
 
 def labels_of(rows: Sequence[Labelled]) -> list[str]:
-    """The labels that rows have, in the order of text."""
+    """The labels of rows, sorted as text."""
     return sorted({row.label for row in rows})
 
 
 def _as_published(path: Path, task: LabelledTask) -> tuple[list[Labelled], list[str]]:
-    """(rows, notes) of a file of a task whose labels are known."""
+    """(rows, notes) of a file of a task with known labels."""
     table, notes = task_table(task, path)
     rows = []
     try:
         for row in table:
-            if (found := task_row(task, row, path)) is None:
+            if (labelled := task_row(task, row, path)) is None:
                 continue
-            if found.label not in task.labels:
+            if labelled.label not in task.labels:
                 raise DataError(
-                    f"{path}, {row.where}: the label {found.label!r} is none of {task.name}'s",
+                    f"{path}, {row.where}: the label {labelled.label!r} is none of {task.name}'s",
                     f"it has {', '.join(task.labels[:20])}{', ...' * (len(task.labels) > 20)}",
                     "correct it, or leave the row out",
                 )
-            rows.append(found)
+            rows.append(labelled)
     except DataError as error:
         other = f"a file that is not {task.name} as it is published needs another name for its task"
         raise DataError(error.what, error.why, f"{error.do}; {other}" if error.do else other) from None
@@ -167,7 +167,7 @@ def _as_published(path: Path, task: LabelledTask) -> tuple[list[Labelled], list[
 
 
 def _as_named(path: Path) -> tuple[list[Labelled], list[str]]:
-    """(rows, notes) of a file whose columns say by their names what they are."""
+    """(rows, notes) of a file with known names of columns."""
     table, notes = read_table(path)
     rows, unread = [], {}
     for row in table:
@@ -181,9 +181,9 @@ def _as_named(path: Path) -> tuple[list[Labelled], list[str]]:
 
 
 def _named(row: Row, where: str) -> LabelledTask:
-    """Where the texts and the label of a row are."""
-    found = [[name for name in names if row.columns.get(name) is not None] for names in (FIRST, SECOND, LABEL)]
-    first, second, label = found
+    """The task of a row: its columns of texts and label, by their names."""
+    matches = [[name for name in names if row.columns.get(name) is not None] for names in (FIRST, SECOND, LABEL)]
+    first, second, label = matches
     if not (first and label):
         wanted = f"a text ({', '.join(FIRST)}) and a label" if not first else "a label"
         raise DataError(
@@ -191,7 +191,7 @@ def _named(row: Row, where: str) -> LabelledTask:
             f"it has {', '.join(row.columns) or 'no columns'}",
             "name the columns so; a second text of a pair is one of " + ", ".join(SECOND),
         )
-    for names in found:
+    for names in matches:
         if len(names) > 1:
             raise DataError(
                 f"{where} has {' and '.join(names)}, and one of them would not be read",
@@ -201,8 +201,8 @@ def _named(row: Row, where: str) -> LabelledTask:
 
 
 def pair_lengths(first: int, second: int, length: int) -> tuple[int, int]:
-    """How many tokens of each text stay, of `length` together: the longer one is cut, the second where both are alike, as
-    Megatron-LM cuts its pairs of sentences.
+    """Lengths of a pair of texts truncated to `length` tokens in total. The longer one is cut, and the second one on a tie,
+    as Megatron-LM does.
 
     >>> pair_lengths(10, 3, 8), pair_lengths(10, 9, 8), pair_lengths(2, 3, 8), pair_lengths(5, 5, 7)
     ((5, 3), (4, 4), (2, 3), (4, 3))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches: what a model's forward pass is given, prepared ahead by threads. s: sequence, b: micro-batch.
+"""Load micro-batches for the forward pass, prefetched by threads. s: sequence, b: micro-batch.
 
 batches = MicroBatchLoader(train, config.data, micro_batch_size=4, eod=eod, dp_rank=dp.rank, dp_size=dp.size,
                   next_step=lambda consumed: batch_size(config.batch, dp.size, consumed))
@@ -27,21 +27,21 @@ from megatron.telemetry.own_code import import_callable
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One rank's samples of one micro-step. Under context parallelism it has s/cp rows of each: those that
-    `mpu.chunks.row_numbers` names.
+    """One rank's samples of one micro-step. With context parallelism it has s/cp rows of each sample, those of
+    `mpu.chunks.row_numbers`.
 
     tokens, labels  [s, b] int64; labels are the tokens one position later
-    samples         [b] int64: place in the order of training, for dropout and for the ledger; always on the CPU
-    loss_mask       [s, b] float32, or None where every position counts
+    samples         [b] int64: position in the order of training, for dropout and for the ledger; always on the CPU
+    loss_mask       [s, b] float32, or None if every position counts
     position_ids    [s, b] int64, or None for 0, 1, ..., s - 1
-    document_ids    [s, b] int32, or None; attention is allowed only between equal ids, which stand side by side. Of all
-                    rows, also where the rank has some of them: keys come from other ranks
-    document_starts [b, s] int32: place of the first token of each one's document, of all rows too; always in the host's
-                    memory, where kernels are told what to leave out. None: to be found from `document_ids`
-    whole_tokens    where the rank has some of the rows: tokens of all rows that count, fp32 scalar
+    document_ids    [s, b] int32, or None; attention is allowed only between equal ids, which are contiguous. Always of
+                    all rows, because keys come from other ranks
+    document_starts [b, s] int32: position of the first token of each token's document, of all rows; always in host
+                    memory, because kernel launches need it there. None: computed from `document_ids`
+    whole_tokens    if the rank has some of the rows: number of tokens of all rows that count, fp32 scalar
     hash            of samples and tokens, for the ledger (data/ledger.py)
-    arrays          of a recipe that names those of its samples (`Recipe.arrays`): name -> [length, b], or [b]. Tokens are
-                    the first of them then; labels and loss mask those of that name
+    arrays          for recipes with named arrays (`Recipe.arrays`): name -> [length, b], or [b]. Tokens are the first of
+                    them then; labels and loss mask have their names
     """
 
     tokens: torch.Tensor
@@ -64,22 +64,22 @@ class MicroBatch:
 
     @property
     def num_sample_tokens(self) -> torch.Tensor:
-        """Tokens of these samples that count, wherever they are: an fp32 scalar on the device."""
+        """Tokens of these samples that count, on all context-parallel ranks: an fp32 scalar on the device."""
         return self.num_tokens if self.whole_tokens is None else self.whole_tokens
 
     def to(self, device) -> "MicroBatch":
-        """The same on `device`; to CUDA from pinned memory, without waiting for the copy."""
+        """Copy to `device`; to CUDA from pinned memory, asynchronously."""
         device = torch.device(device)
         if device.type == "cuda":
             return self.pinned()._map(lambda tensor: tensor.to(device, non_blocking=True))
         return self._map(lambda tensor: tensor.to(device))
 
     def pinned(self) -> "MicroBatch":
-        """The same in page-locked memory, from which a copy to CUDA runs beside the computation."""
+        """Copy to page-locked memory, from which copies to CUDA overlap with computation."""
         return self._map(lambda tensor: tensor if tensor.is_cuda or tensor.is_pinned() else tensor.pin_memory())
 
     def _map(self, function) -> "MicroBatch":
-        """Apply to all but what is read on the CPU: reading it from a device would wait for the device."""
+        """Apply `function` to all tensors except those read on the CPU, which would need a device synchronization."""
         if self.arrays is not None:
             arrays = {name: function(tensor) for name, tensor in self.arrays.items()}
             return named_batch(arrays, self.samples, self.hash)
@@ -94,17 +94,17 @@ class MicroBatch:
 def named_batch(
     arrays: Mapping[str, torch.Tensor], samples: torch.Tensor, hashes: tuple[int, int] = (0, 0)
 ) -> MicroBatch:
-    """The micro-batch of named arrays, [length, b] or [b] each."""
+    """A micro-batch of named arrays, [length, b] or [b] each."""
     tokens = next(iter(arrays.values()))
     return MicroBatch(tokens, arrays[LABELS], samples, arrays[LOSS_MASK], hash=hashes, arrays=arrays)
 
 
 class MicroBatchLoader:
-    """The micro-batches of one data-parallel rank, a pure function of the samples consumed before a step.
+    """Loads the micro-batches of one data-parallel rank, as a pure function of the samples consumed before a step.
 
-    `next_step(consumed) -> (global batch size, micro-batches per rank)` foretells the steps to come, so that the next
-    one is prepared while this one is computed, also when the batch size grows; a wrong guess costs time and nothing
-    else. Without it every step is expected to be like the last. With `--num-workers 0` nothing is done ahead.
+    `next_step(consumed) -> (global batch size, micro-batches per rank)` predicts the next step, so that it is prefetched
+    during this one, also when the batch size ramps up; a wrong prediction only costs time. Without it every step is
+    expected to be like the last. `--num-workers 0` disables prefetching.
     """
 
     def __init__(
@@ -126,14 +126,14 @@ class MicroBatchLoader:
         collate: Optional[Callable[[list], Sequence]] = None,
         arrays: Optional[Mapping[str, SampleArray]] = None,
     ):
-        """seq_length, vocab_size: what every sample is checked against, whoever wrote the dataset. cp_rank, cp_size: which
-        rows of its samples the rank has.
+        """seq_length, vocab_size: every sample is checked against these. cp_rank, cp_size: select the rank's rows of its
+        samples.
 
-        whole: steps go over the dataset once, in its own order. The last one is filled up with copies of the last sample
-        whose tokens do not count (`loss_mask`).
-        collate: what the dataset gives for some places -> a sample for each of them, as `sample` has it (`Recipe.collate`);
-        --collate-fn takes its place
-        arrays: what samples consist of, if they are dicts (`Recipe.arrays`)
+        whole: one pass over the dataset in its own order. The last step is padded with copies of the last sample, masked by
+        `loss_mask`.
+        collate: items of the dataset -> as many samples, as `sample` returns them (`Recipe.collate`); --collate-fn
+        overrides it
+        arrays: the arrays of samples that are dicts (`Recipe.arrays`)
         """
         wanting = [
             name for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, name)
@@ -152,12 +152,12 @@ class MicroBatchLoader:
             )
         self.arrays = arrays
         self.pool = ThreadPoolExecutor(data.num_workers, "batches") if data.num_workers > 0 else None
-        self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> what a thread prepares
+        self.ahead: dict[tuple[int, int], Future] = {}  # (consumed, micro) -> prefetched micro-batch
 
     def step(self, consumed: int, num_microbatches: int) -> list[MicroBatch]:
         """The micro-batches of the step after `consumed` samples, in the order of micro-steps.
 
-        Raises DataError where the data ends, and in this thread whatever went wrong in a thread that worked ahead.
+        Raises DataError at the end of the data, and exceptions of the prefetching threads.
         """
         end = consumed + num_microbatches * self.micro_batch_size * self.dp_size
         if not self._holds(consumed, end):
@@ -219,32 +219,33 @@ class MicroBatchLoader:
         return batch.pinned() if self.pin_memory else batch
 
     def _loss_mask(self, tokens: np.ndarray, own: list[Optional[np.ndarray]]) -> Optional[np.ndarray]:
-        """[b, s] float32: what each token's loss counts, as the samples and --eod-mask-loss say; None: all count alike.
-        own: of each sample None, or a mask [s + 1] beside its ids.
+        """[b, s] float32: weight of each token's loss, from the samples' masks and --eod-mask-loss; None: all are 1.
+
+        own: for each sample its mask [s + 1], or None
         """
         mask = masks.loss_mask(tokens, self.eod) if self.data.eod_mask_loss else None
         if all(each is None for each in own):
             return mask
         ones = np.ones(tokens.shape[1], np.float32)
-        given = np.stack([ones if each is None else each[1:] for each in own])  # that of a label stands beside it
+        given = np.stack([ones if each is None else each[1:] for each in own])  # the mask is aligned with labels
         return given if mask is None else given * mask
 
     def sample_hash(self, place: int) -> tuple[int, int]:
-        """The ledger's hash of the sample at a place of the order of training."""
+        """The ledger's hash of the sample at a position in the order of training."""
         sample = self.sample(place)
         return sample_hash(place, hashed(*sample) if self.arrays is None else named_arrays.hashed(sample))
 
     def sample(self, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
-        """The sample at a place of the order of training: ids [seq_length + 1] int64, and its loss mask [seq_length + 1]
-        float32 if it has one; or a dict of arrays, where the recipe names some.
+        """The sample at a position in the order of training: ids [seq_length + 1] int64, and its loss mask
+        [seq_length + 1] float32 or None; or a dict of arrays if the recipe names some.
 
-        Raises DataError for one that is no such sample: an id outside of the vocabulary would be trained in silence
-        where the embedding's padding has a row for it.
+        Raises DataError for an invalid sample: without the check, an id outside of the vocabulary would silently train a
+        padding row of the embedding.
         """
         return self.samples([place])[0]
 
     def samples(self, places: Sequence[int]) -> list[tuple[np.ndarray, Optional[np.ndarray]]]:
-        """`sample` of each of these places, put together by the recipe's own function if it has one."""
+        """The samples at these positions, collated by the recipe's function if it has one."""
         given = [self._given(place) for place in places]
         if self.collate is not None:
             given = list(self.collate(given))
@@ -256,7 +257,7 @@ class MicroBatchLoader:
         return [self._checked(one, place) for one, place in zip(given, places, strict=True)]
 
     def _given(self, place: int):
-        """What the dataset gives for a place."""
+        """The dataset's item for a position in the order of training."""
         number = self._sample(place)
         try:
             return self.dataset[number]
@@ -272,9 +273,8 @@ class MicroBatchLoader:
         ids, mask = parts_of(given, where)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":
-            told = f"{ids.dtype} of shape {list(ids.shape)}"
             raise DataError(
-                f"{where} is no sample: {told}",
+                f"{where} is no sample: {ids.dtype} of shape {list(ids.shape)}",
                 f"a dataset gives --seq-length + 1 = {length} whole numbers by index{MASKED}",
                 "mend the dataset (docs/extending.md#a-dataset)",
             )
@@ -297,7 +297,7 @@ class MicroBatchLoader:
         return ids.astype(np.int64, copy=False), mask
 
     def describe(self, place: int) -> str:
-        """Where the sample at a place of the order of training comes from, in words."""
+        """Describe the origin of the sample at a position in the order of training."""
         sample = self._sample(place)
         if not hasattr(self.dataset, "origin"):
             return f"sample {place}"
@@ -307,7 +307,7 @@ class MicroBatchLoader:
         return f"sample {place}: {origin.prefix}, {word} {documents} (from token {origin.parts[0].offset})"
 
     def close(self) -> None:
-        """Stop the threads. What they were preparing is thrown away."""
+        """Stop the threads and discard prefetched micro-batches."""
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
         self.ahead.clear()
@@ -319,7 +319,7 @@ class MicroBatchLoader:
         self.close()
 
     def _prepare(self, consumed: int, num_microbatches: int) -> None:
-        """Hand the step after `consumed` samples to the threads, and drop what was foretold and did not come."""
+        """Prefetch the step after `consumed` samples, and drop wrongly predicted micro-batches."""
         if self.next_step is not None and self._holds(consumed, consumed + 1):
             num_microbatches = self.next_step(consumed)[1]
         end = consumed + num_microbatches * self.micro_batch_size * self.dp_size
@@ -336,7 +336,7 @@ class MicroBatchLoader:
         return self.data.dataloader_type == "cyclic" or end <= len(self.dataset)
 
     def _sample(self, position: int) -> int:
-        """The dataset's sample at a place in the order of training."""
+        """The dataset's index of the sample at a position in the order of training."""
         if self.whole:
             return min(position, len(self.dataset) - 1)
         if self.data.dataloader_type == "single":
@@ -350,7 +350,7 @@ MASKED = f", alone or with a loss mask: (ids, mask), or a dict with {IDS} and {M
 
 
 def parts_of(sample, where: str) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """(ids, loss mask or None) of what a dataset gives. Raises DataError for a dict of other things.
+    """(ids, loss mask or None) of a dataset's item. Raises DataError for a dict with other keys.
 
     >>> parts_of({"input_ids": [5, 6], "loss_mask": [0, 1]}, "")
     (array([5, 6]), array([0, 1]))
@@ -370,11 +370,11 @@ def parts_of(sample, where: str) -> tuple[np.ndarray, Optional[np.ndarray]]:
 
 
 def hashed(ids: np.ndarray, mask: Optional[np.ndarray]) -> np.ndarray:
-    """What the ledger hashes of a sample: its input, and its loss mask where it has one."""
+    """The part of a sample that the ledger hashes: its input, and its loss mask if it has one."""
     return ids[:-1] if mask is None else np.concatenate([ids[:-1], mask[1:].view(np.int32).astype(np.int64)])
 
 
-@lru_cache(maxsize=2)  # an epoch and the next one, which prefetching may reach into
+@lru_cache(maxsize=2)  # prefetching may reach into the next epoch
 def cyclic_order(epoch: int, length: int) -> np.ndarray:
-    """The order of an epoch under `--dataloader-type cyclic`: a permutation that depends on the epoch alone."""
+    """The order of an epoch with `--dataloader-type cyclic`: a permutation that depends only on the epoch."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).numpy()

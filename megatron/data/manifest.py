@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of token files, beside them: `<prefix>.sums.json` says what every byte of .bin and .idx (or _ids.npy and
-_idx.npz) was.
+"""Checksums of token files: `<prefix>.sums.json` covers .bin and .idx (or _ids.npy and _idx.npz).
 
-A flipped bit in a .bin is another token, which training would never notice. The manifest holds one checksum per block of
-64 MiB, so that damage is located, several ranks can share the reading, and memory stays at what the system caches.
+A flipped bit in a .bin is another token, which training would not notice. The manifest has one checksum per block of
+64 MiB, so that damage can be located and several ranks can share the reading.
 """
 
 import mmap
@@ -34,7 +33,7 @@ def checksums(path: str, part: int = 0, parts: int = 1, block: int = BLOCK) -> l
 
 
 def write_manifest(prefix: str, path: str | None = None) -> None:
-    """Read the token files of a prefix and write their manifest (default: beside them). It is on the disk on return."""
+    """Read the token files of a prefix and write their manifest (default: next to them). It is synced to disk on return."""
     endings = endings_of(prefix)
     files = {s: dict(bytes=os.path.getsize(prefix + s), sums=checksums(prefix + s)) for s in endings}
     _, content = seal(dict(format=_FORMAT, block=BLOCK, files=files))
@@ -42,10 +41,10 @@ def write_manifest(prefix: str, path: str | None = None) -> None:
 
 
 def verify(prefix: str, part: int = 0, parts: int = 1) -> list[str]:
-    """Compare token files with their manifest: what differs, one sentence each; [] when every byte is good.
+    """Compare token files with their manifest. Returns a sentence for each difference.
 
-    part, parts: read only this rank's share of the blocks. Raises DataError when there is no manifest to compare with,
-    StorageError where this process lacks handles or memory.
+    part, parts: read only this rank's share of the blocks. Raises DataError if there is no manifest, StorageError if this
+    process lacks file handles or memory.
     """
     manifest, problems = read_manifest(prefix), []
     block = manifest["block"]
@@ -56,14 +55,14 @@ def verify(prefix: str, part: int = 0, parts: int = 1) -> list[str]:
             if size != entry["bytes"]:
                 problems.append(f"{path} has {size:,} bytes instead of {entry['bytes']:,}")
                 continue
-            found = checksums(path, part, parts, block)
+            actual = checksums(path, part, parts, block)
         except OSError as error:
             failure = unreadable(Path(path), error)
-            if not isinstance(failure, Damaged):  # this process lacks something, and the file may be good
+            if not isinstance(failure, Damaged):  # a problem of this process, not of the file
                 raise failure from error
             problems.append(failure.what)
             continue
-        for number, (got, wanted) in enumerate(zip(found, entry["sums"][part::parts])):
+        for number, (got, wanted) in enumerate(zip(actual, entry["sums"][part::parts])):
             if got != wanted:
                 at = (part + number * parts) * block
                 problems.append(f"{path} is damaged between bytes {at:,} and {min(at + block, size):,}")
@@ -71,7 +70,7 @@ def verify(prefix: str, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def read_manifest(prefix: str) -> dict[str, Any]:
-    """The checked content of a manifest. Raises DataError when it is missing, damaged or something else."""
+    """The checked content of a manifest. Raises DataError if it is missing, damaged or not a manifest."""
     path = manifest_path(prefix)
     if not os.path.exists(path):
         do = f"python -m megatron.tools.verify_data {prefix} --write takes the files as they are now"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the data of BERT and T5 have in common: samples of sentences in Megatron-LM's order, special tokens, splits.
+"""Datasets that BERT and T5 share: samples of sentences in Megatron-LM's order, special tokens, splits.
 
-The files have a sequence for each sentence (`preprocess_data.py --split-sentences`). sentence_samples.py says which
-sentences make which sample, masking.py what is masked in it, bert_dataset.py and t5_dataset.py what the model gets.
+The files have a sequence for each sentence (`preprocess_data.py --split-sentences`). sentence_samples.py selects the
+sentences of a sample, masking.py masks tokens, bert_dataset.py and t5_dataset.py build the arrays.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from megatron.data.token_samples import Origin, SamplePart, refuse_unknown_token
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, Data
 
-SENTINELS = 100  # that messages propose, and that made-up vocabularies have: enough for samples of 512 tokens
+SENTINELS = 100  # in messages and in mock vocabularies: enough for samples of 512 tokens
 SPLIT_FIRST = "preprocess the text with preprocess_data.py --split-sentences"
 
 
 @dataclass(frozen=True)
 class MaskedSamples:
-    """What the samples of one kind of model are like, for all of its datasets: a subclass makes them.
+    """Makes the samples of one kind of model; a subclass for each kind.
 
-    longest: tokens that the sentences of a sample may have; least: sentences that it needs
+    longest: most tokens of a sample's sentences; least: fewest sentences of a sample
     """
 
     settings: MaskedSettings
@@ -40,15 +40,15 @@ class MaskedSamples:
     least: int
 
     def make(self, sentences: list[np.ndarray], target: int, state: np.random.RandomState) -> dict[str, np.ndarray]:
-        """The sample that some sentences are, as arrays by name. state: where its random numbers come from."""
+        """Make a sample from sentences, as arrays by name. state: generator of its random numbers."""
         raise NotImplementedError
 
     def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
-        """The sample that a labelled text is, or a pair: the same arrays, with nothing masked (mixture.py). Ids: int64."""
+        """Make a sample from a labelled text or pair, with nothing masked (mixture.py). All arguments are int64 ids."""
         raise NotImplementedError
 
     def check_labels(self, path: str, labels: Mapping[str, np.ndarray]) -> None:
-        """Raise DataError where samples would not tell labels of a file apart, each given with its ids."""
+        """Raise DataError if samples could not distinguish the labels of a file, each given with its ids."""
 
 
 class MaskedDataset:
@@ -100,14 +100,14 @@ class MaskedDataset:
         return Origin(self.tokens.prefix, index, [SamplePart(first + i, 0, n) for i, n in enumerate(lengths)])
 
     def _check(self, bounds: np.ndarray, name: str, log: Callable[[str], None]) -> int:
-        """Documents that give samples; tells of the others. Raises DataError where there are none."""
+        """Number of documents that give samples; logs the others. Raises DataError if there are none."""
         lengths, least = self.tokens.sequence_lengths, self.samples.least
         kept, dropped = kept_documents(bounds, lengths, least)
-        total, told = len(kept), dropped.told(len(kept), least)
+        total, losses = len(kept), dropped.describe(len(kept), least)
         counts = np.diff(bounds)
         if not kept.any():
             whole = counts.max() <= 1 and not dropped.long_sentence and dropped.few_sentences
-            why = "each document is one sequence: the file was not split into sentences" if whole else told
+            why = "each document is one sequence: the file was not split into sentences" if whole else losses
             raise DataError(
                 f"{self.tokens.prefix}: none of the {total:,} documents of {name} gives a sample",
                 why,
@@ -115,8 +115,8 @@ class MaskedDataset:
                 if dropped.few_sentences
                 else SPLIT_FIRST,
             )
-        if told:
-            log(f" > {name}: {told}")
+        if losses:
+            log(f" > {name}: {losses}")
         single = bounds[:-1][kept & (counts == 1)]
         over = np.maximum(lengths[single].astype(np.int64) - self.samples.longest, 0).sum()
         if over:
@@ -131,7 +131,7 @@ class MaskedDataset:
 
 @dataclass(frozen=True)
 class FromFiles:
-    """Makes the datasets of token files (`GPTDatasetConfig.samples`)."""
+    """Makes datasets from token files (`GPTDatasetConfig.samples`)."""
 
     samples: MaskedSamples
 
@@ -139,8 +139,8 @@ class FromFiles:
         return MaskedDataset(tokens, documents, num_samples, split, config, self.samples)
 
     def lengths(self, tokens: TokenFiles) -> np.ndarray:
-        """Tokens of each document, 0 of those that give no sample; of a file where that is all of them, as they are: its
-        dataset says why.
+        """Tokens of each document, 0 for documents without samples. If none gives a sample, lengths stay as they are, and
+        the dataset reports the reason.
         """
         lengths = document_lengths(tokens)
         kept, _ = kept_documents(tokens.document_indices, tokens.sequence_lengths, self.samples.least)
@@ -148,10 +148,10 @@ class FromFiles:
 
 
 class MockSentences:
-    """Samples out of sentences of random tokens, the same for the same seed, split and place."""
+    """Samples of random tokens, the same for the same seed, split and index."""
 
     def __init__(self, size: int, seed: int, split: int, ids: int, samples: MaskedSamples):
-        """ids: of tokens that sentences have, 0 to ids - 1."""
+        """ids: tokens are drawn from 0 to ids - 1."""
         self.size, self.seed, self.split, self.ids, self.samples = size, seed, split, ids, samples
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class MockSentences:
         state = np.random.RandomState([self.seed % 2**32, self.split, index])
         length = self.samples.longest
         cuts = np.sort(state.choice(np.arange(1, length), min(3, length - 1), replace=False))
-        # Half of all tokens are one of a few, so that there is something to learn.
+        # Half of all tokens come from a small set, so that there is something to learn.
         common = state.random_sample(length) < 0.5
         tokens = np.where(common, state.randint(0, min(16, self.ids), length), state.randint(0, self.ids, length))
         return self.samples.make(np.split(tokens, cuts), length, state)
@@ -178,7 +178,7 @@ def build_masked_datasets(
 ) -> tuple:
     """(train, valid, test) with at least `sizes` samples each, as `gpt_dataset.build_datasets`.
 
-    text: ids below this one are those of text; --mock-data makes samples of them. data: other files than the run's.
+    text: --mock-data makes samples of ids below this one. data: replaces the run's files
     """
     seed, data = config.logging.seed, data or config.data
     if data.mock_data:
@@ -188,20 +188,20 @@ def build_masked_datasets(
 
 
 def masked_settings(config: Config) -> MaskedSettings:
-    """The settings of a run; the defaults where its recipe has none."""
+    """The masking settings of a run; the defaults if its recipe has none."""
     return config.extra.get(GROUP, MaskedSettings())
 
 
 def model_setting(config: Config, name: str, default):
-    """A setting that the group of a recipe has; the default where none has it, or where it is not given."""
-    found = (getattr(group, name) for group in config.extra.values() if hasattr(group, name))
-    value = next(found, None)
+    """A setting from the groups of a recipe; the default if none has it, or if it is None."""
+    values = (getattr(group, name) for group in config.extra.values() if hasattr(group, name))
+    value = next(values, None)
     return default if value is None else value
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens by name, of sentinels, and of tokens that go on a word (bool [vocab])."""
+    """Ids of special tokens by name, of sentinels, and a mask of tokens inside words (bool [vocab])."""
 
     ids: dict[str, int]
     sentinels: list[int]
@@ -209,10 +209,11 @@ class SpecialTokens:
 
 
 def special_tokens(tokenizer: Any, vocab_size: int, names: Sequence[str], sentinels: bool, mock: bool) -> SpecialTokens:
-    """The special tokens that a kind of sample needs. names: of `tokenizer.base.SPECIAL`; sentinels: whether it needs
-    them; mock: a run without tokenizer makes them up at the end of its vocabulary.
+    """The special tokens of a kind of sample.
 
-    Raises SettingsError where the vocabulary has none.
+    names: keys of `tokenizer.base.SPECIAL`; sentinels: whether samples need them; mock: without a tokenizer, place special
+    tokens at the end of the vocabulary
+    Raises SettingsError if the vocabulary lacks any of them.
     """
     if tokenizer is None:
         if not mock:
@@ -224,14 +225,14 @@ def special_tokens(tokenizer: Any, vocab_size: int, names: Sequence[str], sentin
     if ids.get("bos", 0) is None:  # T5's own vocabularies have none: its decoder begins with the padding
         ids["bos"] = tokenizer.special("pad")
     lacking = [f"[{name.upper()}]" for name, id in ids.items() if id is None]
-    found = tokenizer.sentinels
-    if sentinels and not found:
+    known = tokenizer.sentinels
+    if sentinels and not known:
         lacking.append("sentinels <extra_id_0> ...")
     if lacking:
         raise SettingsError(f"the vocabulary of {tokenizer.name} has no {', no '.join(lacking)}", do=_remedy(sentinels))
     inner = np.zeros(max(vocab_size, tokenizer.vocab_size), bool)
     inner[: tokenizer.vocab_size] = tokenizer.inner()
-    return SpecialTokens(ids, found, inner)
+    return SpecialTokens(ids, known, inner)
 
 
 def _remedy(sentinels: bool) -> str:
@@ -241,7 +242,7 @@ def _remedy(sentinels: bool) -> str:
 
 
 def _made_up(vocab_size: int, names: Sequence[str], sentinels: bool) -> SpecialTokens:
-    """Special tokens at the end of a vocabulary that nobody gave: the last ids are sentinels."""
+    """Special tokens at the end of a mock vocabulary: the last ids are sentinels."""
     count = min(SENTINELS, vocab_size // 4) if sentinels else 0
     first = vocab_size - count - len(names)
     if first < 2:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the data of masked models: a group for `Recipe.groups`, and the rules about it for `Recipe.rules`.
+"""Settings for the data of masked models: a group for `Recipe.groups`, and its checks for `Recipe.rules`.
 
 Recipe(..., groups={"masked": MaskedSettings, ...}, rules=(*MASKED_RULES, ...))    # config.extra["masked"]
 """
@@ -18,7 +18,7 @@ GROUP = "masked"  # its name in `Config.extra`
 
 @dataclass(frozen=True)
 class MaskedSettings:
-    """What is masked in a sample of a masked model."""
+    """Masking of samples for models such as BERT and T5."""
 
     mask_prob: float = setting("share of the tokens of a sample that are masked", 0.15)
     short_seq_prob: float = setting("share of the samples that are made shorter than they could be; 0: none", 0.1)
@@ -48,7 +48,7 @@ def _own(s) -> MaskedSettings:
 
 
 def _wrong_mixture(s) -> str:
-    """What is wrong with the words of --task-mixture; files are looked at later."""
+    """The error in the arguments of --task-mixture, or ""; files are checked later."""
     if _own(s).task_mixture is None:
         return ""
     try:

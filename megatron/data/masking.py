@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a sample are masked: Megatron-LM's choice for the same random numbers, draw for draw.
+"""Choose the tokens of a sample to mask: equal to Megatron-LM's choice, draw for draw.
 
-Words are gone through in a random order. Of each, a number n is drawn, and it is masked together with the n - 1 words
-that follow, or with fewer where that would be too many tokens; not at all where one of them is masked already. It ends
-with the --mask-prob share of the sample's tokens.
+Words are visited in random order. For each, a number n is drawn, and the word is masked together with the n - 1 words that
+follow, or with fewer if these have too many tokens. It is skipped if one of them is already masked. Masking ends at the
+--mask-prob share of the sample's tokens.
 
-A word of WordPiece is a piece with those marked "##" behind it; where no pieces are marked, each token is a word.
+A word of WordPiece is a piece and the following pieces marked "##"; in vocabularies without marks, each token is a word.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ GEOMETRIC = 0.2  # of SpanBERT, section 3.1 (arXiv:1907.10529)
 
 
 class Span(NamedTuple):
-    """Positions in the sample that are masked together, and the tokens that were there."""
+    """Positions that are masked together, and their original tokens."""
 
     positions: list[int]
     tokens: list[int]
@@ -26,12 +26,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Masking:
-    """How to mask, for all samples of a dataset.
+    """Masks the samples of a dataset.
 
-    prob: share of tokens (of words with `spans` "words"); spans: see `MaskedSettings.mask_spans`; max_ngram: words of a
-    span at most; inner: bool [vocab], the token goes on a word; apart: tokens that are never masked (cls, sep);
-    replace: what stands for a masked token that is random (`mask_80_10_10`), or None where that is decided without
-    random numbers.
+    prob: share of tokens (of words with `spans` "words"); spans: see `MaskedSettings.mask_spans`; max_ngram: most words of
+    a span; inner: bool [vocab], whether the token continues a word; apart: tokens that are never masked (cls, sep);
+    replace: draws the replacement of a masked token, or None if replacements need no random numbers.
     """
 
     prob: float
@@ -42,7 +41,7 @@ class Masking:
     replace: Optional["Replacement"] = None
 
     def most(self, length: int) -> int:
-        """Tokens (words, by words) that are masked in a sample of a length at most."""
+        """The most tokens (words, if `spans` is "words") to mask in a sample of a given length."""
         return max(1, round(length * self.prob))
 
     def choose(
@@ -50,8 +49,7 @@ class Masking:
     ) -> tuple[list[Span], dict[int, int]]:
         """(masked spans in the order of their positions, position -> replacement of each masked token).
 
-        tokens: int64 [length]; target: the length that the sample was meant to have. Replacements are empty where
-        `replace` is None.
+        tokens: int64 [length]; target: the target length of the sample. Without `replace`, there are no replacements.
         """
         words = self.words(tokens)
         order = np.arange(len(words))
@@ -73,7 +71,7 @@ class Masking:
         return spans, replaced
 
     def words(self, tokens: np.ndarray) -> list[list[int]]:
-        """Positions of each word, those that are `apart` left out: a piece behind one goes on the word before it."""
+        """Positions of each word, without tokens in `apart`; a piece after such a token continues the word before it."""
         free = np.flatnonzero(~np.isin(tokens, self.apart)) if self.apart else np.arange(len(tokens))
         starts = ~self.inner[tokens[free]]
         starts[:1] = True
@@ -81,13 +79,13 @@ class Masking:
         return [positions[start:end] for start, end in zip(bounds, bounds[1:])]
 
     def limit(self, length: int, words: int, target: int) -> float:
-        """Tokens (words, by words) to mask. A sample that was meant to be very short may have none."""
+        """Tokens (words, if `spans` is "words") to mask; may be below 1 for a very short target length."""
         if self.spans == "words":
             return self.most(words)
         return min(self.prob * target, self.most(length))
 
     def _sizes(self, state: np.random.RandomState):
-        """Draws how many words are masked together."""
+        """A function that draws the number of words to mask together."""
         if self.spans == "words":
             return lambda: 1
         if self.spans == "geometric":
@@ -95,12 +93,12 @@ class Masking:
         shares = 1.0 / (np.arange(self.max_ngram, dtype=np.int64) + 1)
         shares = shares / shares.sum()
         shares = shares / shares.sum()
-        sums = shares.cumsum()  # what RandomState.choice does, without its checks
+        sums = shares.cumsum()  # as RandomState.choice, without its checks
         sums /= sums[-1]
         return lambda: int(sums.searchsorted(state.random_sample(), side="right")) + 1
 
     def _span(self, words: Sequence[list[int]], first: int, size: int, room: float) -> Optional[list[int]]:
-        """Positions of up to `size` words from the first on that have at most `room` tokens; None where one has more."""
+        """Positions of up to `size` words from `first` on, at most `room` tokens; None if the first word has more."""
         if self.spans == "words":
             return words[first]
         for count in range(size, 0, -1):
@@ -112,8 +110,9 @@ class Masking:
 
 @dataclass(frozen=True)
 class Replacement:
-    """What BERT reads in the place of a masked token. strategy: see `MaskedSettings.mask_strategy`; vocab_size: ids that
-    a random token is drawn from.
+    """Draws the token that BERT reads in place of a masked one.
+
+    strategy: see `MaskedSettings.mask_strategy`; vocab_size: random tokens are drawn from these ids
     """
 
     strategy: str

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents inside a sample: loss mask, positions and attention groups. b: batch, s: sequence.
+"""Loss mask, position ids and document ids of samples with several documents. b: batch, s: sequence.
 
-All follow from where the end-of-document token stands, which belongs to the document that it ends:
+They follow from the end-of-document tokens, each of which belongs to the document that it ends:
 
     >>> tokens = np.array([[5, 6, 0, 7, 8]])  # 0 ends a document
     >>> document_ids(tokens, eod=0), position_ids(tokens, eod=0), loss_mask(tokens, eod=0)
@@ -12,27 +12,27 @@ import numpy as np
 
 
 def document_ids(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Number of the document that each token belongs to, from 0 in every row: [b, s] -> [b, s] int32."""
+    """Index of each token's document, from 0 in every row: [b, s] -> [b, s] int32."""
     ids = np.zeros(tokens.shape, np.int32)
     np.cumsum(tokens[:, :-1] == eod, axis=1, out=ids[:, 1:])
     return ids
 
 
 def document_starts(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Place of the first token of the document that each token belongs to: [b, s] -> [b, s] int32."""
+    """Position of the first token of each token's document: [b, s] -> [b, s] int32."""
     starts = np.zeros(tokens.shape, np.int32)
     starts[:, 1:] = np.where(tokens[:, :-1] == eod, np.arange(1, tokens.shape[1], dtype=np.int32), 0)
     return np.maximum.accumulate(starts, axis=1)
 
 
 def position_ids(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """Positions that start again at 0 after each end of document: [b, s] -> [b, s] int64."""
+    """Positions that restart at 0 after each end of document: [b, s] -> [b, s] int64."""
     return np.arange(tokens.shape[1]) - document_starts(tokens, eod)
 
 
 def loss_mask(tokens: np.ndarray, eod: int) -> np.ndarray:
     """0 where the input is the end of a document, else 1: [b, s] -> [b, s] float32.
 
-    Predicting the end of a document is trained; what follows it cannot be predicted and is not.
+    The end of a document is predicted; the first token of the next document is not.
     """
     return (tokens != eod).astype(np.float32)

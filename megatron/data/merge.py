@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several token files into one, as if their texts had been preprocessed together. Memory does not grow with the size."""
+"""Merge token files into one, as if their texts had been preprocessed together, in constant memory."""
 
 import os
 import time
@@ -23,6 +23,8 @@ PIECE = 1 << 20  # numbers of an index that are in memory at a time
 
 @dataclass
 class Merged:
+    """The inputs and the size of a merged dataset."""
+
     prefixes: list[str]
     documents: int
     sequences: int
@@ -38,13 +40,13 @@ def merge(
     output_format: str = "megatron",
     multimodal: bool = False,
 ) -> Merged:
-    """Write one dataset from those that `inputs` name (folders, searched below, or prefixes), of whatever formats.
+    """Merge the datasets of `inputs` (folders, searched recursively, or prefixes), in any format, into one.
 
-    One input in another format is a conversion: sequences, documents (empty ones too) and the type of ids stay.
-    Prefixes are taken in the order of plain strings, as Megatron-LM does: `part_10` comes before `part_9`.
+    One input in another format is converted: sequences, documents (empty ones too) and the dtype of ids stay.
+    Prefixes are sorted as plain strings, as in Megatron-LM: `part_10` comes before `part_9`.
     multimodal: each sequence has a mode, in all datasets and in the result
-    Raises DataError when there is nothing to merge, a file is not as its checksums say, or dtypes, vocabularies or their
-    having modes differ; Locked; StorageError.
+    Raises DataError if there is nothing to merge, a file does not match its checksums, or datasets differ in dtype,
+    vocabulary or the presence of modes; Locked; StorageError.
     """
     started = time.perf_counter()
     output_prefix = bare_prefix(output_prefix)
@@ -91,19 +93,20 @@ def merge(
 
 
 def join_companions(prefixes: list[str], workspace: Workspace, sizes: dict[str, int]) -> list[str]:
-    """Where documents come from, and what they hold of evaluation sets, into the workspace, where it is known of all of
-    the datasets. Returns what is lost, in words.
+    """Merge the origins and the contamination counts of the datasets into the workspace, if all datasets have them.
+
+    Returns notes on what is left out.
     """
     notes = []
     origins = [origin.open_origins(prefix, open_tokens(prefix).num_documents, verify=True) for prefix in prefixes]
-    known = sum(found is not None for found in origins)
+    known = sum(own is not None for own in origins)
     if known == len(prefixes):
         files, numbers = origin.joined_files(origins)
         rows = (rows for pair in zip(origins, numbers, strict=True) for rows in origin.renumbered(*pair))
         path = workspace.path(f"merged{origin.ENDING}")
         origin.write_origins(path, files, sizes["documents"], rows, sizes["tokens"])
     elif known:
-        missing = next(prefix for prefix, found in zip(prefixes, origins, strict=True) if found is None)
+        missing = next(prefix for prefix, own in zip(prefixes, origins, strict=True) if own is None)
         notes.append(
             f"note: {missing} has no {origin.ENDING}: where documents come from is not known of all, and left out"
         )
@@ -116,38 +119,40 @@ def join_companions(prefixes: list[str], workspace: Workspace, sizes: dict[str, 
 
 
 def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
-    """Prefixes of all datasets below the folders and of those named themselves, sorted, without the output."""
-    found = set()
+    """Prefixes of all datasets of the inputs, sorted, without the output."""
+    named = set()
     for given in inputs:
         if os.path.isdir(given):
-            found.update(_below(Path(given)))
+            named.update(_below(Path(given)))
         else:
-            found.add(bare_prefix(given))  # what is missing is named when it is opened
+            named.add(bare_prefix(given))  # opening it reports missing files
     output = os.path.abspath(output_prefix)
-    prefixes = sorted(prefix for prefix in found if os.path.abspath(prefix) != output)
+    prefixes = sorted(prefix for prefix in named if os.path.abspath(prefix) != output)
     if not prefixes:
-        why = "it is the --output-prefix itself" if found else None
+        why = "it is the --output-prefix itself" if named else None
         do = "--input takes folders with .bin/.idx files, or prefixes"
         raise DataError(f"nothing to merge in {', '.join(inputs)}", why, do)
     return prefixes
 
 
 def _below(folder: Path) -> Iterator[str]:
-    """Datasets in a folder and its sub-folders. One file of a pair without the other is an error, not a gap."""
+    """Prefixes of the datasets in a folder and its sub-folders. Raises DataError if one file of a pair is missing."""
     for endings in LAYOUTS:
         paths = {str(path) for ending in endings for path in folder.rglob(f"*{ending}")}
-        paths = {path for path in paths if ".partial" + os.sep not in path}  # of a run that goes on, or was killed
+        paths = {path for path in paths if ".partial" + os.sep not in path}  # of an unfinished run
         for path in sorted(paths):
             prefix = bare_prefix(path)
             for other in endings:
                 if prefix + other not in paths:
                     name = Path(prefix + other).name
-                    raise DataError(f"{path} has no {name} beside it", do="copy both, or remove it from the folder")
+                    raise DataError(f"{path} has no {name} next to it", do="copy both, or remove it from the folder")
             yield prefix
 
 
 def common_identity(prefixes: list[str]) -> dict | None:
-    """The vocabulary that all datasets were made with, as `<prefix>.stats.json` tells; None where none tells."""
+    """The vocabulary of all datasets, from `<prefix>.stats.json`; None if no dataset has one. Raises DataError if they
+    differ.
+    """
     known = {prefix: identity for prefix in prefixes if (identity := identity_of(prefix))}
     prints = {tokenizer.get("fingerprint") for tokenizer in known.values()}
     if len(prints) > 1:
@@ -159,7 +164,7 @@ def common_identity(prefixes: list[str]) -> dict | None:
 
 
 def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:
-    """The dtype of all datasets, and their documents, sequences and tokens together. Opens and checks each one."""
+    """The dtype of all datasets, and the total of documents, sequences and tokens. Opens and checks each one."""
     dtypes, sizes = {}, dict(documents=0, sequences=0, tokens=0)
     for prefix in prefixes:
         dataset = open_tokens(prefix)
@@ -174,7 +179,7 @@ def common_dtype(prefixes: list[str]) -> tuple[np.dtype, dict[str, int]]:
 
 
 def check_modes(prefixes: list[str], multimodal: bool) -> None:
-    """Raise DataError where a dataset has modes that would be lost, or lacks those that are asked for."""
+    """Raise DataError if a dataset has modes that would be lost, or lacks modes with --multimodal."""
     for prefix in prefixes:
         dataset = open_tokens(prefix)
         if dataset.sequence_modes is not None and not multimodal:
@@ -186,13 +191,13 @@ def check_modes(prefixes: list[str], multimodal: bool) -> None:
 
 
 def refuse_damage(prefixes: list[str]) -> None:
-    """Raise DataError where a file is not as its checksums say: those of the result would be right, and hide it."""
+    """Raise DataError if a file does not match its checksums: new checksums of the result would hide the damage."""
     damaged = {
-        prefix: found for prefix in prefixes if Path(manifest_path(prefix)).exists() and (found := verify(prefix))
+        prefix: problems for prefix in prefixes if Path(manifest_path(prefix)).exists() and (problems := verify(prefix))
     }
     if damaged:
         first = next(iter(damaged))
-        what = "; ".join(problem for found in damaged.values() for problem in found[:3])
+        what = "; ".join(problem for problems in damaged.values() for problem in problems[:3])
         why = f"so {manifest_path(first)} says; nothing was written"
         command = f"python -m megatron.tools.verify_data {first} --write"
         raise DataError(what, why, f"copy or preprocess it again; if it was changed on purpose: {command}")
@@ -214,7 +219,7 @@ def _join_tokens(prefixes: list[str], path: str, head: bytes, log: Callable[[str
 
 
 def _append_tokens(target: int, dataset: TokenFiles) -> int:
-    """Put all tokens of a dataset behind what is there. Returns their bytes."""
+    """Append all tokens of a dataset to a file. Returns their bytes."""
     if place := dataset.place():
         return append_file(target, *place)
     return write_at(target, dataset.tokens, os.lseek(target, 0, os.SEEK_END))

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of tasks: masked words of several sets of text, and classification of labelled texts, in a fixed ratio.
+"""Mixtures of tasks in a fixed ratio: masked language modelling on several corpora, and classification of labelled texts.
 
     --data-path wiki_text_sentence --task-mixture masked=8 clue=4:clue_text_sentence tnews=4:tnews.jsonl
 
-Which task a sample is of depends on its place in the training and on the weights alone: 16 samples have 8, 4 and 4 of the
-tasks above, spread evenly. After any number of samples n, a task of weight w out of W has had n x w / W of them, rounded up
-or down; exactly so after any number of steps whose --global-batch-size is a multiple of W. So nothing of it is stored, and
-it is the same after a resume and in every layout.
+The task of a sample depends only on its position in the order of training and the weights: 16 samples have 8, 4 and 4 of
+the tasks above, spread evenly. After any n samples, a task of weight w out of W has had n x w / W of them, rounded up or
+down. So no state is stored, and the order is the same after a resume and in every parallel layout.
 """
 
 import heapq
@@ -28,13 +27,14 @@ from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config, Data
 
-TASK, CLASS_LABEL = "task", "class_label"  # what a sample of a mixture has besides
+TASK, CLASS_LABEL = "task", "class_label"  # additional arrays of a sample
 
 
 @dataclass(frozen=True)
 class MixtureTask:
-    """One task of a mixture. weight: samples of a period; path: None for --data-path; labels: of its classes, in the order
-    of their numbers; none for masked words.
+    """One task of a mixture.
+
+    weight: samples per period; path: None for --data-path; labels: names of its classes, () for masked language modelling
     """
 
     name: str
@@ -43,14 +43,14 @@ class MixtureTask:
     labels: tuple[str, ...] = ()
 
     def read(self) -> LabelledFile:
-        """Its labelled texts: those of GLUE and CLUE as they are published, others by the names of their columns."""
+        """Read the labelled texts: tasks of GLUE and CLUE as published, others by the names of their columns."""
         return read_labelled(self.path, published_task(self.name))
 
 
 def tasks_of(words: Sequence[str]) -> list[MixtureTask]:
-    """The tasks that --task-mixture says; their number in this list is `task` of a sample.
+    """The tasks of --task-mixture; the index in this list is `task` of a sample.
 
-    Raises SettingsError for words that are none, DataError for a file of labelled texts that is none.
+    Raises SettingsError for invalid arguments, DataError for an invalid file of labelled texts.
     """
     parsed = parsed_tasks(words)
     weights = whole_weights([weight for _, weight, _ in parsed])
@@ -59,54 +59,54 @@ def tasks_of(words: Sequence[str]) -> list[MixtureTask]:
 
 
 def _is_labelled(task: MixtureTask) -> bool:
-    """Whether its file is one of labelled texts. Raises DataError for a task of numbers."""
+    """Whether the file has labelled texts. Raises DataError for a regression task."""
     known = published_task(task.name)
-    # Some of the published files end in .txt; token files are named by what is ahead of their endings.
-    found = task.path and (is_labelled(task.path) or known and Path(task.path).is_file())
-    if found and known and known.regression:
+    # Some of the published files end in .txt; token files are given by their prefix.
+    labelled = task.path and (is_labelled(task.path) or known and Path(task.path).is_file())
+    if labelled and known and known.regression:
         raise DataError(
             f"--task-mixture: {task.name} has numbers for labels, and a mixture tells classes apart",
             do=f"finetune.py --task {known.name} learns them; with another name its columns are read by their names",
         )
-    return bool(found)
+    return bool(labelled)
 
 
 class MixtureOrder:
-    """Which sample of which task comes at each place."""
+    """The task and the sample of the task at each position."""
 
     def __init__(self, weights: Sequence[int]):
-        """weights: samples of each task in a period."""
+        """weights: samples of each task per period."""
         self.weights, self.period = list(weights), sum(weights)
         self.tasks = spread(self.weights)
         before = np.zeros((len(weights), self.period + 1), np.int64)
         for task in range(len(weights)):
             np.cumsum(self.tasks == task, out=before[task, 1:])
-        self.before = before  # [tasks, period + 1]: samples of a task before each place of a period
+        self.before = before  # [tasks, period + 1]: samples of a task before each position of a period
 
     def place(self, index: int) -> tuple[int, int]:
-        """(task, which of its samples) of place `index`."""
+        """(task, index of the task's sample) at position `index`."""
         rounds, at = divmod(index, self.period)
         task = int(self.tasks[at])
         return task, rounds * self.weights[task] + int(self.before[task, at])
 
     def counts(self, size: int) -> list[int]:
-        """How many of the first `size` samples each task has."""
+        """Number of samples of each task among the first `size`."""
         rounds, at = divmod(size, self.period)
         return [rounds * weight + int(before) for weight, before in zip(self.weights, self.before[:, at])]
 
 
 def spread(weights: Sequence[int]) -> np.ndarray:
-    """Tasks of one period, int64 [sum of weights]: after n places each has had n x weight / sum, rounded up or down.
+    """Tasks of one period, int64 [sum of weights]: after n positions each has had n x weight / sum, rounded up or down.
 
-    The k-th sample of a task may come from place floor(k x sum / weight) on and must come before
-    ceil((k + 1) x sum / weight). Of those that may, the one that must first is next, or else the one that may longest:
-    earliest deadline first, which keeps all such bounds (Baruah et al., "Proportionate progress", 1996).
+    The k-th sample of a task may come from position floor(k x sum / weight) on and must come before
+    ceil((k + 1) x sum / weight). The order is earliest deadline first, and ties go to the sample that has been ready
+    longest. This satisfies all bounds (Baruah et al., "Proportionate progress", 1996).
 
     >>> spread([2, 1, 1]).tolist()
     [0, 1, 2, 0]
     """
     total, ready = sum(weights), []
-    waiting = [(0, task, 0) for task in range(len(weights))]  # (first place, task, k)
+    waiting = [(0, task, 0) for task in range(len(weights))]  # (first position, task, k)
     heapq.heapify(waiting)
     order = np.empty(total, np.int64)
     for place in range(total):
@@ -120,7 +120,7 @@ def spread(weights: Sequence[int]) -> np.ndarray:
 
 
 class MixtureDataset:
-    """`size` samples of several tasks' datasets, each with the number of its task (`task`)."""
+    """`size` samples from the datasets of several tasks, each with the index of its task (`task`)."""
 
     def __init__(self, tasks: Sequence[MixtureTask], datasets: Sequence[Any], order: MixtureOrder, size: int):
         self.tasks, self.datasets, self.order, self.size = tasks, datasets, order, size
@@ -129,16 +129,16 @@ class MixtureDataset:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """The task's sample; `class_label` is 0 where it has none."""
+        """The task's sample; `class_label` is 0 for tasks without labels."""
         task, number = self.order.place(index)
         return {CLASS_LABEL: np.array(0), **self.datasets[task][number], TASK: np.array(task)}
 
 
 class LabelledDataset:
-    """Samples of labelled texts without end: all of them in an order of each epoch's own, or in theirs (not shuffled)."""
+    """Endless samples of labelled texts, reshuffled in each epoch or in the order of the file."""
 
     def __init__(self, task: MixtureTask, rows: Sequence[Labelled], make: Callable, seed: int, shuffled: bool):
-        """make: (row, number of its class) -> sample."""
+        """make: (row, index of its class) -> sample."""
         self.rows, self.make = rows, make
         self.classes = {label: number for number, label in enumerate(task.labels)}
         self.entropy, self.shuffled = [seed % 2**32, crc32(task.name.encode())], shuffled
@@ -165,7 +165,7 @@ def build_mixture(
 ) -> tuple:
     """(train, valid, test) of --task-mixture, each None or with `sizes` samples.
 
-    samples: what those of masked words are like; those of labelled texts have the same arrays (`MaskedSamples.labelled`).
+    samples: makes masked samples, and samples of labelled texts with the same arrays (`MaskedSamples.labelled`)
     heads: whether the model learns from labels
     """
     tasks = tasks_of(masked_settings(config).task_mixture)
@@ -196,7 +196,7 @@ def build_mixture(
 
 
 def _only(data: Data, path: str) -> Data:
-    """The settings of data, of a task with token files of its own."""
+    """The data settings for a task with its own token files."""
     files = dict(data_path=[path], train_data_path=None, valid_data_path=None, test_data_path=None)
     return replace(data, mock_data=False, **files)
 
@@ -204,7 +204,7 @@ def _only(data: Data, path: str) -> Data:
 def _build_labelled(
     config: Config, task: MixtureTask, tokenizer, wanted: Sequence[int], log, samples: MaskedSamples
 ) -> list:
-    """The datasets of a task of labelled texts, None where nothing is wanted or there is none: --split divides its rows."""
+    """The datasets of a labelled task; --split divides its rows. None for a split that is empty or not needed."""
     (rows, _, notes), built = task.read(), []
 
     @lru_cache(maxsize=1 << 16)
@@ -227,13 +227,15 @@ def _build_labelled(
         mine = rows[part.start : part.stop]
         built.append(LabelledDataset(task, mine, make, config.logging.seed, shuffled=split == 0))
     if built[0] and built[1]:
-        for told in _one_sided(built[0].rows, built[1].rows):
-            log(f"note: {task.path}: {told}; --split divides the rows as they stand, so shuffle those of a sorted file")
+        for problem in _one_sided(built[0].rows, built[1].rows):
+            log(
+                f"note: {task.path}: {problem}; --split divides the rows as they stand, so shuffle those of a sorted file"
+            )
     return built
 
 
 def _one_sided(train: Sequence[Labelled], valid: Sequence[Labelled]) -> Iterator[str]:
-    """What to say of labels that only one side has, as in a file that is sorted by them."""
+    """Describe labels that only one of training and validation has, as in a sorted file."""
     learned, asked = set(labels_of(train)), set(labels_of(valid))
     for labels, side in ((learned - asked, "training"), (asked - learned, "validation")):
         if labels:
@@ -242,7 +244,7 @@ def _one_sided(train: Sequence[Labelled], valid: Sequence[Labelled]) -> Iterator
 
 
 def _mixed(tasks, datasets, order: MixtureOrder, size: int, counts: Sequence[int], split: str, log):
-    """The dataset of one split. Raises DataError where a task has nothing for training or validation."""
+    """The dataset of one split. Raises DataError if a task has no samples for training or validation."""
     if not size or all(dataset is None for dataset in datasets):
         return None
     lacking = [task.name for task, dataset, count in zip(tasks, datasets, counts) if dataset is None and count]

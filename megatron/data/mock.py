@@ -5,17 +5,17 @@ import numpy as np
 
 
 class MockDataset:
-    """Samples that are a pure function of (seed, split, index), cheap to make, and that a model can learn.
+    """Synthetic samples that a model can learn; a pure function of (seed, split, index).
 
     A sample is a chain of short "documents", each counting upwards from a random number: 17 18 19 20 <eod> 5 6 7 ...
-    A model that has learned "the successor follows" is left with the uncertainty of when a document ends and where the
-    next one starts, so the loss falls from ln(vocabulary) to well below 1 within a few hundred steps of a small model.
+    Only the end of a document and the start of the next are uncertain, so the loss falls from ln(vocabulary) to well
+    below 1 within a few hundred steps of a small model.
 
         >>> MockDataset(size=10, seq_length=6, vocab_size=100, eod=0, seed=1)[3]
         array([79, 80, 81, 82, 83, 84, 85])
     """
 
-    SYMBOLS = 512  # distinct tokens: few enough that each is seen often
+    SYMBOLS = 512  # distinct tokens: few, so that each occurs often
     MEAN_LENGTH = 64  # tokens of a document
 
     def __init__(self, size: int, seq_length: int, vocab_size: int, eod=None, seed: int = 0, split: int = 0):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic samples of encoder-decoders and masked models without files (`--mock-data`), which such models can learn."""
+"""Synthetic samples for encoder-decoders and masked models (`--mock-data`)."""
 
 import numpy as np
 
 
 class MockPairs:
-    """Sources of random length and their reversals, a pure function of (seed, split, index), which a model can learn.
+    """Sources of random length with reversed targets; a pure function of (seed, split, index).
 
-    A source counts upwards from a random number, wrapping around; the target is its last numbers backwards. Token 0 begins
-    a target, 1 ends one and fills up what is left.
+    A source counts upwards from a random number, wrapping around; the target is the source backwards, truncated. Token 0
+    begins a target; 1 ends and pads it.
 
         >>> sample = MockPairs(size=4, source=6, target=4, vocab_size=20, seed=3)[1]
         >>> sample["text_enc"].tolist(), sample["text_dec"].tolist(), sample["labels"].tolist()
@@ -46,15 +46,15 @@ class MockPairs:
 
 
 class MockMasked:
-    """Two stretches of numbers that count upwards, some of them masked; the second goes on where the first ends, or it is
-    another one (`is_random`). A pure function of (seed, split, index).
+    """Two runs of consecutive numbers, some of them masked; a pure function of (seed, split, index).
 
-    Tokens: 0 classifies, 1 separates and fills up, 2 stands for what is masked.
+    The second run continues the first, or starts anywhere (`is_random`). Tokens: 0 is [CLS], 1 is [SEP] and padding, 2 is
+    [MASK].
     """
 
     CLASSIFY, SEPARATE, MASKED, FIRST = 0, 1, 2, 3
     SYMBOLS = 64  # distinct tokens
-    SHARE = 0.15  # of tokens that are masked
+    SHARE = 0.15  # of masked tokens
 
     def __init__(self, size: int, seq_length: int, vocab_size: int, seed: int = 0, split: int = 0):
         assert vocab_size > self.FIRST and seq_length > 5, f"vocab_size {vocab_size}, seq_length {seq_length}"
@@ -78,7 +78,7 @@ class MockMasked:
         labels[: len(row)] = row
         places = np.arange(self.seq_length)
         masked = (random.random(self.seq_length) < self.SHARE) & (labels >= self.FIRST) & (places < len(row))
-        masked[1] = True  # one at least
+        masked[1] = True  # at least one
         return dict(
             text=np.where(masked, self.MASKED, labels),
             types=((places > first + 1) & (places < len(row))).astype(np.int64),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streams of random numbers of C++'s std::mt19937 and std::mt19937_64, by which Megatron-LM orders sentences.
+"""The random number streams of C++'s std::mt19937 and std::mt19937_64, which Megatron-LM uses to order sentences.
 
 >>> mt19937_64(5489, 10000)[-1]  # the C++ standard gives this value, [rand.predef]
 np.uint64(9981545732273789042)
@@ -27,11 +27,11 @@ def mt19937(seed: int, block: int = 1 << 16) -> Iterator[np.ndarray]:
     """Blocks of the 32-bit stream, uint32 [block]: numpy's legacy generator has the seeding of the C++ standard."""
     state = np.random.RandomState(seed % 2**32)
     while True:
-        yield state.randint(0, 2**32, block, np.uint32)  # the whole range: each number is one of the generator's
+        yield state.randint(0, 2**32, block, np.uint32)  # the whole range: the generator's raw numbers
 
 
 def mt19937_64(seed: int, count: int) -> np.ndarray:
-    """The first numbers of the 64-bit stream, uint64 [count]. numpy has no such generator."""
+    """The first `count` numbers of the 64-bit stream, uint64 [count]. numpy has no such generator."""
     state = np.array(_seeded(seed % 2**64), np.uint64)
     out = np.empty(-(-count // N) * N, np.uint64)
     for start in range(0, len(out), N):
@@ -49,7 +49,7 @@ def _seeded(seed: int) -> list[int]:
 
 
 def _next_state(old: np.ndarray) -> np.ndarray:
-    """All N words of the next state: a word needs the one M places on, which for the later ones is already new."""
+    """The N words of the next state. A word needs the one M positions on, which for later words is already new."""
     new = np.empty_like(old)
     new[: N - M] = _twist(old[: N - M], old[1 : N - M + 1], old[M:])
     new[N - M : -1] = _twist(old[N - M : -1], old[N - M + 1 :], new[: M - 1])

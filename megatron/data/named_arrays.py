@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples that are dicts of arrays, as a recipe names them: each is checked as it is read.
+"""Check samples that are dicts of arrays, as a recipe declares them.
 
 >>> arrays = {"text": SampleArray(3, below=10), "loss_mask": SampleArray(3, mask=True)}
 >>> checked({"text": [1, 2, 3], "loss_mask": [0, 1, 1]}, arrays, "sample 0")["loss_mask"]
@@ -17,7 +17,7 @@ DOCUMENTED = "docs/encoder_decoder.md#samples"
 
 
 def checked(sample, arrays: Mapping[str, SampleArray], where: str) -> dict[str, np.ndarray]:
-    """The sample with each array as int64, or float32 if it is a mask. Raises DataError for one that is no such sample."""
+    """The sample with each array as int64, or float32 for masks. Raises DataError for an invalid sample."""
     if not isinstance(sample, Mapping):
         raise DataError(
             f"{where} is no sample: {type(sample).__name__}",
@@ -33,19 +33,19 @@ def checked(sample, arrays: Mapping[str, SampleArray], where: str) -> dict[str, 
     return {name: _checked(np.asarray(sample[name]), array, f"{where}, {name}") for name, array in arrays.items()}
 
 
-def _checked(found: np.ndarray, array: SampleArray, where: str) -> np.ndarray:
+def _checked(given: np.ndarray, array: SampleArray, where: str) -> np.ndarray:
     kinds = "biuf" if array.mask else "biu"
-    if found.shape != array.shape or found.dtype.kind not in kinds:
+    if given.shape != array.shape or given.dtype.kind not in kinds:
         raise DataError(
-            f"{where} is {found.dtype} of shape {list(found.shape)}",
+            f"{where} is {given.dtype} of shape {list(given.shape)}",
             f"wanted: {array.words()}",
             f"mend the dataset ({DOCUMENTED})",
         )
     if array.mask:
-        if not (np.isfinite(found).all() and found.min(initial=0) >= 0):
+        if not (np.isfinite(given).all() and given.min(initial=0) >= 0):
             raise DataError(f"{where} is no mask", f"wanted: {array.words()}", f"mend the dataset ({DOCUMENTED})")
-        return found.astype(np.float32, copy=False)
-    flat = found.reshape(-1)
+        return given.astype(np.float32, copy=False)
+    flat = given.reshape(-1)
     if not 0 <= flat.min() <= flat.max() < array.below:
         at = int(np.argmax((flat < 0) | (flat >= array.below)))
         raise DataError(
@@ -53,11 +53,11 @@ def _checked(found: np.ndarray, array: SampleArray, where: str) -> np.ndarray:
             f"wanted: {array.words()}",
             "give a --vocab-size above the largest id, or mend the dataset",
         )
-    return found.astype(np.int64, copy=False)
+    return given.astype(np.int64, copy=False)
 
 
 def hashed(sample: Mapping[str, np.ndarray]) -> np.ndarray:
-    """What the ledger hashes of a checked sample: the numbers of all its arrays, int64."""
+    """The part of a sample that the ledger hashes: the numbers of all its arrays, int64."""
     return np.concatenate(
         [
             array.reshape(-1).view(np.int32).astype(np.int64) if array.dtype == np.float32 else array.reshape(-1)
@@ -67,7 +67,7 @@ def hashed(sample: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def without_negative_labels(sample):
-    """A sample whose labels are below 0 where nothing counts, as Megatron-LM's are, with 0 in their place there."""
+    """Replace negative labels by 0 where the loss mask is 0 (Megatron-LM's samples have -1 there)."""
     if not isinstance(sample, Mapping) or LABELS not in sample or LOSS_MASK not in sample:
         return sample
     labels, counts = np.asarray(sample[LABELS]), np.asarray(sample[LOSS_MASK])

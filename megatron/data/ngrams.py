@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of the words of texts and of n words in a row, without a loop over either.
+"""Vectorized hashes of words and n-grams of words.
 
-A word is a run of letters, digits and underscores in small letters, as Megatron-LM's filter_ngrams has it; a Chinese
-or Japanese character is a word by itself. Punctuation and white space do not count: "Don't stop!" and "DON T STOP" are
-the same three words.
+A word is a run of letters, digits and underscores in lower case, as in Megatron-LM's filter_ngrams. A Chinese or Japanese
+character is a word by itself. Punctuation and white space do not count: "Don't stop!" and "DON T STOP" are the same three
+words.
 
-The hash of a word is a polynomial in its characters, that of an n-gram one in its words, both mod 2^64. Running sums give
-any of them by one subtraction; multiplying by an inverse power takes the position out. Two different n-grams share a hash
-with a chance of about 2^-64.
+The hash of a word is a polynomial in its characters, the hash of an n-gram one in its words, both mod 2^64. A difference
+of running sums gives any of them; multiplying by an inverse power removes the position. Two different n-grams share a hash
+with probability of about 2^-64.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 OF_CHARACTERS, OF_WORDS = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95  # bases: odd, so that they have an inverse
-CHUNK = 1 << 18  # characters that are looked at together: their arrays stay in the cache
-KNOWN = 0x40000  # code points with letters among them; those above are no words
+CHUNK = 1 << 18  # characters processed together: their arrays fit into the CPU's cache
+KNOWN = 0x40000  # code points from here on are not letters
 SEPARATOR = "\n"
 
 
 class WordSpans(NamedTuple):
-    """Of each word: its hash uint64, and where it starts and ends (int64), in characters."""
+    """Hash (uint64), start and end (int64, in characters) of each word."""
 
     hashes: np.ndarray
     starts: np.ndarray
@@ -39,21 +39,21 @@ def words_of(text: str) -> WordSpans:
     >>> bool((words.hashes[:3] == words.hashes[3:]).all())
     True
     """
-    found = list(_words_in_chunks(text))
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    chunks = list(_words_in_chunks(text))
+    if len(chunks) == 1:
+        return chunks[0]
+    if not chunks:
         return WordSpans(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int64))
-    return WordSpans(*map(np.concatenate, zip(*found, strict=True)))
+    return WordSpans(*map(np.concatenate, zip(*chunks, strict=True)))
 
 
 def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
-    """Hashes uint64 of all n-grams of some words, in their order; none where there are fewer than n words."""
+    """Hashes uint64 of all n-grams of a sequence of words, in order; empty for fewer than n words."""
     return next(iter(all_ngram_hashes(words, [n])))
 
 
 def all_ngram_hashes(words: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]:
-    """`ngram_hashes` of each of these lengths."""
+    """`ngram_hashes` for several values of n."""
     forward, back = _powers(OF_WORDS, len(words) + 1)
     sums = np.zeros(len(words) + 1, np.uint64)
     np.cumsum(words * forward[: len(words)], out=sums[1:])
@@ -63,11 +63,11 @@ def all_ngram_hashes(words: np.ndarray, lengths: Sequence[int]) -> Iterator[np.n
             continue
         hashes = sums[n:] - sums[:-n]
         hashes *= back[: len(hashes)]
-        yield hashes  # the leading bits are those of all words; words were spread over all bits before
+        yield hashes
 
 
 def spread(numbers: np.ndarray) -> np.ndarray:
-    """Hashes uint64 of whole numbers, such as ids of tokens, that stand for words in `ngram_hashes`."""
+    """Hashes uint64 of integers, such as token ids, to use as words in `ngram_hashes`."""
     return _mixed(numbers.astype(np.uint64) + np.uint64(1))
 
 
@@ -83,7 +83,7 @@ def _words_in_chunks(text: str) -> Iterator[WordSpans]:
         chunk = codes[at : at + CHUNK]
         kind = kinds[chunk]
         stop = len(codes)
-        if at + len(chunk) < stop:  # cut between two words; a longer word is taken as a whole
+        if at + len(chunk) < stop:  # cut between two words; extend the chunk for a longer word
             size = len(chunk)
             while kind.all() and at + size < stop:
                 size *= 2
@@ -98,7 +98,7 @@ def _words_in_chunks(text: str) -> Iterator[WordSpans]:
 def _words_of_chunk(kind: np.ndarray, values: np.ndarray, at: int) -> WordSpans:
     inside = kind != 0
     first, last = inside.copy(), inside.copy()
-    if kind.max(initial=0) > 1:  # characters that are words
+    if kind.max(initial=0) > 1:  # characters that are words by themselves
         part = kind == 1
         first[1:] &= ~(part[:-1] & part[1:])
         last[:-1] &= ~(part[:-1] & part[1:])
@@ -115,7 +115,7 @@ def _words_of_chunk(kind: np.ndarray, values: np.ndarray, at: int) -> WordSpans:
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Spread over all bits, in place: the low bits of a polynomial depend on the low bits of its terms alone."""
+    """Mix all bits, in place: the low bits of a polynomial depend only on the low bits of its terms."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         hashes ^= hashes >> np.uint64(shift)
         hashes *= np.uint64(factor)
@@ -140,7 +140,7 @@ def _table_of_powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=2)
 def _tables(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each code point below `count`: 0 outside of words, 1 inside, 2 a word by itself (uint8); and a value (uint64)."""
+    """For each code point below `count`: 0 outside of words, 1 inside, 2 a word by itself (uint8); and a value (uint64)."""
     kinds, lower = np.zeros(count, np.uint8), np.arange(count, dtype=np.uint64)
     for code in range(min(count, KNOWN)):
         character = chr(code)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each document of a token file comes from: `<prefix>.origin`, 20 bytes a document and a table of source files.
+"""The source of each document of a token file: `<prefix>.origin`, 20 bytes per document and a table of source files.
 
-    file     uint32  number of the source in the table
-    place    uint64  byte where its line starts there: of what a compressed file unpacks to (without a byte order mark),
-                     and of the JSON lines as which plain text is read; in the highest 8 bits the number of the piece,
-                     from 1, where parts of the text were cut out, else 0
+    file     uint32  index of the source file in the table
+    place    uint64  offset of the document's line in bytes, after decompression (without a byte order mark) and after
+                     conversion of plain text to JSON lines; in the highest 8 bits the number of the piece, from 1, if
+                     parts of the text were cut out, else 0
     hash     uint64  xxh3 of the text as UTF-8, or of its sentences joined by newlines
 
-Documents are in the order of the token file. Preprocessing writes it, merge_datasets.py joins it, verify_data checks it.
+Documents are in the order of the token file. Preprocessing writes the file, merge_datasets.py merges it, verify_data
+checks it.
 """
 
 import os
@@ -42,9 +43,9 @@ def text_hash(text: "str | Sequence[str]") -> int:
 
 
 def origins_of(starts: np.ndarray, lines: Sequence[int], hashes: Sequence[int]) -> np.ndarray:
-    """Rows of documents of a file that is not known yet.
+    """Rows of documents, without the source file.
 
-    starts: of all lines; lines: of each document, + the number of its piece << PIECE_SHIFT
+    starts: offsets of all lines; lines: the line of each document, + the number of its piece << PIECE_SHIFT
     """
     rows = np.zeros(len(hashes), ROW)
     numbers = np.array(lines, np.uint64)
@@ -55,8 +56,11 @@ def origins_of(starts: np.ndarray, lines: Sequence[int], hashes: Sequence[int]) 
 
 
 class DocumentOrigin(NamedTuple):
-    """Where a document comes from. piece: from 1 where it is a part of its text, else 0; hash: 16 hexadecimal digits;
-    separator: of the documents in plain text."""
+    """The source of a document.
+
+    piece: from 1 if the document is a part of its text, else 0; hash: 16 hexadecimal digits; separator: between documents
+    of plain text
+    """
 
     file: str
     offset: int
@@ -87,16 +91,17 @@ class Origins:
 
 
 def write_origins(path, files: Sequence[dict], count: int, pieces: Iterable[np.ndarray], tokens: int) -> None:
-    """Write the origins of `count` documents, which come in pieces, of a token file of so many tokens."""
+    """Write the origins of `count` documents, given in pieces, for a token file of `tokens` tokens."""
     write_arrays(
         path, _KIND, _VERSION, dict(files=list(files), tokens=tokens), dict(documents=Pieces(ROW, count, pieces))
     )
 
 
 def open_origins(prefix: str, documents: Optional[int] = None, verify: bool = False) -> Optional[Origins]:
-    """The origins beside a token file; None where there are none. documents: that it has; verify: the checksum, too.
+    """Open the origins of a token file; None if there are none.
 
-    Raises DataError for a file that is damaged, or of other token files.
+    documents: number of documents of the token file; verify: also check the checksum
+    Raises DataError for a damaged file, or one of another token file.
     """
     path = Path(f"{prefix}{ENDING}")
     if not path.exists():
@@ -116,7 +121,7 @@ def open_origins(prefix: str, documents: Optional[int] = None, verify: bool = Fa
 
 
 def problems_of(prefix: str, documents: int, tokens: int) -> list[str]:
-    """What is wrong with the origins beside a token file, in words; reads all of them."""
+    """The problems with the origins of a token file; reads all of them."""
     try:
         origins = open_origins(prefix, documents, verify=True)
     except DataError as error:
@@ -132,7 +137,7 @@ def problems_of(prefix: str, documents: int, tokens: int) -> list[str]:
 
 
 def joined_files(all_origins: Sequence[Origins]) -> tuple[list[dict], list[np.ndarray]]:
-    """(one table of files for several origins, the number in it of each file of each of them)."""
+    """(merged table of source files, for each origin the indices of its files in that table)."""
     table, numbers = {}, []
     for origins in all_origins:
         keys = [(one["path"], one.get("bytes"), one.get("separator")) for one in origins.files]
@@ -144,7 +149,7 @@ def joined_files(all_origins: Sequence[Origins]) -> tuple[list[dict], list[np.nd
 
 
 def renumbered(origins: Origins, numbers: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows with other numbers of files, in pieces."""
+    """The rows with new indices of files, in pieces."""
     for at in range(0, len(origins), _BLOCK):
         rows = np.array(origins.rows[at : at + _BLOCK])
         rows["file"] = numbers[rows["file"]]
@@ -152,7 +157,7 @@ def renumbered(origins: Origins, numbers: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def find_file(path: str, folders: Sequence[str] = ()) -> Optional[str]:
-    """Where a source is now: in one of the folders under its own name, or where it was; None where it is not found."""
+    """The current path of a source: under its name in one of the folders, or as recorded; None if it is not found."""
     for folder in folders:
         parts = Path(path).parts
         for start in range(len(parts)):  # the longest part of the path first
@@ -163,30 +168,30 @@ def find_file(path: str, folders: Sequence[str] = ()) -> Optional[str]:
 
 
 def lines_at(path: str, offsets: Sequence[int], separator: Optional[str] = None) -> dict[int, bytes]:
-    """The lines of a source that start at these offsets. Compressed files are read from their start.
+    """Read the lines of a source that start at these offsets. Compressed files are read from their start.
 
-    separator: of the documents in plain text. Raises DataError for a file that has become shorter.
+    separator: between documents of plain text. Raises DataError for a file that is too short.
     """
     from megatron.data.json_input import find_sources, read_blocks
 
     source = find_sources([path], separator)[0]
-    wanted, found = sorted(set(offsets)), {}
+    wanted, lines = sorted(set(offsets)), {}
     if not source.whole:
         with open(path, "rb") as file:
             for offset in wanted:
                 file.seek(offset)
-                found[offset] = file.readline().rstrip(b"\r\n")
-        return found
+                lines[offset] = file.readline().rstrip(b"\r\n")
+        return lines
     at = number = 0
     for block, _ in read_blocks(source, _BLOCK):
         while number < len(wanted) and wanted[number] < at + len(block):
             start = wanted[number] - at
             stop = block.find(b"\n", start)
-            found[wanted[number]] = block[start : len(block) if stop < 0 else stop]
+            lines[wanted[number]] = block[start : len(block) if stop < 0 else stop]
             number += 1
         at += len(block)
         if number == len(wanted):
             break
     if number < len(wanted):
         raise DataError(f"{path} ends at byte {at:,}, before a document at {wanted[number]:,}", "it has changed")
-    return found
+    return lines

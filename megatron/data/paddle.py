@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files of PaddleNLP and PaddleFleetX: `<prefix>_ids.npy` holds ids, `<prefix>_idx.npz` says what belongs together.
+"""Token files of PaddleNLP and PaddleFleetX: `<prefix>_ids.npy` holds ids, `<prefix>_idx.npz` sequences and documents.
 
     file                 array   type            content
     <prefix>_ids.npy             uint16, int32   ids of all sequences back to back
     <prefix>_idx.npz     lens    int32[S]        tokens of each sequence ("sentence")
-                         sents   int64[S + 1]    tokens before each sequence, and all of them; only of PaddleNLP
+                         sents   int64[S + 1]    tokens before each sequence, and their total; only in PaddleNLP's files
                          docs    int64[D + 1]    sequences before each document; starts with 0, ends with S
-    <prefix>_ids.npz     ids     uint16, int32   of early versions: both in one file; each sequence is a document
+    <prefix>_ids.npz     ids     uint16, int32   early versions: both in one file; each sequence is a document
                          lens    uint32[S]
 
-Both are numpy's formats; arrays in an .npz lie there as they are, so that they are mapped like any other file.
+Both are numpy's formats. Arrays in an .npz are stored uncompressed, so they can be memory-mapped.
 """
 
 import io
@@ -29,32 +29,32 @@ from megatron.data.indexed import DTYPES, LENGTH_TYPE, OFFSET_TYPE, TokenFiles, 
 from megatron.errors import DataError
 
 IDS, INDEX, OLD = "_ids.npy", "_idx.npz", "_ids.npz"
-HEAD = 128  # bytes before the numbers of a one-dimensional .npy, whatever their count
+HEAD = 128  # bytes of the header of a one-dimensional .npy of any size
 TOKEN_TYPES = tuple(dtype for dtype in DTYPES.values() if dtype.kind in "iu")
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip's member: lengths of its name and of its extra field
 KNOWN = ("ids", "lens", "sents", "docs")
-# What zipfile raises for bytes that are no archive, or no longer one; RuntimeError: encrypted.
+# zipfile's exceptions for invalid or damaged archives; RuntimeError: encrypted.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError, ValueError)
 _AGAIN = "copy it again, or make it again with python -m megatron.tools.create_pretraining_data"
 
 
 def paddle_dtype(vocab_size: int | None) -> np.dtype:
-    """The dtype PaddleNLP stores ids in: uint16 for vocabularies below 65535, int32 otherwise."""
+    """PaddleNLP's dtype of ids: uint16 for vocabularies below 65535, int32 otherwise."""
     return DTYPES[8] if vocab_size is not None and vocab_size < 2**16 - 1 else DTYPES[4]
 
 
 class Mapped(NamedTuple):
-    """An array and where its numbers lie in its file; `at` is None for one that was decompressed into memory."""
+    """An array and the offset of its data in the file; `at` is None for an array decompressed into memory."""
 
     array: np.ndarray
     at: int | None
 
 
 class PaddleDataset(TokenFiles):
-    """Read `<prefix>_ids.npy` with `<prefix>_idx.npz`, or an old `<prefix>_ids.npz`, as `TokenFiles`.
+    """Token files in PaddlePaddle's format: `<prefix>_ids.npy` with `<prefix>_idx.npz`, or an old `<prefix>_ids.npz`.
 
-    Raises DataError that names the file when it is missing, cut short, of another kind, or its numbers contradict each
-    other. Pickled objects are never loaded.
+    Raises DataError for a missing, truncated, inconsistent or foreign file, and names it. Pickled objects are never
+    loaded.
     """
 
     def __init__(self, prefix: str | os.PathLike):
@@ -88,7 +88,7 @@ class PaddleDataset(TokenFiles):
         return None if self._at is None else (self.tokens_path, self._at, self._at + self.tokens.nbytes)
 
     def _find_starts(self, sents: Mapped | None) -> np.ndarray:
-        """Tokens before each sequence, and all of them. int64 [S + 1]. Without `sents`, 8 bytes a sequence in memory."""
+        """Tokens before each sequence, and their total: int64 [S + 1]. Without `sents`, in memory."""
         if sents is None:
             starts = np.zeros(len(self) + 1, OFFSET_TYPE)
             np.cumsum(self.sequence_lengths, dtype=OFFSET_TYPE, out=starts[1:])
@@ -100,7 +100,7 @@ class PaddleDataset(TokenFiles):
 
 
 def _signed(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
-    """Counts as the type that they should have. Old files hold lens as uint32: too large ones show as negative."""
+    """View counts as a signed dtype. Old files have lens as uint32; too large values become negative."""
     if array.dtype.kind not in "iu" or array.dtype.itemsize != dtype.itemsize:
         raise DataError(f"{what} are of type {array.dtype}, not {dtype.name}", do=_AGAIN)
     return array.view(dtype)
@@ -122,7 +122,7 @@ def _read_npz(path: str, needed: tuple[str, ...]) -> dict[str, Mapped]:
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, data: mmap.mmap | bytes, path: str) -> Mapped:
-    """One array of an archive: mapped where it is stored as it is, decompressed otherwise."""
+    """One array of an archive: memory-mapped if stored uncompressed, else decompressed."""
     what = f"{path}: {info.filename}"
     if info.compress_type != zipfile.ZIP_STORED:
         return _array(content := archive.read(info), 0, len(content), what)._replace(at=None)
@@ -132,15 +132,15 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, data: mmap.mmap | b
 
 
 def _array(data: mmap.mmap | bytes, start: int, stop: int, what: str) -> Mapped:
-    """The array that bytes [start, stop) of a file hold in numpy's format. One dimension, little-endian, no objects."""
+    """The array in bytes [start, stop) of a file, in numpy's format: one dimension, little-endian, no objects."""
     head = io.BytesIO(data[start : min(stop, start + (1 << 16))])
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its attempts to read a damaged header
+            warnings.simplefilter("ignore")  # from damaged headers
             version = npy.read_magic(head)
             read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
             shape, _, dtype = read_header(head)
-    except Exception as error:  # numpy takes the header for Python, and fails as Python's parser and tokenizer do
+    except Exception as error:  # numpy parses the header as Python, with any of its errors
         raise DataError(f"{what}: cut short, damaged or not of numpy's format", str(error), _AGAIN) from None
     if dtype.kind not in "iu" or dtype.byteorder == ">" or len(shape) != 1:
         raise DataError(
@@ -161,7 +161,7 @@ def _array(data: mmap.mmap | bytes, start: int, stop: int, what: str) -> Mapped:
 
 
 def npy_head(dtype: np.dtype, count: int) -> bytes:
-    """The HEAD bytes that numpy puts before `count` numbers."""
+    """numpy's header of HEAD bytes for an array of `count` numbers."""
     head = io.BytesIO()
     npy.write_array_header_1_0(head, dict(descr=npy.dtype_to_descr(dtype), fortran_order=False, shape=(count,)))
     assert head.tell() == HEAD, f"numpy's header has {head.tell()} bytes"
@@ -178,7 +178,7 @@ def stream_npz(
     """Write an `_idx.npz` piece by piece, with the bytes of `numpy.savez(lens=..., sents=..., docs=...)`.
 
     `lengths()` yields the tokens of each sequence in pieces (it is called twice), `per_document()` the number of
-    sequences of each document. The file is on the disk when this returns.
+    sequences of each document. The file is synced to disk on return.
     """
     members = (
         ("lens", LENGTH_TYPE, num_sequences, (piece.astype(LENGTH_TYPE) for piece in lengths())),
@@ -197,7 +197,7 @@ def stream_npz(
 
 
 def _sums(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """0, and the sum of all values up to each of them."""
+    """0 and the running sums of all values."""
     total = np.zeros(1, OFFSET_TYPE)
     yield total
     for piece in pieces:

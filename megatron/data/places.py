@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where documents are in the order of training: the index maps of `gpt_dataset.py` read backwards.
+"""Find documents in the order of training, by inverse look-up in the index maps of `gpt_dataset.py`.
 
-    places = find_places(train, "corpus_text_document", [7])   # places of samples that hold sequence 7, sorted
+    places = find_places(train, "corpus_text_document", [7])   # indices of samples with tokens of sequence 7, sorted
     [train.origin(place) for place in places]
 
-The maps themselves are looked through (numpy, some milliseconds for ten million documents), so the answer is that of the
-very arrays that training reads. A "sequence" is what token files hold; a document is one, or several sentences of it.
+The search uses the same arrays as training, and takes some milliseconds for ten million documents. A document of a token
+file is one sequence, or one sequence per sentence.
 """
 
 from collections.abc import Collection, Iterator
@@ -21,9 +21,9 @@ from megatron.errors import DataError
 
 
 def find_places(dataset, prefix: str, sequences: Collection[int]) -> np.ndarray:
-    """Indices of a dataset's samples that hold any token of these sequences of a token file: int64, sorted.
+    """Indices of a dataset's samples with any token of these sequences of a token file: int64, sorted.
 
-    Raises DataError for a dataset of another kind, whose samples are not made of token files.
+    Raises DataError for a dataset that is not built from token files.
     """
     if isinstance(dataset, Repeated):
         inner = find_places(dataset.dataset, prefix, sequences)
@@ -31,13 +31,13 @@ def find_places(dataset, prefix: str, sequences: Collection[int]) -> np.ndarray:
         places = (starts[:, None] + inner[None, :]).reshape(-1)
         return places[places < len(dataset)]
     if isinstance(dataset, BlendedDataset):
-        found = [np.empty(0, np.int64)]
+        places_of_parts = [np.empty(0, np.int64)]
         for number, part in enumerate(dataset.datasets):
             mine = np.flatnonzero(dataset.dataset_index == number)
             wanted = np.zeros(max(len(part), 1), bool)
             wanted[find_places(part, prefix, sequences)] = True
-            found.append(mine[wanted[dataset.dataset_sample_index[mine]]])
-        return np.sort(np.concatenate(found))
+            places_of_parts.append(mine[wanted[dataset.dataset_sample_index[mine]]])
+        return np.sort(np.concatenate(places_of_parts))
     if isinstance(dataset, GPTDataset):
         return _of_samples(dataset, sequences) if dataset.tokens.prefix == prefix else np.empty(0, np.int64)
     if isinstance(dataset, DocumentDataset):
@@ -48,16 +48,16 @@ def find_places(dataset, prefix: str, sequences: Collection[int]) -> np.ndarray:
 
 
 def _of_sentences(dataset: MaskedDataset, sequences: Collection[int]) -> np.ndarray:
-    """A sample is some sentences, one after another."""
+    """`find_places` for samples of consecutive sentences."""
     wanted = np.zeros(len(dataset.tokens.sequence_lengths) + 1, np.int64)
     wanted[np.asarray(list(sequences), np.int64) + 1] = 1
-    before = np.cumsum(wanted)  # of each sentence, how many of those that are looked for stand before it
+    before = np.cumsum(wanted)  # number of wanted sentences before each sentence
     first, last = dataset.sample_index[:, 0].astype(np.int64), dataset.sample_index[:, 1].astype(np.int64)
     return np.flatnonzero(before[last] > before[first])
 
 
 def _of_samples(dataset: GPTDataset, sequences: Collection[int]) -> np.ndarray:
-    """A sample goes from its first token to the first of the next one, which is the label of its last position."""
+    """`find_places` for GPT samples. A sample includes the first token of the next one, the label of its last position."""
     lengths = dataset.tokens.sequence_lengths
     wanted = np.zeros(len(lengths), bool)
     wanted[np.asarray(list(sequences), np.int64)] = True
@@ -66,7 +66,7 @@ def _of_samples(dataset: GPTDataset, sequences: Collection[int]) -> np.ndarray:
     first = np.ascontiguousarray(dataset.sample_index[:, 0])
     start = np.maximum(np.searchsorted(first, at, "left") - 1, 0)
     stop = np.minimum(np.searchsorted(first, at, "right"), len(dataset))
-    holding = np.zeros(len(dataset) + 1, np.int32)  # +1 where a run of samples starts, -1 behind its end
+    holding = np.zeros(len(dataset) + 1, np.int32)  # +1 where a run of samples starts, -1 after its end
     some = start < stop
     np.add.at(holding, start[some], 1)
     np.add.at(holding, stop[some], -1)
@@ -75,7 +75,7 @@ def _of_samples(dataset: GPTDataset, sequences: Collection[int]) -> np.ndarray:
 
 
 def _of_documents(dataset: DocumentDataset, sequences: Collection[int]) -> np.ndarray:
-    """A sample is the beginning of a document: what of its sequences does not fit is in none."""
+    """`find_places` for one document per sample. Sequences that do not fit are in no sample."""
     indices = dataset.tokens.document_indices
     wanted = np.zeros(len(indices), bool)
     documents = np.searchsorted(indices, np.asarray(list(sequences), np.int64), "right") - 1
@@ -87,12 +87,12 @@ def _of_documents(dataset: DocumentDataset, sequences: Collection[int]) -> np.nd
 
 
 def document_of(tokens: TokenFiles, sequence: int) -> int:
-    """The document that a sequence is in."""
+    """The document of a sequence."""
     return int(np.searchsorted(tokens.document_indices, sequence, "right")) - 1
 
 
 def sequences_of_document(tokens: TokenFiles, document: int) -> range:
-    """The sequences of a document. Raises DataError for one that there is not."""
+    """The sequences of a document. Raises DataError if there is no such document."""
     if not 0 <= document < tokens.num_documents:
         raise DataError(f"{tokens.prefix} has documents 0 to {tokens.num_documents - 1:,}, and no {document:,}")
     return range(*tokens.document_indices[document : document + 2].tolist())
@@ -104,7 +104,7 @@ def files_of(dataset) -> dict[str, TokenFiles]:
 
 
 def epoch_length(dataset, prefix: str) -> int:
-    """How many samples of a dataset's order one pass over a token file makes, about; 0 where it is not in it."""
+    """Approximate number of samples of a dataset per pass over a token file; 0 if the dataset does not use the file."""
     if isinstance(dataset, Repeated):
         return epoch_length(dataset.dataset, prefix)
     if isinstance(dataset, BlendedDataset):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain text as JSON lines: a file is one document, or has a document between each two separators.
+"""Convert plain text to JSON lines: a file is one document, or several documents between separators.
 
     PlainText(stream, "poems.txt", "blank-line").read(1 << 18) -> b'{"text": "Roses are red,"}\\n{"text": "violets ...'
 
-Every reader of JSON lines reads plain text through this stream. No document is held whole, however long it is.
+Documents are streamed, so memory does not depend on their length.
 """
 
 import codecs
@@ -18,25 +18,25 @@ from megatron.errors import DataError
 BLANK_LINE = "blank-line"
 SEPARATOR_HELP = "what parts the documents of a .txt: blank-line, or a text (default: a file is one document)"
 BLOCK = 1 << 18  # bytes read at a time
-_SPACE_AHEAD = re.compile(r"(?:[^\S\n]*\n)+")  # blank lines in front of a document
+_SPACE_AHEAD = re.compile(r"(?:[^\S\n]*\n)+")  # blank lines before a document
 
 
 class PlainText:
-    """The documents of a plain text as a stream of JSON lines.
+    """A stream of JSON lines, one for each document of a plain text.
 
-    separator: `blank-line` (one or more of them), or a text, in which \\n is the end of a line and \\t a tab. Blank lines
-    ahead of a document and white space at its end go with the separator; without one the document is the file as it is.
-    Documents of white space alone are left out. Raises DataError, while it is read, for what is not UTF-8, for binary
-    data, and where there is no text at all.
+    separator: `blank-line` (one or more of them), or a text in which \\n is the end of a line and \\t a tab. Blank lines
+    before a document and white space at its end count as part of the separator. Without a separator, the file is one
+    document, unchanged. Documents of white space are left out. Reading raises DataError for text that is not UTF-8,
+    for binary data, and for files without text.
     """
 
     def __init__(self, stream, path: str, separator: str | None = None):
-        """stream: has `read` alone; path: for messages"""
+        """stream: only needs `read`; path: for messages"""
         texts = _decoded(stream, path)
         self._lines = _as_lines(_separated(texts, path, separator) if separator else _whole(texts, path))
 
     def read(self, size: int) -> bytes:
-        """The next bytes, whatever their number; none at the end."""
+        """The next bytes, of any number; b"" at the end."""
         return next(self._lines, b"")
 
 
@@ -62,13 +62,13 @@ def _decoded(stream, path: str) -> Iterator[str]:
 
 def _whole(texts: Iterator[str], path: str) -> Iterator[tuple[str, bool]]:
     """(a part of the one document, whether the document ends there)."""
-    held, found = "", False  # white space at the start: there may be no text after it
+    held, has_text = "", False  # white space at the start: there may be no text after it
     for text in texts:
-        held, found = held + text, found or bool(text.strip())
-        if found:
+        held, has_text = held + text, has_text or bool(text.strip())
+        if has_text:
             yield held, False
             held = ""
-    if not found:
+    if not has_text:
         raise _empty(path)
     yield "", True
 
@@ -78,7 +78,7 @@ def _separated(texts: Iterator[str], path: str, separator: str) -> Iterator[tupl
     blank, separator = separator == BLANK_LINE, separator.replace("\\n", "\n").replace("\\t", "\t")
     pattern = re.compile(r"\n(?:[^\S\n]*\n)+" if blank else re.escape(separator))
     overlap = 0 if blank else len(separator) - 1  # characters at the end that may begin a separator
-    held, is_open, occurs, found = "", False, False, False
+    held, is_open, occurs, has_text = "", False, False, False
 
     def begun(piece: str) -> str:
         return piece if is_open or not (ahead := _SPACE_AHEAD.match(piece)) else piece[ahead.end() :]
@@ -90,18 +90,18 @@ def _separated(texts: Iterator[str], path: str, separator: str) -> Iterator[tupl
             piece = begun(piece).rstrip()
             if piece or is_open:
                 yield piece, True
-            is_open, found = False, found or bool(piece)
-        # A separator may begin in what is held back; white space is of the document only where more of it comes.
+            is_open, has_text = False, has_text or bool(piece)
+        # Hold back a possible start of a separator, and white space, which counts only if more text follows.
         part = rest[: len(rest) - overlap].rstrip() if len(rest) > overlap else ""
         held = rest[len(part) :]
         if part:
             yield begun(part), False
-            is_open = found = True
+            is_open = has_text = True
     if last := begun(held).rstrip():
         yield last, True
     elif is_open:
         yield "", True
-    elif not found:
+    elif not has_text:
         raise _empty(path)
     if not occurs:
         note(f"{path}: the separator {separator!r} does not occur in it: the file is one document")
@@ -112,16 +112,16 @@ def _empty(path: str) -> DataError:
 
 
 def _as_lines(parts: Iterator[tuple[str, bool]]) -> Iterator[bytes]:
-    """JSON lines of documents that come in parts."""
+    """JSON lines of documents given in parts."""
     is_open = False
     for text, ends in parts:
         head, tail = '{"text": "' * (not is_open), '"}\n' * ends
-        if piece := head + json.dumps(text, ensure_ascii=False)[1:-1] + tail:  # nothing is the end of a stream
+        if piece := head + json.dumps(text, ensure_ascii=False)[1:-1] + tail:  # b"" would end the stream
             yield piece.encode()
         is_open = not ends
 
 
 @functools.cache
 def note(words: str) -> None:
-    """Print a note on stderr, once however often the file is read: some documents are looked at before the work begins."""
+    """Print a note on stderr, once even if the file is read several times."""
     print(f"note: {words}", file=sys.stderr, flush=True)

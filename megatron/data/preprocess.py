@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loose JSON lines -> token files (`formats.py`), by several processes, in memory that does not grow.
+"""Preprocess JSON lines into token files (`formats.py`) with several processes, in constant memory.
 
-The parent finds the input, starts workers (`preprocess_worker.py`) by fork, watches them and publishes the files.
-The result is the same bytes for any number of workers and any size of blocks.
+The parent finds the input, forks workers (`preprocess_worker.py`), monitors them and publishes the files. The files are
+the same for any number of workers and any block size.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from megatron.data.workspace import Workspace, storage_error
 from megatron.errors import DataError, Failure
 from megatron.tokenizer.base import Tokenizer
 
-SMALL_INPUT = 1 << 19  # bytes: the reference tokenizer is through before a faster one is loaded and checked
+SMALL_INPUT = 1 << 19  # bytes: the reference tokenizer is done before a faster one is loaded and checked
 
 
 @dataclass
 class Progress:
-    """Sums over all workers so far. `total_input`: bytes on the disk, 0 when unknown."""
+    """Sums over all workers so far. `total_input`: bytes on disk, 0 if unknown."""
 
     seconds: float
     documents: int
@@ -53,8 +53,9 @@ def preprocess(
     block_size: int = BLOCK,
     split: Callable[[str], list[str]] | None = None,
 ) -> Totals:
-    """Run the whole job. `settings` is `preprocess_data.PreprocessOptions`; `report` is called a few times a second.
-    `split`: text -> its sequences, in place of --split-sentences.
+    """Preprocess the input of `settings`, a `preprocess_data.PreprocessOptions`.
+
+    report: called several times per second; split: text -> sequences, overrides --split-sentences
 
     Raises DataError for input without documents (or a bad line with --on-bad-line stop), Locked, StorageError.
     """
@@ -99,8 +100,11 @@ def preprocess(
 
 
 def divide(sources: list[Source], workers: int | None, block_size: int = BLOCK) -> Ranges | Files | Feed:
-    """How the input is shared out. Plain files are cut anywhere; compressed ones and pipes have to be read in order,
-    so workers take whole files where there are enough of them, and are fed by this process otherwise."""
+    """Choose how workers share the input.
+
+    Uncompressed files are read by ranges. Compressed ones and pipes have to be read in order: workers take whole files if
+    there are enough of them, otherwise this process reads and feeds the workers.
+    """
     whole = [source for source in sources if source.whole]
     if not whole:
         return Ranges(sources, block_size)
@@ -114,16 +118,16 @@ def available_cores() -> int:
 
 
 def screen_of(settings) -> Screen | None:
-    """What looks for evaluation sets, where the settings ask for it (`--contamination`)."""
+    """The search for evaluation sets (`--contamination`); None without it."""
     if not getattr(settings, "contamination", None):
         return None
     return Screen(NgramIndex.open(settings.contamination), settings.on_contamination)
 
 
 def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: list[str], log) -> None:
-    """Use the fastest tokenizer library that agrees with the reference on documents of this input.
+    """Use the fastest tokenizer library that agrees with the reference on a sample of the input.
 
-    A small input is through the reference before another library is loaded and checked.
+    For small inputs, the reference is used.
     """
     size = sum(source.size for source in blocks.sources)
     if isinstance(blocks, Feed):
@@ -136,7 +140,7 @@ def choose_engine(tokenizer: Tokenizer, blocks: Ranges | Files | Feed, keys: lis
 
 
 class Team:
-    """The workers: started by fork, watched, and gone when the `with` block ends, however it ends."""
+    """The forked workers; the `with` block ends them."""
 
     def __init__(
         self,
@@ -160,7 +164,7 @@ class Team:
         self.processes, self.messages = [], []
 
     def __enter__(self) -> "Team":
-        gc.freeze()  # the collector leaves what exists now alone, so that its pages stay shared
+        gc.freeze()  # keeps the collector from touching, and so copying, shared pages
         for worker in self.workers:
             receive, send = multiprocessing.Pipe(duplex=False)
             process = self.context.Process(target=_run_worker, args=(worker, send), daemon=True)
@@ -181,7 +185,7 @@ class Team:
         gc.unfreeze()
 
     def work(self, report: Callable[[Progress], None]) -> None:
-        """Feed the workers where they need it, and wait for them. Raises what a worker raised."""
+        """Feed the workers if necessary, and wait for them. Raises the error of a failed worker."""
         self._started, self._report = time.perf_counter(), report
         with selectors.DefaultSelector() as selector:
             for process in self.processes:
@@ -196,7 +200,7 @@ class Team:
         self._report(self.progress())
 
     def _send(self, selector, data: bytes) -> None:
-        """Write to the pipe as workers make room in it, with an eye on their health."""
+        """Write to the pipe of the workers, and check on them while it is full."""
         view = memoryview(data)
         while view:
             try:
@@ -209,7 +213,7 @@ class Team:
                 self._watch(selector, 5.0)
 
     def _watch(self, selector, timeout: float) -> None:
-        """Wait for something to happen; a worker that ended badly ends the run."""
+        """Wait for an event. Raises the error of a failed worker."""
         for key, _ in selector.select(timeout):
             if key.data is None:
                 continue
@@ -221,7 +225,7 @@ class Team:
         self._report(self.progress())
 
     def _failure(self, process) -> BaseException:
-        """What a worker that ended badly said, else how it ended."""
+        """The error that a failed worker sent, or one that describes its exit code."""
         receive = self.messages[self.processes.index(process)]
         with contextlib.suppress(EOFError):
             if receive.poll(0):
@@ -243,7 +247,7 @@ def _frame(block: TextBlock) -> bytes:
 
 
 def _run_worker(worker: Worker, send: Connection) -> None:
-    """Body of a worker process. Ctrl-C reaches the whole group: the parent alone answers it."""
+    """Body of a worker process. Only the parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One block of JSON lines into token arrays: the work of a process of `preprocess.py`. No files, no processes."""
+"""Encode a block of JSON lines into token arrays, for the workers of `preprocess.py`. No files, no processes."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ try:
 except ImportError:  # three times slower, otherwise the same
     from json import loads
 
-# Bytes by which a process may grow with its tokenizer's cache of words; gigatoken's table doubles, so that the peak is
-# some three times this. 100 MB of web pages fill about 170 MB, and a full cache is three times as fast as an empty one.
+# Bytes by which the tokenizer's cache of words may grow a process. gigatoken's table doubles, so the peak is about three
+# times this. 100 MB of web pages fill about 170 MB, and a full cache is three times as fast as an empty one.
 LEAST_CACHE, MOST_CACHE = 64 << 20, 256 << 20
 
 
@@ -28,8 +28,8 @@ LEAST_CACHE, MOST_CACHE = 64 << 20, 256 << 20
 class EncodedDocuments:
     """Documents of one target (a JSON key, and a partition) in file order.
 
-    tokens [n], lengths int32 [sequences], counts int32 [documents]: sequences of each document. origins [documents]: where
-    each was in the block (`origin.py`), or none.
+    tokens [n], lengths int32 [sequences], counts int32 [documents]: sequences of each document. origins [documents]: the
+    position of each document in the block (`origin.py`), or empty.
     """
 
     tokens: np.ndarray
@@ -44,9 +44,9 @@ class EncodedDocuments:
 
 @dataclass
 class Encoded:
-    """A block after encoding. `targets[key * partitions + residue]` holds the lines with number % partitions == residue,
-    counted from the first line of the block. `rejected`: (line in the block, reason). `screening`: what was found of
-    evaluation sets, where it is looked for."""
+    """An encoded block. `targets[key * partitions + residue]` holds the lines with number % partitions == residue,
+    counted from the first line of the block. `rejected`: (line in the block, reason). `screening`: results of the search
+    for evaluation sets, or None."""
 
     targets: list[EncodedDocuments]
     lines: int
@@ -60,19 +60,19 @@ class _Bin:
     pieces: list = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)  # that the documents were in, and of which piece: see `origins_of`
+    lines: list[int] = field(default_factory=list)  # line and piece of each document: see `origins_of`
     hashes: list[int] = field(default_factory=list)
 
     def documents(self, dtype: np.dtype, starts: np.ndarray | None) -> EncodedDocuments:
-        """starts: of the block's lines; None: no origins."""
+        """starts: offsets of the block's lines; None: no origins."""
         tokens = np.concatenate(self.pieces, dtype=dtype, casting="unsafe") if self.pieces else np.empty(0, dtype)
         origins = NO_ORIGINS if starts is None else origins_of(starts, self.lines, self.hashes)
         return EncodedDocuments(tokens, np.array(self.lengths, np.int32), np.array(self.counts, np.int32), origins)
 
 
 class BlockEncoder:
-    """Encodes blocks of lines. `split`: text -> sentences, None to keep each text whole. `keeps_empty`: whether a
-    document without tokens is one. `origins`: note where each document was. `screen`: looks for evaluation sets."""
+    """Encodes blocks of lines. `split`: text -> sentences, None to keep each text whole. `keeps_empty`: keep documents
+    without tokens. `origins`: record the position of each document. `screen`: searches for evaluation sets."""
 
     def __init__(
         self,
@@ -128,16 +128,16 @@ class BlockEncoder:
         return Encoded(targets, len(lines), len(block), rejected, screening)
 
     def _readable(self, lines: list[bytes]) -> Iterator[tuple[int, list]]:
-        """Number and texts of each line that has any."""
+        """(number, texts) of each line with texts."""
         for number, line in enumerate(lines):
             with contextlib.suppress(BadLine):
                 if values := self._values(line):
                     yield number, values
 
     def _bound_memory(self) -> None:
-        """Drop the tokenizer's cache of words when the process grew by `cache_memory` since the first block.
+        """Drop the tokenizer's cache of words if the process has grown by `cache_memory` since the first block.
 
-        Real text seldom comes to that; random strings, hashes or base64 do within 100 MB.
+        Natural text seldom does that; random strings, hashes or base64 do within 100 MB.
         """
         memory = resident_memory()
         if self._memory_limit is None:
@@ -149,7 +149,7 @@ class BlockEncoder:
             self._memory_limit = max(self._memory_limit, resident_memory() + self._cache_memory // 2)
 
     def _values(self, line: bytes) -> list | None:
-        """The texts of a line; None for a blank one. What the fast parser refuses, the tolerant one judges."""
+        """The texts of a line; None for a blank one. The tolerant parser decides on lines that the fast one rejects."""
         try:
             record = loads(line)
             values = [record[key] for key in self._keys]
@@ -160,7 +160,7 @@ class BlockEncoder:
         return values_of(record, self._keys)
 
     def _document(self, value: str | list[str]) -> tuple[list, list[int]]:
-        """Ids of each sequence that has any, and their lengths; the end of document belongs to the last sequence."""
+        """(ids, lengths) of the sequences that are not empty; the end of document belongs to the last one."""
         if type(value) is str:
             texts = self._split(value) if self._split else (value,)
         else:
@@ -174,5 +174,5 @@ class BlockEncoder:
 
 
 def cache_memory(processes: int) -> int:
-    """Bytes that each of so many processes may keep in its tokenizer's cache of words: an eighth of what is free."""
+    """Bytes per process for the tokenizer's cache of words: together an eighth of the free memory."""
     return min(max(int(available_memory()) // 8 // processes, LEAST_CACHE), MOST_CACHE)

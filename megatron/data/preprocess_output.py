@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last step of preprocessing: the workers' files become `<prefix>_<key>_document.{bin,idx}`, or another format's."""
+"""The last step of preprocessing: join the workers' files into `<prefix>_<key>_document.{bin,idx}`, or another format."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from megatron.errors import DataError
 from megatron.storage.durable import replace_file
 from megatron.tokenizer.base import Tokenizer
 
-COMPANIONS = (origin.ENDING, contamination.ENDING)  # what may go beside token files
+COMPANIONS = (origin.ENDING, contamination.ENDING)  # optional files next to token files
 
 
 @dataclass
 class Totals:
-    """What one run wrote: `outputs` maps each key to its prefix and numbers of documents, sequences, tokens."""
+    """The results of a run: `outputs` maps each key to its prefix and numbers of documents, sequences, tokens."""
 
     outputs: dict[str, dict]
     rejected: int
@@ -35,23 +35,23 @@ class Totals:
     lines: int
     text_bytes: int
     seconds: float
-    contamination: str = ""  # what was found of evaluation sets, in words; "" where they were not looked for
+    contamination: str = ""  # summary of the search for evaluation sets; "" without one
 
 
 @dataclass
 class Written:
-    """What the workers left in the workspace, how many partitions it is cut into, and the format that it gets."""
+    """The workers' results in the workspace, the number of partitions, and the output format."""
 
     shared: Shared
     partitions: int
     workspace: Workspace
     form: Format = MEGATRON
     screen: Screen | None = None
-    sources: list[Source] | None = None  # where documents come from is to be kept
+    sources: list[Source] | None = None  # not None: write the origins of documents
 
 
 def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, seconds: float) -> Totals:
-    """Join the lanes, write the indices, give everything its final name."""
+    """Join the lanes, write the indices, and rename all files to their final names."""
     shared, partitions, workspace = written.shared, written.partitions, written.workspace
     lines = int(shared.lines.sum())
     rejected_path = _publish_list(settings.output_prefix, written, "rejected")
@@ -78,33 +78,33 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
         _write_companions(written, index, parts, sizes)
         outputs[key] = dict(prefix=prefix, documents=sizes[2], sequences=sizes[1], tokens=sizes[0])
     for index, output in enumerate(outputs.values()):
-        for ending in COMPANIONS:  # before the token files: nothing of an older run may stand beside them
+        for ending in COMPANIONS:  # before publishing: no companion of an older run may stay next to the new files
             Path(output["prefix"] + ending).unlink(missing_ok=True)
         publish(workspace, str(index), output["prefix"], written.form.endings)
         publish_companions(workspace, str(index), output["prefix"])
         write_stats(output["prefix"], tokenizer_identity(tokenizer), output)
     contaminated = _publish_list(settings.output_prefix, written, "contaminated")
-    words = told_of_contamination(written.screen, shared, contaminated) if written.screen else ""
+    summary = describe_contamination(written.screen, shared, contaminated) if written.screen else ""
     text_bytes = int(shared.progress[:, 1].sum())
-    return Totals(outputs, rejected, rejected_path, reason, lines, text_bytes, seconds, words)
+    return Totals(outputs, rejected, rejected_path, reason, lines, text_bytes, seconds, summary)
 
 
-def told_of_contamination(screen: Screen, shared: Shared, path: str | None) -> str:
-    """What was found of evaluation sets, and what was done about it, in a line."""
+def describe_contamination(screen: Screen, shared: Shared, path: str | None) -> str:
+    """A line with the n-grams of evaluation sets that were found, and the action taken."""
     names = ", ".join(f"{one.name} ({one.items:,} items)" for one in screen.index.sets)
     texts, left = shared.screened.sum(axis=0).tolist()
     if not texts:
         return f"no text holds an n-gram of {names}"
     items = screen.index.sets_of(np.flatnonzero(shared.ngrams.any(axis=0)))
-    found = ", ".join(
+    matches = ", ".join(
         f"{items[one.name]:,} of {one.items:,} items of {one.name}" for one in screen.index.sets if one.name in items
     )
     done = dict(count="kept as they are", drop="dropped", cut=f"cut into {left:,} pieces without them")[screen.action]
-    return f"{texts:,} text{'s share' if texts > 1 else ' shares'} n-grams with {found}: {done}; see {path}"
+    return f"{texts:,} text{'s share' if texts > 1 else ' shares'} n-grams with {matches}: {done}; see {path}"
 
 
 def _write_companions(written: Written, index: int, parts: list[tuple[int, int]], sizes: list[int]) -> None:
-    """Where the documents of a key come from, and what they hold of evaluation sets, into the workspace."""
+    """Write the origins and the contamination counts of a key's documents into the workspace."""
     workspace, shared = written.workspace, written.shared
     if written.sources is not None:
         paths = [workspace.path(f"{lane}-{target}{KINDS[3]}") for lane, target in parts]
@@ -134,14 +134,14 @@ def _write_companions(written: Written, index: int, parts: list[tuple[int, int]]
 
 
 def publish_companions(workspace: Workspace, name: str, final: str) -> None:
-    """Give what goes beside token files its name."""
+    """Rename the companion files of a dataset to their final names."""
     for ending in COMPANIONS:
         if os.path.exists(workspace.path(name + ending)):
             os.replace(workspace.path(name + ending), final + ending)
 
 
 def output_prefixes(settings, form: Format = MEGATRON) -> list[str]:
-    """What is written, for each key, without .bin and .idx or their like."""
+    """The output prefix of each key, without .bin and .idx or other endings."""
     if form is not MEGATRON:
         several = len(settings.json_keys) > 1
         return [f"{settings.output_prefix}_{key}" if several else settings.output_prefix for key in settings.json_keys]
@@ -150,9 +150,9 @@ def output_prefixes(settings, form: Format = MEGATRON) -> list[str]:
 
 
 def replaced(prefix: str, form: Format = MEGATRON) -> str:
-    """What new token files of this name take the place of, in words; "" where there are none.
+    """A note on existing token files that will be replaced; "" if there are none.
 
-    Raises DataError where files of another format have the name.
+    Raises DataError if files of another format have the prefix.
     """
     there = endings_of(prefix)
     files = [path for path in (Path(prefix + ending) for ending in there) if path.exists()]
@@ -170,7 +170,7 @@ def replaced(prefix: str, form: Format = MEGATRON) -> str:
 def _order(lines: np.ndarray, partitions: int) -> Iterator[tuple[int, int]]:
     """(lane, residue) in the order of the output: all of partition 0, then all of partition 1, ...
 
-    Megatron-LM deals lines out to its partitions in turn. A lane counted from its own first line.
+    Megatron-LM deals lines out to its partitions in turn. Each lane counts from its own first line.
     """
     starts = np.cumsum(lines) - lines
     for partition in range(partitions):
@@ -179,7 +179,7 @@ def _order(lines: np.ndarray, partitions: int) -> Iterator[tuple[int, int]]:
 
 
 def _join(written: Written, parts: list[tuple[int, int]], name: str, dtype: np.dtype, sizes: list[int]) -> None:
-    """Make the token file and the index of parts in order. The first part grows, the others go as they are copied."""
+    """Join parts in order into a token file and its index: append to the first part, delete each other after its copy."""
     workspace, form = written.workspace, written.form
     stems = [workspace.path(f"{lane}-{target}") for lane, target in parts]
     tokens, lengths, counts, _ = KINDS
@@ -200,14 +200,14 @@ def _join(written: Written, parts: list[tuple[int, int]], name: str, dtype: np.d
 
 
 def read_numbers(path: str, dtype: np.dtype = LENGTH_TYPE) -> Iterator[np.ndarray]:
-    """The numbers of a file, a piece at a time."""
+    """The numbers of a file, piece by piece."""
     with open(path, "rb") as file:
         while len(piece := np.fromfile(file, dtype, 1 << 20)):
             yield piece
 
 
 def _publish_list(prefix: str, written: Written, name: str) -> str | None:
-    """A list of all lanes in order as `<prefix>.<name>.jsonl`, None where it is empty; that of an earlier run goes."""
+    """Join the lists of all lanes into `<prefix>.<name>.jsonl`, replacing that of an earlier run; None if it is empty."""
     final = Path(f"{prefix}.{name}.jsonl")
     final.unlink(missing_ok=True)
     lists = [written.workspace.path(f"{lane}.{name}") for lane in range(len(written.shared.lines))]
@@ -223,7 +223,7 @@ def _publish_list(prefix: str, written: Written, name: str) -> str | None:
 
 
 def first_reason(rejected_path: str | None) -> str:
-    """Where and why the first line was set aside, to be added to their number; all lines often share the reason."""
+    """A note on the first rejected line and its reason, which often applies to all of them."""
     if rejected_path is None:
         return ""
     with open(rejected_path, encoding="utf-8", errors="replace") as file:
@@ -232,7 +232,7 @@ def first_reason(rejected_path: str | None) -> str:
 
 
 def write_stats(prefix: str, tokenizer: dict | None, numbers: dict) -> None:
-    """`<prefix>.stats.json`: which vocabulary made the ids, and how much there is. Checked by merge_datasets.py."""
+    """Write `<prefix>.stats.json`: the vocabulary of the ids, and numbers of documents, sequences and tokens."""
     counts = {name: value for name, value in numbers.items() if name != "prefix"}
     text = json.dumps(dict(tokenizer=tokenizer, **counts), indent=1) + "\n"
     replace_file(Path(f"{prefix}.stats.json"), text.encode())

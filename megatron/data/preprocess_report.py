@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What preprocessing prints: lines of progress, and the sums at the end."""
+"""The output of preprocessing: progress lines, and totals at the end."""
 
 import sys
 
@@ -7,7 +7,7 @@ from megatron.data.formats import endings_of
 
 
 class Reporter:
-    """Progress lines as Megatron-LM prints them, with tokens/s and the time left; one line in place on a terminal."""
+    """Prints Megatron-LM's progress lines, with tokens/s and the time left; on a terminal, updates a single line."""
 
     def __init__(self, interval: int):
         self.interval, self.next, self.last = interval, interval, -1.0

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few documents of the actual input, on which a fast tokenizer is compared with the reference before it is used."""
+"""Sample documents from the input, to compare a fast tokenizer with the reference before it is used."""
 
 from collections.abc import Iterable, Iterator
 
 from megatron.data.json_input import BadLine, Source, parse_line, read_blocks, read_range
 
-PLACES = 8  # where documents are taken from
+PLACES = 8  # in the input to take documents from
 REACH = 1 << 16  # bytes read at each place
 
 
 def sample_size(input_bytes: int) -> int:
-    """Characters to compare: a thousandth of the input, between 32 Ki (8 ms) and 256 Ki (65 ms of the reference)."""
+    """Characters to compare: 1/1000 of the input, between 32 Ki (8 ms of the reference) and 256 Ki (65 ms)."""
     return min(max(input_bytes // 1000, 1 << 15), 1 << 18)
 
 
 def sample_texts(blocks: Iterable[bytes], keys: list[str], characters: int) -> list[str]:
-    """Texts of documents from each block, together about `characters` long. Lines that are no documents are left out."""
+    """Texts of documents from each block, about `characters` in total. Invalid lines are left out."""
     texts = []
     for block in blocks:
         room = characters // PLACES
@@ -38,7 +38,7 @@ def _texts(line: bytes, keys: list[str]) -> Iterator[str]:
 
 
 def read_places(sources: list[Source]) -> Iterator[bytes]:
-    """Whole lines from PLACES spread over all files: from anywhere in plain ones, from the start of others."""
+    """Whole lines from PLACES spread over all files: anywhere in uncompressed files, at the start of others."""
     total = sum(source.size for source in sources)
     ends, end = [], 0
     for source in sources:

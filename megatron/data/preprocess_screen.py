@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What preprocessing does with texts that hold n-grams of evaluation sets: count, cut them out, or drop the text."""
+"""Decontamination in preprocessing: count n-grams of evaluation sets, cut them out, or drop the texts with them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from megatron.data.contamination import NgramIndex, cut
 from megatron.data.ngrams import SEPARATOR
 
 Action = Literal["count", "cut", "drop"]
-Part = tuple[int, int, "str | list[str]"]  # key, number of the piece from 1 (0: the whole text), what is tokenised
+Part = tuple[int, int, "str | list[str]"]  # key, number of the piece from 1 (0: the whole text), text to tokenize
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How much goes with an n-gram: see `contamination.cut`."""
+    """How much text to cut around an n-gram: see `contamination.cut`."""
 
     side: int = 200
     least: int = 200
@@ -25,26 +25,26 @@ class Cutting:
 
 @dataclass
 class Screening:
-    """What was found in a block of lines.
+    """The results of a search in a block of lines.
 
-    parts    line -> what is tokenised of it; lines that are not here are taken as they are
-    found    a row for each text with n-grams: for <prefix>.contaminated.jsonl
-    ngrams   key -> (numbers of n-grams, how often each was found)
+    parts    line -> the parts of it to tokenize; other lines are unchanged
+    matches  a row for each text with n-grams: for <prefix>.contaminated.jsonl
+    ngrams   key -> (indices of n-grams, how often each occurs)
     """
 
     parts: dict[int, list[Part]] = field(default_factory=dict)
-    found: list[dict] = field(default_factory=list)
+    matches: list[dict] = field(default_factory=list)
     ngrams: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
 
 class Screen:
-    """Looks for the n-grams of an index in the texts of lines."""
+    """Searches the texts of lines for the n-grams of an index."""
 
     def __init__(self, index: NgramIndex, action: Action = "count", cutting: Cutting = Cutting()):
         self.index, self.action, self.cutting = index, action, cutting
 
     def __call__(self, lines: Iterable[tuple[int, list]]) -> Screening:
-        """lines: number and values of each; a value is a text, or the sentences of one."""
+        """lines: (number, values) of each line; a value is a text, or the sentences of one."""
         values = {}  # (line, key) -> value, in order
         whole = {}
         for line, of_keys in lines:
@@ -70,7 +70,7 @@ class Screen:
             if self.action != "count":
                 row["pieces"] = len(pieces)
                 changed[line, key] = pieces
-            screening.found.append(row)
+            screening.matches.append(row)
         for line in {line for line, _ in changed}:
             screening.parts[line] = [
                 part
@@ -81,7 +81,7 @@ class Screen:
         return screening
 
     def _pieces(self, value, text: str, spans: list[tuple[int, int]]) -> list:
-        """What is left of a value: pieces of a text, or of its sentences those that lie in one piece."""
+        """The remaining pieces of a value: pieces of its text, or lists of the sentences in each piece."""
         if self.action != "cut":
             return []
         c = self.cutting

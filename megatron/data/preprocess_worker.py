@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that encode, and how their results get into files in input order without passing through a parent.
+"""The worker processes of preprocessing. They write their results to files in input order, without a parent in between.
 
-Input is cut into numbered blocks of whole lines. A *lane* is a series of blocks with files of its own. In the one lane
-that several workers share, a worker with an encoded block waits for the block's turn, reserves its place (counters in
-shared memory), and lets the next go; the writing itself happens side by side. No token passes through a pipe, and no
-order of events changes a byte of the result.
+The input is cut into numbered blocks of whole lines. A *lane* is a series of blocks with its own files. If several workers
+share a lane, a worker waits for the turn of its encoded block, reserves its place (counters in shared memory) and passes
+the turn on; the writes themselves are concurrent. No token passes through a pipe, and the result is deterministic.
 """
 
 import collections
@@ -27,23 +26,23 @@ from megatron.data.workspace import Workspace, write_at
 from megatron.errors import DataError
 
 BLOCK = 1 << 20  # bytes of text: about 10 ms of work
-WAITING = 4  # encoded blocks that a worker keeps while it waits for their turn
+WAITING = 4  # encoded blocks that a worker keeps until their turn
 FRAME = struct.Struct("<qqqqq")  # header of a block in the pipe: number, source, bytes, position in the file, start
 KINDS = (
     ".bin",
     ".lengths",
     ".counts",
     ".origins",
-)  # of a target: tokens, tokens of a sequence, sequences of a document
+)  # of a target: tokens, tokens per sequence, sequences per document, origins
 
 
 class Shared:
-    """Counters in memory that all processes share.
+    """Counters in shared memory.
 
     totals int64 [lanes, targets, 3]: tokens, sequences, documents reserved so far. lines int64 [lanes].
     progress int64 [workers, 5]: documents, bytes of text, tokens, bytes of input, rejected lines.
-    ngrams int64 [keys, n-grams]: how often each of an index was found. screened int64 [keys, 2]: texts with any, documents
-    that are left of them.
+    ngrams int64 [keys, n-grams]: occurrences of each n-gram of an index. screened int64 [keys, 2]: texts with n-grams,
+    documents that remain of them.
     """
 
     def __init__(self, context, lanes: int, targets: int, workers: int, keys: int = 1, ngrams: int = 0):
@@ -52,14 +51,14 @@ class Shared:
         head, self.lines, totals, progress = np.split(memory, np.cumsum(sizes)[:-1])
         self.totals = totals.reshape(lanes, targets, 3)
         self.progress = progress.reshape(workers, 5)
-        found = np.frombuffer(mmap.mmap(-1, 8 * keys * (ngrams + 2)), np.int64).reshape(keys, ngrams + 2)
-        self.screened, self.ngrams = found[:, :2], found[:, 2:]
+        counts = np.frombuffer(mmap.mmap(-1, 8 * keys * (ngrams + 2)), np.int64).reshape(keys, ngrams + 2)
+        self.screened, self.ngrams = counts[:, :2], counts[:, 2:]
         self._task, self.turn, self.source, self.source_lines = (head[i : i + 1] for i in range(4))
         self.lock, self.read_lock = context.Lock(), context.Lock()
         self.parent = os.getpid()
 
     def take(self) -> int:
-        """The next number of work that nobody has taken."""
+        """Take the next task; returns its number."""
         with self.lock:
             self._task += 1
             return int(self._task[0]) - 1
@@ -67,7 +66,7 @@ class Shared:
 
 @dataclass
 class TextBlock:
-    """Whole lines: block `number` of its lane, from byte `start` of file `source` of the list of sources."""
+    """A block of whole lines: block `number` of its lane, from byte `start` of source file `source`."""
 
     lane: int
     number: int
@@ -78,7 +77,7 @@ class TextBlock:
 
 
 class Ranges:
-    """Plain files by byte range: any worker takes any block. One lane."""
+    """Uncompressed files, divided by byte ranges: any worker takes any block. One lane."""
 
     def __init__(self, sources: list[Source], block_size: int = BLOCK):
         self.sources, self.block_size = sources, block_size
@@ -101,7 +100,7 @@ class Ranges:
 
 
 class Files:
-    """Files that must be read from their start (compressed): a worker takes a whole file. A lane each."""
+    """Compressed files, which must be read from their start: a worker takes a whole file. One lane per file."""
 
     def __init__(self, sources: list[Source], block_size: int = BLOCK):
         self.sources, self.block_size = sources, block_size
@@ -117,7 +116,7 @@ class Files:
 
 
 class Feed:
-    """Input that only one process can read: it sends blocks through a pipe, and idle workers take them. One lane."""
+    """Input that a single process reads: it sends blocks through a pipe, and idle workers take them. One lane."""
 
     def __init__(self, sources: list[Source], block_size: int = BLOCK):
         self.sources, self.block_size = sources, block_size
@@ -126,11 +125,11 @@ class Feed:
         self._blocks = self._read()
 
     def read(self) -> Iterator[TextBlock]:
-        """The blocks, in the process that reads."""
+        """The blocks, for the process that reads the input."""
         return self._blocks
 
     def peek(self) -> list[bytes]:
-        """The first block's lines; `read` will give the block again."""
+        """The lines of the first block; `read` returns the block again."""
         head = list(itertools.islice(self._blocks, 1))
         self._blocks = itertools.chain(head, self._blocks)
         return [block.data for block in head]
@@ -146,7 +145,7 @@ class Feed:
     def blocks(self, shared: Shared) -> Iterator[TextBlock]:
         os.close(self.send)
         while True:
-            with shared.read_lock:  # a block is read by one worker as a whole
+            with shared.read_lock:  # one worker reads a whole block
                 header = self._receive(FRAME.size)
                 if not header:
                     return
@@ -166,7 +165,7 @@ class Feed:
 
 
 class Worker:
-    """One process: take a block, encode it, put it into the lane's files when its turn comes."""
+    """A worker process: takes a block, encodes it, and writes it to the lane's files in its turn."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class Worker:
         stop_on_bad_line: bool,
         head: int = 0,
     ):
-        """head: bytes that are left free before the tokens of a file."""
+        """head: bytes to reserve before the tokens of a file."""
         self.blocks, self.encode, self.shared, self.workspace = source_of_blocks, encoder, shared, workspace
         self.partitions, self.stop_on_bad_line, self.head = partitions, stop_on_bad_line, head
         self.progress = shared.progress[index]
@@ -189,7 +188,7 @@ class Worker:
         waiting = collections.deque()
         for block in self.blocks.blocks(self.shared):
             if os.getppid() != self.shared.parent:
-                os._exit(1)  # killed without a chance to stop us
+                os._exit(1)  # the parent was killed
             waiting.append((block, self.encode(block.data)))
             block.data = b""
             while waiting and (len(waiting) > WAITING or self._has_turn(waiting[0][0])):
@@ -219,7 +218,7 @@ class Worker:
             self.shared.totals[block.lane, targets] += sizes
             if encoded.rejected:
                 self._reject(block, encoded, first_line)
-            if encoded.screening and encoded.screening.found:
+            if encoded.screening and encoded.screening.matches:
                 self._note_contaminated(block, encoded.screening, first_line)
             self.shared.turn[0] = block.number + 1
         for documents, target, (token, sequence, document) in zip(encoded.targets, targets, places.tolist()):
@@ -235,12 +234,12 @@ class Worker:
         self.progress += [documents, encoded.text_bytes, sizes[:, 0].sum(), block.input_bytes, len(encoded.rejected)]
 
     def _target(self, index: int, shift: int) -> int:
-        """Where lines of local residue `index % partitions` go in a block whose first line has residue `shift`."""
+        """The target of lines with local residue `index % partitions` in a block whose first line has residue `shift`."""
         key, residue = divmod(index, self.partitions)
         return key * self.partitions + (residue + shift) % self.partitions
 
     def _count_lines(self, block: TextBlock, encoded: Encoded) -> int:
-        """The number of lines of this file before the block (in its lane, blocks come here in order)."""
+        """Number of lines of this file before the block. Blocks of a lane arrive in order."""
         if self.blocks.lanes > 1:
             return int(self.shared.lines[block.lane])
         if self.shared.source[0] != block.source:
@@ -249,7 +248,7 @@ class Worker:
         return int(self.shared.source_lines[0]) - encoded.lines
 
     def _reject(self, block: TextBlock, encoded: Encoded, first_line: int) -> None:
-        """Note the bad lines in the lane's list, or stop at the first of them."""
+        """Write bad lines to the lane's list, or raise DataError for the first one with --on-bad-line stop."""
         path = self.blocks.sources[block.source].path
         path = "stdin" if path == "-" else path
         if self.stop_on_bad_line:
@@ -262,12 +261,12 @@ class Worker:
             file.write(text)
 
     def _note_contaminated(self, block: TextBlock, screening: Screening, first_line: int) -> None:
-        """Add what was found of evaluation sets to the sums and to the lane's list."""
+        """Add matches of evaluation sets to the counters and to the lane's list."""
         for key, (ngrams, counts) in screening.ngrams.items():
             self.shared.ngrams[key, ngrams] += counts
         path = self.blocks.sources[block.source].path
         rows = []
-        for row in screening.found:
+        for row in screening.matches:
             self.shared.screened[row["key"]] += [1, row.get("pieces", 1)]
             row = dict(row, line=first_line + row["line"] + 1)
             rows.append(json.dumps(dict(file="stdin" if path == "-" else path, **row), ensure_ascii=False) + "\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the files of GLUE and CLUE are read, as they are published: columns of texts and labels, and what the labels are."""
+"""The tasks of GLUE and CLUE as published: columns of texts and labels, and the labels of each task."""
 
 from collections.abc import Mapping
 from typing import Any, Optional
@@ -10,7 +10,7 @@ Columns = Mapping[str, Any]
 
 
 def _marked(row: Columns) -> Columns:
-    """CLUEWSC2020: the text with _the pronoun_ and [the noun] marked, of which it is asked whether they are the same."""
+    """CLUEWSC2020: the text with _the pronoun_ and [the noun] marked. Do they refer to the same thing?"""
     text, target = row["text"], row["target"]
     spans = [(target["span1_index"], target["span1_text"], "[]"), (target["span2_index"], target["span2_text"], "__")]
     for start, words, marks in sorted(spans, reverse=True):
@@ -27,11 +27,11 @@ def _joined_keywords(row: Columns) -> Columns:
 
 
 def texts_of(row: Mapping[Any, Any], name: Any) -> list[str]:
-    """A list of texts. Raises ValueError for a text in its place, of which Python would take letter by letter."""
-    found = row[name]
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    """A list of texts. Raises ValueError for a single text, which Python would iterate letter by letter."""
+    texts = row[name]
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{name} is no list of texts")
-    return found
+    return texts
 
 
 def _task(name: str, labels: str, **more) -> LabelledTask:
@@ -65,12 +65,12 @@ _OTHER_NAMES = {"wsc": "cluewsc", "cluewsc2020": "cluewsc", "qqpairs": "qqp"}
 
 
 def plain_name(name: str) -> str:
-    """What spellings of a task's name share: SST-2 and sst2 are sst2, CLUE-TNEWS is tnews."""
+    """The canonical spelling of a task's name: SST-2 and sst2 are sst2, CLUE-TNEWS is tnews."""
     plain = name.lower().replace("-", "").replace("_", "")
     plain = plain[4:] if plain.startswith(("clue", "glue")) and not plain.startswith("cluewsc") else plain
     return _OTHER_NAMES.get(plain, plain)
 
 
 def published_task(name: str) -> Optional[LabelledTask]:
-    """The task of GLUE or CLUE with this name, however it is spelled."""
+    """The task of GLUE or CLUE with this name, in any spelling; None if there is none."""
     return next((task for known, task in PUBLISHED.items() if plain_name(name) == known.lower()), None)

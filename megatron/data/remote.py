@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token files in an object store: copied once to each machine, and mapped from there like any others.
+"""Token files in an object store: each machine copies them once, and memory-maps the copy.
 
     --data-path s3://bucket/corpus_text_document --data-cache-path /local/cache
 
     /local/cache/fetched/corpus_text_document-0f3a.../
-        corpus_text_document.bin  .idx              and .sums.json, .stats.json where the store has them
-        fetched.json                                where they came from, sizes and marks (ETags); written last
+        corpus_text_document.bin  .idx              and .sums.json, .stats.json if the store has them
+        fetched.json                                source, sizes and marks (ETags); written last
 
-Samples are a few KB from anywhere in a .bin: as ranges each would be a request of tens of milliseconds. One process
-fetches while the others wait on a file, as for index maps. A copy is used while the store's objects have the sizes and
-marks that they had when it was made; a .bin or .idx that a manifest describes was compared with it, byte by byte.
+Samples are a few KB at random positions of a .bin, and a range request for each would take tens of milliseconds. One
+process fetches while the others wait for a file, as for index maps. A copy is valid while the store's objects keep their
+sizes and marks; if there is a manifest, all bytes of the copy are compared with it.
 """
 
 import contextlib
@@ -44,17 +44,17 @@ from megatron.storage.urls import Stat, UrlPath, location
 OPTIONAL = (".sums.json", ".stats.json")
 RECEIPT = "fetched.json"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-_SAY_EVERY = 10.0  # seconds between two messages of a process that waits
-_TRIES = 2  # of a copy that is not what the store says
+_SAY_EVERY = 10.0  # seconds between messages of a waiting process
+_TRIES = 2  # of a copy that differs from the store
 
 Say = Callable[[str], None]
 
 
 def nearby(prefix: str, cache: Optional[str], log: Say = lambda text: None) -> str:
-    """The prefix of files on this machine that hold what `prefix` names: itself, or for a URL that of a copy in `cache`.
+    """The local prefix for `prefix`: itself, or for a URL that of a copy in `cache`.
 
-    Raises SettingsError without a cache, DataError for objects that are missing or damaged, StorageError when the store
-    or the cache's disk fails.
+    Raises SettingsError for a URL without a cache, DataError for missing or damaged objects, StorageError if the store or
+    the cache's disk fails.
     """
     source = location(bare_prefix(prefix))
     if isinstance(source, Path):
@@ -78,7 +78,7 @@ def nearby(prefix: str, cache: Optional[str], log: Say = lambda text: None) -> s
 
 
 def _objects(source: UrlPath) -> dict[str, Stat]:
-    """Ending -> size and mark of each object of a prefix."""
+    """The objects of a prefix: ending -> size and mark."""
 
     def look(ending: str) -> Optional[Stat]:
         with contextlib.suppress(FileNotFoundError):
@@ -87,12 +87,12 @@ def _objects(source: UrlPath) -> dict[str, Stat]:
 
     endings = (*ENDINGS, *OPTIONAL)
     with ThreadPoolExecutor(len(endings)) as pool:
-        found = {ending: stat for ending, stat in zip(endings, pool.map(look, endings)) if stat}
-    needed = next((endings for endings in LAYOUTS if endings[-1] in found), LAYOUTS[0])
+        stats = {ending: stat for ending, stat in zip(endings, pool.map(look, endings)) if stat}
+    needed = next((endings for endings in LAYOUTS if endings[-1] in stats), LAYOUTS[0])
     for ending in reversed(needed):
-        if ending not in found:
+        if ending not in stats:
             raise DataError(f"{source}{ending}: no such object", do="give the whole prefix, up to _document")
-    return {ending: found[ending] for ending in (*reversed(needed), *OPTIONAL) if ending in found}
+    return {ending: stats[ending] for ending in (*reversed(needed), *OPTIONAL) if ending in stats}
 
 
 def _receipt(source: UrlPath, there: dict[str, Stat]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _receipt(source: UrlPath, there: dict[str, Stat]) -> dict[str, Any]:
 
 
 def _is_copy(copy: Path, source: UrlPath, there: dict[str, Stat]) -> bool:
-    """Whether the copy is complete, and of the objects as they are now."""
+    """Whether the copy is complete and up to date."""
     try:
         return read_sealed(copy.with_name(RECEIPT))[1] == _receipt(source, there) and all(
             os.path.getsize(f"{copy}{ending}") == stat.st_size for ending, stat in there.items()
@@ -110,10 +110,10 @@ def _is_copy(copy: Path, source: UrlPath, there: dict[str, Stat]) -> bool:
 
 
 def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], log: Say) -> None:
-    """Fetch all objects aside, compare them, and let them appear; the receipt comes last."""
+    """Fetch all objects to a temporary folder, compare them, and rename them into place; write the receipt last."""
     size, started = sum(stat.st_size for stat in there.values()), time.monotonic()
     aside = copy.with_name(".fetching")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that died: the lock is ours
+    shutil.rmtree(aside, ignore_errors=True)  # from a process that died: this one has the lock
     require_space(copy.parent, size)
     log(f"fetching {source}: {size / 1e6:,.1f} MB to {copy.parent}")
     with storage_errors(copy, size):
@@ -140,22 +140,22 @@ def _fetch(copy: Path, source: UrlPath, there: dict[str, Stat], log: Say) -> Non
 
 
 def _differences(copy: Path, source: UrlPath, there: dict[str, Stat]) -> list[str]:
-    """What is wrong with what arrived: another size, an object that changed meanwhile, bytes that the manifest knows."""
-    found = [
+    """The problems with a copy: wrong sizes, objects that changed during the copy, bytes that differ from the manifest."""
+    problems = [
         f"{source}{ending}: {os.path.getsize(f'{copy}{ending}'):,} bytes arrived of {stat.st_size:,}"
         for ending, stat in there.items()
         if os.path.getsize(f"{copy}{ending}") != stat.st_size
     ]
-    if not found and _objects(source) != there:
-        found.append(f"{source}: the objects were written anew while they were read")
-    if not found and ".sums.json" in there:
-        found += manifest.verify(str(copy))
-    return found
+    if not problems and _objects(source) != there:
+        problems.append(f"{source}: the objects were rewritten while they were read")
+    if not problems and ".sums.json" in there:
+        problems += manifest.verify(str(copy))
+    return problems
 
 
 @contextlib.contextmanager
 def _alone(path: Path, what: str, log: Say) -> Iterator[None]:
-    """One process of this machine at a time; the kernel lets the next one in when its holder dies."""
+    """Admit one process of this machine at a time; the kernel releases the lock when its holder dies."""
     with storage_errors(path), open(path, "a+") as lock:
         started, said = time.monotonic(), 0.0
         while True:

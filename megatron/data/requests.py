@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests: contexts with possible continuations, of which one is right. A sample is one of them, whose tokens count.
+"""Multiple-choice requests: a context and several continuations, one of them right. Each continuation is a sample.
 
-A file has one JSON object a line, texts as they are (whatever is to stand between context and continuation is part of
-the one or the other):
+A file has one JSON object per line. Context and continuation are joined without anything in between:
 
     {"context": "The capital of France is", "continuations": [" Paris", " Rome"], "gold": 0, "task": "capitals"}
 """
@@ -21,7 +20,7 @@ FORM = '{"context": "...", "continuations": ["...", "..."], "gold": 0}'
 
 
 class Request(NamedTuple):
-    """gold: number of the right continuation. task: a name that figures are told under, or ""."""
+    """A multiple-choice request. gold: index of the right continuation. task: a name for the figures, or ""."""
 
     context: str
     continuations: tuple[str, ...]
@@ -30,22 +29,22 @@ class Request(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Tokens, of which those from `start` on are scored."""
+    """Tokens of a context and a continuation; tokens from `start` on are scored."""
 
     ids: list[int]
     start: int
 
 
 def read_requests(path: str) -> list[Request]:
-    """The requests of a file. Raises DataError naming the line of a bad one."""
+    """Read the requests of a file. Raises DataError for an invalid line, and names it."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--eval-requests {path}: {getattr(error, 'strerror', None) or error}") from None
-    found = [_request(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    requests = [_request(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not requests:
         raise DataError(f"--eval-requests {path} holds no requests", do=f"lines of the form {FORM}")
-    return found
+    return requests
 
 
 def _request(where: str, line: str) -> Request:
@@ -53,8 +52,8 @@ def _request(where: str, line: str) -> Request:
     try:
         context, continuations, gold = row["context"], row["continuations"], row["gold"]
     except (KeyError, TypeError) as error:
-        told = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{where} is no request: {told}", do=f"lines of the form {FORM}") from None
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise DataError(f"{where} is no request: {reason}", do=f"lines of the form {FORM}") from None
     texts = isinstance(continuations, list) and all(isinstance(text, str) and text for text in continuations)
     if not isinstance(context, str) or not texts or len(continuations) < 2:
         raise DataError(
@@ -70,8 +69,10 @@ def _request(where: str, line: str) -> Request:
 
 
 def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
-    """The tokens of both texts together, of which those of the continuation are scored. Spaces at the end of the context
-    belong to the continuation, as tokens have them; without a context it stands behind the end of a document.
+    """Encode both texts together; tokens of the continuation are scored.
+
+    Spaces at the end of the context move to the continuation, as in tokens. Without a context, the continuation follows the
+    end-of-document token.
     """
     stripped = context.rstrip(" ")
     continuation, context = context[len(stripped) :] + continuation, stripped
@@ -86,17 +87,17 @@ def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
 
 
 def sample_of(scored: Scored, seq_length: int, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, loss mask), [seq_length + 1] each. What is too long loses its beginning."""
+    """(ids, loss mask), [seq_length + 1] each. Long samples are truncated at the beginning."""
     ids, start = scored.ids[-seq_length - 1 :], scored.start - max(0, len(scored.ids) - seq_length - 1)
     row, mask = np.full(seq_length + 1, fill, np.int64), np.zeros(seq_length + 1, np.float32)
     row[: len(ids)] = ids
-    mask[max(start, 1) : len(ids)] = 1.0  # the first token is predicted by nothing
+    mask[max(start, 1) : len(ids)] = 1.0  # nothing predicts the first token
     return row, mask
 
 
 @dataclass(frozen=True)
 class RequestSamples:
-    """A sample for each continuation, in order. choices: how many each request has. whole: all of them are evaluated."""
+    """A dataset with a sample for each continuation. choices: number of continuations per request; whole: evaluate all."""
 
     scored: Sequence[Scored]
     choices: Sequence[int]
@@ -118,12 +119,12 @@ class RequestSamples:
 
     @property
     def cut(self) -> int:
-        """How many samples are too long and lose their beginning."""
+        """Number of samples that are truncated at the beginning."""
         return sum(len(one.ids) > self.seq_length + 1 for one in self.scored)
 
 
 def request_figures(dataset: RequestSamples, scores: np.ndarray) -> dict[str, float]:
-    """Accuracy of the likeliest continuation, and of the likeliest one by character, over all requests and of each task.
+    """Accuracy of the likeliest continuation, and of the likeliest per character, over all requests and for each task.
 
     scores: log-likelihood of each sample [n], in nats
     """
@@ -132,9 +133,9 @@ def request_figures(dataset: RequestSamples, scores: np.ndarray) -> dict[str, fl
     for request, count in zip(dataset.requests, dataset.choices):
         own = scores[start : start + count]
         lengths = np.array([max(1, len(text.strip())) for text in request.continuations])
-        found = int(own.argmax()) == request.gold, int((own / lengths).argmax()) == request.gold
+        hits = int(own.argmax()) == request.gold, int((own / lengths).argmax()) == request.gold
         for name in {"", request.task}:
-            right.setdefault(name, []).append(found)
+            right.setdefault(name, []).append(hits)
         start += count
     figures = {}
     for name in sorted(right):
@@ -149,9 +150,9 @@ def open_requests(path: Optional[str], tokenizer, seq_length: int, log) -> Optio
         return None
     if tokenizer is None:
         raise SettingsError(
-            f"--eval-requests {path}: texts need a tokenizer", do="--vocab-file and --merge-file, or its like"
+            f"--eval-requests {path}: texts need a tokenizer", do="--vocab-file and --merge-file, or --tokenizer-model"
         )
-    found = RequestSamples.of(read_requests(path), tokenizer, seq_length)
-    told = f"; {found.cut} are longer than --seq-length {seq_length} and lose their beginning" if found.cut else ""
-    log(f" > {len(found.requests):,} requests with {len(found):,} continuations in {path}{told}")
-    return found
+    samples = RequestSamples.of(read_requests(path), tokenizer, seq_length)
+    note = f"; {samples.cut} are longer than --seq-length {seq_length} and lose their beginning" if samples.cut else ""
+    log(f" > {len(samples.requests):,} requests with {len(samples):,} continuations in {path}{note}")
+    return samples

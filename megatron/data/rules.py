@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings of the data work together (`settings.rules`)."""
+"""Checks of the data settings (`settings.rules`)."""
 
 import math
 from types import SimpleNamespace
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from megatron.errors import DataError
 from megatron.settings.rules import Rule
 
-SOURCE = (  # not for recipes that make their samples themselves
+SOURCE = (  # not for recipes that make their own samples
     Rule(
         lambda s: not (s.mock_data or s.settings.data.files),
         lambda s: (
             "no data is given; --data-path PREFIX (of .bin/.idx files, from preprocess_data.py), "
-            "--train-data-path and its like, or --mock-data for synthetic samples"
+            "--train-data-path, or --mock-data for synthetic samples"
         ),
     ),
 )
@@ -48,7 +48,7 @@ def _given_paths(s: SimpleNamespace) -> list[str]:
 
 
 def _split(text: str) -> list[float] | None:
-    """The parts of --split, or None if they are none."""
+    """The parts of --split; None if it is invalid."""
     try:
         parts = [float(word) for word in text.replace("/", ",").split(",")]
     except ValueError:
@@ -57,20 +57,20 @@ def _split(text: str) -> list[float] | None:
 
 
 def _blend_problems(s: SimpleNamespace) -> list[str]:
-    """What is wrong with lists of weights and prefixes."""
-    found = []
+    """Problems with lists of weights and prefixes."""
+    problems = []
     for flag in _given_paths(s):
         words = getattr(s, flag[2:].replace("-", "_"))
         if len(words) == 1 and len(words[0].split()) > 1 and _number(words[0].split()[0]) is not None:
-            found.append(f"{flag} '{words[0]}' is one word for the shell; leave out the quotes")
+            problems.append(f"{flag} '{words[0]}' is one word for the shell; leave out the quotes")
             continue
-        from megatron.data.blend import parse_blend  # it imports numpy, for which other checks need not wait
+        from megatron.data.blend import parse_blend  # imports numpy
 
         try:
-            parse_blend(words, flag, open_folders=False)  # what is in them is data, not a setting
+            parse_blend(words, flag, open_folders=False)  # their content is data, not a setting
         except DataError as error:
-            found.append(f"{error.what}; {error.do}")
-    return found
+            problems.append(f"{error.what}; {error.do}")
+    return problems
 
 
 def _number(word: str) -> float | None:

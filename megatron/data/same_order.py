@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a training may be and still have the samples of another one, in its order.
+"""Lengths of training that share the order of their samples.
 
-Epochs are shuffled together, except for a last one of which only a part is read (`index_maps.make_epoch_plan`): the order
-of all samples changes where one more sample needs another epoch of a file, or more of its last one.
+Epochs are shuffled together, except for a partly read last one (`index_maps.make_epoch_plan`). So the order of all samples
+changes if one more sample needs another epoch of a file, or more of its last one.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ LONGEST = 1 << 60  # samples that nobody trains on
 
 
 def same_order(dataset, data: Data, samples: int) -> Optional[range]:
-    """The numbers of training samples whose order begins as that for `samples` does; None where it is no plan of epochs.
+    """The numbers of training samples with the same order as `samples`; None for datasets without an epoch plan.
 
-    dataset: of training, made of these settings for whatever number of samples
+    dataset: training dataset, built from these settings for any number of samples
     """
     files, words = getattr(dataset, "datasets", [dataset]), data.data_path or data.train_data_path
     if words is None or not all(hasattr(one, "plan") for one in files):
         return None
     weights = parse_blend(words, "--data-path").weights
-    if len(files) == 1 and not data.data_path:  # which is all of the training, whatever it weighs
+    if len(files) == 1 and not data.data_path:  # the only file, whatever its weight
         weights = None
-    if weights is None and len(files) > 1:  # once through all of them
+    if weights is None and len(files) > 1:  # one epoch of each file
         return None
 
     def epochs(count: int) -> list[tuple[int, bool]]:
@@ -43,7 +43,7 @@ def same_order(dataset, data: Data, samples: int) -> Optional[range]:
 
 
 def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The least number from low on for which something holds, as it does for all numbers after it up to `high`."""
+    """The smallest number in [low, high] for which `holds` is True, by bisection."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

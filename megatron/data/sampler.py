@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a rank takes at a step: pure functions of the number of samples consumed so far.
+"""The samples of each rank at each step: pure functions of the number of samples consumed so far.
 
-Nothing is remembered between steps, so a resumed run, another number of ranks or a growing batch size cannot change
-the order in which the data is seen. A *position* is a place in the order of training: 0, 1, 2, ... The micro-steps of
-one step with 2 samples a micro-batch and 2 data-parallel ranks, after 100 samples:
+There is no state between steps, so a resumed run, another number of ranks or a batch size ramp-up cannot change the order
+of the data. A *position* is an index in the order of training: 0, 1, 2, ... The micro-steps of one step with 2 samples per
+micro-batch and 2 data-parallel ranks, after 100 samples:
 
     >>> [[list(micro_batch_samples(100, 2, rank, 2, micro)) for rank in (0, 1)] for micro in (0, 1)]
     [[[100, 101], [102, 103]], [[104, 105], [106, 107]]]
@@ -25,17 +25,17 @@ def micro_batch_samples(consumed: int, micro_batch_size: int, dp_rank: int, dp_s
 
 
 class EpochPosition(NamedTuple):
-    """Where a position falls when a dataset is passed over again and again."""
+    """The epoch of a position, and the index within the epoch."""
 
     epoch: int
     index: int
 
 
 def cyclic_position(position: int, length: int) -> EpochPosition:
-    """The epoch of a position and its place within the epoch's shuffled order (`--dataloader-type cyclic`).
+    """The epoch of a position and its index within the epoch's shuffled order (`--dataloader-type cyclic`).
 
-    Each epoch has its own permutation of all `length` samples, seeded by the epoch's number. Megatron-LM's order without
-    data sharding is the same whenever its global micro-step divides `length`; where it does not, Megatron-LM drops the
-    rest of the epoch, and here nothing is dropped, since what is dropped would depend on the number of ranks.
+    Each epoch has its own permutation of all `length` samples, seeded by the epoch's number. The order equals Megatron-LM's
+    without data sharding if its global micro-step divides `length`. If it does not, Megatron-LM drops the rest of the
+    epoch; here nothing is dropped, because that would depend on the number of ranks.
     """
     return EpochPosition(*divmod(position, length))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of samples of files with a sequence for each sentence: Megatron-LM's for BERT and T5, element for element.
+"""The order of samples built from sentences: equal to Megatron-LM's for BERT and T5, element for element.
 
-A sample is some sentences of one document, one after another, until they have its target length. The target is the
-longest that fits, except for a share of samples (--short-seq-prob) whose target is drawn. Documents are gone through in
-their order, epoch after epoch, until there are enough samples; then all of them are shuffled together.
+A sample consists of consecutive sentences of one document, up to its target length. The target is the longest length that
+fits, except for a share of samples (--short-seq-prob) with a random target. Documents are visited in order, epoch after
+epoch, until there are enough samples. Then all samples are shuffled together.
 
-Which documents give no sample follows from three rules, and they are counted (`Dropped`):
+A document gives no sample, and is counted in `Dropped`, if
 - it has no sentence;
 - it has several sentences, and one of more than 512 tokens;
 - it has fewer sentences than a sample needs: two for BERT with next-sentence prediction, else one.
 
-Pure functions on arrays; nothing here reads or writes files.
+All functions are pure; none reads or writes files.
 """
 
 import array
@@ -24,18 +24,18 @@ import numpy as np
 from megatron.data.mt19937 import mt19937, mt19937_64
 from megatron.errors import SettingsError
 
-LONG_SENTENCE = 512  # tokens; Megatron-LM's constant, whatever --seq-length
+LONG_SENTENCE = 512  # tokens; Megatron-LM's constant, independent of --seq-length
 
 
 class Dropped(NamedTuple):
-    """Documents of one epoch that give no sample, by rule."""
+    """Number of documents of one epoch that give no sample, by rule."""
 
     empty: int
     long_sentence: int
     few_sentences: int
 
-    def told(self, total: int, least: int) -> str:
-        """In words, "" for none; total: documents; least: sentences that a sample needs."""
+    def describe(self, total: int, least: int) -> str:
+        """A log line, "" if none is dropped; total: number of documents; least: fewest sentences of a sample."""
         rules = (
             (self.empty, "without a sentence"),
             (self.long_sentence, f"of several sentences with one of more than {LONG_SENTENCE} tokens"),
@@ -46,7 +46,7 @@ class Dropped(NamedTuple):
 
 
 def kept_documents(documents: np.ndarray, lengths: np.ndarray, least: int) -> tuple[np.ndarray, Dropped]:
-    """(bool [documents]: which give samples, how many do not, by rule).
+    """(bool [documents], True for documents with samples; counts of the others by rule).
 
     documents: int64 [documents + 1], the first sentence of each; lengths: tokens of each sentence of the file.
     """
@@ -71,12 +71,12 @@ def build_sentence_samples(
     short_seq_prob: float,
     seed: int,
 ) -> np.ndarray:
-    """[samples, 3] of (first sentence, last + 1, target length in tokens), in the order of training: as many epochs as
-    `num_samples` take (None: one). uint32, or uint64 for a file of more than 2**32 sentences.
+    """Build the sample index: [samples, 3] of (first sentence, last + 1, target length), in the order of training.
 
+    It covers as many epochs as `num_samples` need (None: one). uint32, or uint64 for files of more than 2**32 sentences.
     documents: int64 [documents + 1], the first sentence of each; lengths: tokens of each sentence of the file;
-    longest: tokens that the sentences of a sample may have; least: sentences that it needs.
-    Empty where no document gives a sample. Raises SettingsError for a length or a probability that cannot be.
+    longest: most tokens of a sample's sentences; least: fewest sentences of a sample.
+    Empty if no document gives a sample. Raises SettingsError for an invalid length or probability.
     """
     if longest < 2:
         raise SettingsError(
@@ -103,12 +103,12 @@ def _running_sums(lengths: np.ndarray, stop: int) -> array.array:
     """Tokens before each sentence, and before the one at `stop`."""
     sums = np.zeros(stop + 1, np.int64)
     np.cumsum(lengths[:stop], out=sums[1:])
-    return array.array("q", sums.tobytes())  # `bisect` reads it three times as fast as numpy's
+    return array.array("q", sums.tobytes())  # `bisect` is three times as fast on it as on numpy's
 
 
 def _targets(seed: int, short_seq_prob: float, longest: int) -> Callable[[], int]:
-    """Gives the target length of one sample after another."""
-    ratio = int(1 / short_seq_prob + 0.5) if short_seq_prob else 0  # C++'s round(): halves go up
+    """A function that returns the target length of each sample in turn."""
+    ratio = int(1 / short_seq_prob + 0.5) if short_seq_prob else 0  # C++'s round(): halves round up
     if not ratio:
         return lambda: longest
 
@@ -121,10 +121,10 @@ def _targets(seed: int, short_seq_prob: float, longest: int) -> Callable[[], int
 
 
 def _walk(bounds, ends, next_target, least: int, firsts: list, lasts: list, targets: list) -> None:
-    """Add the samples of one epoch. A target is drawn for each, and one more at the end of each document.
+    """Append the samples of one epoch. Draws a target for each, and one more at the end of each document.
 
-    A sample ends with the sentence that brings it to its target, if it has `least` sentences then and two or more are
-    left for the next one; otherwise it takes all that are left.
+    A sample ends with the sentence that reaches its target, if it has `least` sentences by then and at least two remain
+    for the next one; otherwise it takes all that remain.
     """
     for first, last in bounds:
         target = next_target()
@@ -143,7 +143,7 @@ def _walk(bounds, ends, next_target, least: int, firsts: list, lasts: list, targ
 
 
 def shuffled_order(count: int, seed: int) -> np.ndarray:
-    """Which of `count` things comes i-th: Fisher-Yates from the end with numbers of std::mt19937_64, int64 [count]."""
+    """A permutation of `count` indices, int64 [count]: Fisher-Yates from the end with numbers of std::mt19937_64."""
     places = np.arange(count - 1, 0, -1)
     others = (mt19937_64(seed, len(places)) % (places + 1).astype(np.uint64)).tolist()
     order = list(range(count))

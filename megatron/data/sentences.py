@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts into sentences, for models that are trained on pairs of sentences.
+"""Split texts into sentences, for models that train on pairs of sentences.
 
-`nltk` is what Megatron-LM uses: its Punkt gives Megatron-LM's sentences exactly, and needs its data on this machine.
-`sentencex` is fast and needs no data. `auto` is the first where it is there, else the second, and says which.
+`nltk` uses Punkt and gives exactly Megatron-LM's sentences; it needs its data on this machine. `sentencex` is fast and
+needs no data. `auto` uses nltk if available, else sentencex, and logs which.
 """
 
 import re
@@ -33,7 +33,7 @@ ISO_CODES = dict(
     chinese="zh",
 )
 WORDS = dict(nltk="nltk's Punkt, as Megatron-LM does", sentencex="sentencex")
-PIECE = 1_000_000  # characters that Megatron-LM splits at a time, so that one huge document does not take for ever
+PIECE = 1_000_000  # characters that Megatron-LM splits at a time, to bound the time for a huge document
 
 
 def make_splitter(
@@ -41,7 +41,7 @@ def make_splitter(
 ) -> Callable[[str], list[str]]:
     """A function `text -> sentences`. White space between sentences is dropped, or kept with `keep_newlines`.
 
-    library: nltk, sentencex or auto. Raises DataError where what is asked for is not on this machine.
+    library: nltk, sentencex or auto. Raises DataError for an unknown language, or a library or data that is not installed.
     """
     if language.lower() not in ISO_CODES and not re.fullmatch("[a-z]{2,3}", language.lower()):
         near = did_you_mean(language, ISO_CODES)
@@ -78,7 +78,7 @@ def _nltk(language: str, keep_newlines: bool):
     except ImportError:
         do = "pip install nltk, or use --sentence-splitter sentencex"
         raise DataError("the package nltk is not on this machine", do=do) from None
-    if not hasattr(punkt, "PunktTokenizer"):  # earlier ones run code from their data
+    if not hasattr(punkt, "PunktTokenizer"):  # earlier versions run code from their data
         raise DataError("the package nltk is older than 3.8.2", do="pip install --upgrade nltk")
     try:
         tokenizer = punkt.PunktTokenizer(language)
@@ -91,7 +91,7 @@ def _nltk(language: str, keep_newlines: bool):
 
 
 def _keep_newlines(punkt):
-    """Punkt's rules with the white space after a full stop counted to the sentence before it."""
+    """Punkt's rules, with the white space after a full stop as part of the sentence before it."""
 
     class KeepNewlines(punkt.PunktLanguageVars):
         _period_context_fmt = r"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of T5: the encoder reads a text with spans masked, the decoder writes what was there.
+"""Samples for T5: the encoder reads a text with masked spans, the decoder writes the spans.
 
     text            a b c d e f g h
     masked          c d, f
@@ -9,9 +9,8 @@
 
     train, valid, test = build_datasets(config, tokenizer, vocab_size, sizes, log)
 
-Equal to Megatron-LM's, element for element, but for what is nobody's: `labels` of padding are 0, not -1. Where Megatron-LM
-ends with an error, a sample with more spans than there are sentinels, or than the decoder has room for, keeps its last
-spans unmasked.
+Samples equal Megatron-LM's, element for element, except that `labels` of padding are 0, not -1. If a sample has more spans
+than there are sentinels, or than fit into the decoder, its last spans stay unmasked (Megatron-LM ends with an error).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from megatron.errors import DataError, SettingsError
 from megatron.settings.schema import Config
 
 MAX_NGRAM = 10
-DECODER = 128  # tokens of a target, where nobody says how many
+DECODER = 128  # default length of the decoder's sequence
 SPECIAL_POSITIONS = 2  # Megatron-LM leaves room for [BOS] and [EOS]
 
 
@@ -49,9 +48,8 @@ def build_datasets(
     """(train, valid, test), each None or with at least `sizes` samples. The encoder's length is --seq-length.
 
     decoder_seq_length: default: the recipe's setting of that name, else 128 or --seq-length if that is less
-
-    Raises SettingsError for a vocabulary without [BOS], [EOS] or sentinels, or a decoder that is too short, DataError where
-    data is missing or too little.
+    Raises SettingsError for a vocabulary without [BOS], [EOS] or sentinels, or a decoder that is too short, DataError for
+    missing or insufficient data.
     """
     if decoder_seq_length is None:
         decoder_seq_length = model_setting(config, "decoder_seq_length", min(DECODER, config.model.seq_length))
@@ -64,7 +62,7 @@ def build_datasets(
 
 
 def t5_samples(config: Config, tokenizer, vocab_size: int, decoder_seq_length: int, log) -> tuple["T5Samples", int]:
-    """(what samples are like, ids of text)."""
+    """(factory of the samples, number of ids that text uses)."""
     settings, mock, length = masked_settings(config), config.data.mock_data, config.model.seq_length
     special = special_tokens(tokenizer, vocab_size, ("bos", "eos"), True, mock)
     spans = settings.mask_spans or "geometric"
@@ -80,7 +78,7 @@ def t5_samples(config: Config, tokenizer, vocab_size: int, decoder_seq_length: i
 
 
 def _check_room(spans: str, most: int, sentinels: int, decoder: int, longest: int, log) -> None:
-    """Raise SettingsError where spans of one token each cannot all be masked; tell where that could happen otherwise."""
+    """Raise SettingsError if single words cannot all be masked; log a note if other spans might not fit."""
     single = 2 * most + 1  # [BOS], and a sentinel and a token for each span
     if decoder < 3:
         raise SettingsError(f"--decoder-seq-length {decoder} has no room for a masked token", do="give 128")
@@ -100,7 +98,7 @@ def _check_room(spans: str, most: int, sentinels: int, decoder: int, longest: in
 
 @dataclass(frozen=True)
 class T5Samples(MaskedSamples):
-    """See `MaskedSamples`. encoder, decoder: lengths with special tokens and padding."""
+    """Makes the samples of T5, as `MaskedSamples` defines. encoder, decoder: lengths with special tokens and padding."""
 
     encoder: int
     decoder: int
@@ -111,12 +109,12 @@ class T5Samples(MaskedSamples):
     def make(self, sentences: list[np.ndarray], target: int, state: np.random.RandomState) -> dict[str, np.ndarray]:
         """Arrays of one sample, padded at the end; s: length of the encoder's input, t: of the decoder's.
 
-        text_enc   int64 [s]: the text, a sentinel for each masked span
-        text_dec   int64 [t]: [BOS], then each sentinel and what it stands for
+        text_enc   int64 [s]: the text, with a sentinel for each masked span
+        text_dec   int64 [t]: [BOS], then each sentinel and its span
         labels     int64 [t]: the same without [BOS], then [EOS]
-        loss_mask  float32 [t]: 1 for what is no padding
-        enc_mask   int64 [s], dec_mask int64 [t]: 1 for what is no padding
-        truncated  int64: 1 where tokens were cut off at the end
+        loss_mask  float32 [t]: 0 for padding, else 1
+        enc_mask   int64 [s], dec_mask int64 [t]: 0 for padding, else 1
+        truncated  int64: 1 if tokens were cut off at the end
         """
         tokens = np.concatenate(sentences).astype(np.int64)
         truncated = len(tokens) > target
@@ -125,7 +123,7 @@ class T5Samples(MaskedSamples):
         return self._arrays(*self.with_sentinels(tokens.tolist(), spans), truncated)
 
     def labelled(self, first: np.ndarray, second: Optional[np.ndarray], label: np.ndarray) -> dict[str, np.ndarray]:
-        """As `make`: the encoder reads a text, or a pair, each with its end; the decoder writes the label, as text."""
+        """The sample of a labelled text: the encoder reads the text or pair, the decoder writes the label as text."""
         pair = second is not None
         of_first, of_second = fitted(first, second, self.encoder - 1 - pair)
         cut = len(of_first) + len(of_second) < len(first) + (len(second) if pair else 0)
@@ -148,7 +146,7 @@ class T5Samples(MaskedSamples):
                 )
 
     def _arrays(self, read: list[int], written: list[int], truncated: bool) -> dict[str, np.ndarray]:
-        """The sample of what the encoder reads and the decoder writes."""
+        """The arrays of a sample from the tokens that the encoder reads and the decoder writes."""
         text_enc = np.array(read, np.int64)
         text_dec, labels = np.array([self.bos, *written], np.int64), np.array([*written, self.eos], np.int64)
         return dict(
@@ -162,13 +160,13 @@ class T5Samples(MaskedSamples):
         )
 
     def fitting(self, spans: list[Span]) -> list[Span]:
-        """The first spans for which there are sentinels, and room in the decoder behind [BOS]."""
+        """The first spans, as many as there are sentinels and room in the decoder after [BOS]."""
         sizes = np.cumsum([1 + len(span.tokens) for span in spans])
         room = int(np.searchsorted(sizes, self.decoder - 1, side="right"))
         return spans[: min(room, len(self.sentinels))]
 
     def with_sentinels(self, tokens: list[int], spans: list[Span]) -> tuple[list[int], list[int]]:
-        """(the text with a sentinel for each span, each sentinel and what it stands for)."""
+        """(the text with a sentinel for each span, each sentinel followed by its span)."""
         read, written, start = [], [], 0
         for sentinel, span in zip(self.sentinels, spans):
             read += [*tokens[start : span.positions[0]], sentinel]
@@ -178,7 +176,7 @@ class T5Samples(MaskedSamples):
 
 
 def with_ends(text: Sequence[int], pair: Optional[Sequence[int]], eos: int) -> list[int]:
-    """What an encoder reads of a text, or of two: each with an end behind it.
+    """The encoder's input for a text or a pair: each followed by `eos`.
 
     >>> with_ends([7, 8], None, 1), with_ends([7, 8], [9], 1)
     ([7, 8, 1], [7, 8, 1, 9, 1])

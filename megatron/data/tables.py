@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of texts and labels: .tsv as GLUE has it (no quotes), .csv (quoted), .jsonl or .json (an object a line, or an
-array of them), or a folder of .txt files with an object a line, as RACE's.
+"""Read tables of texts and labels: .tsv as in GLUE (no quotes), .csv (quoted), .jsonl or .json (an object per line, or an
+array of objects), or a folder of .txt files with an object per line, as in RACE.
 """
 
 import csv
@@ -12,13 +12,15 @@ from typing import Any, NamedTuple, Optional
 
 from megatron.errors import DataError
 
-ENDINGS = (".jsonl", ".json", ".tsv", ".csv")  # in capitals, too
-SPOILT = 0.01  # of the rows that may have another number of columns than the header
+ENDINGS = (".jsonl", ".json", ".tsv", ".csv")  # in any case
+SPOILT = 0.01  # share of rows that may have a wrong number of columns
 
 
 class Row(NamedTuple):
-    """place: from 0, among all rows of the file, also those that are left out; where: it begins ("line 3"); columns: of a
-    list in place of an object, by their numbers from 0.
+    """A row of a table.
+
+    place: index among all rows of the file, including those left out; where: start of the row ("line 3"); columns: by name,
+    or by index from 0 for a list
     """
 
     place: int
@@ -27,28 +29,28 @@ class Row(NamedTuple):
 
 
 def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = ()) -> tuple[list[Row], list[str]]:
-    """(rows, notes of what was left out).
+    """Read a table: (rows, notes on rows that are left out).
 
-    columns: of a file whose first line does not name `wanted`, and is a row then.
-    Raises DataError for what cannot be read, naming the line.
+    columns: names of columns for a file without a header, that is, whose first line does not contain all of `wanted`
+    Raises DataError for an invalid file, and names the line.
     """
     ending = path.suffix.lower()
     if path.is_dir() or ending in (".json", ".jsonl"):
-        found = _in_folder(path) if path.is_dir() else _objects(path, _text(path))
-        return [Row(place, *row) for place, row in enumerate(found)], []
+        rows = _in_folder(path) if path.is_dir() else _objects(path, _text(path))
+        return [Row(place, *row) for place, row in enumerate(rows)], []
     text = _text(path)
-    # Without quotes where it is no .csv: in GLUE a quotation mark is text.
+    # Only .csv has quotes: in GLUE's .tsv, a quotation mark is text.
     lines = _quoted(path, text) if ending == ".csv" else _plain(text)
     table = list(lines)
     if not table:
         raise DataError(f"{path} is empty")
     header = [name.strip() for name in table[0][1]]
     if columns and not set(wanted) <= set(header):
-        header, said_by = list(columns), f"{path}: columns"
+        header, source = list(columns), f"{path}: columns"
     else:
-        said_by, table = f"{path}, line {table[0][0]}: the header", table[1:]
-    if twice := _twice(name for name in header if name):  # those without a name are not read
-        raise DataError(f"{said_by} names {twice!r} twice", "the second one would stand for both", "rename one of them")
+        source, table = f"{path}, line {table[0][0]}: the header", table[1:]
+    if twice := _twice(name for name in header if name):  # columns without a name are not read
+        raise DataError(f"{source} names {twice!r} twice", "the second one would stand for both", "rename one of them")
     good = [
         Row(place, f"line {line}", dict(zip(header, cells)))
         for place, (line, cells) in enumerate(table)
@@ -60,7 +62,7 @@ def read_table(path: Path, columns: Sequence[str] = (), wanted: Sequence[str] = 
 
 def _text(path: Path) -> str:
     try:
-        # A lone "\r" is part of a text: as the end of a line it would leave half of one.
+        # A lone "\r" is part of a text, not the end of a line.
         return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8", str(error), "iconv -f ENCODING -t UTF-8 writes it so") from None
@@ -69,7 +71,7 @@ def _text(path: Path) -> str:
 
 
 def _spoilt(path: Path, bad: list[tuple[int, int]], rows: int, columns: int) -> list[str]:
-    """A note of rows that are left out, (line, columns) each. Raises DataError where they are too many for an accident."""
+    """A note on rows with a wrong number of columns, which are left out. Raises DataError if there are too many."""
     if not bad:
         return []
     line, count = bad[0]
@@ -85,14 +87,14 @@ def _spoilt(path: Path, bad: list[tuple[int, int]], rows: int, columns: int) -> 
 
 
 def _plain(text: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, cells) of each row that is not empty."""
+    """(line, cells) of each row that is not empty, in a table without quotes."""
     return ((number, line.split("\t")) for number, line in enumerate(text.split("\n"), 1) if line)
 
 
 def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
-    """As `_plain`, of text with quotes, where a cell may have several lines."""
+    """(line, cells) of each row that is not empty, in a table with quotes; a cell may span several lines."""
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # Python's own limit is 131,072 characters
-    # Strict: otherwise a quotation mark that nobody closes takes all that follows into one cell.
+    # Strict: otherwise an unclosed quotation mark puts all following text into one cell.
     reader, begin = csv.reader(io.StringIO(text, newline="\n"), strict=True), 1
     try:
         for cells in reader:
@@ -113,7 +115,7 @@ def _quoted(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _in_folder(path: Path) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """(where, object) of each line of the .txt files in a folder and below it, in the order of their names."""
+    """(where, object) of each line of the .txt files in a folder, searched recursively, sorted by name."""
     files = sorted(path.rglob("*.txt"))
     if not files:
         raise DataError(f"{path} is a folder without .txt files", do="give a file, or a folder of texts as RACE's")
@@ -123,7 +125,7 @@ def _in_folder(path: Path) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _in_array(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """(number, columns) of each object or list in an array."""
+    """(where, columns) of each object or list in a JSON array."""
     items = json_in(text, str(path), "give an array of objects, or one object a line")
     for number, item in enumerate(items, 1):
         if not isinstance(item, (dict, list)):
@@ -132,7 +134,7 @@ def _in_array(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """(where, object) of each line that is not empty; or of an array."""
+    """(where, object) of each line that is not empty, or of each element of an array."""
     if text.lstrip().startswith("["):
         yield from _in_array(path, text)
         return
@@ -146,11 +148,11 @@ def _objects(path: Path, text: str) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 class _NamedTwice(ValueError):
-    """An object with one name twice: Python takes the last one in silence."""
+    """An object with a duplicate name, which Python would silently accept."""
 
 
 def json_in(text: str, where: str, do: str) -> Any:
-    """What a JSON text says. Raises DataError for what is none, for one name twice, and for nesting without end."""
+    """Parse a JSON text. Raises DataError for invalid JSON, duplicate names, and too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=_named_once)
     except _NamedTwice as error:
@@ -166,22 +168,20 @@ def json_in(text: str, where: str, do: str) -> Any:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
         raise _NamedTwice(repr(_twice(name for name, _ in pairs)))
-    return found
+    return columns
 
 
 def _twice(names: Iterable[str]) -> Optional[str]:
-    """The first name that has been there before."""
+    """The first duplicate name; None if there is none."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)
 
 
 def refuse_half_letters(text: str, where: str) -> None:
-    """Raise DataError for half of a surrogate pair, which JSON may have ("\\ud83d", a cut emoji), and no tokenizer or file
-    can take.
-    """
+    """Raise DataError for half of a surrogate pair. JSON may contain one ("\\ud83d", a cut emoji); UTF-8 cannot."""
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
@@ -193,7 +193,7 @@ def refuse_half_letters(text: str, where: str) -> None:
 
 
 def refuse_many_lines(word: str, where: str) -> None:
-    """Raise DataError for a tab or an end of line, which a table of predictions cannot hold inside of a cell."""
+    """Raise DataError for a tab or an end of line, which a cell of a table of predictions cannot contain."""
     if set("\t\n\r") & set(word):
         raise DataError(
             f"{where}: {word[:60]!r} has a tab or an end of line inside, and tables of predictions would be torn there",
@@ -202,7 +202,7 @@ def refuse_many_lines(word: str, where: str) -> None:
 
 
 def text_in(value: Any, where: str) -> str:
-    """A cell's text. Raises DataError for what JSON may have in its place: Python has words for null and lists, too."""
+    """The text of a cell. Raises DataError for other JSON values, such as null or a list."""
     if type(value) not in (str, int):
         raise DataError(
             f"{where}: {json.dumps(value, ensure_ascii=False)[:60]} stands where a text is wanted",
@@ -213,13 +213,13 @@ def text_in(value: Any, where: str) -> str:
 
 
 def label_in(value: Any, where: str) -> str:
-    """A cell's label as a word, "" where there is none; JSON has true and 1 where others have "true" and "1"."""
+    """The label of a cell as text, "" if there is none. JSON's true and 1 become "true" and "1"."""
     if isinstance(value, (list, dict)):
         raise DataError(
             f"{where}: {json.dumps(value, ensure_ascii=False)[:60]} stands where a label is wanted",
             do="give one word or number",
         )
-    if value is None or value != value:  # NaN is what tables in memory have for an empty cell
+    if value is None or value != value:  # NaN: an empty cell of a table in memory
         return ""
     refuse_half_letters(word := str(value).strip(), where)
     return word.lower() if isinstance(value, bool) else word

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the words of --task-mixture say: names, weights and paths of tasks (mixture.py). Needs no files, no numpy."""
+"""Parse the arguments of --task-mixture: names, weights and paths of tasks (mixture.py). Needs no files, no numpy."""
 
 import re
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from typing import Optional
 
 from megatron.errors import SettingsError, did_you_mean
 
-OWN = "masked"  # the task whose data are those of --data-path
-LONGEST_PERIOD = 100_000  # samples after which the order of tasks begins anew
+OWN = "masked"  # the task on --data-path
+LONGEST_PERIOD = 100_000  # samples after which the order of tasks repeats
 NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{0,12})?|\.[0-9]{1,12}|[0-9]{1,12}/[0-9]{1,12}")  # 4, 0.5, 1/3
 FORM = "--task-mixture NAME=WEIGHT:PATH ..., and masked=WEIGHT for --data-path"
 
 
 def parsed_tasks(words: Sequence[str]) -> list[tuple[str, Fraction, Optional[str]]]:
-    """(name, weight, path) of each task, without a look at files. Raises SettingsError for words that are none."""
+    """(name, weight, path) of each task; reads no files. Raises SettingsError for invalid arguments."""
     parsed = [_parsed(word) for word in words]
     names = [name for name, _, _ in parsed]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -29,18 +29,18 @@ def parsed_tasks(words: Sequence[str]) -> list[tuple[str, Fraction, Optional[str
             raise SettingsError(f"--task-mixture: {OWN!r} is the task of --data-path, it has no path", do=FORM)
     if OWN not in names:
         raise SettingsError(
-            f"--task-mixture has no task {OWN!r}", "that of --data-path", f"{OWN}=WEIGHT, beside the others"
+            f"--task-mixture has no task {OWN!r}", "that of --data-path", f"add {OWN}=WEIGHT to the others"
         )
     whole_weights([weight for _, weight, _ in parsed])
     return parsed
 
 
 def _parsed(word: str) -> tuple[str, Fraction, Optional[str]]:
-    """(name, weight, path) of a word of --task-mixture."""
-    found = re.fullmatch(r"([A-Za-z][\w-]*)=([^:]*)(?::(.*))?", word)
-    if not found:
+    """(name, weight, path) of one argument of --task-mixture."""
+    match = re.fullmatch(r"([A-Za-z][\w-]*)=([^:]*)(?::(.*))?", word)
+    if not match:
         raise SettingsError(f"--task-mixture {word!r} is no task", do=FORM)
-    name, number, path = found.groups()
+    name, number, path = match.groups()
     try:
         weight = Fraction(number) if NUMBER.fullmatch(number) else None
     except ZeroDivisionError:
@@ -54,7 +54,7 @@ def _parsed(word: str) -> tuple[str, Fraction, Optional[str]]:
 
 
 def whole_weights(weights: Sequence[Fraction]) -> list[int]:
-    """The smallest whole numbers in the same ratio. Raises SettingsError for weights that take very large ones.
+    """The smallest whole numbers in the same ratio. Raises SettingsError if their sum is too large.
 
     >>> whole_weights([Fraction("0.5"), Fraction("1.5"), Fraction(1)])
     [1, 3, 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What samples out of token files have in common: where they come from, and that the vocabulary knows their tokens."""
+"""Shared parts of datasets on token files: the origin of samples, and the check of their token ids."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class SamplePart(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a sample comes from: token file, number of the sample before the shuffle, and its pieces in order."""
+    """The origin of a sample: token file, index of the sample before the shuffle, and its pieces in order."""
 
     prefix: str
     number: int
@@ -25,7 +25,7 @@ class Origin(NamedTuple):
 
 
 def refuse_unknown_tokens(ids: np.ndarray, index: int, dataset) -> None:
-    """Raise DataError where sample `index` of a dataset has an id outside of its `vocab_size` (None: not known)."""
+    """Raise DataError if sample `index` of a dataset has an id outside of its `vocab_size` (None: unknown)."""
     size = dataset.vocab_size
     if size is not None and (ids.max() >= size or ids.min() < 0):
         raise DataError(

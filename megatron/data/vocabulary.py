@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vocabulary token files were made with: `<prefix>.stats.json`, which preprocessing leaves beside them, tells.
+"""The vocabulary of token files, recorded in `<prefix>.stats.json` by preprocessing.
 
-Ids of another vocabulary are numbers like any others: only this file can tell that they mean other words.
+Only this file can show that ids belong to another vocabulary.
 """
 
 import json
@@ -14,7 +14,7 @@ from megatron.tokenizer.base import Tokenizer
 
 
 def identity_of(prefix: str) -> dict | None:
-    """The tokenizer that made `<prefix>.bin`: type, vocab_size, eod, fingerprint. None where nothing tells."""
+    """The tokenizer of `<prefix>.bin`: type, vocab_size, eod, fingerprint. None if it is not recorded."""
     path = Path(f"{prefix}.stats.json")
     if not path.exists():
         return None
@@ -39,16 +39,16 @@ def tokenizer_identity(tokenizer: Tokenizer) -> dict:
 
 
 def refuse_other_vocabulary(paths: Iterable[str], tokenizer: Tokenizer | None) -> None:
-    """Raise DataError where a dataset was made with a vocabulary that is certainly not the tokenizer's."""
+    """Raise DataError for a dataset that is known to have another vocabulary than the tokenizer."""
     if tokenizer is not None:
         refuse_another_identity(paths, tokenizer_identity(tokenizer))
 
 
 def refuse_another_identity(paths: Iterable[str], own: dict) -> None:
-    """The same for what is known of a tokenizer, whose files may be gone.
+    """`refuse_other_vocabulary` for the identity of a tokenizer, whose files may be gone.
 
-    paths: prefixes. Two types of tokenizer may hold one vocabulary in different files, so only
-    their sizes and ends of documents are compared. Numbers without text (NullTokenizer) go with any data.
+    paths: prefixes. Two types of tokenizer may store the same vocabulary in different files, so only their sizes and
+    end-of-document tokens are compared. NullTokenizer matches any data.
     """
     if own["type"] == "NullTokenizer":
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs that are whole or not there: written aside, flushed to the disk, renamed at the end.
+"""Atomic outputs: written to a temporary folder, synced to disk, renamed at the end.
 
 with Workspace("corpus") as workspace:      # creates corpus.partial/ and locks the prefix
     ... write workspace.path("0.bin") and workspace.path("0.idx") ...
@@ -31,10 +31,10 @@ NOT_WRITABLE = (
 
 
 class Workspace:
-    """The folder `<prefix>.partial`, held by one process at a time and removed at the end, whatever happens.
+    """The temporary folder `<prefix>.partial`, locked by one process and removed at the end, also after an error.
 
-    A killed run leaves the folder behind; the next run with this prefix takes it over and empties it.
-    Raises Locked when another process works on the prefix, StorageError when nothing can be written there.
+    A killed run leaves the folder; the next run with this prefix takes it over and empties it.
+    Raises Locked if another process works on the prefix, StorageError if the folder cannot be written.
     """
 
     def __init__(self, prefix: str):
@@ -45,7 +45,7 @@ class Workspace:
         return str(self.folder / name)
 
     def __enter__(self) -> "Workspace":
-        with contextlib.ExitStack() as stack:  # lets go of the lock again when the rest fails
+        with contextlib.ExitStack() as stack:  # releases the lock if the rest fails
             try:
                 self._lock = self._acquire()
                 stack.callback(os.close, self._lock)
@@ -62,7 +62,7 @@ class Workspace:
         os.close(self._lock)
 
     def _acquire(self) -> int:
-        """An open, locked file. One that its previous owner removed meanwhile is no lock: try again."""
+        """Open and lock the lock file. Retries if the previous owner removed it meanwhile."""
         path = self.folder / "lock"
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class Workspace:
 
 
 def storage_error(error: OSError, path) -> OSError | StorageError:
-    """The same failure in a user's words when the disk is full, read-only or failing; `error` itself otherwise."""
+    """A StorageError with advice if the disk is full, read-only or failing; `error` itself otherwise."""
     if error.errno not in NOT_WRITABLE:
         return error
     do = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or give an --output-prefix on another disk")
@@ -96,9 +96,9 @@ def storage_error(error: OSError, path) -> OSError | StorageError:
 
 
 def publish(workspace: Workspace, name: str, final: str, endings: tuple[str, ...] = (".bin", ".idx")) -> None:
-    """Give `<name>.bin` and `<name>.idx` of the workspace and their checksums their final names, the index last.
+    """Rename `<name>.bin`, `<name>.idx` and their checksums from the workspace to their final names, the index last.
 
-    An older index goes before, so that at no moment an .idx stands beside a .bin that it does not describe.
+    An older index is removed first, so that an .idx never describes another .bin.
     """
     write_manifest(workspace.path(name), workspace.path(name + ".sums.json"))
     for suffix in (endings[-1], ".sums.json"):
@@ -109,9 +109,9 @@ def publish(workspace: Workspace, name: str, final: str, endings: tuple[str, ...
 
 
 def append_file(target: int, path: str, start: int = 0, stop: int | None = None) -> int:
-    """Append bytes [start, stop) of a file to the open file `target`, inside the kernel where it can.
+    """Append bytes [start, stop) of a file to the open file `target`, inside the kernel if possible.
 
-    Returns how many bytes that were.
+    Returns the number of bytes.
     """
     source = os.open(path, os.O_RDONLY)
     try:
@@ -130,7 +130,7 @@ def append_file(target: int, path: str, start: int = 0, stop: int | None = None)
 
 
 def _copy(source: int, target: int, position: int, count: int) -> int:
-    """Copy up to `count` bytes to the end of `target`. copy_file_range shares blocks on file systems that can."""
+    """Copy up to `count` bytes to the end of `target`. copy_file_range shares blocks if the file system supports it."""
     end = os.lseek(target, 0, os.SEEK_END)
     if hasattr(os, "copy_file_range"):
         try:

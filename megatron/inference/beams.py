@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search: the continuation whose sum of log probabilities over its length is the greatest that was found.
+"""Beam search for the continuation with the greatest sum of log-probabilities, divided by a power of its length.
 
 Legend: n first tokens, t tokens so far, k beams, v vocabulary.
 """
@@ -31,18 +31,18 @@ def beam_search(
 ) -> list[int]:
     """The best continuation of at most `steps` tokens, without `end`.
 
-    next_logits: of tokens [t, b] so far the scores of the next one, [b, v]; None on ranks that do not have them
-    first:       [n, b] what all continue; columns are alike, one, or k where `cache` has room for k from the start
-    sampling:    its penalty of tokens that occurred, from place `counted` on, and least length; it draws nothing
-    pp:          ranks that share the model, all of which call this and return the same
+    next_logits: tokens [t, b] so far -> scores of the next token, [b, v]; None on ranks without them
+    first:       [n, b] the common prompt; b equal columns, 1, or k if `cache` has room for k from the start
+    sampling:    its repetition penalty, for tokens from position `counted` on, and minimum length; nothing is sampled
+    pp:          ranks that share the model; all of them call this and return the same
 
-    Each step goes on with the k best continuations that do not end; those among the k best of all that end are finished. It
-    is over when k finished ones are better than what goes on is by now: Megatron-LM's rule, and Hugging Face's
-    early_stopping=False. (Divided by a greater length it could still become better: more beams look further.)
+    Each step keeps the k best continuations that do not end; those among the k best of all that end are finished. The
+    search stops when k finished ones are better than the best unfinished one is now: Megatron-LM's rule, and Hugging
+    Face's early_stopping=False. (With a greater length, an unfinished one could still become better.)
     """
     k, n, tokens = search.num_beams, len(first), first
     scores = torch.full((first.shape[1],), float("-inf"), dtype=torch.float64, device=first.device)
-    scores[0] = 0.0  # all are the same to begin with
+    scores[0] = 0.0  # initially, all are the same
     of = lambda score, length: score / length**search.length_penalty
     finished: list[tuple[float, list[int]]] = []  # the k best, best first
     for step in range(1, steps + 1):
@@ -70,8 +70,9 @@ def beam_search(
 def _longer(
     tokens: torch.Tensor, live: list[tuple[float, int, int]], k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(texts [t + 1, k], their scores [k], which text of before each goes on with [k]). live: (score, text, token), at most
-    k of them, best first; where there are fewer, texts without a chance fill up.
+    """(texts [t + 1, k], their scores [k], the text that each continues [k]).
+
+    live: (score, text, token), at most k of them, best first; if there are fewer, texts with score -inf are added.
     """
     live = live + [(float("-inf"), *live[0][1:])] * (k - len(live))
     order, chosen = (torch.tensor(column, device=tokens.device) for column in list(zip(*live))[1:])
@@ -82,8 +83,9 @@ def _longer(
 def _likeliest(
     logits: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, penalty: float, count: int
 ) -> torch.Tensor:
-    """The `count` best continuations by one token of texts [t, b], best first: their scores, texts and tokens, [3, count]
-    fp64. logits [b, v]; scores [b] of the texts.
+    """The `count` best continuations of texts [t, b] by one token, best first: scores, texts and tokens, [3, count] fp64.
+
+    logits [b, v]; scores [b] of the texts.
     """
     if penalty != 1:
         logits = penalised(logits, occurred(tokens, logits), penalty)

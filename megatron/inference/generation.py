@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from a model: greedy or sampled, several prompts at once, each token computed once.
+"""Generate text: greedy, sampled or with beam search, for batches of prompts, with a cache of keys and values.
 
-A prompt's continuation depends on the model, the prompt, the settings and its own number, never on the prompts beside it
-or on whether the cache is used. Legend: s tokens so far, b prompts, v vocabulary.
+A prompt's continuation depends on the model, the prompt, the settings and its own index, not on the other prompts of the
+batch or on the use of the cache. Legend: s tokens so far, b prompts, v vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ def generate(
 ) -> list[list[int]]:
     """The continuation of each prompt, as token ids without the prompt and without `end`.
 
-    longest:   tokens that the model can look at; a text that reaches it ends there
+    longest:   context length of the model; a text that reaches it ends there
     end:       the token that ends a text
-    on_token:  hears the new token of every prompt, -1 for those that have ended; not with beams
-    pp:        ranks that share the model (`inference.stages`), all of which call this and return the same
+    on_token:  receives the new token of every prompt, -1 for those that have ended; not with beams
+    pp:        ranks that share the model (`inference.stages`); all of them call this and return the same
     Raises DataError for an empty prompt or one that leaves no room.
     """
     sampling.check()
@@ -78,7 +78,7 @@ def generate(
 def _best_of_beams(
     model, prompt, sampling: Sampling, beams: Search, longest: int, end: Optional[int], use_cache: bool, pp: Axis
 ) -> list[int]:
-    """Of one prompt, which is computed once."""
+    """Beam search for one prompt; the prompt is computed once."""
     steps = min(sampling.tokens_to_generate, longest - len(prompt))
     first = torch.tensor(prompt, dtype=torch.int64, device=next(model.parameters()).device).unsqueeze(1)  # [n, 1]
     cache = Cache(capacity=len(prompt) + steps, batch=1) if use_cache else None
@@ -92,9 +92,9 @@ def _best_of_beams(
 
 
 class Texts:
-    """Prompts of different lengths side by side, padded on the left, and what has been generated.
+    """A batch of prompts of different lengths, padded on the left, with their generated tokens.
 
-    Padding is a document of its own, so that no text sees it; positions start at 0 where a text starts.
+    Padding is a separate document, so that no text attends to it; positions start at 0 where a text starts.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], longest: int, device: torch.device):
@@ -104,15 +104,15 @@ class Texts:
         self.tokens = torch.tensor(rows, dtype=torch.int64, device=device).t().contiguous()  # [s, b]
 
     def append(self, tokens: torch.Tensor) -> None:
-        """Add one token to each text: [b]."""
+        """Append one token to each text: [b]."""
         self.tokens = torch.cat([self.tokens, tokens.unsqueeze(0)])
 
     def unseen(self, cache: Optional[Cache]) -> torch.Tensor:
-        """The tokens that the cache does not hold yet, [new, b]."""
+        """The tokens that are not in the cache yet, [new, b]."""
         return self.tokens[0 if cache is None else cache.length :]
 
     def places(self, cache: Optional[Cache]) -> dict[str, Optional[torch.Tensor]]:
-        """Positions and documents of the unseen tokens; nothing for prompts of one length."""
+        """Position ids and document ids of the unseen tokens; None for prompts of equal length."""
         if not self.padding.any():
             return dict(position_ids=None, document_ids=None)
         positions = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1) - self.padding  # [s, b]
@@ -121,7 +121,7 @@ class Texts:
         return dict(position_ids=positions.clamp(0, self.longest - 1), document_ids=(positions < 0).int())
 
     def occurred(self, vocab_size: int) -> torch.Tensor:
-        """[b, v] bool: which tokens a text holds."""
+        """[b, v] bool: the tokens that occur in each text."""
         inside = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1) >= self.padding  # [s, b]
         counts = torch.zeros((self.tokens.shape[1], vocab_size), device=self.tokens.device)
         return counts.scatter_add_(1, self.tokens.t(), inside.t().to(counts.dtype)) > 0

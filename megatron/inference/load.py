@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained model out of a checkpoint, whatever layout wrote it: `loaded = load_model("runs/quickstart/checkpoints")`."""
+"""Load a trained model from a checkpoint of any layout: `loaded = load_model("runs/quickstart/checkpoints")`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,11 +30,11 @@ from megatron.storage.urls import UrlPath, location
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, and what its checkpoint says of it."""
+    """A model in evaluation mode, with the record of its checkpoint."""
 
     model: torch.nn.Module
     config: schema.Config  # of the training run
-    record: dict[str, Any]  # all that the checkpoint says of that run
+    record: dict[str, Any]  # state.json of the checkpoint
     vocab_size: int  # without padding
     iteration: int
     path: Path
@@ -42,14 +42,14 @@ class Loaded:
 
     @property
     def longest(self) -> int:
-        """Tokens that the model can look at: rows of its position table, or the length it was trained with."""
+        """The context length: rows of the position table, or the sequence length of training."""
         model = self.config.model
         return model.position_table if model.position_embedding_type == "learned_absolute" else model.seq_length
 
     @property
     def continues_texts(self) -> bool:
-        """Whether it gives scores of the next token of a text."""
-        others = ("decode", "follows")  # of an encoder-decoder; of what looks both ways
+        """Whether the model predicts the next token of a text."""
+        others = ("decode", "follows")  # of an encoder-decoder; of a bidirectional model
         return hasattr(self.model, "logits") and not any(hasattr(self.model, name) for name in others)
 
     def check_words(self) -> None:
@@ -58,7 +58,7 @@ class Loaded:
 
 
 def refuse_head(config: schema.Config, vocab_size: int, path: Path) -> None:
-    """Raise SettingsError where the model of the checkpoint `path` has a head for a task in place of its output layer."""
+    """Raise SettingsError if the model of the checkpoint `path` has a task head in place of its output layer."""
     if not getattr(recipe_of(config).facts(config, vocab_size), "word_head", True):
         raise SettingsError(
             f"{path} was fine-tuned with a head for a task, in the place of the output layer: it has no words",
@@ -76,14 +76,14 @@ def load_model(
     mesh: Optional[Mesh] = None,
     halves: Halves = (None, None),
 ) -> Loaded:
-    """The model of a checkpoint folder (or of one checkpoint in it), weights alone, on one device or on those of a mesh.
+    """Load the weights of a checkpoint folder (or of one checkpoint in it), on one device or on those of a mesh.
 
-    precision: fp32, bf16 or fp16; default: that of the training run, but fp32 for fp16 on a CPU, which is slow at it.
-    step: a certain iteration instead of the newest.
-    mesh: of ranks that all load it; `tp` divides each matrix, `pp` the layers (default: this process has all of it). Over
-        several ranks of `pp` the model is `inference.stages.Stages`, which knows how to generate and nothing else.
-    halves: ranks of `pp` with layers of the encoder and of the decoder (default: all have some of both).
-    Raises CheckpointError when nothing valid is there, SettingsError for ranks that cannot share this model.
+    precision: fp32, bf16 or fp16; default: that of the training run, but fp32 instead of fp16 on a CPU.
+    step: an iteration to load instead of the newest.
+    mesh: ranks that all load the model; `tp` divides each matrix, `pp` the layers (default: this process has all of it).
+        With several ranks of `pp` the model is an `inference.stages.Stages`, which can only generate and score.
+    halves: numbers of `pp` ranks with encoder layers and with decoder layers (default: all have some of both).
+    Raises CheckpointError if there is no valid checkpoint, SettingsError for ranks that cannot share the model.
     """
     mesh = mesh or Mesh()
     record = _record(location(folder), step)
@@ -118,7 +118,7 @@ def load_model(
         pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
     for name, buffer in placed_buffers(chunks).items():
         pieces += buffer_pieces(name, buffer, mesh.coordinates)
-    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all take the same one
+    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
     restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
     return Loaded(
         model.eval(), config, record, vocab_size, restored.state["iteration"], restored.path, restored.notices
@@ -126,8 +126,8 @@ def load_model(
 
 
 def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
-    """Raise SettingsError where the tensor parallel size does not divide what it has to. The batches of training are not
-    asked: ranks and their number are others.
+    """Raise SettingsError if the tensor parallel size does not fit the model. Batch settings of training are not checked,
+    because the ranks differ.
     """
     config = replace(config, batch=schema.Batch(micro_batch_size=1, train_iters=1))
     if mesh.tp.size > 1 and (found := violations(config, mesh.world_size, rules)[0]):
@@ -135,7 +135,7 @@ def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
 
 
 def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
-    """What the newest good checkpoint's state.json holds."""
+    """The content of state.json in the newest valid checkpoint."""
     with Reader(choose(folder, step=step).paths[0]) as reader:
         record = reader.state
     if "config" not in record or "vocab_size" not in record:
@@ -144,13 +144,14 @@ def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
 
 
 def tokenizer_settings(loaded: Loaded, given: Mapping[str, Any] = NONE) -> schema.TokenizerSettings:
-    """Those of the training run, and in their place the `given` ones (setting -> value, see `given_values`). Raises
-    DataError when its files are gone, SettingsError when it had none (mock data).
+    """The tokenizer settings of the training run, overridden by `given` (setting -> value, see `given_values`).
+
+    Raises DataError if its files are gone, SettingsError if it had no tokenizer (mock data).
     """
     from megatron.tokenizer import tokenizer_type
     from megatron.tokenizer.named import with_files
 
-    if given.get("tokenizer_model"):  # a folder, or a file, that stands for all of them
+    if given.get("tokenizer_model"):  # a folder or file that replaces the others
         given = dict(vocab_file=None, merge_file=None) | dict(given)
     settings = replace(loaded.config.tokenizer, **given)
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
@@ -161,8 +162,8 @@ def tokenizer_settings(loaded: Loaded, given: Mapping[str, Any] = NONE) -> schem
 
 
 def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda text: None):
-    """The tokenizer of `tokenizer_settings`. Raises SettingsError for another vocabulary than the model has learned: its
-    numbers would stand for other words, and every score would be wrong.
+    """Build the tokenizer of `tokenizer_settings`. Raises SettingsError for another vocabulary than the model's, because
+    all scores would be wrong.
     """
     from megatron.tokenizer import build_tokenizer
 
@@ -172,7 +173,7 @@ def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda t
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",
             do="give the tokenizer that the model was trained with",
         )
-    learned = loaded.record.get("vocabulary")  # not known of imported models, and of checkpoints of earlier versions
+    learned = loaded.record.get("vocabulary")  # unknown for imported models and checkpoints of earlier versions
     if learned not in (None, tokenizer.fingerprint):
         raise SettingsError(
             f"this is not the vocabulary that {loaded.path} has learned: the same numbers mean other words",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts for an encoder-decoder, and what it answers: prompts with sentinels in the places that are to be found."""
+"""Prompts for an encoder-decoder, with sentinels for the spans to generate, and its answers."""
 
 import re
 from typing import Optional
@@ -11,9 +11,9 @@ from megatron.tokenizer.base import SENTINEL
 
 
 def source_of(tokenizer, prompt: str, number: int) -> list[int]:
-    """Ids of a text that an encoder reads; <extra_id_0> ... in it are sentinels, which stand for what is to be found.
+    """Encode a text for the encoder; <extra_id_0> ... in it are sentinels for the spans to generate.
 
-    Raises DataError for one that the vocabulary does not have.
+    Raises DataError for a sentinel that is not in the vocabulary.
     """
     first, *rest = re.split(f"{SENTINEL.format('([0-9]+)')}", prompt)
     if not rest:
@@ -32,7 +32,7 @@ def source_of(tokenizer, prompt: str, number: int) -> list[int]:
 
 
 def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
-    """What to tell of sources without a sentinel, for a vocabulary that has some: the model may wait for one."""
+    """Notices on sources without a sentinel, if the vocabulary has sentinels: the model may need one."""
     marks = set(tokenizer.sentinels)
     lacking = [number for number, source in enumerate(sources, 1) if marks and not marks & set(source)]
     if not lacking:
@@ -44,7 +44,7 @@ def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
 
 
 def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp) -> list[list[int]]:
-    """What an encoder-decoder answers to each source."""
+    """The answer of an encoder-decoder to each source, as token ids."""
     facts, start, end = loaded.model.facts, search.decoder_start_id, search.decoder_end_id
     start = _special(tokenizer, "bos", "cls") if start is None else start
     end = _special(tokenizer, "eos", "sep") if end is None else end
@@ -57,6 +57,6 @@ def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, 
 
 
 def _special(tokenizer, *names: str) -> Optional[int]:
-    """The first of these special tokens that a tokenizer has, if it knows any by name."""
+    """The first of these special tokens that the tokenizer has; None if there is none."""
     known = getattr(tokenizer, "special", lambda name: None)
     return next((token for name in names if (token := known(name)) is not None), None)

@@ -13,7 +13,7 @@ from megatron.settings.statements import NONE, Statement, words_of
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen from the model's scores."""
+    """Settings for choosing the next token from the model's scores."""
 
     tokens_to_generate: int = setting(
         "longest continuation, in tokens",
@@ -40,13 +40,13 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken: the limit of low temperatures, or asked for by its name."""
+        """Whether the most likely token is always chosen: with --greedy, or temperature 0."""
         return self.greedy or self.temperature == 0
 
-    def settled(self) -> tuple["Sampling", list[str]]:
-        """(the same without what --decoding-strategy leaves out, what the user should hear).
+    def normalized(self) -> tuple["Sampling", list[str]]:
+        """(settings without those that --decoding-strategy ignores, notices for the user).
 
-        >>> Sampling(top_k=10, top_p=0.9, decoding_strategy="topk_sampling").settled()[1]
+        >>> Sampling(top_k=10, top_p=0.9, decoding_strategy="topk_sampling").normalized()[1]
         ['--top-p 0.9 has no effect: --decoding-strategy topk_sampling']
         """
         if self.decoding_strategy is None:
@@ -60,7 +60,7 @@ class Sampling:
         return replace(self, **dict.fromkeys(without, 0)), notes
 
     def check(self, given: Mapping[str, Statement] = NONE) -> None:
-        """Raise SettingsError for values that mean nothing. given: setting -> who gave it, where that is known."""
+        """Raise SettingsError for invalid values. given: setting -> its source, if known."""
         wrong = [
             f"{words_of(given, name, getattr(self, name))}: has to be {words}"
             for name, good, words in (
@@ -102,7 +102,7 @@ IDLE = {
 
 
 def cut_off(rooms: Sequence[int], answers: Sequence[Sequence[int]], sampling: Sampling) -> list[str]:
-    """What to say of texts that a limit has ended, not the model. rooms: tokens that each prompt leaves to its answer."""
+    """Notices on texts that were cut at a limit. rooms: tokens that each prompt leaves for its answer."""
     limit, found = sampling.tokens_to_generate, []
     ended = [min(room, limit) for room, answer in zip(rooms, answers, strict=True) if len(answer) == min(room, limit)]
     asked = sum(length == limit for length in ended)
@@ -114,7 +114,7 @@ def cut_off(rooms: Sequence[int], answers: Sequence[Sequence[int]], sampling: Sa
 
 @dataclass(frozen=True)
 class Search:
-    """How the likeliest text is looked for; of an encoder-decoder, between which tokens."""
+    """Settings of beam search, and of an encoder-decoder's start and end tokens."""
 
     num_beams: int = setting("beam search over this many texts; 1: greedy, or sampling", 1, "--beam-width")
     length_penalty: float = setting("beam search: a new text's score is divided by its length to this power", 1.0)
@@ -126,7 +126,7 @@ class Search:
     )
 
     def check(self, sampling: Sampling, given: Mapping[str, Statement] = NONE) -> None:
-        """Raise SettingsError for values that mean nothing. given: as of `Sampling.check`."""
+        """Raise SettingsError for invalid values. given: as in `Sampling.check`."""
         beams, penalty = (words_of(given, name, f"{getattr(self, name):g}") for name in ("num_beams", "length_penalty"))
         if self.num_beams < 1:
             raise SettingsError(f"{beams}: has to be at least 1")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well a model predicts a text: the exact sum of the losses of all its tokens, the last ones included.
+"""Score a text: the exact sum of the losses of all its tokens, including the last ones.
 
-A text longer than the model is cut into windows. Every token but the first is predicted exactly once; with a stride
-below the window's length it is predicted with at least `length - stride` tokens of context.
+A text longer than the model's context is cut into windows. Every token but the first is predicted exactly once; with a
+stride below the window's length, it has at least `length - stride` tokens of context.
 
-Several ranks take turns at the batches and then hold the same sum. The batches are those of one process, and the sum does
-not depend on their order: where ranks round as that process does, it is equal to the bit.
+Several ranks take turns at the batches and all get the sum. The batches are the same as with one process, and the sum does
+not depend on their order, so it is bitwise equal if the ranks round equally.
 """
 
 import math
@@ -34,7 +34,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """Sum of the cross-entropies of `tokens` predicted tokens, in nats. part: of some of them, where that was asked for."""
+    """The sum of the cross-entropies of `tokens` predicted tokens, in nats. part: the same for a subset, or None."""
 
     loss_sum: float
     tokens: int
@@ -45,12 +45,12 @@ class Score:
         return self.loss_sum / self.tokens
 
     def perplexity(self, ratio: float = 1.0) -> float:
-        """exp of the loss per unit, where `ratio` tokens make up one unit (a word, say); at most e^20."""
+        """exp of the loss per unit of `ratio` tokens (a word, for example); at most e^20."""
         return math.exp(min(20.0, self.loss * ratio))
 
 
 def windows(total: int, length: int, stride: int) -> Iterator[Window]:
-    """Windows over a text of `total` tokens.
+    """The windows over a text of `total` tokens.
 
     >>> list(windows(total=8, length=4, stride=2))
     [Window(start=0, length=4, counted=4), Window(start=2, length=4, counted=2), Window(start=4, length=3, counted=1)]
@@ -80,27 +80,31 @@ def score(
     progress: Callable[[int, int], None] = lambda done, total: None,
     part: Optional[np.ndarray] = None,
 ) -> Score:
-    """Score a text of token ids [n]. Every rank of `axis` has the whole text and the model, or its part of it, and returns
-    all. `progress` hears (predicted so far, all) after every batch of this rank. part: bool [n], tokens to be scored once
-    more by themselves, with all others as their context.
+    """Score a text of token ids [n].
+
+    Every rank of `axis` has the whole text and the model, or its part of the model, and returns the same score. `progress`
+    receives (predicted so far, total) after every batch of this rank. part: bool [n], tokens that are also scored
+    separately, with all tokens as context.
     """
     device = next(model.parameters()).device
     todo = list(windows(len(tokens), length, stride))
     predicted = list(accumulate((window.counted for window in todo), initial=0))  # before each window
-    sums = torch.zeros(2, -(-len(todo) // batch_size), dtype=torch.float64)  # of each batch: all tokens, and the part
+    sums = torch.zeros(2, -(-len(todo) // batch_size), dtype=torch.float64)  # for each batch: all tokens, and the part
     for at in range(axis.rank * batch_size, len(todo), axis.size * batch_size):
         some = todo[at : at + batch_size]
         inputs, labels, counted = window_batch(tokens, some)
         batch = MicroBatch(inputs.to(device), labels.to(device), torch.arange(len(some)))
-        losses = model.token_losses(None, batch)  # [s, b]; None where a pipeline ends on another rank
+        losses = model.token_losses(None, batch)  # [s, b]; None except on the last pipeline stage
         if losses is not None:
             sums[0, at // batch_size] = (losses.double() * counted.to(device)).sum().item()
         if losses is not None and part is not None:
             own = counted * torch.from_numpy(of_windows(part, some, len(counted)))
             sums[1, at // batch_size] = (losses.double() * own.to(device)).sum().item()
-        reached = min(len(todo), at + (axis.size - axis.rank) * batch_size)  # once the other ranks are as far
+        reached = min(
+            len(todo), at + (axis.size - axis.rank) * batch_size
+        )  # assuming equal progress of the other ranks
         progress(predicted[reached], predicted[-1])
-    sums = summed(sums.to(device), model, axis)  # the others' are 0 here
+    sums = summed(sums.to(device), model, axis)  # batches of other ranks are 0 here
     all_of_it, of_part = (math.fsum(row) for row in sums.tolist())
     return Score(
         all_of_it, predicted[-1], Score(of_part, int(part[1:].sum())) if part is not None and part[1:].any() else None
@@ -108,7 +112,7 @@ def score(
 
 
 def of_windows(values: np.ndarray, part: Sequence[Window], s: int) -> np.ndarray:
-    """The values [n] of the tokens that some windows predict: float64 [s, b], 0 behind their ends."""
+    """The values [n] of the tokens that windows predict: float64 [s, b], 0 after their ends."""
     found = np.zeros((s, len(part)), np.float64)
     for column, (start, length, _) in enumerate(part):
         found[:length, column] = values[start + 1 : start + length + 1]
@@ -116,9 +120,9 @@ def of_windows(values: np.ndarray, part: Sequence[Window], s: int) -> np.ndarray
 
 
 def window_batch(tokens: np.ndarray, part: Sequence[Window]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(inputs, labels, which predictions count) of some windows, each [s, b]. Shorter windows are padded at the end,
+    """(inputs, labels, weights of predictions) of windows, each [s, b].
 
-    where causal attention keeps the padding out of everything that counts.
+    Shorter windows are padded at the end, which does not affect other tokens under causal attention.
     """
     s = max(window.length for window in part)
     inputs, labels = np.zeros((s, len(part)), np.int64), np.zeros((s, len(part)), np.int64)

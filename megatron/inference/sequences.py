@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets from an encoder-decoder: greedy, sampled or by beam search. The encoder runs once; keys and values of its result
-and of the target so far are kept.
+"""Generate targets with an encoder-decoder: greedy, sampled or with beam search. The encoder runs once; keys and values
+of its output and of the target so far are cached.
 
-A source's target depends on the model, the source, the settings and its own number, never on the sources beside it.
+A source's target depends on the model, the source, the settings and its own index, not on the other sources of the batch.
 Legend: s tokens of a source, t of a target so far, b sources, v vocabulary.
 """
 
@@ -36,10 +36,10 @@ def generate_targets(
 ) -> list[list[int]]:
     """The target of each source, as token ids without `start` and `end`.
 
-    longest:  tokens of a source and of a target that the model can look at
-    start:    the token that targets begin with; end: the one that ends them
-    on_token: hears the new token of every target, -1 for those that have ended; not with beams
-    pp:       ranks that share the model (`inference.stages`), all of which call this and return the same
+    longest:  the model's context lengths for a source and for a target
+    start:    the token that begins targets; end: the token that ends them
+    on_token: receives the new token of every target, -1 for those that have ended; not with beams
+    pp:       ranks that share the model (`inference.stages`); all of them call this and return the same
     Raises DataError for an empty source or one that is too long.
     """
     sampling.check()
@@ -79,7 +79,7 @@ def generate_targets(
 
 
 def padded(sources: Sequence[Sequence[int]], device) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """(sources side by side [s, b], their mask [s, b], or None where all are of one length)."""
+    """(padded batch of sources [s, b], their mask [s, b], or None if all have the same length)."""
     longest = max(map(len, sources))
     rows = torch.tensor([[*source, *[0] * (longest - len(source))] for source in sources], device=device)
     lengths = torch.tensor([len(source) for source in sources], device=device)
@@ -98,7 +98,7 @@ def _chosen(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling, draw
 
 
 def _row(encoded: EncodedSource, row: int) -> EncodedSource:
-    """Of one source, without what fills it up."""
+    """The encoder's output for one source, without padding."""
     memory = encoded.memory[:, row : row + 1]
     return EncodedSource(memory if encoded.padding is None else memory[encoded.padding[row]], None)
 
@@ -113,7 +113,7 @@ def _beam_search(
     end: Optional[int],
     pp: Axis,
 ) -> list[int]:
-    """Of one source."""
+    """Beam search for one source."""
     k, device = beams.num_beams, encoded.memory.device
     repeated, cache = EncodedSource(encoded.memory.expand(-1, k, -1), None), DecoderCache(steps, k)
 

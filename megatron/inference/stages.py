@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that ranks of a pipeline share, to be asked as one that is whole: each rank calls the same, with the same tokens.
+"""Inference with a model that pipeline parallel ranks share. All ranks call the same functions with the same tokens.
 
-A pass goes from stage to stage; what it ends with is on the last rank of the pipeline alone, and the others get None
-(`of_last_stage` tells them what was chosen there). How many ranks there are has nothing to do with how many trained it.
+A forward pass goes from stage to stage; its result is on the last rank of the pipeline, and the others get None
+(`of_last_stage` broadcasts it). The number of ranks does not depend on that of training.
 
-Of an encoder-decoder each rank has two stages, one of either half, where nobody says otherwise:
+By default, each rank has two stages of an encoder-decoder, one of the encoder and one of the decoder:
 
     >>> from megatron.model.t5.facts import T5Facts
     >>> from megatron.settings.schema import Model
@@ -12,8 +12,8 @@ Of an encoder-decoder each rank has two stages, one of either half, where nobody
     >>> stages_of(facts, 2).layers, stages_of(facts, 4, (1, 3)).layers
     ((range(0, 2), range(2, 4), range(4, 6), range(6, 8)), (range(0, 4), range(4, 6), range(6, 7), range(7, 8)))
 
-The encoder runs once over its stages, and all ranks are sent what it has found; so each layer of the decoder makes keys and
-values of it once, and keeps them. Messages of the decoder are one token long, [1, b, h].
+The encoder runs once over its stages, and its output is broadcast to all ranks. Each layer of the decoder computes keys and
+values from it once and caches them. Messages of the decoder are one token long, [1, b, h].
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ ENCODER, DECODER = "--encoder-pipeline-stages", "--decoder-pipeline-stages"
 
 
 def stages_of(facts: Facts, pp: int, halves: Halves = (None, None)) -> Pipeline:
-    """Which rank of `pp` has which layers. Raises SettingsError where there are fewer layers than ranks for them."""
+    """Assign layers to the ranks of `pp`. Raises SettingsError for fewer layers than ranks."""
     encoder, given = getattr(facts, "encoder_layers", None), any(half is not None for half in halves)
     if encoder is None:
         if given:
@@ -75,13 +75,13 @@ def _counts(what: str, layers: int, ranks: int, flag: str) -> list[int]:
 
 
 class Stages(nn.Module):
-    """This rank's stages of a model, and the way from each to the next.
+    """This rank's stages of a model, and the communication between stages.
 
-    build: (layers=, first=, last=) -> the module of a stage, on the meta device say. Raises SettingsError for a module
-    that cannot be asked for its part of a pass.
+    build: (layers=, first=, last=) -> the module of a stage, for example on the meta device. Raises SettingsError for a
+    module without the methods in `passes`.
     """
 
-    passes: tuple[str, ...] = ()  # what modules are asked for
+    passes: tuple[str, ...] = ()  # methods that modules need
 
     def __init__(self, build: Callable[..., nn.Module], facts: Facts, pipeline: Pipeline, mesh: Mesh):
         super().__init__()
@@ -98,9 +98,9 @@ class Stages(nn.Module):
         self.wire: Optional[P2PCommunicator] = None
 
     def through(self, numbers: Sequence[int], shape: tuple[int, ...], run: Callable) -> Optional[torch.Tensor]:
-        """run(module, x) of these stages, one after the other; what the last one returned, where it is, and None elsewhere.
+        """Call run(module, x) for these stages, in order; returns the result on the rank of the last one, None elsewhere.
 
-        shape: of messages. x: what the stage before returned; None on the first.
+        shape: of messages. x: the result of the stage before; None for the first.
         """
         own = next(self.parameters())
         self.wire = self.wire or P2PCommunicator(self.pp, shape, own.dtype, own.device)
@@ -120,8 +120,8 @@ class Stages(nn.Module):
 
 
 class DecoderStages(Stages):
-    """Of a model that continues texts: `logits` and `token_losses` as those of the whole one, which the last rank of the
-    pipeline has alone.
+    """The stages of a causal model. `logits` and `token_losses` are those of the whole model on the last rank of the
+    pipeline, None on others.
     """
 
     passes = ("cached_pass",)
@@ -141,7 +141,9 @@ class DecoderStages(Stages):
 
 
 class T5Stages(Stages):
-    """An encoder-decoder's: `encode` and `decode` as those of `T5`; what `decode` finds, the last rank has alone."""
+    """The stages of an encoder-decoder. `encode` and `decode` are those of `T5`; `decode` returns None except on the last
+    rank.
+    """
 
     passes = ("encoder_pass", "decoder_pass")
 
@@ -154,7 +156,7 @@ class T5Stages(Stages):
         self._tables: Optional[torch.Tensor] = None
 
     def encode(self, tokens: torch.Tensor, mask: Optional[torch.Tensor] = None) -> EncodedSource:
-        """What the encoder finds in sources, on all ranks."""
+        """The encoder's output for sources, on all ranks."""
         padding, shape = None if mask is None else attended(mask), (*tokens.shape, self.facts.settings.hidden_size)
         run = lambda stage, x: stage.encoder_pass(x, tokens, padding, self.tables())
         self.tables()
@@ -177,7 +179,7 @@ class T5Stages(Stages):
         return scores
 
     def tables(self) -> Optional[torch.Tensor]:
-        """Those of relative positions, [2, buckets, heads/tp]: sent once by the first stage, and kept."""
+        """The tables of relative positions, [2, buckets, heads/tp]: broadcast once by the first stage, and cached."""
         if self.facts.relative and self._tables is None:
             own, heads = self.facts.own, self.facts.settings.num_attention_heads // self.chunks[0].tp.size
             found = self.chunks[0].tables() if self.pp.rank == 0 else None
@@ -185,16 +187,14 @@ class T5Stages(Stages):
         return self._tables
 
     def shared(self, found: Optional[torch.Tensor], shape: tuple[int, ...], source: int) -> torch.Tensor:
-        """What rank `source` of the pipeline has found, on all of them."""
+        """Broadcast a tensor from rank `source` of the pipeline to all of its ranks."""
         own = next(self.parameters())
         x = torch.empty(shape, dtype=own.dtype, device=own.device) if found is None else found.contiguous()
         return collectives.broadcast(x, self.pp, source)
 
 
 def summed(values: torch.Tensor, model: nn.Module, axis: Axis) -> torch.Tensor:
-    """The sum over the ranks of `axis`, each of which has found something for other samples; on all ranks, also where the
-    last stage of a model alone finds something and the others have 0.
-    """
+    """Sum values over the ranks of `axis`, and over pipeline stages, of which all but the last have 0; on all ranks."""
     values, pp = collectives.all_reduce(values, axis), getattr(model, "pp", None)
     return values if pp is None else collectives.all_reduce(values, pp)
 
@@ -202,7 +202,7 @@ def summed(values: torch.Tensor, model: nn.Module, axis: Axis) -> torch.Tensor:
 def of_last_stage(
     found: Optional[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pp: Axis
 ) -> torch.Tensor:
-    """What the last rank of a pipeline has found, on all of them; the others give None."""
+    """Broadcast a tensor from the last rank of a pipeline to all of its ranks; the others pass None."""
     if pp.size == 1:
         return found
     x = torch.empty(shape, dtype=dtype, device=device) if found is None else found.to(dtype).contiguous()

@@ -30,7 +30,7 @@ def parse_any(
         return of_model | dict(own(statements))
 
     defaults = found if callable(own) else of_model | dict(own)
-    return recipe.settled(parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults))
+    return recipe.normalize_config(parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults))
 
 
 def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:

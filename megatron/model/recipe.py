@@ -63,8 +63,8 @@ class Recipe:
                     or without a loss mask, of that one alone: ranks and micro-batches of other sizes ask for others
     arrays:         (config, vocab_size) -> name -> `SampleArray`: its datasets give dicts of these, "labels" and
                     "loss_mask" among them, and so does collate; micro-batches have them by name
-    settled:        settings as they were given -> those that all of the suite can read: a model whose flags say its layers
-                    or stages in another way says here how many there are. What it returns it gives back unchanged
+    normalize_config: (config) -> config with the standard settings, for models whose own flags define layers or stages.
+                    Must be idempotent
     counts:         (config) -> name of a sum -> name of another one: what is logged of the former is their quotient, and
                     nothing where the latter is 0; other sums are divided by the tokens that count
     predicts:       (config) -> what its facts say of the memory of a training, without building the model: "all" of it;
@@ -98,7 +98,7 @@ class Recipe:
     hooks: tuple[Callable[[Config], Any], ...] = ()
     collate: Optional[Callable[[list], Sequence]] = None
     arrays: Optional[Callable[[Config, int], Mapping[str, SampleArray]]] = None
-    settled: Callable[[Config], Config] = lambda config: config
+    normalize_config: Callable[[Config], Config] = lambda config: config
     predicts: Callable[[Config], str] = lambda config: "all"
 
     @property

@@ -290,10 +290,10 @@ def chosen_flags(config: schema.Config, layout: Layout, global_batch: int) -> st
     return " ".join([*words, "--global-batch-size", str(global_batch)])
 
 
-def settled(config: schema.Config, log) -> tuple[schema.Config, list[str]]:
-    """For a look at settings: (with what they leave open chosen, what keeps it from being chosen).
+def resolve_open_settings(config: schema.Config, log) -> tuple[schema.Config, list[str]]:
+    """Choose open settings for a report: (config, problems that prevent the choice).
 
-    A micro-batch that cannot be chosen is 1: the look will say why, together with everything else that is wrong.
+    A micro-batch size that cannot be chosen is 1; the report gives the reason with all other problems.
     """
     if not rules.layout_is_open(config):
         return config, []

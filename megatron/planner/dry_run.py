@@ -9,7 +9,7 @@ from megatron.mpu.mesh import JOINED, ranks_along
 from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner import target, text
-from megatron.planner.choose import settled
+from megatron.planner.choose import resolve_open_settings
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport, memory_report, on_disk
 from megatron.planner.problems import inspect, prefixes, refusal
@@ -26,11 +26,11 @@ from megatron.training import rules
 def dry_run(config: schema.Config, log=print) -> None:
     """Say what the settings would do, the verdict first. Raises SettingsError with every violation if they cannot work."""
     chosen: list[str] = []
-    config, unsettled = settled(config, chosen.append)
+    config, unresolved = resolve_open_settings(config, chosen.append)
     cluster, source = target.cluster_of(config)
     width = WIDE if config.planner.wide else WIDTH
     found = inspect(config, cluster)
-    problems = unsettled + found.problems
+    problems = unresolved + found.problems
     wrong = f"{several(len(problems), 'thing')} cannot work; the end says what"
     log(f"dry run: {wrong if problems else 'nothing was found that cannot work'}")
     if found.resolved:

@@ -62,8 +62,8 @@ def _moved(cut: Cut) -> Iterator[Cut]:
                 yield tuple(n - (at == giver) + (at == taker) for at, n in enumerate(cut))
 
 
-def settled(config: Config) -> Config:
-    """`Recipe.settled` of an encoder-decoder, whose layers are cut by time where nobody says how.
+def normalize_config(config: Config) -> Config:
+    """`Recipe.normalize_config` of an encoder-decoder, with stages balanced by time unless the user gives them.
 
     All ranks cut alike: flags say the device, not what the machine of a rank looks like.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models fine-tuning knows as trunks, and the facts of a trunk with a head. Needs no torch."""
+"""The models that can be fine-tuned, and the facts of such a model (a trunk) with a head. Needs no torch."""
 
 import importlib
 from collections.abc import Callable
@@ -23,42 +23,42 @@ from megatron.settings.rules import Rule
 from megatron.settings.schema import Config
 
 HEAD = "head"
-WORDS = 16  # tokens of a target with the words of a label, where nobody says how many
+WORDS = 16  # default number of tokens of a target with the words of a label
 
 
 @dataclass(frozen=True)
 class Half:
-    """A part of a kind of model that is a trunk by itself.
+    """A part of a model that can be a trunk by itself, such as the encoder of an encoder-decoder.
 
-    name:    in messages
-    settled: settings -> those of a model that is this part alone (`Recipe.settled`)
-    of:      settings that a checkpoint of the whole model holds -> those that it would hold of this part
-    unused:  settings of what is not in it
+    name:    for messages
+    normalize_config: config -> config of a model that is only this part (`Recipe.normalize_config`)
+    of:      settings in a checkpoint of the whole model -> those in a checkpoint of this part
+    unused:  settings of the other parts
     """
 
     name: str
-    settled: Callable[[Config], Config]
+    normalize_config: Callable[[Config], Config]
     of: Callable[[dict[str, Any]], dict[str, Any]]
     unused: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """How a kind of model becomes a trunk.
+    """The description of a kind of model as a trunk for fine-tuning.
 
-    model_type: of its recipe
+    model_type: type of its recipe
     module:     "module:class" of its model, a `LanguageModel` with `of(config, mesh, facts, **stage)`
-    reader:     "module:class" of what makes arrays of texts (`texts.TextReader`)
-    pooled:     the token whose state the head sees: "last" of the text (what looks back alone), or "first"
-    poolings:   what --pooling may say instead
-    replaced:   units in whose place the head stands
-    cloze:      "module:class" of how it reads a pattern (`cloze.Cloze`)
-    shortened:  (settings, whether there is a pattern) -> those with lengths that fine-tuning says, where nobody gives them
-    lengths:    settings of such lengths, which are not the checkpoint's
-    words_alone: settings -> those of a model that has no head but the one for words
-    divisible:  settings -> those with lengths that the ranks of sequence parallelism can share; samples keep their own
-    unneeded:   rules that are about samples of pretraining, or about lengths that are made divisible
-    half:       what of the model is below a head that sees the mean (`Half`); None: all of it
+    reader:     "module:class" of the conversion of texts to arrays (`texts.TextReader`)
+    pooled:     the token whose state is the head's input: "last" of the text (causal models), or "first"
+    poolings:   other values that --pooling may have
+    replaced:   units that the head replaces
+    cloze:      "module:class" of the conversion of patterns to arrays (`cloze.Cloze`)
+    shortened:  (config, whether there is a pattern) -> config with default lengths for fine-tuning
+    lengths:    settings of such lengths, which are not taken from the checkpoint
+    words_alone: config -> config of a model without other heads than the output layer
+    divisible:  config -> config with lengths divisible by sequence parallel ranks; samples keep their lengths
+    unneeded:   rules about pretraining samples, or about lengths that become divisible
+    half:       the part of the model below a head on the mean (`Half`); None: all of it
     """
 
     model_type: str
@@ -77,29 +77,29 @@ class Backbone:
 
     @property
     def recipe(self) -> Recipe:
-        """How it is pretrained."""
+        """The recipe of its pretraining."""
         return named_recipe(self.model_type)
 
     @property
     def groups(self) -> dict[str, type]:
-        """The groups of settings that say its shape."""
+        """The groups of settings that define its shape."""
         return {name: group for name, group in self.recipe.groups.items() if name != MASKED}
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """What cannot work among the settings of its model, whatever it reads."""
+        """The checks of its model's settings that also apply to fine-tuning."""
         return tuple(rule for rule in self.recipe.rules if rule not in self.unneeded)
 
     def module_class(self) -> type:
-        """Imports torch."""
+        """The class of its model; imports torch."""
         return _named(self.module)
 
     def reader_class(self) -> type:
-        """Imports numpy."""
+        """The class of its text reader; imports numpy."""
         return _named(self.reader)
 
     def cloze_class(self) -> type:
-        """Imports numpy."""
+        """The class of its pattern reader; imports numpy."""
         return _named(self.cloze)
 
 
@@ -109,7 +109,7 @@ def _named(path: str) -> type:
 
 
 def few_targets(config: Config, pattern: bool) -> Config:
-    """The decoder of an encoder-decoder reads one token; with a pattern, the sentinel and words of the label."""
+    """Set the default length of the decoder: one token, or with a pattern, room for the sentinel and the label's words."""
     own = t5_settings(config)
     if own.decoder_seq_length is not None:
         return config
@@ -117,12 +117,12 @@ def few_targets(config: Config, pattern: bool) -> Config:
 
 
 def without_binary_head(config: Config) -> Config:
-    """BERT's second head says nothing of words."""
+    """Turn off BERT's next-sentence head, which patterns do not use."""
     return config.derive("fine-tuning", bert_binary_head=False)
 
 
 def divisible_target(config: Config) -> Config:
-    """The decoder has rows for all tensor parallel ranks where these share a sequence; those behind its tokens fill up."""
+    """With sequence parallelism, pad the decoder's length to a multiple of the tensor parallel ranks."""
     own, parallel = t5_settings(config), config.parallel
     if not (parallel.sequence_parallel and own.decoder_seq_length):
         return config
@@ -131,7 +131,7 @@ def divisible_target(config: Config) -> Config:
 
 
 def encoder_of(saved: dict[str, Any]) -> dict[str, Any]:
-    """What the checkpoint of an encoder-decoder holds of settings, for its encoder, whose layers come first."""
+    """The settings of an encoder-decoder's checkpoint for its encoder alone, whose layers come first."""
     model, extra = saved["model"], saved.get("extra", {})
     own = extra.get(T5_GROUP, {})
     model = {**model, "num_layers": own.get("encoder_num_layers", model["num_layers"])}
@@ -142,8 +142,8 @@ def multiple_above(number: int, size: int) -> int:
     return -(-number // size) * size
 
 
-# A row for each kind of model. A trunk that sees both sides pools its first token ([CLS]), and an encoder-decoder the first
-# output of its decoder; or the mean of what its encoder found (arXiv:2108.08877), and then there is no decoder.
+# A row for each kind of model. A bidirectional trunk pools its first token ([CLS]), an encoder-decoder the first output of
+# its decoder, or the mean of its encoder's outputs, without a decoder (arXiv:2108.08877).
 DEFAULT = "GPT"
 _MODEL, _READER = "megatron.model.{}.module:{}", "megatron.tasks.texts:{}Reader"
 _CLOZE = "megatron.tasks.cloze:{}Cloze"
@@ -185,36 +185,37 @@ BACKBONES = {
 
 
 def shape_groups() -> dict[str, type]:
-    """The groups of settings that say the shape of some kind of trunk."""
+    """The groups of settings that define the shapes of all kinds of trunks."""
     return {name: group for row in BACKBONES.values() for name, group in row.groups.items()}
 
 
 def trunk_rules(chosen: Callable[[Any], str]) -> tuple[Rule, ...]:
-    """The rules of all trunks, each for those that it is about. chosen: what rules see -> the name of the trunk in use."""
-    found: dict[Rule, list[str]] = {}
+    """The rules of all trunks, each limited to its trunks. chosen: argument of a rule -> name of the trunk in use."""
+    users: dict[Rule, list[str]] = {}
     for name, row in BACKBONES.items():
         for rule in row.rules:
-            found.setdefault(rule, []).append(name)
+            users.setdefault(rule, []).append(name)
 
     def of_these(rule: Rule, names: list[str]) -> Rule:
         return Rule(lambda s: chosen(s) in names and rule.broken(s), rule.message)
 
-    return tuple(of_these(rule, names) for rule, names in found.items())
+    return tuple(of_these(rule, names) for rule, names in users.items())
 
 
 def trunk_idle(chosen: Callable[[Any], str], pooling: Callable[[Any], Optional[str]]) -> dict[str, Needs]:
-    """What settings of a trunk's shape need for an effect: that it is the one in use, and what its recipe says. pooling:
-    what rules see -> what the head sees, where somebody says it.
+    """The conditions under which settings of a trunk's shape have an effect: the trunk is in use, and its recipe's own.
+
+    chosen, pooling: argument of a rule -> name of the trunk in use, --pooling or None
     """
-    found: dict[str, Needs] = {}
+    conditions: dict[str, Needs] = {}
     for name, row in BACKBONES.items():
         own = {field.name for group in row.groups.values() for field in fields(group)}
         of_another = Needs(f"--backbone {name}", lambda s, name=name: chosen(s) == name)
-        found |= {setting: needs for setting, needs in row.recipe.idle.items() if setting not in found}
-        found |= {setting: _both(of_another, row.recipe.idle.get(setting)) for setting in own}
+        conditions |= {setting: needs for setting, needs in row.recipe.idle.items() if setting not in conditions}
+        conditions |= {setting: _both(of_another, row.recipe.idle.get(setting)) for setting in own}
         whole = Needs("a --pooling other than mean", lambda s, name=name: half_of(name, pooling(s)) is None)
-        found |= {setting: _both(found[setting], whole) for setting in (row.half.unused if row.half else ())}
-    return found
+        conditions |= {setting: _both(conditions[setting], whole) for setting in (row.half.unused if row.half else ())}
+    return conditions
 
 
 def _both(first: Needs, second: Needs | None) -> Needs:
@@ -224,18 +225,18 @@ def _both(first: Needs, second: Needs | None) -> Needs:
 
 
 def half_of(name: str, pooling: Optional[str]) -> Optional[Half]:
-    """What of a trunk's model is there; None: all of it. pooling: what the head sees, where somebody says it."""
+    """The part of a trunk's model that is used; None: all of it. pooling: --pooling or None."""
     return find_backbone(name).half if pooling == "mean" else None
 
 
-def settled(name: str, config: Config, pattern: bool, pooling: Optional[str]) -> Config:
-    """`Recipe.settled` of a trunk."""
+def normalize_trunk_config(name: str, config: Config, pattern: bool, pooling: Optional[str]) -> Config:
+    """`Recipe.normalize_config` of a trunk."""
     row, half = find_backbone(name), half_of(name, pooling)
-    return (half or row.recipe).settled(row.shortened(config, pattern))
+    return (half or row.recipe).normalize_config(row.shortened(config, pattern))
 
 
 def saved_shape(name: str) -> dict[str, str]:
-    """Settings that only such trunks have, and that a checkpoint gives -> the group that they are in."""
+    """Settings of a trunk that are taken from its checkpoint -> their group."""
     row = find_backbone(name)
     return {
         field.name: group
@@ -246,7 +247,7 @@ def saved_shape(name: str) -> dict[str, str]:
 
 
 def find_backbone(name: str) -> Backbone:
-    """Raises SettingsError where fine-tuning does not know such models."""
+    """The description of a trunk by name. Raises SettingsError for an unknown one."""
     if name not in BACKBONES:
         raise SettingsError(
             f"--backbone {name}: fine-tuning has no head for such models{did_you_mean(name, BACKBONES)}",
@@ -257,25 +258,25 @@ def find_backbone(name: str) -> Backbone:
 
 
 def trunk_facts(name: str, config, vocab_size: int) -> Facts:
-    """The facts of the model as it was pretrained."""
+    """The facts of the pretrained model."""
     row = find_backbone(name)
     return row.recipe.facts(row.divisible(config), vocab_size)
 
 
 def pattern_facts(name: str, config, vocab_size: int) -> Facts:
-    """The facts of the model that finds words in patterns."""
+    """The facts of the model that predicts words in patterns."""
     return trunk_facts(name, find_backbone(name).words_alone(config), vocab_size)
 
 
 def classifier_facts(name: str, config, vocab_size: int, outputs: int, options: int = 1) -> Facts:
-    """The facts of that model with a head of so many outputs in the place of the output layer. options: of a sample."""
+    """The facts of the model with a head of `outputs` in place of the output layer. options: number per sample."""
     facts = trunk_facts(name, config, vocab_size)
     kind = _with_head(type(facts), find_backbone(name).replaced)
     return kind(**_own(facts), num_outputs=outputs, sequences=options)
 
 
 def chooser_facts(name: str, config, vocab_size: int, outputs: int, tokens: int) -> Facts:
-    """The facts of the model that chooses among so many labels, each of at most so many tokens."""
+    """The facts of the model that chooses among `outputs` labels, each of at most `tokens` tokens."""
     facts = pattern_facts(name, config, vocab_size)
     return _choosing(type(facts))(**_own(facts), num_outputs=outputs, label_tokens=tokens)
 
@@ -288,17 +289,17 @@ def _own(facts: Facts) -> dict[str, Any]:
 def _scoring(trunk: type[Facts]) -> type[Facts]:
     @dataclass(frozen=True)
     class ScoringFacts(trunk):
-        """num_outputs: scores of a sample, or one number."""
+        """Facts of a model that scores samples. num_outputs: number of scores per sample, or 1 for a regression."""
 
         num_outputs: int = 2
 
-        output_flops = 0.0  # of a few numbers for each sample
+        output_flops = 0.0  # negligible: a few numbers per sample
 
         def state_bytes(self, share: RankSetup) -> int:
-            """Of a token of each sample of a micro-batch."""
+            """Bytes of one token's state for each sample of a micro-batch."""
             return share.micro_batch_size * self.settings.hidden_size * share.element
 
-        # Of the loss: scores of samples, a few numbers.
+        # The loss is over a few scores per sample.
 
         def loss_chunks(self, share: RankSetup) -> int:
             return 1
@@ -319,7 +320,7 @@ def _scoring(trunk: type[Facts]) -> type[Facts]:
 def _choosing(trunk: type[Facts]) -> type[Facts]:
     @dataclass(frozen=True)
     class ChooserFacts(_scoring(trunk)):
-        """label_tokens: places that are looked at."""
+        """Facts of a model that chooses a label. label_tokens: number of positions it scores."""
 
         label_tokens: int = 1
 
@@ -335,7 +336,7 @@ def _choosing(trunk: type[Facts]) -> type[Facts]:
 def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> type[Facts]:
     @dataclass(frozen=True)
     class ClassifierFacts(_scoring(trunk)):
-        """sequences: options that are scored of each sample, each read by itself."""
+        """Facts of a model with a head. sequences: number of options per sample, each a sequence of its own."""
 
         sequences: int = 1
         word_head = False
@@ -350,14 +351,12 @@ def _with_head(trunk: type[Facts], replaced: tuple[str, ...]) -> type[Facts]:
             return False  # there is no output layer that could share the table
 
         def units(self, layers, first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
-            found = [
-                unit for unit in super().units(layers, first, last, sequence_parallel) if unit.name not in replaced
-            ]
+            kept = [unit for unit in super().units(layers, first, last, sequence_parallel) if unit.name not in replaced]
             m = self.settings
             weight = Placement((self.num_outputs, m.hidden_size), Normal(m.init_method_std))
-            return found + ([Unit(HEAD, {"weight": weight}, ends=("last",))] if last else [])
+            return kept + ([Unit(HEAD, {"weight": weight}, ends=("last",))] if last else [])
 
         def score_sums(self, share: RankSetup) -> tuple[int, ...]:
-            return (self.state_bytes(share),) if share.sp else ()  # the rank that has the token tells the others
+            return (self.state_bytes(share),) if share.sp else ()  # the rank with the token sends it to the others
 
     return ClassifierFacts

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of classes, or a number, for each sample: of a head on a language model's trunk, from a pooled token; or of the
-model's own output layer, from what it says of the tokens of each label in a pattern (pet.py).
+"""Models that score each sample: with a head on a language model's trunk, or with the model's output layer and a pattern
+(pet.py).
 
 Legend: s sequence, b micro-batch, h hidden, c classes or outputs of the head, o options of a sample, w tokens of a label, v
-vocabulary, tp ranks that divide each matrix.
+vocabulary, tp tensor parallel ranks.
 """
 
 from functools import cache
@@ -22,13 +22,13 @@ from megatron.tasks.cloze import CHOICES, GAP
 from megatron.tasks.samples import ABOVE, BELOW, OF_SAMPLES, OPTIONS, SHARES
 from megatron.tasks.texts import HIDDEN, LENGTHS
 
-LOSS, TOKENS = "loss", "tokens"  # what the sums of the last stage are called
-NEVER = -1e9  # the score of an option that is not there
-MASKS = ("padding_mask", "enc_mask")  # arrays of samples that are 1 at the tokens of a text; others have its length
+LOSS, TOKENS = "loss", "tokens"  # names of the last stage's sums
+NEVER = -1e9  # the score of a missing option
+MASKS = ("padding_mask", "enc_mask")  # masks of the tokens of a text; models without one have its length
 
 
 class Head(nn.Module):
-    """[b, h] -> [b, c] fp32, without bias, as transformers has it for decoders; whole on every rank."""
+    """A linear head [b, h] -> [b, c] fp32 without bias, as in transformers for decoders; replicated on all ranks."""
 
     def __init__(self, weights, *, dtype, device):
         super().__init__()
@@ -39,10 +39,10 @@ class Head(nn.Module):
 
 
 def pooled(x: torch.Tensor, rows: torch.Tensor, tp: Axis, cut: bool) -> torch.Tensor:
-    """[s, b, h], and of each sample a row [b] -> [b, h], or several [w, b] -> [w, b, h]: the same on all ranks of tp, whose
-    gradients are the same too.
+    """Select rows of x [s, b, h]: one per sample, [b] -> [b, h], or several, [w, b] -> [w, b, h].
 
-    cut: x is a rank's [s/tp, b, h] (sequence parallelism): the row is taken where it is, and the others add zero.
+    The result and its gradient are the same on all ranks of tp. cut: x is a rank's [s/tp, b, h] (sequence parallelism); the
+    rank with the row contributes it, the others add zero.
     """
     places = torch.arange(x.shape[1], device=x.device)
     if not cut:
@@ -54,7 +54,7 @@ def pooled(x: torch.Tensor, rows: torch.Tensor, tp: Axis, cut: bool) -> torch.Te
 
 
 def averaged(x: torch.Tensor, mask: torch.Tensor, tp: Axis, cut: bool) -> torch.Tensor:
-    """[s, b, h], and 1 at the tokens of each sample [s, b] -> the mean of their states [b, h]. Otherwise as `pooled`."""
+    """The mean of the states x [s, b, h] over the tokens in `mask` [s, b]: [b, h]. Otherwise as `pooled`."""
     counts = mask.sum(0).unsqueeze(-1)  # [b, 1]; a sample has at least one token
     own = mask.chunk(tp.size)[tp.rank] if cut else mask
     total = (x.float() * own.unsqueeze(-1)).sum(0)
@@ -64,7 +64,7 @@ def averaged(x: torch.Tensor, mask: torch.Tensor, tp: Axis, cut: bool) -> torch.
 
 
 def text_mask(batch) -> torch.Tensor:
-    """[s, b] fp32: 1 at the tokens of each text, special ones included, and 0 at what fills up."""
+    """[s, b] fp32: 1 at the tokens of each text, special ones included, and 0 at padding."""
     for name in MASKS:
         if name in batch.arrays:
             return batch.arrays[name].float()
@@ -73,12 +73,12 @@ def text_mask(batch) -> torch.Tensor:
 
 
 def _last_rows(batch) -> torch.Tensor:
-    """Of each text the row of its last token [b]."""
+    """The row of each text's last token [b]."""
     return text_mask(batch).sum(0).long() - 1
 
 
 def with_hidden_words(batch, dropout: Dropout):
-    """The micro-batch whose words are hidden as `dropout` says: its first array has the ids that HIDDEN has there."""
+    """The micro-batch with word dropout: ids of its first array are replaced by those of HIDDEN where `dropout` drops."""
     if dropout.idle:
         return batch
     (name, ids), *others = batch.arrays.items()
@@ -88,9 +88,7 @@ def with_hidden_words(batch, dropout: Dropout):
 
 
 def with_options_apart(batch, options: int):
-    """The micro-batch [s, b o] in which each option of a sample is one: arrays of texts hold those of a sample one behind
-    the other, [o s, b], and numbers of texts [o, b].
-    """
+    """Make each option of a sample a sample of its own: [o s, b] -> [s, b o] for texts, [o, b] -> [b o] for numbers."""
     if options == 1:
         return batch
     arrays = {
@@ -102,21 +100,21 @@ def with_options_apart(batch, options: int):
 
 
 def _apart(array: torch.Tensor, options: int, number: bool) -> torch.Tensor:
-    """[o s, b] -> [s, b o]; or of a number for each option [o, b] -> [b o]."""
+    """[o s, b] -> [s, b o]; or for one number per option, [o, b] -> [b o]."""
     apart = array.view(options, -1, array.shape[-1]).permute(1, 2, 0).flatten(1)
     return apart[0] if number else apart.contiguous()
 
 
 @cache
 def scoring(trunk: type) -> type:
-    """The class of a trunk's models that give each sample scores of classes, or a number. A subclass says `scores`."""
+    """Derive the class of models with this trunk that score samples. A subclass implements `scores`."""
 
     class Scoring(trunk):
-        """See `scoring`."""
+        """A trunk that scores samples. See `scoring`."""
 
         def forward(self, x, batch):
-            """As `LanguageModel.forward`; the last stage returns (None, {"loss": sum over samples, "tokens": those of known
-            label}).
+            """As `LanguageModel.forward`; the last stage returns (None, {"loss": sum over samples, "tokens": number of
+            samples with a label}).
             """
             read = self.read(batch)
             with self.region():
@@ -130,16 +128,16 @@ def scoring(trunk: type) -> type:
             return None, {LOSS: (losses * batch.loss_mask).sum(), TOKENS: batch.num_tokens, **sums}
 
         def read(self, batch):
-            """What the trunk reads of a micro-batch."""
+            """The input of the trunk for a micro-batch."""
             return batch
 
         def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
-            """[b, c] fp32 of the last stage's states [s, b, h], or [s/tp, b, h]. batch: what the trunk has read."""
+            """Scores [b, c] fp32 from the last stage's states [s, b, h] or [s/tp, b, h]. batch: the trunk's input."""
             raise NotImplementedError
 
         @property
         def cut(self) -> bool:
-            """Whether a rank has a part of the sequence (`pooled`)."""
+            """Whether each rank has a part of the sequence (`pooled`)."""
             return self.sequence_parallel and self.tp.size > 1
 
     return Scoring
@@ -147,13 +145,14 @@ def scoring(trunk: type) -> type:
 
 @cache
 def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
-    """The class of a trunk's models with a head in the place of the output layer. pooling: what the head sees, the state of
-    the "first" token, of the "last" one of the text, or the "mean" of all its tokens. word_dropout: share of the words of a
-    text that are hidden in training.
+    """Derive the class of models with this trunk and a head in place of the output layer.
+
+    pooling: the head's input: state of the "first" token, of the "last" token of the text, or the "mean" over its tokens
+    word_dropout: share of the tokens of a text that are hidden in training
     """
 
     class Classifier(scoring(trunk)):
-        """See `classifier_of`. facts: `backbones.classifier_facts`."""
+        """A trunk with a head. See `classifier_of`. facts: `backbones.classifier_facts`."""
 
         def __init__(self, *model, **keywords):
             super().__init__(*model, **keywords)
@@ -174,7 +173,7 @@ def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
             return scores.view(-1, options).masked_fill(missing, NEVER)
 
         def _pooled(self, x: torch.Tensor, batch) -> torch.Tensor:
-            """What the head sees of each sequence [b, h]."""
+            """The head's input for each sequence [b, h]."""
             if pooling == "mean":
                 return averaged(x, text_mask(batch), self.tp, self.cut)
             first = pooling == "first"
@@ -186,15 +185,17 @@ def classifier_of(trunk: type, pooling: str, word_dropout: float = 0.0) -> type:
 
 @cache
 def label_chooser_of(trunk: type, tokens: int) -> type:
-    """The class of a trunk's models that score a label by the sum of its tokens' logits, each in its place. As all labels
-    have as many tokens, softmax of the scores is that of their log-probabilities. tokens: the most that a label may have.
+    """Derive the class of models with this trunk that score a label by the sum of its tokens' logits, each at its position.
+
+    All labels have the same number of tokens, so softmax over the scores equals softmax over log-probabilities.
+    tokens: most tokens of a label
     """
 
     class LabelChooser(scoring(trunk)):
-        """See `label_chooser_of`. facts: `backbones.chooser_facts`."""
+        """A trunk that chooses a label. See `label_chooser_of`. facts: `backbones.chooser_facts`."""
 
         def scores(self, x: torch.Tensor, batch) -> torch.Tensor:
-            chosen = batch.arrays[CHOICES][:, 0].view(-1, tokens) - 1  # [c, w], the same of all samples; -1: no token
+            chosen = batch.arrays[CHOICES][:, 0].view(-1, tokens) - 1  # [c, w], the same for all samples; -1: no token
             last = len(x) * (self.tp.size if self.cut else 1) - 1
             places = torch.arange(tokens, device=x.device).unsqueeze(1) + batch.arrays[GAP]  # [w, b]
             states = pooled(self.word_states(x), places.clamp(max=last), self.tp, self.cut)  # [w, b, h]
@@ -204,7 +205,7 @@ def label_chooser_of(trunk: type, tokens: int) -> type:
             return logits.sum(-1)
 
         def _logits(self, states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-            """[w, b, h], and tokens [c, w] -> [b, c, w], 0 for -1. A rank has those of its part of the vocabulary."""
+            """Logits of tokens [c, w] from states [w, b, h]: [b, c, w], 0 for -1. Ranks sum over their vocabulary parts."""
             size = len(self.output_weight)
             rows = chosen - self.tp.rank * size
             own, rows = (rows >= 0) & (rows < size), rows.clamp(0, size - 1)
@@ -218,7 +219,7 @@ def label_chooser_of(trunk: type, tokens: int) -> type:
 
 
 def losses_of(scores: torch.Tensor, batch) -> torch.Tensor:
-    """[b, c] -> [b]: cross-entropy of classes, or with probabilities of them; square error of one number."""
+    """Loss of each sample, [b, c] -> [b]: cross-entropy with classes or probabilities; squared error for one number."""
     if scores.shape[1] == 1:
         return (scores.squeeze(-1) - (batch.arrays[ABOVE] - batch.arrays[BELOW])).square()
     wanted = batch.arrays[SHARES].T if SHARES in batch.arrays else batch.labels

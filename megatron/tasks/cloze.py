@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each kind of model reads a pattern (pet.py) with words in the place of the label: the arrays of its samples, in which
-`loss_mask` is 1 where a word of the label is to be found. Where labels are compared with each other alone (--pet-loss
-labels), a sample is the same for all of them, and says where the first token is to be found, and what tokens all have.
+"""Samples of patterns (pet.py) for each kind of model: the label is replaced by its words.
 
-- A model that looks back alone reads the sentence and finds tokens behind those before them: the label, or all from it on.
-- A BERT reads [CLS] sentence [SEP] with a [MASK] for each token of the label, and finds them all at once.
-- An encoder-decoder reads the sentence with the first sentinel in the place of the label; its decoder reads [BOS], the
-  sentinel and the label, and finds each token of the label behind those before it.
+`loss_mask` is 1 where a token of the label is predicted. If labels are only compared with each other (--pet-loss labels),
+all labels share a sample, which has the position of the first predicted token and the tokens of all labels.
 
-Legend: s tokens of a sample, t of what a decoder reads.
+- A causal model reads the sentence and predicts the label, or all text from the label on.
+- A BERT reads [CLS] sentence [SEP] with a [MASK] for each token of the label, and predicts all of them together.
+- An encoder-decoder reads the sentence with the first sentinel in place of the label; its decoder reads [BOS], the
+  sentinel and the label, and predicts the tokens of the label one after another.
+
+Legend: s tokens of a sample, t tokens of a decoder's input.
 """
 
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ from megatron.tasks.description import Task
 from megatron.tasks.samples import sample_arrays
 from megatron.tasks.texts import TOKENS, SampleReader
 
-GAP = "gap"  # of a sample: the place at which the first token of a label is to be found
-CHOICES = "choices"  # of a sample: the tokens of all labels, each as its number + 1; 0: a label has no further one
+GAP = "gap"  # array of a sample: the position of a label's first token
+CHOICES = "choices"  # array of a sample: the tokens of all labels, as id + 1; 0: padding
 
 Parts = Sequence[tuple[str, list[int]]]  # ("text", ids), ("label", ids), ("", ids of words between them) ...
 Arrays = dict[str, Any]
@@ -39,8 +40,9 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cloze(SampleReader):
-    """Sentences with words in the place of the label. label_tokens: of a label, that are found without one another;
-    gap: the texts on both sides of the label are read before it is found.
+    """Makes samples of sentences with words in place of the label.
+
+    label_tokens: most tokens of a label that are predicted independently; gap: the model sees text on both sides of it
     """
 
     label_tokens = 1
@@ -48,7 +50,7 @@ class Cloze(SampleReader):
 
     @classmethod
     def choice_arrays(cls, config: Config, vocab_size: int, task: Task, soft: bool) -> dict[str, SampleArray]:
-        """What a sample of which a label is chosen consists of. soft: labels are probabilities."""
+        """The arrays of a sample for choosing a label. soft: labels are probabilities."""
         text = cls.arrays(config, vocab_size)
         del text[LABELS]
         places = text.pop(LOSS_MASK).length
@@ -56,7 +58,7 @@ class Cloze(SampleReader):
         return sample_arrays(task, {**text, GAP: SampleArray(0, below=places), CHOICES: choices}, soft=soft)
 
     def read(self, pattern, example, label: str, encode, reserve: int) -> Arrays:
-        """The sample of a sentence with a label. pattern: `pet.Pattern`; reserve: tokens that any label may have."""
+        """The sample of a sentence with a label. pattern: `pet.Pattern`; reserve: tokens to reserve for any label."""
         raise NotImplementedError
 
     def made_up(self, draw: np.random.Generator, vocab_size: int) -> Arrays:
@@ -64,12 +66,12 @@ class Cloze(SampleReader):
         raise NotImplementedError
 
     def check(self, longest: int) -> None:
-        """Raise DataError where there is no room for a label of so many tokens."""
+        """Raise DataError if there is no room for a label of `longest` tokens."""
 
 
 @dataclass(frozen=True)
 class CausalCloze(Cloze):
-    """end: of a document, before the sentence."""
+    """Samples for causal models. end: end-of-document token before the sentence."""
 
     end: Optional[int] = None
 
@@ -98,7 +100,7 @@ class CausalCloze(Cloze):
 
 @dataclass(frozen=True)
 class BertCloze(Cloze):
-    """cls, sep, mask: ids of special tokens."""
+    """Samples for BERT. cls, sep, mask: ids of special tokens."""
 
     cls: int
     sep: int
@@ -129,25 +131,25 @@ class BertCloze(Cloze):
         return self._named(random_parts(draw, vocab_size, self.length - 4))
 
     def _named(self, parts: Parts) -> Arrays:
-        read, wanted, found = [self.cls], [0], [0.0]
+        read, wanted, counts = [self.cls], [0], [0.0]
         for name, ids in parts:
             gap = name == "label"
             read += [self.mask] * len(ids) if gap else ids
             wanted += ids if gap else [0] * len(ids)
-            found += [float(gap)] * len(ids)
+            counts += [float(gap)] * len(ids)
         read = np.array([*read, self.sep], np.int64)
         return {
             "text": padded(read, self.length),
             "types": np.zeros(self.length, np.int64),
             LABELS: padded(np.array(wanted, np.int64), self.length),
-            LOSS_MASK: padded(np.array(found, np.float32), self.length),
+            LOSS_MASK: padded(np.array(counts, np.float32), self.length),
             "padding_mask": padded(np.ones_like(read), self.length),
         }
 
 
 @dataclass(frozen=True)
 class T5Cloze(Cloze):
-    """bos, sentinel: ids of special tokens; target: tokens that the decoder reads."""
+    """Samples for T5. bos, sentinel: ids of special tokens; target: length of the decoder's input."""
 
     bos: int
     sentinel: int
@@ -172,7 +174,7 @@ class T5Cloze(Cloze):
     def check(self, longest: int) -> None:
         if longest + 1 > self.target:
             raise DataError(
-                f"--pet-verbalizer: words of {longest} tokens, and the decoder finds {self.target - 1} behind its sentinel",
+                f"--pet-verbalizer: words of {longest} tokens, and the decoder has room for {self.target - 1}",
                 do=f"--decoder-seq-length {longest + 1}",
             )
 
@@ -181,25 +183,25 @@ class T5Cloze(Cloze):
         [words] = [ids for name, ids in parts if name == "label"]
         written = np.array([self.sentinel, *words], np.int64)
         before = np.array([self.bos, *written[:-1]], np.int64)
-        found = np.array([0.0] + [1.0] * len(words), np.float32)
+        counts = np.array([0.0] + [1.0] * len(words), np.float32)
         return {
             "text_enc": padded(read, self.length),
             "text_dec": padded(before, self.target),
             LABELS: padded(written, self.target),
-            LOSS_MASK: padded(found, self.target),
+            LOSS_MASK: padded(counts, self.target),
             "enc_mask": padded(np.ones_like(read), self.length),
             "dec_mask": padded(np.ones_like(before), self.target),
         }
 
 
 def with_gap(arrays: Arrays, choices: np.ndarray) -> Arrays:
-    """A sample with some label as one of which a label is chosen: `Cloze.choice_arrays`, but for what is to be found."""
+    """Convert a sample with any label to one for choosing a label: `Cloze.choice_arrays`, without the target."""
     place = int(np.argmax(arrays[LOSS_MASK]))
     text = {name: array for name, array in arrays.items() if name not in (LABELS, LOSS_MASK)}
     return {**text, GAP: place, CHOICES: choices}
 
 
 def random_parts(draw: np.random.Generator, vocab_size: int, most: int, label: int = 2) -> Parts:
-    """A sentence of up to `most` random tokens and a label behind it."""
+    """A sentence of up to `most` random tokens, followed by a label."""
     text = draw.integers(vocab_size, size=int(draw.integers(1, max(2, most)))).tolist()
     return [("text", text), ("label", draw.integers(vocab_size, size=max(1, label)).tolist())]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which items of an evaluation the training data holds, so that its score can be told without them.
+"""Find the items of an evaluation that are in the training data, to report the score without them.
 
-Preprocessing with --contamination INDEX has left beside the token files which n-grams of the registered sets they hold
-(`data/contamination.py`). An item (a passage, a line, a document) that shares one is contaminated. One whose n-grams were
-not looked for is unknown: nothing can be said of it. One that is too short to have any counts as clean.
+Preprocessing with --contamination INDEX counts the n-grams of registered sets in the token files
+(`data/contamination.py`). An item (a passage, a line, a document) that shares one is contaminated. An item whose n-grams
+were not searched for is unknown. An item that is too short for an n-gram counts as clean.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ from megatron.settings.schema import Data
 
 @dataclass(frozen=True)
 class Judged:
-    """Of each item: whether it is known (its n-grams were looked for, or it has none), and whether it is contaminated."""
+    """For each item: whether it is known (its n-grams were searched for, or it has none), and whether contaminated."""
 
     known: np.ndarray
     contaminated: np.ndarray
@@ -44,16 +44,16 @@ class Judged:
         >>> print(Judged(np.array([True, True, False]), np.array([True, False, False])))
         without 1 of 3 items that the training data holds, and 1 that was not looked for
         """
-        told = self.record()
-        more = told["not_registered"]
+        counts = self.record()
+        more = counts["not_registered"]
         unknown = f", and {more:,} that {'was' if more == 1 else 'were'} not looked for" if more else ""
-        return f"without {told['contaminated']:,} of {told['items']:,} items that the training data holds{unknown}"
+        return f"without {counts['contaminated']:,} of {counts['items']:,} items that the training data holds{unknown}"
 
 
 def training_contents(data: Data, given: Optional[Sequence[str]]) -> tuple[Optional[Contained], list[str]]:
-    """(what a run's token files hold of registered sets; None where it is not known, what the user should hear).
+    """(n-grams of registered sets in a run's token files, or None if unknown; notes for the user).
 
-    given: token files to be taken instead of those that the run's settings name
+    given: token files that replace those of the run's settings
     """
     words = list(given or data.data_path or data.train_data_path or ())
     if not words:
@@ -66,15 +66,15 @@ def training_contents(data: Data, given: Optional[Sequence[str]]) -> tuple[Optio
     contained, unknown = of_training_data(prefixes)
     if contained is None:
         why = "preprocess it with --contamination INDEX"
-        return None, [f"{unknown[0]} has no {ENDING} beside it ({why})"] if given else []
+        return None, [f"{unknown[0]} has no {ENDING} next to it ({why})"] if given else []
     if unknown:
         several = f"{len(unknown)} of {len(prefixes)} token files of training"
-        return None, [f"{several} have no {ENDING}, among them {unknown[0]}: scores are told with all items alone"]
+        return None, [f"{several} have no {ENDING}, among them {unknown[0]}: only scores with all items are reported"]
     return contained, []
 
 
 def judge(contained: Contained, items: Iterable[Sequence[str]]) -> Judged:
-    """Judge items, each of which is some texts."""
+    """Judge items, each a list of texts."""
     longest, shortest = (
         contained.about.get(name, least) for name, least in (("longest", LONGEST), ("shortest", SHORTEST))
     )
@@ -82,8 +82,8 @@ def judge(contained: Contained, items: Iterable[Sequence[str]]) -> Judged:
     for texts in items:
         ngrams, _ = item_ngrams(texts, longest, shortest)
         verdicts.append(contained.look_up(ngrams) if len(ngrams) else (True, False))
-    known, found = np.array(verdicts, bool).reshape(-1, 2).T
-    return Judged(known, found)
+    known, contaminated = np.array(verdicts, bool).reshape(-1, 2).T
+    return Judged(known, contaminated)
 
 
 def judge_file(contained: Contained, path: str) -> Judged:
@@ -94,9 +94,9 @@ def judge_file(contained: Contained, path: str) -> Judged:
 
 
 def judge_lines(contained: Contained, original: str, text: str) -> tuple[Judged, np.ndarray]:
-    """(judgement of the lines of `original` that are not blank, whether each line of `text` is clean).
+    """(judgement of the non-blank lines of `original`, whether each line of `text` is clean).
 
-    text: the same words as they are evaluated, whose lines may be joined. Raises DataError where it has other words.
+    text: the same words as evaluated; lines may be joined. Raises DataError if the words differ.
     """
     lines = [line for line in original.split("\n") if line.strip()]
     judged = judge(contained, [[line] for line in lines])
@@ -104,7 +104,7 @@ def judge_lines(contained: Contained, original: str, text: str) -> tuple[Judged,
     words = words_of(text)
     if sum(counts) != len(words.hashes):
         raise DataError(f"the text has {len(words.hashes):,} words, its original {sum(counts):,}")
-    bad = np.repeat(~judged.clean, counts)  # of each word
+    bad = np.repeat(~judged.clean, counts)  # for each word
     ends = np.array([place for place, mark in enumerate(text) if mark == "\n"], np.int64)
     of_word = np.searchsorted(ends, words.starts)  # the line that a word is in
     clean = np.ones(len(ends) + 1, bool)
@@ -113,8 +113,8 @@ def judge_lines(contained: Contained, original: str, text: str) -> tuple[Judged,
 
 
 def lines_of_tokens(tokens: np.ndarray, decode: Callable[[list[int]], str], total: int) -> Optional[np.ndarray]:
-    """The line that each token begins in; None where a tokenizer does not keep the `total` ends of lines."""
+    """The line in which each token begins; None if the tokenizer does not keep the `total` ends of lines."""
     known, places = np.unique(tokens, return_inverse=True)
     ends = np.array([decode([int(token)]).count("\n") for token in known], np.int64)[places]
-    behind = np.cumsum(ends)
-    return behind - ends if len(behind) and behind[-1] == total else None
+    after = np.cumsum(ends)
+    return after - ends if len(after) and after[-1] == total else None

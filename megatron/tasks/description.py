@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task is: its files, the columns of text and label, its labels, metrics and form of predictions. Needs no torch.
+"""The description of a task: files, columns of text and label, labels, metrics, format of predictions. Needs no torch.
 
-The tasks of GLUE and CLUE are in tables, any other one is a YAML file of the same fields:
+GLUE's and CLUE's tasks are in tables; any other task is a YAML file with the same fields:
 
     name: reviews
     train: train.tsv                # in --data-path, or here, or next to this file; also valid, test; .tsv, .csv, .jsonl
     valid: dev.tsv
     text: review                    # a column, or a key of JSON lines
-    text_pair: title                # of tasks on pairs
-    options: choices                # a list of texts, of which one is right: the label is its place, from 0, or itself
+    text_pair: title                # for tasks on pairs
+    options: choices                # a list of texts, one of them right: the label is its index, from 0, or the text
     label: stars
-    labels: ["1", "2", "3"]         # default: those of the training files, sorted; [] or regression: true for numbers
+    labels: ["1", "2", "3"]         # default: labels of the training files, sorted; [] or regression: true for numbers
     metrics: [accuracy, macro_f1]
 """
 
@@ -33,18 +33,17 @@ Split = Callable[[Mapping[Any, Any], Path, bool], Iterable[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Task(LabelledTask):
-    """See `LabelledTask`.
+    """A task for fine-tuning: a `LabelledTask` with files, metrics and predictions.
 
-    train, valid, test: name of a set ("" where there is one alone) -> file names that it may have, the first that exists
-                is read
-    options:    column of a list, one of which is right: the label is its place, or itself
-    split:      (a row as it is read, its file, whether it has labels) -> a row for each of its questions
+    train, valid, test: name of a set ("" if there is only one) -> possible file names; the first existing one is read
+    options:    column of a list of options, one of them right: the label is its index, or the option
+    split:      (row of a file, its file, whether it has labels) -> a row for each of its questions
     one_answer: the file of predictions is one JSON object, id -> label
-    id:         column of a row's number in a file of predictions (default: its place in the file, from 0)
-    folder:     where its files may be below --data-path
-    answers:    form of predictions: name of a set -> file, whose ending says which
-    settings:   of training, where nobody gives others; instead of FLEETX
-    home:       folder of the YAML file that describes it
+    id:         column of a row's id in a file of predictions (default: its index in the file, from 0)
+    folder:     folder of its files below --data-path
+    answers:    name of a set -> file of predictions, whose ending decides the format
+    settings:   defaults for training; override FLEETX
+    home:       folder of its YAML file
     """
 
     train: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -62,12 +61,12 @@ class Task(LabelledTask):
 
     @property
     def outputs(self) -> int:
-        """Numbers that are found of a sample: a score of each class or option, or one."""
+        """Number of outputs per sample: a score for each class or option, or 1."""
         return 1 if self.regression else len(self.labels)
 
     @property
     def judged_by(self) -> str:
-        """The figure that the best checkpoint has most of."""
+        """The name of the figure that selects the best checkpoint."""
         return combined(self.metrics)
 
     @property
@@ -75,16 +74,16 @@ class Task(LabelledTask):
         return self.metrics[0] in SMALLER_IS_BETTER
 
 
-IN_FILES = (".yaml", ".yml")  # endings of tasks that files describe
+IN_FILES = (".yaml", ".yml")  # endings of task descriptions
 
 
 def one(*names: str) -> dict[str, tuple[str, ...]]:
-    """A set of one file, which may have these names."""
+    """A set of one file with these possible names."""
     return {"": names}
 
 
-# PaddleFleetX's settings for GLUE (single_finetune.md): AdamW with epsilon 1e-6, a rate of 2e-5 that
-# falls in a line behind a tenth of warm-up, batches of 32, 128 tokens, 3 epochs.
+# PaddleFleetX's settings for GLUE (single_finetune.md): AdamW with epsilon 1e-6, learning rate 2e-5 with linear decay after
+# 10% warm-up, batches of 32, 128 tokens, 3 epochs.
 FLEETX = dict(
     lr=2e-5,
     min_lr=0.0,
@@ -131,7 +130,7 @@ GLUE = (
 
 
 def _versions(name: str) -> dict[str, Any]:
-    """CLUE's test sets of a task that has two, and what predictions for them are called."""
+    """The two test sets of a CLUE task, and the names of their files of predictions."""
     answers = {version: f"{name}{version.replace('.', '')}_predict.json" for version in ("1.1", "1.0")}
     test = {"1.1": ("test1.1.json",), "1.0": ("test1.0.json", "test.json")}
     return dict(test=test, answers={"": answers["1.1"], **answers})
@@ -202,9 +201,9 @@ _NOT_HERE = {
 
 
 def find_task(name: str, said: str = "") -> Task:
-    """A task of the tables (SST-2 and sst2 are SST2, CLUE-TNEWS is TNEWS), or that of a YAML file. Raises UsageError.
+    """Find a task by name (SST-2 and sst2 are SST2, CLUE-TNEWS is TNEWS), or read a YAML file. Raises UsageError.
 
-    said: the words of whoever gave the name
+    said: the argument that gave the name, for messages
     """
     if name.endswith(IN_FILES):
         return read_task(Path(name))
@@ -238,12 +237,12 @@ _KEYS = {f.name for f in fields(Task)} - {"prepare", "split", "answers", "one_an
 
 
 def read_task(path: Path) -> Task:
-    """The task of a YAML file. Raises DataError for what cannot be one."""
+    """Read a task from a YAML file. Raises DataError for an invalid one."""
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        told = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise DataError(f"--task {path}: {told}", do="a YAML file is wanted: docs/finetuning.md#tasks") from None
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise DataError(f"--task {path}: {reason}", do="a YAML file is wanted: docs/finetuning.md#tasks") from None
     if not isinstance(given, dict):
         raise DataError(f"--task {path} is no mapping of names to values", do="see docs/finetuning.md")
     for key in given:
@@ -272,7 +271,9 @@ def read_task(path: Path) -> Task:
     settings = given.get("settings") or {}
     if not isinstance(settings, dict):
         raise DataError(f"--task {path}: settings is no mapping of names to values", do="settings: {lr: 1.0e-4}")
-    settings = {key: _beside(value, path.parent) if key in NAME_FILES else value for key, value in settings.items()}
+    settings = {
+        key: _relative_to(value, path.parent) if key in NAME_FILES else value for key, value in settings.items()
+    }
     answers = {key: f"{name}{f'-{key}' if key else ''}.tsv" for key in sets.get("test", {})}
     if "options" in words and lists.get("labels") == ():
         raise DataError(
@@ -283,10 +284,10 @@ def read_task(path: Path) -> Task:
     return task
 
 
-def _beside(value: Any, home: Path) -> Any:
-    """A path, or several, of a setting in a YAML file: as it is from here, else from the folder of that file."""
+def _relative_to(value: Any, home: Path) -> Any:
+    """Resolve paths of a setting in a YAML file: relative to the working directory, else to the folder of that file."""
     if isinstance(value, list):
-        return [_beside(one, home) for one in value]
+        return [_relative_to(one, home) for one in value]
     there = home / str(value)
     return str(there) if not Path(str(value)).exists() and there.exists() else value
 
@@ -295,7 +296,7 @@ def _words(value: Any, key: str, path: Path) -> tuple[str, ...]:
     values = value if isinstance(value, list) else [value]
     if any(isinstance(one, (dict, list)) or one is None for one in values):
         raise DataError(f"--task {path}: {key} is no list of words", do=f"{key}: [one, two]")
-    # YAML reads yes, no, on and off as truth values: a label is what stands in the file.
+    # YAML reads yes, no, on and off as booleans; labels are text.
     if any(isinstance(one, bool) for one in values):
         raise DataError(f"--task {path}: {key} holds yes, no, true or false without quotes", do=f'{key}: ["yes", "no"]')
     return tuple(str(one) for one in values)
@@ -342,17 +343,17 @@ def refuse_metrics(task: Task, where: str) -> None:
 
 
 def with_labels(task: Task, labels) -> Task:
-    """The task with these labels. Raises SettingsError where they are no two, DataError for what is no line of text."""
+    """The task with these labels. Raises SettingsError for fewer than two or duplicates, DataError for invalid text."""
     labels = tuple(labels)
     if len(labels) < 2:
-        told = f"one, {labels[0]!r}" if labels else "none"
-        raise SettingsError(f"{task.name} needs labels of at least two classes, and there is {told}")
+        given = f"one, {labels[0]!r}" if labels else "none"
+        raise SettingsError(f"{task.name} needs labels of at least two classes, and there is {given}")
     if len(set(labels)) < len(labels):
         twice = next(label for label in labels if labels.count(label) > 1)
         raise SettingsError(f"{task.name}: the label {twice!r} is there twice")
     for label in labels:
         refuse_half_letters(label, f"{task.name}: labels")
         refuse_many_lines(label, f"{task.name}: labels")
-    found = replace(task, labels=labels)
-    refuse_metrics(found, task.name)
-    return found
+    labelled = replace(task, labels=labels)
+    refuse_metrics(labelled, task.name)
+    return labelled

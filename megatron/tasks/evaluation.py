@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evaluations of a fine-tuned model find out: a task's metrics over every example, predictions, a confusion matrix."""
+"""The evaluation of a fine-tuned model: a task's metrics over all examples, predictions, a confusion matrix."""
 
 import json
 from collections.abc import Sequence
@@ -35,30 +35,31 @@ class TaskMeasures(Measures):
             self.best_by = f"{self.task.judged_by} {sets[0][0]}".strip()
         self.folder = predictions_folder(settings.predictions, config.checkpoint.save)
 
-    def values(self, batch, found: torch.Tensor) -> torch.Tensor:
-        return found
+    def values(self, batch, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs
 
     def figures(self, values: np.ndarray, dataset, split: str, final: bool, rank: int) -> dict[str, float]:
         if not hasattr(dataset, "examples"):
-            return {}  # made up
+            return {}  # mock data
         return self.judged(values, dataset.examples, split, final, rank)
 
     def judged(self, scores: np.ndarray, examples: Examples, split: str, final: bool, rank: int) -> dict[str, float]:
-        """The metrics of each set of examples, from logits of classes [n, c] or numbers [n, 1]. At the end the first rank
-        writes predictions, and of classes their probabilities.
+        """The metrics of each set of examples, from logits of classes [n, c] or numbers [n, 1].
+
+        At the end of training, rank 0 writes predictions, and probabilities of classes.
         """
-        found, predicted = {}, predicted_of(self.task, scores)
+        results, predicted = {}, predicted_of(self.task, scores)
         for name, places in examples.sets.items():
             rows, own = examples.rows[places.start : places.stop], predicted[places.start : places.stop]
             if all(row.label is not None for row in rows):
                 of_set = figures(self.task.metrics, own, [row.label for row in rows], self.classes)
-                found |= {f"{figure} {name}".strip(): value for figure, value in of_set.items()}
+                results |= {f"{figure} {name}".strip(): value for figure, value in of_set.items()}
             if final and rank == 0 and self.folder:
                 self._write(rows, scores[places.start : places.stop], own, split, name)
-        return found
+        return results
 
     def _write(self, rows: Sequence, scores: np.ndarray, predicted: np.ndarray, split: str, name: str) -> None:
-        """Predictions for a set of examples, and of classes their probabilities and the confusion matrix."""
+        """Write the predictions for a set of examples; for classes also probabilities and the confusion matrix."""
         ids, path = [row.id for row in rows], self.path(split, name)
         write_predictions(self.task, predicted, ids, path)
         if self.task.regression:
@@ -66,30 +67,32 @@ class TaskMeasures(Measures):
         write_probabilities(self.task, scores, ids, path)
         if not self.task.options and all(row.label is not None for row in rows):
             counts = confusion(predicted, [row.label for row in rows], self.classes)
-            draw_confusion(counts, self.task.labels, Path(self.folder) / f"confusion-{split}{_behind(name)}.png")
+            draw_confusion(counts, self.task.labels, Path(self.folder) / f"confusion-{split}{_suffix(name)}.png")
 
     @property
     def classes(self) -> int:
         return 0 if self.task.regression else len(self.task.labels)
 
     def path(self, split: str, name: str) -> Path:
-        """Where predictions of a set go: the leaderboard's name for the test set."""
-        answer = self.task.answers.get(name) or f"{self.task.name}{_behind(name)}.tsv"
+        """The file of a set's predictions, with the leaderboard's name for the test set."""
+        answer = self.task.answers.get(name) or f"{self.task.name}{_suffix(name)}.tsv"
         return Path(self.folder) / (answer if split == "test" else f"{split}-{answer}")
 
 
-def _behind(name: str) -> str:
+def _suffix(name: str) -> str:
     return f"-{name}" if name else ""
 
 
 def predicted_of(task: Task, values: np.ndarray) -> np.ndarray:
-    """[n, c] outputs of the head -> [n] classes, or numbers."""
+    """The predicted classes or numbers [n], from the head's outputs [n, c]."""
     return values[:, 0] if task.regression else values.argmax(1)
 
 
 def write_predictions(task: Task, predicted: Sequence[float], ids: Sequence[str], path: Path) -> None:
-    """As GLUE takes them, "index<TAB>prediction" lines, or CLUE, {"id": 0, "label": "1"} lines, of options with places, and
-    of some tasks one object; by the file's ending.
+    """Write predictions in the format of the leaderboard, by the ending of the file.
+
+    GLUE: lines "index<TAB>prediction". CLUE: lines {"id": 0, "label": "1"}, with indices for options; for some tasks one
+    object.
     """
     words = [f"{value:.6g}" if task.regression else task.labels[int(value)] for value in predicted]
     if path.suffix == ".json" and task.options:
@@ -104,8 +107,9 @@ def write_predictions(task: Task, predicted: Sequence[float], ids: Sequence[str]
 
 
 def write_probabilities(task: Task, logits: np.ndarray, ids: Sequence[str], path: Path) -> None:
-    """Of each class, beside a file of predictions, to add up those of several models or to choose another threshold: a line
-    of the labels, then the probabilities of each example.
+    """Write the probabilities of classes next to a file of predictions: a line of labels, then a line for each example.
+
+    They serve to average several models, or to choose another threshold.
     """
     shares = torch.from_numpy(logits).double().softmax(1).tolist()
     lines = ["\t".join((INDEX, *task.labels))]
@@ -122,9 +126,7 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def refuse_folder(folder: Optional[str]) -> None:
-    """Make the folder of --predictions, and raise StorageError where it cannot be written, ahead of a training that would
-    end in that. The first rank alone writes there.
-    """
+    """Create the folder of --predictions on rank 0; raises StorageError before training if it cannot be written."""
     if folder is None or (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         return
     try:
@@ -139,7 +141,7 @@ def _not_written(error: OSError) -> StorageError:
 
 
 def draw_confusion(counts: np.ndarray, labels: Sequence[str], path: Path) -> Optional[Path]:
-    """A picture of the confusion matrix; None where matplotlib is missing (extra `log`), which is no failure of a run."""
+    """Draw the confusion matrix to a file; returns None if matplotlib (extra `log`) is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -151,7 +153,7 @@ def draw_confusion(counts: np.ndarray, labels: Sequence[str], path: Path) -> Opt
     axes = figure.add_subplot()
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     axes.imshow(share, cmap="Blues", vmin=0.0, vmax=1.0)
-    # Labels are no formulas, whatever dollars are in them.
+    # Labels may contain dollar signs, which are not formulas.
     axes.set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 4 else 0, parse_math=False)
     axes.set_yticks(range(len(labels)), labels, parse_math=False)
     axes.set_xlabel("predicted")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of a task out of its files. Needs no torch."""
+"""Read the examples of a task from its files. Needs no torch."""
 
 import math
 from collections import Counter
@@ -17,9 +17,10 @@ from megatron.tasks.options import options_in, place_of, questions_in
 
 
 class TaskExample(NamedTuple):
-    """A text, or two. label: number of its class, or a number; None: not known. id: what predictions name it by. shares:
-    how likely each class is, where that is learned (soft_labels.py). options: what is chosen among; the label is the place
-    of one of them.
+    """An example: a text or a pair.
+
+    label: index of its class, or a number; None: unknown. id: its name in predictions. shares: probabilities of classes as
+    the target (soft_labels.py). options: the options of a question; the label is the index of the right one.
     """
 
     text: str
@@ -32,7 +33,7 @@ class TaskExample(NamedTuple):
 
 @dataclass(frozen=True)
 class Examples:
-    """Of a split. sets: name -> range of places in `rows`. notes: what the user should hear."""
+    """The examples of a split. sets: name -> range of indices in `rows`; notes: messages for the user."""
 
     rows: tuple[TaskExample, ...]
     sets: Mapping[str, range]
@@ -40,16 +41,16 @@ class Examples:
 
 
 def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Optional[str] = None) -> Optional[Path]:
-    """The file of a set: the one that was given (a path, or a name in the folder); or the first of these names there
-    or in the task's own folder below it. Without a folder a YAML file's are looked for here, then next to it.
+    """Find the file of a set: `given` (a path, or a name in the folder), or the first of `names` in the folder or in the
+    task's folder below it. Without a folder, files of a YAML task are searched for here, then next to the YAML file.
     """
     if given is not None:
         if Path(given).exists():
             return Path(given)
-        found = file_of(task, folder, (given,))
-        if found is None:
+        path = file_of(task, folder, (given,))
+        if path is None:
             raise DataError(f"{given}: no such file{f', nor one in {folder}' if folder else ''}")
-        return found
+        return path
     if folder is not None and not Path(folder).is_dir():
         raise DataError(f"--data-path {folder}: no such folder", do=f"give the folder with {names[0]}")
     folders = [Path(folder)] if folder is not None else [Path(), task.home] if task.home is not None else []
@@ -58,75 +59,74 @@ def file_of(task: Task, folder: Optional[str], names: Sequence[str], given: Opti
 
 
 def _own_folders(task: Task, folder: Path) -> list[Path]:
-    """Folders of the task, however their names are spelled: cluewsc2020, CLUEWSC2020 and cluewsc are CLUEWSC's, SST-2 and
-    sst2 are SST2's. The published name comes first.
-    """
+    """Folders of the task in any spelling, the published one first: cluewsc2020, CLUEWSC2020 and cluewsc for CLUEWSC."""
     if not task.folder:
         return []
     wanted = plain_name(task.folder)
-    found = [path for path in sorted(folder.iterdir()) if plain_name(path.name) == wanted and path.is_dir()]
-    return sorted(found, key=lambda path: path.name != task.folder)
+    matches = [path for path in sorted(folder.iterdir()) if plain_name(path.name) == wanted and path.is_dir()]
+    return sorted(matches, key=lambda path: path.name != task.folder)
 
 
 def read_examples(task: Task, files: Mapping[str, Path], *, labelled: bool = True) -> Examples:
-    """The examples of a split. labelled: False for test data, whose labels are taken where they are there.
+    """Read the examples of a split. labelled: False for test data, where labels are optional.
 
-    Raises DataError for missing columns, labels that the task does not have, numbers that are none, empty files.
+    Raises DataError for missing columns, unknown labels, invalid numbers, and empty files.
     """
     rows, sets, notes = [], {}, []
     for name, path in files.items():
         start = len(rows)
-        found, told = task_table(task, path)
+        table, of_file = task_table(task, path)
         if task.split:
-            found = questions_in(task, path, found, labelled)
-        rows += _examples(task, path, found, labelled)
+            table = questions_in(task, path, table, labelled)
+        rows += _examples(task, path, table, labelled)
         if len(rows) == start:
             raise DataError(f"{path} holds no examples")
-        told += skipped(task, path, len(found), len(rows) - start)
-        told += _ids_told(task, path, found, rows[start:], labelled)
+        of_file += skipped(task, path, len(table), len(rows) - start)
+        of_file += _notes_of_ids(task, path, table, rows[start:], labelled)
         sets[name] = range(start, len(rows))
-        notes += told
+        notes += of_file
     return Examples(tuple(rows), sets, tuple(notes))
 
 
 def _examples(task: Task, path: Path, rows: Sequence[Row], labelled: bool) -> Iterator[TaskExample]:
     numbers = {label: number for number, label in enumerate(task.labels or ())}
     for row in rows:
-        found = task_row(task, row, path, labelled)
-        if found is None:
+        texts = task_row(task, row, path, labelled)
+        if texts is None:
             continue
         where = f"{path}, {row.where}"
         options = options_in(task, row.columns, where) if task.options else ()
-        word = place_of(task, found.label, options, where, strict=labelled) if options else found.label
+        word = place_of(task, texts.label, options, where, strict=labelled) if options else texts.label
         label = _label(task, word, numbers, where, strict=labelled) if word else None
-        yield TaskExample(found.first, found.second, label, _id(task, row, where), options=options)
+        yield TaskExample(texts.first, texts.second, label, _id(task, row, where), options=options)
 
 
 def _id(task: Task, row: Row, where: str) -> str:
-    """What predictions name an example by: its place where it has no id."""
-    found = row.columns.get(task.id) if task.id else None
-    if isinstance(found, (list, dict)):
+    """The id of an example in predictions: its index if it has none."""
+    given = row.columns.get(task.id) if task.id else None
+    if isinstance(given, (list, dict)):
         raise DataError(f"{where}: the id is a list or an object", do="give a word or number")
-    id = str(row.place if found is None else found)
+    id = str(row.place if given is None else given)
     refuse_half_letters(id, f"{where}, {task.id}")
     refuse_many_lines(id, f"{where}, {task.id}")
     return id
 
 
-def _ids_told(
+def _notes_of_ids(
     task: Task, path: Path, table: Sequence[Row], rows: Sequence[TaskExample], labelled: bool
 ) -> Iterator[str]:
-    """Notes of ids that are not there, or there twice. Raises DataError where a test set has none and a description of
-    one's own says where they are; published files may have them or not.
+    """Notes on missing and duplicate ids.
+
+    Raises DataError if a test set lacks the id column of a user's own description; published files may lack it.
     """
     if task.id and task.name not in TASKS and not any(task.id in row.columns for row in table):
         names = [str(name) for name in table[0].columns]
-        told = f"{path} has no column {task.id!r}{did_you_mean(task.id, names)}"
+        missing = f"{path} has no column {task.id!r}{did_you_mean(task.id, names)}"
         if not labelled:
             raise DataError(
-                told, f"it has {', '.join(names)}", "the task's id names examples in predictions; correct it"
+                missing, f"it has {', '.join(names)}", "the task's id names examples in predictions; correct it"
             )
-        yield f"{told}; predictions name its examples by their places"
+        yield f"{missing}; predictions name its examples by their places"
     twice = {id: count for id, count in Counter(row.id for row in rows).items() if count > 1}
     if twice:
         first = next(iter(twice))
@@ -137,7 +137,7 @@ def _ids_told(
 
 
 def _label(task: Task, label: str, numbers: Mapping[str, int], where: str, strict: bool) -> Optional[float]:
-    """The number of a label; None for what is none, where test files hold anything in its place (not strict)."""
+    """The index of a label, or its number; if not strict, as for test files, None for an invalid label."""
     if task.regression:
         try:
             value = float(label)
@@ -154,28 +154,29 @@ def _label(task: Task, label: str, numbers: Mapping[str, int], where: str, stric
         raise DataError(
             f"{where}: the label {label!r} is none of the task's{did_you_mean(label, numbers)}",
             f"{task.name} has {', '.join(list(numbers)[:20])}{', ...' * (len(numbers) > 20)}",
-            "labels are those of --labels, or of the task, or of the checkpoint that goes on, or of the training files",
+            "labels are those of --labels, or of the task, or of the checkpoint that is resumed, or of the training files",
         )
     return numbers[label]
 
 
 def labels_in(task: Task, paths: Sequence[Path]) -> tuple[str, ...]:
-    """The labels of files, sorted: numbers by value; of options their places. Raises DataError, SettingsError where there
-    are no two.
+    """The labels of files, sorted, numbers by value; for options, their indices.
+
+    Raises DataError or SettingsError for fewer than two.
     """
     rows = [(f"{path}, {row.where}", row.columns) for path in paths for row in task_table(task, path)[0]]
     if task.options:
         most = max((len(options_in(task, row, where)) for where, row in rows), default=0)
         return with_labels(task, map(str, range(most))).labels
     words = {where: label_in(column(row, task.label, where, "label"), where) for where, row in rows}
-    found = set(words.values()) - set(task.skip) - {""}
-    plain = sorted(found, key=lambda word: (0, float(word), word) if _is_number(word) else (1, 0.0, word))
+    labels = set(words.values()) - set(task.skip) - {""}
+    plain = sorted(labels, key=lambda word: (0, float(word), word) if _is_number(word) else (1, 0.0, word))
     if len(plain) < 2:
         if empty := next((where for where, word in words.items() if not word), None):
             raise DataError(f"{empty}: the label is empty", do="give it one, or leave the row out")
         count = sum(word in plain for word in words.values())
-        told = f"all {count:,} examples have the label {plain[0]!r}" if plain else "there are no labelled examples"
-        raise DataError(f"{', '.join(map(str, paths))}: {told}", do="give examples of two classes or more")
+        what = f"all {count:,} examples have the label {plain[0]!r}" if plain else "there are no labelled examples"
+        raise DataError(f"{', '.join(map(str, paths))}: {what}", do="give examples of two classes or more")
     for where, word in words.items():
         refuse_many_lines(word, where)
     return with_labels(task, plain).labels
@@ -189,11 +190,9 @@ def _is_number(word: str) -> bool:
 
 
 def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:
-    """Raise DataError where all training examples have one label: nothing could be learned. Returns notes of classes
-    without any.
-    """
+    """Raise DataError if all training examples have the same label. Returns notes on classes without examples."""
     if task.options:
-        return []  # each of its own sample
+        return []
     if task.regression:
         if len({example.label for example in examples.rows}) == 1:
             raise DataError(f"{path}: all {len(examples.rows)} examples have the same number: nothing can be learned")
@@ -203,12 +202,12 @@ def refuse_one_class(task: Task, examples: Examples, path: object) -> list[str]:
         only = task.labels[next(iter(counts))]
         raise DataError(f"{path}: all {len(examples.rows)} examples have the label {only!r}: nothing can be learned")
     empty = [label for number, label in enumerate(task.labels) if not counts[number]]
-    told = f"{path} has no example of {len(empty)} of {len(task.labels)} classes: {', '.join(empty[:10])}"
-    return [told + ", ..." * (len(empty) > 10)] if empty else []
+    note = f"{path} has no example of {len(empty)} of {len(task.labels)} classes: {', '.join(empty[:10])}"
+    return [note + ", ..." * (len(empty) > 10)] if empty else []
 
 
 def few(examples: Examples, task: Task, count: int) -> Examples:
-    """The first `count` examples of each class. Raises SettingsError for numbers, which are no classes."""
+    """The first `count` examples of each class. Raises SettingsError for tasks without classes."""
     if task.regression or task.options:
         what = "options" if task.options else "numbers"
         raise SettingsError(f"--examples-per-class {count}: the labels of {task.name} are {what}, not classes")

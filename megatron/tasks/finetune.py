@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tuning as a recipe: a trunk, a head or a pattern, the examples of a task, and what its evaluations find out."""
+"""The recipe of fine-tuning: a trunk with a head or a pattern, the examples of a task, and its evaluation."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -24,9 +24,9 @@ from megatron.tasks.backbones import (
     classifier_facts,
     find_backbone,
     half_of,
+    normalize_trunk_config,
     pattern_facts,
     saved_shape,
-    settled,
     shape_groups,
     trunk_idle,
     trunk_rules,
@@ -46,16 +46,16 @@ from megatron.tasks.settings import (
 
 MODEL_TYPE = "finetune"
 DEFAULTS = dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1)
-# default -> settings that say the same in another way
+# default -> settings that specify the same in another way
 SAID_OTHERWISE = dict(
     global_batch_size=("local_batch_size", "gradient_accumulation_steps"),
     lr_warmup_fraction=("lr_warmup_iters", "lr_warmup_samples"),
 )
-LENGTHS = ("train_epochs", "train_iters", "train_samples")  # settings of how long training is, of which there is one
+LENGTHS = ("train_epochs", "train_iters", "train_samples")  # settings of the length of training; one of them is used
 
 
 def recipe() -> Recipe:
-    """What is trained."""
+    """The recipe of fine-tuning."""
     return Recipe(
         MODEL_TYPE,
         facts,
@@ -76,7 +76,7 @@ def recipe() -> Recipe:
         ),  # a BERT has others in the unit of its head for words
         starts_from=tuple(BACKBONES),
         part=part_of_trunk,
-        settled=settled_trunk,
+        normalize_config=normalize_task_config,
         predicts=lambda config: (
             "all" if task_settings(config).backbone == DEFAULT else "state"
         ),  # encoders leave padding out
@@ -141,7 +141,7 @@ TASK_RULES = (
     ),
     Rule(
         lambda s: own(s).backbone != DEFAULT and s.seq_length < 4,
-        lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens stand beside the text",
+        lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens take part of it",
     ),
 )
 JUDGED = Needs(
@@ -158,38 +158,38 @@ TASK_IDLE = {
 
 
 def own(s) -> TaskSettings:
-    """The task's settings out of what rules see."""
+    """The task's settings from the argument of a rule."""
     return task_settings(s.settings)
 
 
 def backbone_of(s) -> str:
-    """The kind of trunk, out of what rules see."""
+    """The kind of trunk from the argument of a rule."""
     return own(s).backbone
 
 
 def pooling_of(s) -> Optional[str]:
-    """What the head sees, where somebody says it, out of what rules see."""
+    """--pooling or None, from the argument of a rule."""
     return own(s).pooling
 
 
-def settled_trunk(config):
-    """`Recipe.settled`; of a trunk that nobody knows the rules tell. --data-path is the task's."""
+def normalize_task_config(config):
+    """`Recipe.normalize_config`; the rules report an unknown trunk. --data-path is the task's."""
     settings, data = task_settings(config), config.data
     if data.data_path:
         task_data = settings.task_data or " ".join(data.data_path)
         config = config.derive("--data-path", data_path=None, task_data=task_data)
     start, load = settings.pretrained_checkpoint, config.checkpoint.load
     if start is not None and load is not None and _record(load, config.checkpoint.ckpt_step) is None:
-        config = config.derive("--pretrained-checkpoint", load=start)  # a folder with nothing yet to go on with
+        config = config.derive("--pretrained-checkpoint", load=start)  # nothing to resume yet
     settings, name = task_settings(config), settings.backbone
     if name not in BACKBONES:
         return config
     config = said_in_full(config, BACKBONES[name].pooled)
-    return settled(name, config, settings.pet_pattern is not None, settings.pooling)
+    return normalize_trunk_config(name, config, settings.pet_pattern is not None, settings.pooling)
 
 
 def part_of_trunk(config, saved):
-    """`Recipe.part`. A head that is reinitialized looks where it is told to, and a pattern is this run's own."""
+    """`Recipe.part`. A new head has this run's pooling, and a pattern is this run's own."""
     extra, settings = saved.get("extra", {}), task_settings(config)
     kept = {name: value for name, value in extra.get(GROUP, {}).items() if name not in ("pooling", "pet_pattern")}
     saved = {**saved, "extra": {**extra, GROUP: kept}}
@@ -203,12 +203,12 @@ def not_above(s, name: str, least: int) -> bool:
 
 
 def finds_words(settings: TaskSettings) -> bool:
-    """Whether the words of labels are learned and scored as in pretraining."""
+    """Whether the words of labels are trained and scored as in pretraining."""
     return settings.pet_pattern is not None and settings.pet_loss == "words"
 
 
 def facts(config, vocab_size: int):
-    """What the model says of itself."""
+    """The facts of the fine-tuned model."""
     settings = task_settings(config)
     if finds_words(settings):
         return pattern_facts(settings.backbone, config, vocab_size)
@@ -221,7 +221,7 @@ def facts(config, vocab_size: int):
 
 
 def build_model(config, mesh, vocab_size, **stage):
-    """The trunk with a head, or what a rank of the mesh holds of it; with a pattern the trunk as it was pretrained."""
+    """Build this rank's part of the trunk with a head; with a pattern, of the pretrained model."""
     from megatron.tasks.classifier import classifier_of, label_chooser_of
 
     settings = task_settings(config)
@@ -239,11 +239,11 @@ def sums(config) -> dict[str, float]:
 
 
 def epoch_samples(config) -> int:
-    """Training examples."""
+    """Number of training examples."""
     settings = task_settings(config)
     examples = examples_of(settings, "train")
     if examples is None and config.batch.skip_train:
-        return 1  # of which nothing is trained
+        return 1  # not trained
     if examples is None:
         raise DataError(
             f"--task {settings.task}: there is no training file", do="--data-path DIR, or --train-data FILE"
@@ -252,7 +252,7 @@ def epoch_samples(config) -> int:
 
 
 def build_datasets(config, tokenizer, vocab_size, sizes, log):
-    """Training, validation and test samples."""
+    """(train, valid, test) samples of the task."""
     from megatron.tasks.samples import TaskSamples, longest_cut
 
     backbone = find_backbone(task_settings(config).backbone)
@@ -261,20 +261,20 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
         return mock_datasets(config, tokenizer, vocab_size, sizes, log)
     if tokenizer is None:
         raise SettingsError(
-            "there is no tokenizer for the task's texts", do="--vocab-file and --merge-file, or its like"
+            "there is no tokenizer for the task's texts", do="--vocab-file and --merge-file, or --tokenizer-model"
         )
-    found = {split: examples_of(settings, split) for split in ("train", "valid", "test")}
-    for split, examples in found.items():
-        tell(log, open_task(settings), split, examples)
+    examples_by_split = {split: examples_of(settings, split) for split in ("train", "valid", "test")}
+    for split, examples in examples_by_split.items():
+        log_examples(log, open_task(settings), split, examples)
     if settings.pet_pattern is not None:
         from megatron.tasks.pet import pet_datasets
 
-        return pet_datasets(settings, found, tokenizer, cloze_of(config, tokenizer, vocab_size), log)
+        return pet_datasets(settings, examples_by_split, tokenizer, cloze_of(config, tokenizer, vocab_size), log)
     reader = backbone.reader_class().of(config, tokenizer, vocab_size)
     hidden, soft = reader.hidden_word(tokenizer) if settings.word_dropout > 0 else None, bool(settings.soft_labels)
     made = [
         examples and TaskSamples(examples, task, tokenizer, reader, whole=split != "train", hidden=hidden, soft=soft)
-        for split, examples in found.items()
+        for split, examples in examples_by_split.items()
     ]
     if made[0] and (cut := longest_cut(made[0])):
         looked = min(2000, len(made[0]))
@@ -283,13 +283,13 @@ def build_datasets(config, tokenizer, vocab_size, sizes, log):
 
 
 def cloze_of(config, tokenizer, vocab_size):
-    """How the trunk of a run reads patterns."""
+    """The pattern reader for a run's trunk."""
     backbone = find_backbone(task_settings(config).backbone)
     return backbone.cloze_class().of(backbone.divisible(config), tokenizer, vocab_size)
 
 
 def mock_datasets(config, tokenizer, vocab_size, sizes, log):
-    """Samples that are made up, of the same form."""
+    """Mock samples with the same arrays."""
     settings, common = task_settings(config), (vocab_size, config.logging.seed)
     task, soft = open_task(settings).task, bool(settings.soft_labels)
     if settings.pet_pattern is not None:
@@ -311,7 +311,7 @@ def mock_datasets(config, tokenizer, vocab_size, sizes, log):
 
 
 def arrays(config, vocab_size):
-    """What a sample consists of."""
+    """The arrays of a sample."""
     settings = task_settings(config)
     backbone, soft = find_backbone(settings.backbone), bool(settings.soft_labels)
     if settings.pet_pattern is not None:
@@ -325,8 +325,8 @@ def arrays(config, vocab_size):
     return sample_arrays(open_task(settings).task, text, settings.word_dropout > 0, soft)
 
 
-def tell(log, opened, split: str, examples) -> None:
-    """How many examples there are, and what was left out."""
+def log_examples(log, opened, split: str, examples) -> None:
+    """Log the number of examples, and notes on those left out."""
     if examples is None:
         return
     files = ", ".join(str(file) for _, file in opened.files[split])
@@ -336,7 +336,7 @@ def tell(log, opened, split: str, examples) -> None:
 
 
 def measures(config):
-    """What evaluations find out: the task's metrics."""
+    """The measures of evaluations: the task's metrics."""
     from megatron.tasks.evaluation import refuse_folder
 
     refuse_folder(task_settings(config).predictions)
@@ -353,51 +353,51 @@ def measures(config):
 
 
 def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
-    """`Recipe.defaults`: what follows from the task, and from the checkpoint that a run goes on from or begins with."""
+    """`Recipe.defaults`: defaults from the task, and from the checkpoint that a run resumes or starts from."""
     values = {name: one.value for name, one in statements.items()}
     task = values.get("task")
     of_task = _settings_of(str(task), statements["task"].words) if task is not None else {}
     said = {**of_task, **values}.get
-    found = {**DEFAULTS, **FLEETX, **of_task} if task is not None else dict(DEFAULTS)
+    chosen = {**DEFAULTS, **FLEETX, **of_task} if task is not None else dict(DEFAULTS)
     if said("predictions") and Path(str(said("predictions"))).is_file():
         raise StorageError(f"--predictions {said('predictions')} is a file, not a folder", do="give another path")
     record, more = _beginning(said)
-    found |= more
+    chosen |= more
     if record is not None:
-        found |= _from_checkpoint(record, said, found.get("seq_length"))
-        if not (said("finetune") or found.get("finetune")):
-            found |= learned_labels(record, said("task"))
-    kind = found.get("backbone") or said("backbone")
+        chosen |= _from_checkpoint(record, said, chosen.get("seq_length"))
+        if not (said("finetune") or chosen.get("finetune")):
+            chosen |= learned_labels(record, said("task"))
+    kind = chosen.get("backbone") or said("backbone")
     if kind in BACKBONES:
-        found = {**BACKBONES[str(kind)].recipe.defaults, **found}
+        chosen = {**BACKBONES[str(kind)].recipe.defaults, **chosen}
     asked = [name for name in LENGTHS if name in values] or [name for name in LENGTHS if name in of_task]
     asked = asked or ["train_epochs"]
-    found = {name: value for name, value in found.items() if name not in LENGTHS or name in asked}
+    chosen = {name: value for name, value in chosen.items() if name not in LENGTHS or name in asked}
     for name, others in SAID_OTHERWISE.items():
         if set(others) & set(values):
-            found.pop(name, None)
+            chosen.pop(name, None)
     if "train_epochs" in asked:
-        found.setdefault("eval_epoch", 1)
-    return found
+        chosen.setdefault("eval_epoch", 1)
+    return chosen
 
 
 def _settings_of(name: str, said: str) -> dict[str, Any]:
-    """The settings that a task gives. Raises DataError for one that there is not, or that cannot be a task's."""
-    known, found = {one.name: one for one in settings_of({**GROUPS, **groups()})}, {}
+    """The settings in a task's description. Raises DataError for an unknown or invalid one."""
+    known, checked = {one.name: one for one in settings_of({**GROUPS, **groups()})}, {}
     for setting, value in find_task(name, said).settings.items():
         if setting not in known:
             raise DataError(f"--task {name}: settings: there is no setting {setting}{did_you_mean(setting, known)}")
         if setting == "task":
             raise DataError(f"--task {name}: settings: a task cannot give another one", do="leave task out of them")
         try:
-            found[setting] = known[setting].checked(value)
+            checked[setting] = known[setting].checked(value)
         except BadValue as bad:
             raise DataError(f"--task {name}: settings: {setting} {bad}") from None
-    return found
+    return checked
 
 
 def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], dict[str, Any]]:
-    """(what the checkpoint says that a run goes on from or begins with, defaults that say so)."""
+    """(record of the checkpoint that a run resumes or starts from, the defaults for that)."""
     load, start = said("load"), said("pretrained_checkpoint")
     record = _record(load, said("ckpt_step"))
     if record is not None and _is_finetuned(record):
@@ -405,7 +405,7 @@ def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], di
     if record is not None:
         if start is not None:
             raise CheckpointError(
-                f"--load {load} holds a model of type {_type(record)}: there is no run of fine-tuning to go on with",
+                f"--load {load} holds a model of type {_type(record)}: there is no run of fine-tuning to resume",
                 do=f"leave --load out (--pretrained-checkpoint {start} is what the run begins with)",
             )
         _refuse_same(load, said("save"))
@@ -429,7 +429,7 @@ def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], di
 
 
 def _refuse_same(start: Optional[str], save: Optional[str]) -> None:
-    """Raise SettingsError where a run would save among the checkpoints of the pretrained model."""
+    """Raise SettingsError if a run would save into the folder of the pretrained model."""
     if save is not None and os.path.realpath(str(save)) == os.path.realpath(str(start)):
         raise SettingsError(
             f"--save {save} holds the model that the run begins with",
@@ -439,7 +439,7 @@ def _refuse_same(start: Optional[str], save: Optional[str]) -> None:
 
 
 def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, Any]]:
-    """What the checkpoint of a folder says of its run; None where there is no checkpoint, which loading judges."""
+    """The record of a folder's checkpoint; None if there is no valid one, which loading reports."""
     if folder is None:
         return None
     try:
@@ -463,7 +463,7 @@ def _is_finetuned(record: dict[str, Any]) -> bool:
 
 
 def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_length: Optional[int]) -> dict[str, Any]:
-    """Defaults out of a checkpoint: shape and tokenizer, the kind of trunk, and a sequence that its positions reach."""
+    """Defaults from a checkpoint: shape, tokenizer, kind of trunk, and a sequence length within its position table."""
     tokenizer = {name for name in record["config"].get("tokenizer", {}) if said(name) is not None}
     task = record["config"].get("extra", {}).get(GROUP, {})
     backbone = task.get("backbone", _type(record))
@@ -473,17 +473,17 @@ def _from_checkpoint(record: dict[str, Any], said: Callable[[str], Any], seq_len
             f"--backbone {said('backbone')}: the checkpoint is of a {backbone}",
             do="leave it out, or give another --load",
         )
-    found = {**shape_of(record, saved_shape(backbone), tokenizer), "backbone": backbone}
+    shape = {**shape_of(record, saved_shape(backbone), tokenizer), "backbone": backbone}
     if _is_finetuned(record):
         pooling = None if said("pet_pattern") else said("pooling") or task.get("pooling")
         if (half := half_of(backbone, task.get("pooling"))) and not half_of(backbone, pooling):
             raise CheckpointError(
                 f"{'--pet-pattern' if said('pet_pattern') else '--pooling ' + pooling} needs all of a {backbone}",
                 f"the checkpoint is of a run with --pooling {task['pooling']}, and holds the {half.name} alone",
-                "begin with another --load, or go on with that pooling",
+                "start from another --load, or keep that pooling",
             )
-        return {**found, "pooling": pooling} if pooling else found
-    table = found.get("max_position_embeddings")
-    if seq_length and table and found.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        return {**shape, "pooling": pooling} if pooling else shape
+    table = shape.get("max_position_embeddings")
+    if seq_length and table and shape.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         seq_length = min(seq_length, table)
-    return {**found, **({"seq_length": seq_length} if seq_length else {})}
+    return {**shape, **({"seq_length": seq_length} if seq_length else {})}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model for lm-evaluation-harness (`pip install lm_eval`): log-likelihoods, rolling ones, and greedy texts.
+"""A model for lm-evaluation-harness (`pip install lm_eval`): log-likelihoods, rolling log-likelihoods, greedy generation.
 
-All ranks of a job run the same evaluation: those of `mesh.dp` take turns at the batches, those of `mesh.tp` have a part of
-each matrix, those of `mesh.pp` some of the layers, and then all of them hold all answers.
+All ranks of a job run the same evaluation: data parallel ranks take turns at the batches, tensor and pipeline parallel
+ranks share the model, and at the end all ranks have all results.
 """
 
 import sys
@@ -18,16 +18,18 @@ from megatron.inference.generation import generate
 from megatron.inference.sampling import Sampling
 from megatron.mpu.initialize import RankContext
 
-LONGEST_TEXT = 256  # tokens of a generated text where a task does not say
+LONGEST_TEXT = 256  # default number of tokens of a generated text
 
 
 class HarnessModel(TemplateLM):
-    """model: has `logits`; longest: tokens that it can look at; batch_size: texts side by side."""
+    """A model for lm-evaluation-harness. model: has `logits`; longest: its context length; batch_size: texts per batch."""
 
     def __init__(self, model, tokenizer, context: RankContext, *, longest: int, batch_size: int):
         super().__init__()
         if tokenizer.eod is None:
-            raise SettingsError("the tokenizer has no end-of-document token, behind which texts without context stand")
+            raise SettingsError(
+                "the tokenizer has no end-of-document token, which has to precede texts without context"
+            )
         self.model, self.words, self.context = model, tokenizer, context
         self.max_length, self.batch = longest, batch_size
 
@@ -39,14 +41,15 @@ class HarnessModel(TemplateLM):
         return list(self.words.encode(string))
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """(sum of the log-probabilities of the continuation, whether each of its tokens is the likeliest one) of each.
-        What is too long loses its beginning.
+        """(sum of the continuation's log-probabilities, whether greedy decoding gives it) for each request.
+
+        Long requests are truncated at the beginning.
         """
         pairs = [(list(before)[-self.max_length :], list(after)[-self.max_length :]) for _, before, after in requests]
         return self.shared(pairs, lambda pair: len(pair[0]) + len(pair[1]), self.score)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Sum of the log-probabilities of all tokens of each text behind the end of a document, in windows side by side."""
+        """Sum of the log-probabilities of all tokens of each text, after an end of document, in disjoint windows."""
         windows = [
             [
                 (None, *make_disjoint_window(window))
@@ -63,8 +66,9 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in text) for text in windows]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """The greedy continuation of each context, up to the first of its `until`, or as far as the model goes. Raises
-        DataError for a context behind which nothing has room.
+        """The greedy continuation of each context, up to the first of its `until` or the model's context length.
+
+        Raises DataError for a context without room for a continuation.
         """
         asked = [
             (self.tok_encode(text) or [self.eot_token_id], dict(options))
@@ -75,7 +79,7 @@ class HarnessModel(TemplateLM):
                 raise SettingsError("a task asks for texts that are drawn (do_sample)", do="give it do_sample: false")
             if len(context) >= self.max_length:
                 raise DataError(
-                    f"a task asks for a text behind {len(context)} tokens, and the model can look at {self.max_length}",
+                    f"a task asks for a text after {len(context)} tokens, and the model can look at {self.max_length}",
                     do="give fewer examples before each question (--num-fewshot), or leave the task out",
                 )
         short = sum(len(context) + _room(options) > self.max_length for context, options in asked)
@@ -96,9 +100,11 @@ class HarnessModel(TemplateLM):
         work: Callable[[list], Optional[list]],
         together: Callable[[Any], Any] = lambda item: None,
     ) -> list:
-        """work(batch) -> results, over all items in the order of their size; each data parallel rank does its share of the
-        batches, and all get all results, in the order of `items`. together: what items of a batch have in common. work may
-        return None where another rank returns the results.
+        """Run work(batch) -> results over all items, shared among data parallel ranks; returns all results in the order of
+        `items` on all ranks.
+
+        Batches are sorted by size. together: key that the items of a batch share. work may return None if another rank
+        returns the results.
         """
         order = sorted(range(len(items)), key=lambda place: (str(together(items[place])), -size(items[place]), place))
         batches: list[list[int]] = []
@@ -107,17 +113,17 @@ class HarnessModel(TemplateLM):
             if not same or len(batches[-1]) == self.batch:
                 batches.append([])
             batches[-1].append(place)
-        dp, found = self.context.mesh.dp, {}
+        dp, by_item = self.context.mesh.dp, {}
         for own in batches[dp.rank :: dp.size]:
             results = work([items[place] for place in own])
-            found |= {} if results is None else dict(zip(own, results, strict=True))
-        whole = {place: one for part in self.context.all_gather_object(found) for place, one in part.items()}
+            by_item |= {} if results is None else dict(zip(own, results, strict=True))
+        whole = {place: one for part in self.context.all_gather_object(by_item) for place, one in part.items()}
         return [whole[place] for place in range(len(items))]
 
     @torch.no_grad()
     def score(self, pairs: list[tuple[list[int], list[int]]]) -> Optional[list[tuple[float, bool]]]:
-        """`_loglikelihood_tokens` of a batch; None where a pipeline ends on another rank. Texts are filled up behind their
-        end, which nothing before it sees.
+        """`_loglikelihood_tokens` of a batch; None on ranks that are not the last pipeline stage. Texts are right-padded,
+        which does not affect them.
         """
         texts = [(before + after)[-self.max_length - 1 :] for before, after in pairs]
         s, device = max(map(len, texts)) - 1, next(self.model.parameters()).device
@@ -129,16 +135,16 @@ class HarnessModel(TemplateLM):
         if scores is None:
             return None
         logits = scores.log_softmax(-1)
-        rows = wanted.nonzero()[:, 1].to(device)  # of which text each is
-        found = []
+        rows = wanted.nonzero()[:, 1].to(device)  # the text of each row
+        results = []
         for row, (text, (_, after)) in enumerate(zip(texts, pairs, strict=True)):
             own, labels = logits[rows == row], torch.tensor(text[len(text) - len(after) :], device=device)
             greedy = bool((own.argmax(-1) == labels).all())
-            found.append((own.gather(1, labels[:, None]).double().sum().item(), greedy))
-        return found
+            results.append((own.gather(1, labels[:, None]).double().sum().item(), greedy))
+        return results
 
     def write(self, asked: list[tuple[list[int], dict]]) -> list[str]:
-        """`generate_until` of a batch, whose contexts are tokens."""
+        """`generate_until` of a batch of tokenized contexts."""
         sampling = Sampling(tokens_to_generate=_room(asked[0][1]), greedy=True)
         options = dict(longest=self.max_length, end=self.eot_token_id, pp=self.context.mesh.pp)
         texts = generate(self.model, [context for context, _ in asked], sampling, **options)
@@ -148,12 +154,12 @@ class HarnessModel(TemplateLM):
 
 
 def _room(options: dict) -> int:
-    """Tokens that a text may have."""
+    """The most tokens that a text may have."""
     return int(options.get("max_gen_toks") or options.get("max_new_tokens") or LONGEST_TEXT)
 
 
 def cut(text: str, until) -> str:
-    """A text up to the first of some strings.
+    """Cut a text at the first of some strings.
 
     >>> cut("one. two; three", [";", "."])
     'one'

@@ -3,7 +3,7 @@
 
 strict:      the last word, all of its tokens, after the passage without it
 non-strict:  the last token of the passage
-A word counts when every one of its tokens is the likeliest one.
+A word is correct if each of its tokens is the likeliest one.
 """
 
 import json
@@ -22,16 +22,16 @@ from megatron.mpu.mesh import Axis
 
 
 class Example(NamedTuple):
-    """A passage as tokens, of which the last `answer` are to be predicted."""
+    """A passage as tokens, the last `answer` of which are to be predicted."""
 
     tokens: list[int]
     answer: int
 
 
 def read_examples(path, tokenizer, *, strict: bool) -> list[Example]:
-    """The passages of a JSON-lines file ({"text": ...}). Raises DataError naming the line of a bad one."""
+    """Read the passages of a JSON-lines file ({"text": ...}). Raises DataError for an invalid line, and names it."""
     examples = []
-    lines = read_valid_data(path).split("\n")  # JSON may hold other ends of lines as they are
+    lines = read_valid_data(path).split("\n")  # JSON may contain other line separators
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -60,7 +60,7 @@ def read_valid_data(path) -> str:
 
 
 def split_last_word(text: str) -> tuple[str, str]:
-    """The passage before its last word, without space at the ends, and the word.
+    """(passage before its last word, stripped; the word).
 
     >>> split_last_word(" A cat sat on the mat ")
     ('A cat sat on the', 'mat')
@@ -82,7 +82,7 @@ def count_correct(
     axis: Axis = ALONE,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """How many examples the model gets right: see `find_correct`."""
+    """Number of examples that the model gets right: see `find_correct`."""
     options = dict(longest=longest, batch_size=batch_size, axis=axis, progress=progress)
     return int(find_correct(model, examples, **options).sum())
 
@@ -97,12 +97,12 @@ def find_correct(
     axis: Axis = ALONE,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:
-    """Whether the model gets each example right, bool. Passages that are too long lose their beginning.
+    """Whether the model gets each example right, bool. Long passages are truncated at the beginning.
 
-    The ranks of `axis` take turns at the batches; each returns all of them. `progress` hears (done so far, all).
+    The ranks of `axis` take turns at the batches; each returns all results. `progress` receives (done so far, total).
     """
     examples = [Example(tokens[-longest - 1 :], answer) for tokens, answer in examples]
-    # The shortest first, so that little is padded, and ranks have equally much to do.
+    # Sorted by length, so that there is little padding, and ranks have equal work.
     order = sorted(range(len(examples)), key=lambda number: len(examples[number].tokens))
     correct = torch.zeros(len(examples), dtype=torch.long, device=next(model.parameters()).device)
     for at in range(axis.rank * batch_size, len(examples), axis.size * batch_size):
@@ -113,7 +113,7 @@ def find_correct(
 
 
 def _correct(model, part: list[Example]) -> torch.Tensor:
-    """Whether the model gets each of these right, bool; no where a pipeline ends on another rank."""
+    """Whether the model gets each of these right, bool; False on ranks that are not the last pipeline stage."""
     width = max(len(example.tokens) for example in part) - 1
     rows = [example.tokens + [0] * (width + 1 - len(example.tokens)) for example in part]  # padded at the end
     tokens = torch.tensor(rows, device=next(model.parameters()).device).t()  # [s + 1, b]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of tasks in closed form: predictions [n] and gold labels [n] of a whole set -> a number. Needs no torch.
+"""Metrics of tasks: predictions [n] and gold labels [n] of a whole set -> a number. Needs no torch.
 
-Of classes both are their numbers from 0, of a regression numbers. Where a metric is not defined, because one side is
-constant or there is nothing to divide by, it is 0.
+Classes are given by their indices from 0. An undefined metric, because one side is constant or the divisor is 0, is 0.
 
     >>> figures(("accuracy", "f1"), [1, 0, 1, 1], [1, 0, 0, 1], classes=2)
     {'accuracy': 0.75, 'f1': 0.8, 'accuracy and f1': 0.775}
@@ -15,14 +14,14 @@ import numpy as np
 
 
 class Metric(NamedTuple):
-    """How it is computed, and for what. of: (predictions, gold, classes) -> value; needs: classes, two classes, numbers."""
+    """A metric. of: (predictions, gold, classes) -> value; needs: classes, two classes, or numbers."""
 
     of: Callable[[np.ndarray, np.ndarray, int], float]
     needs: str = "classes"
 
 
 def confusion(predicted: np.ndarray, gold: np.ndarray, classes: int) -> np.ndarray:
-    """[gold class, predicted class] -> how many."""
+    """The confusion matrix of counts [gold class, predicted class]."""
     counts = np.zeros((classes, classes), np.int64)
     np.add.at(counts, (np.asarray(gold, np.int64), np.asarray(predicted, np.int64)), 1)
     return counts
@@ -33,12 +32,12 @@ def accuracy(predicted, gold, classes: int) -> float:
 
 
 def f1(predicted, gold, classes: int) -> float:
-    """Of class 1: harmonic mean of precision and recall."""
+    """F1 of class 1: harmonic mean of precision and recall."""
     return float(_f1_of_each(predicted, gold, classes)[1])
 
 
 def macro_f1(predicted, gold, classes: int) -> float:
-    """Mean of the classes' F1; a class that is neither among the gold labels nor predicted has no part in it."""
+    """Mean F1 over all classes that occur among gold labels or predictions."""
     counts = confusion(predicted, gold, classes)
     there = (counts.sum(0) + counts.sum(1)) > 0
     return float(_f1_of_each(predicted, gold, classes)[there].mean()) if there.any() else 0.0
@@ -51,7 +50,7 @@ def _f1_of_each(predicted, gold, classes: int) -> np.ndarray:
 
 
 def matthews(predicted, gold, classes: int) -> float:
-    """Matthews correlation; of more than two classes Gorodkin's R_K (doi:10.1016/j.compbiolchem.2004.09.006)."""
+    """Matthews correlation; for more than two classes, Gorodkin's R_K (doi:10.1016/j.compbiolchem.2004.09.006)."""
     counts = confusion(predicted, gold, classes).astype(np.float64)
     total, right = counts.sum(), counts.trace()
     of_gold, of_predicted = counts.sum(1), counts.sum(0)
@@ -69,7 +68,7 @@ def pearson(predicted, gold, classes: int = 0) -> float:
 
 
 def spearman(predicted, gold, classes: int = 0) -> float:
-    """Pearson's of the ranks; equal values share the mean of their ranks."""
+    """Pearson correlation of the ranks; equal values share the mean of their ranks."""
     return pearson(ranks(predicted), ranks(gold))
 
 
@@ -85,7 +84,7 @@ def ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def mse(predicted, gold, classes: int = 0) -> float:
-    """Mean square error."""
+    """Mean squared error."""
     return float(np.mean((np.asarray(predicted, np.float64) - np.asarray(gold, np.float64)) ** 2)) if len(gold) else 0.0
 
 
@@ -102,15 +101,15 @@ SMALLER_IS_BETTER = ("mse",)
 
 
 def figures(names: Sequence[str], predicted, gold, classes: int = 0) -> dict[str, float]:
-    """Name -> value of each metric; of several with their mean under "a and b", as PaddleNLP's AccuracyAndF1 and
-    PearsonAndSpearman have it.
+    """Name -> value of each metric. Several metrics also have a mean, "a and b", as PaddleNLP's AccuracyAndF1 and
+    PearsonAndSpearman.
     """
-    found = {name: METRICS[name].of(predicted, gold, classes) for name in names}
+    values = {name: METRICS[name].of(predicted, gold, classes) for name in names}
     if len(names) > 1:
-        found[combined(names)] = sum(found.values()) / len(found)
-    return found
+        values[combined(names)] = sum(values.values()) / len(values)
+    return values
 
 
 def combined(names: Sequence[str]) -> str:
-    """The name of the figure that a task is judged by."""
+    """The name of the figure that selects the best checkpoint of a task."""
     return " and ".join(names)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pattern-exploiting training (arXiv:2001.07676): a task as text. The pattern is a sentence with a place for the label, the
-verbaliser says which words stand there for each label, and the label whose words the model thinks likeliest is chosen.
+"""Pattern-exploiting training (arXiv:2001.07676): a task as text.
 
-A model that looks back alone scores the words of the label where the text stands before them. Where some of the text
-comes behind, all from the label on is scored: how likely the text is behind each label. A model that looks both ways finds
-the words in a gap (cloze.py). Words of several tokens count by the sum of their log-probabilities.
+A pattern is a sentence with a placeholder for the label. The verbalizer maps labels to words. The prediction is the label
+with the likeliest words.
 
-What is learned (--pet-loss) is either which of the labels it is, the cross-entropy of softmax over their scores, as in the
-paper: then each example is read once, with a gap for labels of equally many tokens; or the words of the right label, among
-all words there are: then labels may have any number of tokens, and an evaluation reads an example with each of them.
+A causal model scores the words of the label after the text. If some text follows the label, it scores everything from the
+label on. A bidirectional model predicts the words in a gap (cloze.py). The score of several tokens is the sum of their
+log-probabilities.
+
+--pet-loss labels, as in the paper, is cross-entropy over the scores of labels: each example is read once, and all labels
+must have the same number of tokens. --pet-loss words is cross-entropy over the vocabulary: labels may have any number of
+tokens, and an evaluation reads each example with each label.
 """
 
 import re
@@ -37,7 +39,7 @@ FIELDS = ("text", "pair", "label")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A sentence in pieces: ("text", ""), ("pair", ""), ("label", "") and ("", words between them).
+    """A pattern as pieces: ("text", ""), ("pair", ""), ("label", "") and ("", words between them).
 
     >>> Pattern.of("{text} It was {label}.").pieces
     (('text', ''), ('', ' It was '), ('label', ''), ('', '.'))
@@ -47,7 +49,7 @@ class Pattern:
 
     @classmethod
     def of(cls, pattern: str, pairs: bool = False) -> "Pattern":
-        """Raises UsageError for a sentence without {label} or {text}. pairs: the task has two texts."""
+        """Parse a pattern. Raises UsageError for one without {label} or {text}. pairs: the task has two texts."""
         parts = re.split(r"\{(\w+)\}", pattern)
         pieces = [("", word) if number % 2 == 0 else (word, "") for number, word in enumerate(parts) if word]
         names = [name for name, _ in pieces if name]
@@ -66,8 +68,8 @@ class Pattern:
         return cls(tuple(pieces))
 
     @cached_property
-    def text_behind(self) -> bool:
-        """Whether some of the text comes behind the label."""
+    def text_after_label(self) -> bool:
+        """Whether some of the text follows the label."""
         names = [name for name, _ in self.pieces]
         return bool({"text", "pair"} & set(names[names.index("label") :]))
 
@@ -81,11 +83,11 @@ class Pattern:
         front: Sequence[int] = (),
         whole: bool = True,
     ) -> list[tuple[str, list[int]]]:
-        """The sentence as pieces of ids, at most `length` of them together: as `pieces`, and `front` before them.
+        """The sentence as pieces of ids, at most `length` in total: `front`, then those of `pieces`.
 
-        encode: text -> ids. reserve: tokens that there is room for in the place of the label, so that the text, which loses
-        its end, is the same for all labels. whole: False leaves out what comes behind the label where that is no text. A
-        space before a piece is its first character, as tokens have it.
+        encode: text -> ids. reserve: tokens to reserve for the label, so that the text is truncated equally for all labels.
+        whole: False leaves out words after the label if no text follows. A space before a piece becomes its first
+        character, as in tokens.
         """
         ids: list[tuple[str, list[int]]] = [("", [*front])]
         space = ""
@@ -93,7 +95,7 @@ class Pattern:
             text = space + {"": words, "text": example.text, "pair": example.pair or "", "label": label}[name]
             space = " " if not name and text.endswith(" ") else ""
             ids.append((name, list(encode(text[: len(text) - len(space)]))))
-            if name == "label" and not (whole or self.text_behind):
+            if name == "label" and not (whole or self.text_after_label):
                 break
         texts = [piece for name, piece in ids if name in ("text", "pair")]
         others = [(name, piece) for name, piece in ids if name not in ("text", "pair")]
@@ -111,18 +113,18 @@ class Pattern:
     def filled(
         self, example: TaskExample, label: str, encode, eod: Optional[int], length: int, reserve: int = 0
     ) -> Scored:
-        """The sentence for a model that looks back: at most `length` tokens, and where those begin that are scored."""
+        """The sentence for a causal model: at most `length` tokens, and the start of the scored ones."""
         ids = self.parts(example, label, encode, length, reserve, [] if eod is None else [eod], whole=False)
         start = sum(len(piece) for _, piece in ids[: [name for name, _ in ids].index("label")])
         return Scored([one for _, piece in ids for one in piece], start)
 
     def label_ids(self, label: str, encode) -> list[int]:
-        """The tokens of a label in its place."""
+        """The tokens of a label within the pattern."""
         return dict(self.parts(TaskExample("", "", None, ""), label, encode, 1 << 20))["label"]
 
 
 def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
-    """What stands for each label of the task, in order. Raises DataError where labels are missing, unknown or alike."""
+    """Read the words of each label, in order. Raises DataError for missing or unknown labels, or duplicate words."""
     form = '{"0": "bad", "1": "good"}'
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -149,7 +151,7 @@ def read_verbalizer(path: str, task: Task) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PetSamples:
-    """Training samples: the sentence with the words of the right label, of which those that are scored are learned."""
+    """Training samples of --pet-loss words: the sentence with the words of the right label."""
 
     examples: Examples
     pattern: Pattern
@@ -168,7 +170,7 @@ class PetSamples:
 
 @dataclass(frozen=True)
 class PetRequests(PetSamples):
-    """Samples of an evaluation: each example with the words of each label. whole: all of them are evaluated."""
+    """Evaluation samples of --pet-loss words: each example with the words of each label. whole: evaluate all."""
 
     whole = True
 
@@ -182,14 +184,15 @@ class PetRequests(PetSamples):
 
 @dataclass(frozen=True)
 class ChoiceSamples:
-    """Samples of which a label is chosen. choices: the tokens of all labels (`cloze.CHOICES`); soft: labels are
-    probabilities; whole: an evaluation goes over all of them.
+    """Samples of --pet-loss labels.
+
+    choices: the tokens of all labels (`cloze.CHOICES`); soft: labels are probabilities; whole: evaluate all samples
     """
 
     examples: Examples
     task: Task
     pattern: Pattern
-    word: str  # of some label: all make the same sample
+    word: str  # of any label: the sample is the same for all
     encode: Callable[[str], Sequence[int]]
     cloze: Cloze
     choices: np.ndarray
@@ -208,7 +211,7 @@ class ChoiceSamples:
 
 @dataclass(frozen=True)
 class MockPatterns:
-    """Samples that are made up (--mock-data). task: labels are chosen; None: their words are found."""
+    """Mock samples (--mock-data). task: choose among its labels; None: predict words."""
 
     size: int
     cloze: Cloze
@@ -236,7 +239,7 @@ def choices_of(labels: Sequence[Sequence[int]], most: int) -> np.ndarray:
     return np.array([one for ids in labels for one in [*(id + 1 for id in ids), *[0] * (most - len(ids))]], np.int64)
 
 
-def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, cloze: Cloze, log) -> tuple:
+def pet_datasets(settings, examples: Mapping[str, Optional[Examples]], tokenizer, cloze: Cloze, log) -> tuple:
     """(train, valid, test) of a task with a pattern."""
     task = open_task(settings).task
     if task.regression:
@@ -256,17 +259,17 @@ def pet_datasets(settings, found: Mapping[str, Optional[Examples]], tokenizer, c
         refuse_unequal(pattern, labels, cloze)
         more |= dict(task=task, word=words[0], choices=choices_of(list(labels.values()), cloze.label_tokens))
         more |= dict(soft=bool(settings.soft_labels))
-        make = lambda split: ChoiceSamples(found[split], **more, whole=split != "train")
+        make = lambda split: ChoiceSamples(examples[split], **more, whole=split != "train")
     else:
-        make = lambda split: (PetSamples if split == "train" else PetRequests)(found[split], **more, words=words)
-    if found["train"] is not None:
-        first = pattern.filled(found["train"].rows[0], words[0], encode, None, cloze.length + 1)
+        make = lambda split: (PetSamples if split == "train" else PetRequests)(examples[split], **more, words=words)
+    if examples["train"] is not None:
+        first = pattern.filled(examples["train"].rows[0], words[0], encode, None, cloze.length + 1)
         log(f" > the first example as text: {tokenizer.decode(first.ids)!r}")
-    return tuple(found[split] and make(split) for split in ("train", "valid", "test"))
+    return tuple(examples[split] and make(split) for split in ("train", "valid", "test"))
 
 
 def refuse_same_tokens(labels: Mapping[str, Sequence[int]], path: str) -> None:
-    """Raise DataError where the words of two labels are the same tokens: unknown ones, or their first ones."""
+    """Raise DataError if the words of two labels have the same tokens."""
     seen: dict[tuple[int, ...], str] = {}
     for word, ids in labels.items():
         if (other := seen.setdefault(tuple(ids), word)) != word:
@@ -277,12 +280,12 @@ def refuse_same_tokens(labels: Mapping[str, Sequence[int]], path: str) -> None:
 
 
 def refuse_unequal(pattern: Pattern, labels: Mapping[str, Sequence[int]], cloze: Cloze) -> None:
-    """Raise DataError where labels cannot be compared in one reading of an example."""
+    """Raise DataError if labels cannot be compared in a single forward pass of an example."""
     other = "--pet-loss words, which compares sentences with each label"
-    if pattern.text_behind and not cloze.gap:
+    if pattern.text_after_label and not cloze.gap:
         raise DataError(
-            "--pet-loss labels: {label} stands before a text, which a model that looks back alone does not see there",
-            do=f"put {{label}} behind all texts, or give {other}",
+            "--pet-loss labels: {label} stands before a text, which a causal model does not see there",
+            do=f"put {{label}} after all texts, or give {other}",
         )
     (first, one), *others = labels.items()
     if unequal := next((word for word, ids in others if len(ids) != len(one)), None):
@@ -293,30 +296,31 @@ def refuse_unequal(pattern: Pattern, labels: Mapping[str, Sequence[int]], cloze:
         )
     if len(one) > cloze.label_tokens:
         raise DataError(
-            f"--pet-loss labels: {first!r} has {len(one)} tokens, and this model finds {cloze.label_tokens} at once",
+            f"--pet-loss labels: {first!r} has {len(one)} tokens, and this model predicts at most {cloze.label_tokens}",
             do=f"take words of fewer tokens, or give {other}",
         )
 
 
 class PetMeasures(TaskMeasures):
-    """The metrics of a task with a pattern, and the loss of the right labels' words; values are of an example with a label:
-    the log-probability of the words, and how many tokens they are [b, 2].
+    """The metrics of a task with a pattern, and the loss of the right labels' words.
+
+    Values are for an example with a label: the log-probability of the words, and their number of tokens [b, 2].
     """
 
     of_choices = True
 
-    def values(self, batch, found: torch.Tensor) -> torch.Tensor:
-        losses = (found * batch.loss_mask).sum(0, dtype=torch.float64)
+    def values(self, batch, outputs: torch.Tensor) -> torch.Tensor:
+        losses = (outputs * batch.loss_mask).sum(0, dtype=torch.float64)
         return torch.stack((-losses, batch.loss_mask.sum(0, dtype=torch.float64)), 1)
 
     def figures(self, values: np.ndarray, dataset, split: str, final: bool, rank: int) -> dict[str, float]:
         if not isinstance(dataset, PetRequests):
-            return {}  # made up
+            return {}  # mock data
         values = values.reshape(-1, self.classes, 2)
         rows = dataset.examples.rows
         known = [(place, int(row.label)) for place, row in enumerate(rows) if row.label is not None]
-        found = {}
+        results = {}
         if known:
             scores, tokens = values[tuple(np.array(known).T)].sum(0)
-            found[LM_LOSS] = -scores / tokens
-        return found | self.judged(values[..., 0], dataset.examples, split, final, rank)
+            results[LM_LOSS] = -scores / tokens
+        return results | self.judged(values[..., 0], dataset.examples, split, final, rank)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the files of tasks with questions are read, as they are published: a row -> one for each of its questions, with its
-options and the name of the right one's place. Needs no torch.
+"""Readers of published question-answering files: a row -> a row for each of its questions, with options and answer.
+
+Needs no torch.
 """
 
 import re
@@ -32,39 +33,39 @@ def c3(row: Mapping[int, Any], path: Path, labelled: bool) -> Iterator[dict[str,
     passage = "\n".join(texts_of(row, 0))
     for question in row[1]:
         options, answer = texts_of(question, "choice"), question["answer"] if labelled else question.get("answer", "")
-        found = dict(passage=passage, question=question["question"], options=options)
+        question_row = dict(passage=passage, question=question["question"], options=options)
         if labelled and answer not in options:
             raise ValueError(f"the answer {answer!r} is none of the options")
-        found["answer"] = str(options.index(answer)) if labelled or answer in options else ""
-        yield found | ({"id": question["id"]} if "id" in question else {})
+        question_row["answer"] = str(options.index(answer)) if labelled or answer in options else ""
+        yield question_row | ({"id": question["id"]} if "id" in question else {})
 
 
 GAP = re.compile("#idiom[0-9]+#")
-AROUND = 48  # characters of a passage that are read on either side of a gap
+AROUND = 48  # characters of a passage on either side of a gap
 
 
 def chid(row: Mapping[str, Any], path: Path, labelled: bool) -> Iterator[dict[str, Any]]:
-    """CHID: passages with gaps for idioms. Their numbers are in a file of their own, beside that of the passages."""
+    """CHID: passages with gaps for idioms. The answers are in a separate file next to that of the passages."""
     answers = _answers(path.with_name(f"{path.stem}_answer.json"), labelled)
     for passage in texts_of(row, "content"):
         for gap in GAP.finditer(passage):
-            before, behind = (GAP.sub("...", part) for part in (passage[: gap.start()], passage[gap.end() :]))
-            found = dict(
-                id=gap[0], question=f"{before[-AROUND:]}_{behind[:AROUND]}", options=texts_of(row, "candidates")
+            before, after = (GAP.sub("...", part) for part in (passage[: gap.start()], passage[gap.end() :]))
+            question = dict(
+                id=gap[0], question=f"{before[-AROUND:]}_{after[:AROUND]}", options=texts_of(row, "candidates")
             )
-            yield found | {"answer": str(answers[gap[0]] if labelled else answers.get(gap[0], ""))}
+            yield question | {"answer": str(answers[gap[0]] if labelled else answers.get(gap[0], ""))}
 
 
 @lru_cache(maxsize=8)
 def _answers(path: Path, labelled: bool) -> dict[str, int]:
     try:
-        found = json_in(path.read_text(encoding="utf-8"), str(path), "give an object: a gap's name, and its answer")
+        answers = json_in(path.read_text(encoding="utf-8"), str(path), "give an object: a gap's name, and its answer")
     except FileNotFoundError:
         if not labelled:
             return {}
-        raise DataError(f"{path}: no such file, with the answers to the questions of the one beside it") from None
+        raise DataError(f"{path}: no such file, with the answers to the questions of the file next to it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} holds no answers: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(answers, dict):
         raise DataError(f"{path} holds no answers: it is no object of the names of gaps")
-    return found
+    return answers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples as samples of training: what the model reads of a text, and what is to be found out of it."""
+"""Convert examples of a task to training samples: the model's input and the target."""
 
 import re
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples, TaskExample
 from megatron.tasks.texts import HIDDEN, Arrays, Ids, TextReader
 
-ABOVE, BELOW = "above", "below"  # the number that is learned, as what of it is above 0, and below
-SHARES = "shares"  # how likely each class is, where that is learned
-OPTIONS = "options"  # how many there are to choose among
-GAPS = re.compile("_+")  # in a question, for an option
-OF_SAMPLES = (LABELS, LOSS_MASK, ABOVE, BELOW, SHARES, OPTIONS)  # not of what is read of an option
+ABOVE, BELOW = "above", "below"  # the target of a regression: its positive and its negative part
+SHARES = "shares"  # probabilities of classes as the target
+OPTIONS = "options"  # number of options
+GAPS = re.compile("_+")  # placeholder for an option in a question
+OF_SAMPLES = (LABELS, LOSS_MASK, ABOVE, BELOW, SHARES, OPTIONS)  # arrays per sample, not per option
 
 
 def sample_arrays(
     task: Task, text: dict[str, SampleArray], hides: bool = False, soft: bool = False
 ) -> dict[str, SampleArray]:
-    """What a sample of a task consists of. text: what the model reads; hides: whether words of it may be hidden; soft:
-    labels are probabilities. Its loss mask is one number: 1 where the label is known.
+    """The arrays of a task's sample. The loss mask is one number: 1 if the label is known.
+
+    text: arrays of the model's input; hides: word dropout is used; soft: labels are probabilities
     """
     if hides:
         text = {**text, HIDDEN: next(iter(text.values()))}
@@ -45,10 +46,10 @@ def sample_arrays(
 
 @dataclass(frozen=True)
 class TaskSamples:
-    """Samples of a split, in the order of its files, as dicts of `sample_arrays`; each a pure function of its place.
+    """Samples of a split in the order of its files, as dicts of `sample_arrays`; each is a pure function of its index.
 
-    whole: an evaluation goes over all of them. hidden: the token that hides words, where some are hidden. soft: labels are
-    probabilities, also those of an evaluation.
+    whole: evaluate all samples. hidden: the token for word dropout, or None. soft: labels are probabilities, also in
+    evaluations.
     """
 
     examples: Examples
@@ -72,9 +73,7 @@ class TaskSamples:
 
 
 def together(options: Sequence[Arrays], task: Task) -> Arrays:
-    """What is read of a sample: of its text, or of each of its options, one behind the other. There is room for as many as
-    the task may have, and the first one stands where there are fewer.
-    """
+    """The input of a sample: of its text, or of its options, concatenated. The first one fills missing options."""
     if not task.options:
         return options[0]
     filled = [*options, *[options[0]] * (task.outputs - len(options))]
@@ -85,7 +84,7 @@ def together(options: Sequence[Arrays], task: Task) -> Arrays:
 def wanted(
     task: Task, label: Optional[float], shares: Optional[Sequence[float]] = None, soft: bool = False
 ) -> dict[str, Any]:
-    """What is to be found out, as arrays of a sample. label, shares: None where nobody knows it. soft: as probabilities."""
+    """The target of a sample, as arrays. label, shares: None if unknown. soft: as probabilities."""
     value, known = label or 0, {LOSS_MASK: float((label if shares is None else shares) is not None)}
     if soft:
         known[SHARES] = np.eye(task.outputs, dtype=np.float32)[int(value)] if shares is None else np.float32(shares)
@@ -96,8 +95,9 @@ def wanted(
 
 @dataclass(frozen=True)
 class MockTaskSamples:
-    """Samples that are made up (--mock-data): texts of any length whose first token says the label. Of several options it
-    is the one whose first token has the largest number.
+    """Mock samples (--mock-data): texts of any length whose first token determines the label.
+
+    Of several options, the one with the largest first token is right.
     """
 
     size: int
@@ -128,7 +128,7 @@ class MockTaskSamples:
 
 
 def with_options(example: TaskExample) -> list[TaskExample]:
-    """The example; or one for each of its options, which stands in the gaps of the text, or behind a text without any."""
+    """The example, or one for each option, with the option in the gaps of the text, or after a text without gaps."""
     if not example.options:
         return [example]
     text = example.text if GAPS.search(example.text) else f"{example.text} _".strip()
@@ -136,9 +136,7 @@ def with_options(example: TaskExample) -> list[TaskExample]:
 
 
 def ids_of(example: TaskExample, tokenizer, reader: TextReader) -> tuple[Ids, Optional[Ids]]:
-    """The tokens of an example's text, and of its other one. What is too long loses its end; of two texts the longer one
-    first.
-    """
+    """The tokens of an example's text and of the second one. Long texts are truncated at the end, the longer one first."""
     first = tokenizer.encode(example.text)
     if example.pair is None:
         return first[: reader.room(False)], None
@@ -148,7 +146,7 @@ def ids_of(example: TaskExample, tokenizer, reader: TextReader) -> tuple[Ids, Op
 
 
 def longest_cut(samples: Optional[TaskSamples], most: int = 2000) -> int:
-    """Of the first `most` examples, how many are longer than the samples: the log says it."""
+    """Number of the first `most` examples that are truncated, for the log."""
     if samples is None:
         return 0
     encode, room = samples.tokenizer.encode, samples.reader.room

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of fine-tuning, and what they say: the task, its files, its examples. Needs no torch."""
+"""Settings of fine-tuning, and the task, files and examples that they specify. Needs no torch."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from megatron.tasks.description import IN_FILES, Task, find_task, with_labels
 from megatron.tasks.examples import Examples, few, file_of, labels_in, read_examples, refuse_one_class
 from megatron.tasks.soft_labels import labels_of, with_soft_labels
 
-GROUP = "task"  # what a recipe calls the group
-LOSS, LM_LOSS = "loss", "lm loss"  # of classes or a number, and of words
+GROUP = "task"  # name of the group in a recipe
+LOSS, LM_LOSS = "loss", "lm loss"  # for classes or a number, and for words
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What is learned, from which files, and what is kept."""
+    """Settings of fine-tuning: the task, its files, the model, and the outputs."""
 
     task: str = setting("a task of GLUE or CLUE (SST2, MNLI, TNEWS ...), RACE, or a YAML file that describes one")
     task_data: Optional[str] = setting(
@@ -35,10 +35,10 @@ class TaskSettings:
         "files that are evaluated, one for each set (MNLI: matched, mismatched)", None, on_resume="logged"
     )
     test_data: Optional[list[str]] = setting(
-        "files whose labels are predicted behind training", None, on_resume="logged"
+        "files whose labels are predicted after training", None, on_resume="logged"
     )
     pretrained_checkpoint: Optional[str] = setting(
-        "folder of the checkpoint whose weights a run begins with; --load is where it goes on", None, on_resume="logged"
+        "folder of the checkpoint whose weights a run begins with; --load resumes a run", None, on_resume="logged"
     )
     backbone: str = setting(
         "what kind of model is below the head (default: that of the checkpoint)", DEFAULT, on_resume="another model"
@@ -51,13 +51,13 @@ class TaskSettings:
         on_resume="another model",
     )
     word_dropout: float = setting(
-        "share of the tokens of a training text that are hidden, drawn anew each time: in their place is a mask (BERT), "
+        "share of the tokens of a training text that are hidden, drawn again each time: in their place is a mask (BERT), "
         "a sentinel (T5) or an end of document",
         0.0,
         on_resume="refused in training",
     )
     labels: Optional[list[str]] = setting(
-        "the task's labels, in order (default: as the task says, or the checkpoint of the run that goes on, or those of "
+        "the task's labels, in order (default: as the task says, or the checkpoint of the run that is resumed, or those of "
         "the training files, sorted)",
         None,
         on_resume="refused",  # with --finetune the head is new
@@ -103,7 +103,7 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class OpenTask:
-    """A task whose labels are known, and its files: split -> ((set, file), ...)."""
+    """A task with its labels, and its files: split -> ((set, file), ...)."""
 
     task: Task
     files: dict[str, tuple[tuple[str, Path], ...]]
@@ -114,19 +114,20 @@ def task_settings(config: Config) -> TaskSettings:
 
 
 def open_task(settings: TaskSettings) -> OpenTask:
-    """The task of a run. Raises UsageError, DataError and SettingsError where it cannot be."""
+    """The task of a run. Raises UsageError, DataError and SettingsError for an invalid one."""
     return _open(_key(settings))
 
 
 def examples_of(settings: TaskSettings, split: str) -> Optional[Examples]:
-    """The examples of "train", "valid" or "test"; None where there are no files."""
+    """The examples of "train", "valid" or "test"; None without files."""
     return _examples(_key(settings), split)
 
 
 def said_in_full(config: Config, pooled: str) -> Config:
-    """The settings with what they lead to, for checkpoints, which a run that goes on is compared with: the labels, since a
-    head's outputs are theirs in order; what the head sees (pooled, where nobody says it); and which task it is, however it
-    was spelled.
+    """Complete the settings for checkpoints, with which a resumed run is compared.
+
+    They get the labels, in the order of the head's outputs; the pooling (default: pooled); and the canonical name of the
+    task.
     """
     settings = task_settings(config)
     task = open_task(settings).task
@@ -146,18 +147,18 @@ def said_in_full(config: Config, pooled: str) -> Config:
 
 
 def learned_labels(record: Mapping[str, Any], task: Optional[str]) -> dict[str, list[str]]:
-    """The labels that a run of fine-tuning has learned, as a default of one that goes on, where the task says none."""
+    """The labels in the checkpoint of fine-tuning, as a default for a resumed run whose task specifies none."""
     labels = record["config"].get("extra", {}).get(GROUP, {}).get("labels")
     return dict(labels=labels) if labels and task and find_task(str(task)).labels is None else {}
 
 
 def predictions_folder(predictions: Optional[str], save: Optional[str]) -> Optional[str]:
-    """Where a run writes predictions and pictures; None: nowhere."""
+    """The folder of a run's predictions and pictures; None: they are not written."""
     return predictions or (f"{save}/predictions" if save and "://" not in save else None)
 
 
 def confusion_pictures(run: Mapping[str, Any], place: Path) -> list[Path]:
-    """The confusion matrices that a run of fine-tuning has drawn. run: its record; place: its folder, if it has moved."""
+    """The pictures of confusion matrices of a run. run: its record; place: its current folder."""
     config = run.get("config") or {}
     task = (config.get("extra") or {}).get(GROUP)
     if task is None:
@@ -168,7 +169,7 @@ def confusion_pictures(run: Mapping[str, Any], place: Path) -> list[Path]:
 
 
 def _key(settings: TaskSettings) -> str:
-    """What the examples depend on: one string, because settings hold lists."""
+    """The settings that examples depend on, as a string, because lists cannot be hashed."""
     names = (
         "task",
         "task_data",
@@ -211,12 +212,12 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
     if given:
         if split == "train" and len(given) > 1:
             raise SettingsError(f"--train-data: {len(given)} files, and training takes one", do="join them")
-        found = [file_of(task, settings.task_data, (), file) for file in given]
-        names = list(sets) if len(sets) == len(given) else _names(found, split) if len(given) > 1 else [""]
-        return tuple(zip(names, found, strict=True))
-    found = [(name, file_of(task, settings.task_data, files)) for name, files in sets.items()]
-    missing = [" or ".join(sets[name]) for name, file in found if file is None]
-    # Test sets are there or not; without data at all a checkpoint is looked at.
+        files_of_sets = [file_of(task, settings.task_data, (), file) for file in given]
+        names = list(sets) if len(sets) == len(given) else _names(files_of_sets, split) if len(given) > 1 else [""]
+        return tuple(zip(names, files_of_sets, strict=True))
+    files_of_sets = [(name, file_of(task, settings.task_data, files)) for name, files in sets.items()]
+    missing = [" or ".join(sets[name]) for name, file in files_of_sets if file is None]
+    # Test sets are optional; without any data, a checkpoint is evaluated.
     home = task.home if split == "valid" and not settings.train_data and _files(task, settings, "train") else None
     where = f"--data-path {settings.task_data}" if settings.task_data else home
     if missing and where and split != "test":
@@ -225,11 +226,11 @@ def _files(task: Task, settings: TaskSettings, split: str) -> tuple[tuple[str, P
             f"--task {settings.task} takes its {split} examples from there",
             f"or say where they are: --{split}-data FILE",
         )
-    return tuple((name, file) for name, file in found if file is not None)
+    return tuple((name, file) for name, file in files_of_sets if file is not None)
 
 
 def _names(files: Sequence[Path], split: str) -> list[str]:
-    """A name for each of several files: its own, with as many of the folders above it as make them differ."""
+    """A unique name for each of several files: its own, with as many parent folders as necessary."""
     parts = [Path(os.path.abspath(file)).with_suffix("").parts for file in files]
     for count in range(1, max(map(len, parts))):
         names = ["-".join(of_file[-count:]) for of_file in parts]
@@ -237,7 +238,7 @@ def _names(files: Sequence[Path], split: str) -> list[str]:
             return names
     raise SettingsError(
         f"--{split}-data names one file twice, or files that differ by their ending alone: {', '.join(map(str, files))}",
-        "figures and predictions are told by the name of a file",
+        "figures and predictions are named after the file",
         "give each file once, or rename one",
     )
 
@@ -249,12 +250,12 @@ def _examples(key: str, split: str) -> Optional[Examples]:
     if not files:
         return None
     soft = split == "train" and settings.soft_labels
-    found = read_examples(opened.task, files, labelled=split != "test" and not soft)
+    examples = read_examples(opened.task, files, labelled=split != "test" and not soft)
     if split != "train":
-        return found
+        return examples
     if soft:
-        return with_soft_labels(found, soft, opened.task)
+        return with_soft_labels(examples, soft, opened.task)
     if settings.examples_per_class is not None:
-        found = few(found, opened.task, settings.examples_per_class)
-    notes = refuse_one_class(opened.task, found, ", ".join(map(str, files.values())))
-    return replace(found, notes=(*found.notes, *notes))
+        examples = few(examples, opened.task, settings.examples_per_class)
+    notes = refuse_one_class(opened.task, examples, ", ".join(map(str, files.values())))
+    return replace(examples, notes=(*examples.notes, *notes))

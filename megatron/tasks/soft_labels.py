@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Soft labels: what other models hold for likely of each training example, which is learned instead of its label.
+"""Soft labels: probabilities from other models, used as targets instead of labels.
 
-Those models may be several fine-tunings of one task, whose knowledge one model shall have (distillation,
-arXiv:1503.02531), or have learned few labelled examples with a pattern, and label many for a head (the last step of PET,
-arXiv:2001.07676). The files are those that an evaluation writes beside its predictions (NAME.probabilities.tsv).
+The other models may be several fine-tunings of the task (distillation, arXiv:1503.02531), or models trained on a few
+examples with a pattern that label many for a head (the last step of PET, arXiv:2001.07676). The files are those that an
+evaluation writes next to its predictions (NAME.probabilities.tsv).
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from megatron.tasks.description import Task
 from megatron.tasks.examples import Examples
 
 INDEX = "index"  # the first column of a file of probabilities: the example's id
-NEAR = 1e-3  # by how much any probabilities may miss a sum of 1
+NEAR = 1e-3  # tolerance for the sum of probabilities
 
 
 def with_soft_labels(examples: Examples, paths: Sequence[str], task: Task) -> Examples:
-    """The examples with the mean of what each file says of them, in the order of the task's labels.
+    """Add the mean of the files' probabilities to the examples, in the order of the task's labels.
 
-    Raises DataError where a file is not of these examples, one by one, or of these labels; SettingsError for numbers.
+    Raises DataError for a file of other examples or labels, SettingsError for a regression.
     """
     if task.regression:
         raise SettingsError(f"--soft-labels: the labels of {task.name} are numbers, not classes")
@@ -45,12 +45,12 @@ def with_soft_labels(examples: Examples, paths: Sequence[str], task: Task) -> Ex
 
 
 def labels_of(path: str) -> tuple[str, ...]:
-    """The labels that a file has probabilities of. Raises DataError."""
+    """The labels in a file of probabilities. Raises DataError."""
     return tuple(_lines(Path(path))[0].split("\t")[1:])
 
 
 def _read(path: Path, labels: Sequence[str]) -> tuple[list[str], list[tuple[float, ...]]]:
-    """(ids, their probabilities in the order of `labels`)."""
+    """(ids, probabilities in the order of `labels`)."""
     header, *lines = _lines(path)
     names = header.split("\t")[1:]
     if sorted(names) != sorted(labels):
@@ -67,12 +67,12 @@ def _read(path: Path, labels: Sequence[str]) -> tuple[list[str], list[tuple[floa
         raise DataError(
             f"--soft-labels {path}, line {number + 2}: the probabilities add up to {totals[number]:.4f}, not to 1"
         )
-    found = [tuple(shares[place] / total for place in order) for shares, total in zip(rows, totals, strict=True)]
-    return [line.split("\t", 1)[0] for line in lines], found
+    normalized = [tuple(shares[place] / total for place in order) for shares, total in zip(rows, totals, strict=True)]
+    return [line.split("\t", 1)[0] for line in lines], normalized
 
 
 def _shares(path: Path, number: int, line: str, count: int) -> list[float]:
-    """The probabilities of an example."""
+    """The probabilities in a line."""
     try:
         shares = [float(word) for word in line.split("\t")[1:]]
     except ValueError:
@@ -83,9 +83,7 @@ def _shares(path: Path, number: int, line: str, count: int) -> list[float]:
 
 
 def _rounding(lines: Sequence[str]) -> float:
-    """By how much a sum of probabilities may miss 1 where each was rounded to as many decimals as the file has; a half
-    where that could be anything.
-    """
+    """The rounding error of a sum of probabilities, each rounded to as many decimals as the file has; at most 0.5."""
     words = [line.split("\t")[1:] for line in lines]
     last = min(Decimal(word).as_tuple().exponent for row in words for word in row)
     return min(0.5, len(words[0]) * 0.5 * 10.0**last)
@@ -93,7 +91,7 @@ def _rounding(lines: Sequence[str]) -> float:
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # ids may hold other ends of lines
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # ids may contain other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--soft-labels {path}: {getattr(error, 'strerror', None) or error}") from None
     if lines[0].split("\t")[0] != INDEX or len(lines[0].split("\t")) < 3:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each kind of model reads a text, or a pair of texts: the arrays of its samples, filled up behind the text.
+"""Convert a text, or a pair of texts, to the arrays of a sample for each kind of model, right-padded.
 
-Legend: s tokens of a sample, t of what a decoder reads.
+Legend: s tokens of a sample, t tokens of a decoder's input.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from megatron.model.sample_arrays import SampleArray
 from megatron.model.t5.facts import T5Facts
 from megatron.settings.schema import Config
 
-TOKENS, LENGTHS = "tokens", "lengths"  # of a sample: ids, filled up; how many of them are the text
-HIDDEN = "hidden"  # of a sample: its ids with all words of the texts hidden (--word-dropout)
+TOKENS, LENGTHS = "tokens", "lengths"  # arrays of a sample: padded ids; number of tokens of the text
+HIDDEN = "hidden"  # array of a sample: its ids with all words hidden (--word-dropout)
 
 Ids = Sequence[int]
 Arrays = dict[str, Any]
@@ -27,52 +27,53 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class SampleReader:
-    """Makes samples of texts for a kind of model. length: tokens of a sample, those of the text and the special ones."""
+    """Makes samples for a kind of model. length: tokens of a sample, special tokens included."""
 
     length: int
 
     @classmethod
     def of(cls, config: Config, tokenizer: Any, vocab_size: int) -> "SampleReader":
-        """That of a run. Without a tokenizer, for samples that are made up, special tokens are. Raises SettingsError for a
-        vocabulary that lacks them.
+        """Create the reader of a run. Without a tokenizer (mock data), special tokens are chosen freely.
+
+        Raises SettingsError for a vocabulary that lacks them.
         """
         raise NotImplementedError
 
     @classmethod
     def arrays(cls, config: Config, vocab_size: int) -> dict[str, SampleArray]:
-        """What a sample consists of. The first array is the one with the tokens."""
+        """The arrays of a sample. The first one has the tokens."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TextReader(SampleReader):
-    """Texts, and pairs of them."""
+    """Makes samples of texts and pairs of texts."""
 
     def room(self, pair: bool) -> int:
-        """Tokens that a text may have, or both texts of a pair together."""
+        """The most tokens of a text, or of both texts of a pair together."""
         raise NotImplementedError
 
     def read(self, text: Ids, pair: Optional[Ids]) -> Arrays:
-        """The arrays of texts for which there is room."""
+        """The arrays of a text or pair that fits."""
         raise NotImplementedError
 
     @classmethod
     def hidden_word(cls, tokenizer: Any) -> int:
-        """The token that stands in the place of a word that the model shall not see: what hid words from it in pretraining,
-        or the end of a document. Without tokenizer, for samples that are made up, 0.
+        """The token that replaces a dropped word: the mask of pretraining, or the end of document; 0 without tokenizer
+        (mock data).
         """
         if tokenizer is None:
             return 0
-        found = [*cls._hides(tokenizer), tokenizer.eod, 0]
-        return next(id for id in found if id is not None)
+        candidates = [*cls._hides(tokenizer), tokenizer.eod, 0]
+        return next(id for id in candidates if id is not None)
 
     @classmethod
     def _hides(cls, tokenizer: Any) -> Sequence[Optional[int]]:
-        """What hides words in pretraining; None: the vocabulary has none."""
+        """The tokens that mask words in pretraining; None: not in the vocabulary."""
         return ()
 
     def read_hidden(self, text: Ids, pair: Optional[Ids], hidden: Optional[int]) -> Arrays:
-        """The same, and what the model reads where all words are hidden by this token; None: that is not asked for."""
+        """`read`, and the input with all words replaced by `hidden`; None: without it."""
         arrays = self.read(text, pair)
         if hidden is None:
             return arrays
@@ -82,7 +83,7 @@ class TextReader(SampleReader):
 
 @dataclass(frozen=True)
 class CausalReader(TextReader):
-    """The text, and where there is another one, the end of a document and that. At least one token."""
+    """Samples for causal models: the text, or the text, an end of document and the second text. At least one token."""
 
     end: int = 0
 
@@ -107,7 +108,7 @@ class CausalReader(TextReader):
 
 @dataclass(frozen=True)
 class BertReader(TextReader):
-    """[CLS] text [SEP], or [CLS] text [SEP] pair [SEP]. kinds: of tokens that have an embedding (--num-tokentypes)."""
+    """Samples for BERT: [CLS] text [SEP], or [CLS] text [SEP] pair [SEP]. kinds: number of token types."""
 
     cls: int
     sep: int
@@ -143,8 +144,8 @@ class BertReader(TextReader):
 
 @dataclass(frozen=True)
 class T5Reader(TextReader):
-    """The encoder reads: text [EOS], or text [EOS] pair [EOS]. The decoder reads [BOS], where the head looks; with a target
-    of no tokens there is none.
+    """Samples for T5. The encoder reads text [EOS], or text [EOS] pair [EOS]. The decoder reads [BOS], the head's input;
+    target 0: there is no decoder.
     """
 
     bos: int
@@ -180,5 +181,5 @@ class T5Reader(TextReader):
 
 
 def _filled(ids: Ids, length: int) -> np.ndarray:
-    """[length] int64, with zeros behind."""
+    """Ids padded with zeros, int64 [length]."""
     return padded(np.array(ids, np.int64), length)

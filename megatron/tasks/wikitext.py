@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WikiText: perplexity per word of the original, pre-tokenised text, so that vocabularies can be compared.
+"""WikiText: perplexity per word of the original, pre-tokenized text, so that vocabularies can be compared.
 
-The published files are split into words by spaces (`tokens , and 1 @.@ 5`). The model reads natural text, so the
-splitting is taken back first, by the substitutions that earlier published numbers were measured with. The loss per token
-then becomes a loss per original word through the token ratio.
+The published files are split into words by spaces (`tokens , and 1 @.@ 5`). The model reads natural text, so the text is
+detokenized first, with the substitutions that published results use. The token ratio converts the loss per token to a
+loss per original word.
 """
 
 import re
 
-# In this order: what the splitting wrote -> what stood there.
+# In this order: split text -> original text.
 SUBSTITUTIONS = (
     (r"s '", "s'"),  # plural genitive
     (r" @([-,.])@ ", r"\1"),  # inside numbers and compounds
@@ -30,7 +30,7 @@ SUBSTITUTIONS = (
 
 
 def detokenize(text: str) -> str:
-    """Natural text from WikiText's words.
+    """Convert WikiText's words to natural text.
 
     >>> detokenize("It cost 1 @.@ 5 million ( in 1999 ) , they say .")
     'It cost 1.5 million (in 1999), they say .'
@@ -41,7 +41,7 @@ def detokenize(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Words of the original text, as the published perplexities count them: pieces between single spaces."""
+    """Number of words of the original text, as published perplexities count them: pieces between single spaces."""
     return len(text.strip().split(" "))
 
 

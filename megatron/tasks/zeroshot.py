@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good a model is without fine-tuning: perplexity of held-out tokens, of WikiText, or accuracy on LAMBADA.
+"""Zero-shot evaluation: perplexity on held-out tokens or WikiText, or accuracy on LAMBADA.
 
-Each evaluation gives records: the line that Megatron-LM prints, its figures, and the same without the items that the
-training data holds.
+Each evaluation returns records: the line that Megatron-LM prints, its figures, and the same without the items that are in
+the training data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,14 @@ from megatron.tokenizer.base import Tokenizer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What all evaluations of a command have in common.
+    """The inputs of all evaluations of a command.
 
     options:   `tools.evaluate.EvaluateOptions`
     length:    tokens of a window
     axis:      ranks that share the work
-    contained: what the training data holds of registered sets; None where it is not known
-    tokenizer: of the run; None where token files are scored and its vocabulary is gone
-    progress:  unit of what is done -> a function that hears how much is done, and of how much
+    contained: n-grams of registered sets in the training data; None if unknown
+    tokenizer: of the run; None if token files are scored and its vocabulary is gone
+    progress:  unit of work -> a function (done, total)
     """
 
     options: Any
@@ -47,9 +47,9 @@ class Evaluation:
 
 
 def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progress) -> tuple[Evaluation, list[str]]:
-    """(an evaluation, what the user should hear). given: tokenizer flags.
+    """(an evaluation, notices for the user). given: tokenizer flags.
 
-    Raises SettingsError and DataError for what cannot be scored, before anything is computed.
+    Raises SettingsError and DataError for inputs that cannot be scored, before anything is computed.
     """
     if recipe_of(loaded.config).arrays is not None:
         raise SettingsError(
@@ -70,7 +70,7 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
 
 
 def prefixes_of(options) -> list[str]:
-    """The token files that are scored."""
+    """The prefixes of the token files to score."""
     return [prefix for word in options.data_path or () for prefix in datasets_of(word)]
 
 
@@ -82,9 +82,9 @@ def evaluate(work: Evaluation) -> list[dict]:
 
 
 def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[Optional[Tokenizer], str]:
-    """(the tokenizer of a run, why there is none): token files are scored without it where nobody gives it and it is gone.
+    """(the tokenizer of a run or None, why there is none): token files can be scored without it.
 
-    Raises DataError for token files of another vocabulary than the model has learned.
+    Raises DataError for token files with another vocabulary than the model's.
     """
     try:
         tokenizer = open_tokenizer(loaded, given)
@@ -99,7 +99,7 @@ def tokenizer_for(loaded: Loaded, given: Mapping[str, Any], prefixes: Sequence[s
 
 
 def held_out(work: Evaluation, prefix: str) -> dict:
-    """Perplexity of all tokens of an indexed dataset, documents one after the other as in training."""
+    """Perplexity of all tokens of an indexed dataset, with documents concatenated as in training."""
     dataset, options, loaded = open_tokens(prefix), work.options, work.loaded
     room, pieces = options.max_tokens or dataset.num_tokens, []
     for sequence in range(len(dataset)):
@@ -129,7 +129,7 @@ def held_out(work: Evaluation, prefix: str) -> dict:
 
 
 def judged_documents(work: Evaluation, dataset, count: int):
-    """(judgement of the documents, whether each of the first `count` tokens is of a clean one)."""
+    """(judgement of the documents, whether each of the first `count` tokens belongs to a clean one)."""
     decode, eod = work.tokenizer.decode, work.tokenizer.eod
     starts = np.zeros(len(dataset) + 1, np.int64)
     np.cumsum(dataset.sequence_lengths, out=starts[1:])
@@ -144,7 +144,7 @@ def judged_documents(work: Evaluation, dataset, count: int):
 
 
 def without(judged, clean: Optional[tuple[str, dict]]) -> dict:
-    """The results of the items that the training data does not hold. clean: line and figures of their score."""
+    """The results for items that are not in the training data. clean: line and figures of their score."""
     if judged is None:
         return {}
     record = judged.record()
@@ -188,7 +188,7 @@ def wikitext(work: Evaluation) -> list[dict]:
 
 
 def judged_tokens(work: Evaluation, original: str, tokens, tokenizer):
-    """(judgement of the lines of WikiText, whether each token is of a clean one)."""
+    """(judgement of the lines of WikiText, whether each token belongs to a clean one)."""
     text = detokenize(original)
     judged, clean = judge_lines(work.contained, original, text)
     lines = lines_of_tokens(tokens, tokenizer.decode, text.count("\n"))
@@ -218,7 +218,7 @@ def lambada(work: Evaluation) -> list[dict]:
 
 
 def told_of_answers(right) -> tuple[str, dict]:
-    """(line, figures) of whether each passage was answered right."""
+    """(line, figures) of the accuracy over passages."""
     correct, examples = int(right.sum()), len(right)
     accuracy = correct / examples
     line = f"number correct: {correct:.4E} | total examples: {examples:.4E} | avg accuracy: {accuracy:.4E}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to token ids and back, behind one small interface (`megatron.tokenizer.base.Tokenizer`).
+"""Tokenizers, all with the interface of `megatron.tokenizer.base.Tokenizer`.
 
 tokenizer = build_tokenizer(settings)
 tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size  # ([15496, 995], 50256, 50257) for GPT-2's files
@@ -13,7 +13,7 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Tokenizer
 from megatron.tokenizer.named import kind_of, with_files
 
-TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do without
+TYPES = {  # --tokenizer-type -> module with `build`, required settings
     "GPT2BPETokenizer": ("byte_level", ("vocab_file", "merge_file")),
     "HuggingFaceTokenizer": ("huggingface", ("tokenizer_model",)),
     "SentencePieceTokenizer": ("sentence_piece", ("tokenizer_model",)),
@@ -30,10 +30,10 @@ TYPES = {  # --tokenizer-type -> module with `build`, settings it cannot do with
 
 
 def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
-    """The tokenizer that `--tokenizer-type` and the vocabulary flags describe, as a `base.Tokenizer`.
+    """Build the `base.Tokenizer` of `--tokenizer-type` and the vocabulary flags.
 
-    `notify` receives one-line remarks. Raises SettingsError for flags that are missing, DataError for vocabulary
-    files that are missing or no vocabulary.
+    `notify` receives one-line notes. Raises SettingsError for missing flags, DataError for missing or invalid vocabulary
+    files.
     """
     kind = tokenizer_type(settings)
     if kind not in TYPES:
@@ -50,10 +50,10 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
 
 
 def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
-    """The tokenizer with `count` sentinels <extra_id_0> ..., and with those of the special tokens that it lacks.
+    """Add missing special tokens to a tokenizer, and sentinels <extra_id_0> ... up to `count`.
 
-    Their ids are Megatron-LM's: <CLS>, <SEP>, <EOD>, <MASK>, <PAD>, <BOS>, <EOS> as far as they lack, then the sentinels.
-    Where the vocabulary has sentinels of its own they count.
+    The ids equal Megatron-LM's: those of <CLS>, <SEP>, <EOD>, <MASK>, <PAD>, <BOS>, <EOS> that are missing, then the
+    sentinels. Sentinels of the vocabulary count.
     """
     lacks = {name: f"<{name.upper()}>" for name in SPECIAL if tokenizer.special(name) is None}
     pieces = tokenizer.name in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
@@ -67,7 +67,7 @@ def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
 
 
 def unused_rows(asked: int | None, vocab_size: int) -> str:
-    """What to say of a --vocab-size that a vocabulary does not fill; "" where only padding is beyond it.
+    """A note on a --vocab-size that is larger than the vocabulary; "" if the difference is only padding.
 
     >>> unused_rows(50257, 8192)
     '--vocab-size 50257 is larger than the vocabulary: 42065 rows of the embedding belong to none of its 8192 tokens'
@@ -80,7 +80,7 @@ def unused_rows(asked: int | None, vocab_size: int) -> str:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of `divisible_by` x `tp`.
+    """Number of rows of the embedding: the vocabulary rounded up to a multiple of `divisible_by` x `tp`.
 
     >>> padded_vocab_size(50257, 128, tp=2)
     50432
@@ -90,7 +90,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int = 128, tp: int = 1) -> 
 
 
 def tokenizer_type(settings: TokenizerSettings) -> str:
-    """The --tokenizer-type, or the one that the given vocabulary files can only mean."""
+    """The --tokenizer-type, or the type that the given vocabulary files imply."""
     if settings.tokenizer_type:
         return settings.tokenizer_type
     if settings.vocab_file and settings.merge_file:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one interface of all tokenizers, and how a faster library may stand in for the reference.
+"""The interface of all tokenizers, and the choice of a faster library in place of the reference.
 
-A tokenizer owns a list of *engines*: libraries that turn a text into ids. The last one is the reference that defines
-the ids. A faster one is used only after it gave the same ids on probes and on documents of the actual input.
+A tokenizer has a list of *engines*: libraries that encode a text. The last one is the reference and defines the ids. A
+faster one is used only if it gives the same ids on probes and on documents of the input.
 """
 
 import copy
@@ -14,7 +14,7 @@ import numpy as np
 
 Encode = Callable[[str], Sequence[int]]
 
-# Texts on which byte-level BPE libraries are known to disagree: contractions, runs of space, other scripts, joined
+# Texts on which byte-level BPE libraries are known to differ: contractions, runs of spaces, other scripts, joined
 # emoji, combining marks, control characters, digits of other scripts, text that looks like a special token.
 PROBES = (
     "I'm we'll they'd it's o'clock 'tis DON'T 'S 'LL she\u2019s",
@@ -28,8 +28,8 @@ PROBES = (
     'snake_case CamelCase kebab-case http://example.org/a?b=c&d=%20 {"k": [1, 2.5e-3]} \\u0041 ~~~ ``` ----- ______',
 )
 
-# What special tokens are called in vocabularies, the more usual name first. `cls` begins a sample of BERT, `sep` ends each
-# of its segments, `bos` and `eos` begin and end what a decoder reads and writes.
+# Names of special tokens in vocabularies, the most common one first. `cls` begins a sample of BERT, `sep` ends each of its
+# segments, `bos` begins a decoder's input, `eos` ends its output.
 SPECIAL = dict(
     cls=("[CLS]", "<CLS>", "<cls>"),
     sep=("[SEP]", "<SEP>", "<sep>"),
@@ -38,16 +38,16 @@ SPECIAL = dict(
     bos=("[BOS]", "<BOS>", "<bos>", "<s>"),
     eos=("[EOS]", "<EOS>", "<eos>", "</s>"),
 )
-SENTINEL = "<extra_id_{}>"  # stands for a span that is masked, from 0 on: T5's and Megatron-LM's name
-INNER = "##"  # a piece of WordPiece that goes on a word
+SENTINEL = "<extra_id_{}>"  # replaces a masked span, from 0 on, as in T5 and Megatron-LM
+INNER = "##"  # prefix of a WordPiece token that continues a word
 
 
 class Tokenizer:
-    """Text to ids and back.
+    """Encodes text to ids, and decodes ids to text.
 
-    `vocab_size` counts ids without padding. `eod` is the id that ends a document, None where the vocabulary has none.
+    `vocab_size` counts ids without padding. `eod` is the id of the end-of-document token, or None.
     `fingerprint` identifies the vocabulary: equal fingerprints give equal ids. `engine` names the library in use.
-    `pieces`: token -> id, as far as it is known: special tokens, and all of them where some go on a word (INNER).
+    `pieces`: token -> id, at least of special tokens, and of all tokens if some continue words (INNER).
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Tokenizer:
         pieces: Mapping[str, int] = MappingProxyType({}),
         special: Mapping[str, int] = MappingProxyType({}),
     ):
-        """`engines`: fastest first, the reference last; each value builds the engine when it is needed. `special`: ids of
-        names of SPECIAL where the vocabulary itself says them; otherwise they are found in `pieces`.
+        """`engines`: fastest first, the reference last; each value builds the engine on demand. `special`: ids by the names
+        of SPECIAL, if the vocabulary defines them; otherwise they are looked up in `pieces`.
         """
         self.name, self.vocab_size, self.eod, self.fingerprint = name, vocab_size, eod, fingerprint
         self.engine = list(engines)[-1]
@@ -71,28 +71,28 @@ class Tokenizer:
         self.pieces, self._special = pieces, special
 
     def special(self, name: str) -> int | None:
-        """The id of a special token by its name in SPECIAL; None where the vocabulary has none."""
+        """The id of a special token by its name in SPECIAL; None if the vocabulary has none."""
         if name in self._special:
             return self._special[name]
         return next((self.pieces[token] for token in SPECIAL[name] if token in self.pieces), None)
 
     @property
     def sentinels(self) -> list[int]:
-        """Ids of <extra_id_0>, <extra_id_1> ..., as far as there are."""
+        """Ids of the sentinels <extra_id_0>, <extra_id_1> ..."""
         ids = []
         while (token := SENTINEL.format(len(ids))) in self.pieces:
             ids.append(self.pieces[token])
         return ids
 
     def inner(self) -> np.ndarray:
-        """Whether a token goes on the word before it: bool [vocab_size]."""
+        """Whether each token continues a word: bool [vocab_size]."""
         ids = [id for token, id in self.pieces.items() if token.startswith(INNER)]
         marks = np.zeros(self.vocab_size, bool)
         marks[ids] = True
         return marks
 
     def with_tokens(self, added: Sequence[str]) -> "Tokenizer":
-        """The same with further tokens, which no text has: their ids follow the last one."""
+        """A copy with additional tokens that do not occur in texts. Their ids follow the last one."""
         more = copy.copy(self)
         names = dict(enumerate(added, self.vocab_size))
         more.pieces = {**self.pieces, **{token: id for id, token in names.items()}}
@@ -101,29 +101,29 @@ class Tokenizer:
         return more
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. Names of special tokens inside it are text like any other."""
+        """Encode a text. Names of special tokens in it are ordinary text."""
         return np.asarray(self.encoder(text)).tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids. Bytes that are no UTF-8, for example half a character, become U+FFFD."""
+        """Decode ids. Invalid UTF-8, for example half a character, becomes U+FFFD."""
         return self._decode([int(id) for id in ids])
 
     @property
     def encoder(self) -> Encode:
-        """The engine's function: ids of one text as a list or an integer array."""
+        """The engine's function: text -> ids, as a list or an integer array."""
         if self._encode is None:
             self._encode = self._engines[self.engine]()
         return self._encode
 
     def renew(self) -> None:
-        """Build the engine anew, which empties the caches that libraries let grow with the words they meet."""
+        """Rebuild the engine, to empty its cache of words."""
         self._encode = None
         self._encode = self._engines[self.engine]()
 
     def use_fastest(self, sample: Sequence[str], notify: Callable[[str], None] = lambda message: None) -> str:
-        """Switch to the fastest engine whose ids equal the reference's on PROBES and `sample`; returns its name.
+        """Switch to the fastest engine with the reference's ids on PROBES and `sample`; returns its name.
 
-        `notify` receives one line for each engine that is missing or disagrees.
+        `notify` receives a line for each engine that is missing or gives other ids.
         """
         *candidates, reference_name = self._engines
         if not candidates:
@@ -141,7 +141,7 @@ class Tokenizer:
         return reference_name
 
     def _try(self, name: str, texts: list[str], expected: list[np.ndarray]) -> tuple[str | None, Encode | None]:
-        """Why an engine cannot be used (None: it can), and the engine."""
+        """(why an engine cannot be used, or None; the engine)."""
         try:
             encode = self._engines[name]()
             for text, ids in zip(texts, expected):
@@ -157,7 +157,7 @@ class Tokenizer:
 
 
 def _decode_runs(ids: list[int], names: Mapping[int, str], decode: Callable[[list[int]], str]) -> str:
-    """Text of ids of which some have names, and `decode` knows the others."""
+    """Decode ids: those in `names` to their names, runs of others with `decode`."""
     words, run = [], []
     for id in ids:
         if id in names:
@@ -169,7 +169,7 @@ def _decode_runs(ids: list[int], names: Mapping[int, str], decode: Callable[[lis
 
 
 def fingerprint(*pieces: bytes | str) -> str:
-    """32 hex digits that stand for a vocabulary."""
+    """A hash of a vocabulary, 32 hex digits."""
     digest = hashlib.sha256()
     for piece in pieces:
         data = piece.encode() if isinstance(piece, str) else piece

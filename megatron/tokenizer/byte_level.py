@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT-2's byte-level BPE from `vocab.json` (token -> id) and `merges.txt` (pairs, most important first).
 
-Tokens are written with one printable character per byte (0x20 is written as U+0120). Ids need not follow the order of
-the merges: vocabularies trained by the `tokenizers` library sort their first 256 ids differently from GPT-2's.
+Tokens are written with one printable character per byte (0x20 as U+0120). Ids need not follow the order of the merges:
+vocabularies of the `tokenizers` library sort their first 256 ids differently from GPT-2's.
 """
 
 import functools
@@ -81,7 +81,7 @@ def parse_vocab(text: str, path: str) -> dict[str, int]:
 
 
 def parse_merges(text: str, path: str) -> list[str]:
-    """Pairs, written `left right`, in order of importance. A first line `#version: ...` is skipped."""
+    """Pairs `left right`, in order of priority. A first line `#version: ...` is skipped."""
     lines = text.replace("\r\n", "\n").split("\n")
     skipped = lines[0].startswith("#version")
     merges = [line for line in lines[skipped:] if line]
@@ -94,18 +94,18 @@ def parse_merges(text: str, path: str) -> list[str]:
 
 
 def joined(merge: str) -> str:
-    """The token that a merge makes. Byte-level tokens hold no space: theirs is written U+0120."""
+    """The token of a merge. Byte-level tokens contain no space: it is written as U+0120."""
     return merge.replace(" ", "")
 
 
 def _canonical(vocab: dict[str, int]) -> tuple[str, bytes]:
-    """The vocabulary whatever the order and layout of its file: tokens by id, and the ids."""
+    """The vocabulary, independent of the order and layout of its file: tokens by id, and the ids."""
     tokens = sorted(vocab, key=vocab.__getitem__)
     return "\n".join(tokens), np.array([vocab[token] for token in tokens], np.int64).tobytes()
 
 
 def describe(vocab_text: str, merges: list[str]) -> str:
-    """The same tokenizer as a tokenizer.json. It names no special tokens, so that their names stay text."""
+    """The tokenizer as a tokenizer.json, without special tokens, so that their names are ordinary text."""
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     model = dict(
         type="BPE",
@@ -134,10 +134,10 @@ def describe(vocab_text: str, merges: list[str]) -> str:
 
 
 def ranks(vocab: dict[str, int], merges: list[str]) -> tuple[dict[bytes, int], str, np.ndarray | None]:
-    """Arguments for tiktoken: bytes -> priority, the splitting pattern, and ids by priority where they differ.
+    """Arguments for tiktoken: bytes -> rank, the splitting pattern, and ids by rank (None if they are the ranks).
 
-    tiktoken merges the adjacent pair whose joined bytes have the lowest rank, so ranks must follow the merges; ids
-    that already increase along the merges serve as they are.
+    tiktoken merges the adjacent pair whose joined bytes have the lowest rank, so ranks must follow the merges. Ids that
+    increase along the merges can be used as ranks.
     """
     made = [joined(merge) for merge in merges]
     if len(set(made)) != len(made):
@@ -155,7 +155,7 @@ def ranks(vocab: dict[str, int], merges: list[str]) -> tuple[dict[bytes, int], s
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte: itself where it is printable, else from U+0100 on."""
+    """The printable character for each byte: the byte itself if printable, else from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)]

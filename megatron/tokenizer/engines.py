@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Libraries that turn text into ids, each as a function `text -> ids`. They are imported when one is built."""
+"""Tokenizer libraries, each as a function `text -> ids`, imported on demand."""
 
 import array
 import os
@@ -11,8 +11,8 @@ import numpy as np
 from megatron.errors import DataError
 from megatron.tokenizer.base import Encode
 
-# How published vocabularies split text before byte-pair merging. Alternatives without look-ahead stand in one group,
-# which the matcher then runs as a plain automaton: twice the speed of the published spelling, with equal matches. The
+# Patterns of published vocabularies that split text before byte-pair merging. Alternatives without look-ahead are in one
+# group, which the matcher runs as a plain automaton: equal matches at twice the speed of the published spelling. The
 # possessive `++` keeps it from trying every length of a run of white space at the end of a text.
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -29,7 +29,7 @@ PATTERNS = {
 
 
 def tokenizers_engine(tokenizer_json: str) -> Encode:
-    """Hugging Face `tokenizers`. One thread: our processes are the parallelism, and fork must stay safe."""
+    """Hugging Face `tokenizers`, single-threaded: the workers are processes, and fork must stay safe."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import Tokenizer
 
@@ -38,26 +38,26 @@ def tokenizers_engine(tokenizer_json: str) -> Encode:
 
 
 def gigatoken_engine(tokenizer_json: str, exact: Callable[[], Encode], may_cut: bool = False) -> Encode:
-    """gigatoken, from the same description. Its `encode` never starts threads and its result is an array."""
+    """gigatoken from a tokenizer.json. Its `encode` starts no threads and returns an array."""
     from gigatoken import Tokenizer
 
     return guarded(Tokenizer.from_json(tokenizer_json).encode, exact, may_cut)
 
 
 def gigatoken_ranks_engine(path: str, pattern: str, exact: Callable[[], Encode], may_cut: bool = False) -> Encode:
-    """gigatoken from a .tiktoken file; `pattern` is one of its names for ways to split."""
+    """gigatoken from a .tiktoken file; `pattern`: gigatoken's name of the splitting pattern."""
     from gigatoken import Tokenizer
 
     return guarded(Tokenizer.from_tiktoken(path, pretokenizer=pattern).encode, exact, may_cut)
 
 
 def guarded(fast: Encode, exact: Callable[[], Encode], may_cut: bool = False) -> Encode:
-    """`fast`, except for texts with letters of Unicode 17 and those it gives up on: they go to `exact()`.
+    """`fast` with a fallback to `exact()`, for texts with letters of Unicode 17 and texts that it fails on.
 
-    may_cut: texts may be cut as `pieces` does it, so that only the pieces with such letters go there.
+    may_cut: texts may be cut by `pieces`, so that only pieces with such letters use the fallback.
 
-    gigatoken 0.10 knows Unicode 17; tiktoken and `tokenizers`, which define the ids, do not take its new characters
-    for letters and split the text elsewhere. All other code points were compared, one by one: they agree.
+    gigatoken 0.10 knows Unicode 17. tiktoken and `tokenizers`, which define the ids, do not treat its new characters as
+    letters and split the text differently. All other code points were compared one by one and agree.
     """
     slow: list[Encode] = []
 
@@ -77,15 +77,14 @@ def guarded(fast: Encode, exact: Callable[[], Encode], may_cut: bool = False) ->
     return encode
 
 
-PIECE, FEW = 1 << 16, 1 << 10  # characters: of a long text, and around a letter that only the reference knows
+PIECE, FEW = 1 << 16, 1 << 10  # characters: of pieces of a long text, and around a letter for the fallback
 BOUNDARY = re.compile(r"\S(?= )")
 
 
 def in_pieces(encode: Encode, size: int = PIECE) -> Encode:
-    """The same ids, a piece of a long text at a time: one library takes 14 GB for a document of 100 MB as a whole.
+    """Encode long texts in pieces, with the same ids. One library needs 14 GB for a whole document of 100 MB.
 
-    Only for the patterns above: none of them joins a space to what stands before it, so that a text may be cut between
-    the two.
+    Only for the patterns above: none of them joins a space to the character before it, so that a text may be cut there.
     """
 
     def encode_long(text: str):
@@ -97,7 +96,7 @@ def in_pieces(encode: Encode, size: int = PIECE) -> Encode:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """A text in pieces of at least `size` characters, cut before a space that follows something else."""
+    """Cut a text into pieces of at least `size` characters, before a space that follows another character."""
     start = 0
     while len(text) - start > size and (match := BOUNDARY.search(text, start + size - 1)):
         yield text[start : match.end()]
@@ -106,12 +105,12 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust gave up. The class is a BaseException that can be imported from nowhere."""
+    """Whether an exception is a panic of a Rust library. Its class, a BaseException, cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def has_unicode_17(text: str) -> bool:
-    """Whether a text has a character that Unicode 17 added (370 MB/s and more, where a regular expression does 70)."""
+    """Whether a text has a character added by Unicode 17 (at least 370 MB/s; a regular expression does 70)."""
     for character in UNICODE_17_LOW:
         if character in text:
             return True
@@ -122,7 +121,7 @@ def has_unicode_17(text: str) -> bool:
 
 
 UNICODE_17_LOW = "\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1"
-UNICODE_17_HIGH = np.array(  # first and last code point of each range; some have gaps, which does no harm
+UNICODE_17_HIGH = np.array(  # first and last code point of each range; gaps in some are harmless
     [
         (0x10940, 0x10959),
         (0x10EC5, 0x10EC7),
@@ -142,9 +141,9 @@ UNICODE_17_HIGH = np.array(  # first and last code point of each range; some hav
 def tiktoken_engine(
     ranks: dict[bytes, int], pattern: str, ids: np.ndarray | None = None, exact: Callable[[], Encode] | None = None
 ) -> Encode:
-    """tiktoken from ranks (bytes -> merge priority). `ids[rank]` is the id where priorities are not the ids.
+    """tiktoken from ranks (bytes -> merge priority). `ids[rank]` is the id if ranks are not the ids.
 
-    Its matcher gives up on millions of spaces in a row: such a text goes to `exact()`, or raises DataError.
+    Its matcher fails on millions of spaces in a row: such a text is encoded by `exact()`, or raises DataError.
     """
     import tiktoken
 
@@ -152,15 +151,15 @@ def tiktoken_engine(
 
     def encode(text: str) -> np.ndarray:
         try:
-            found = encode_list(text)
+            own_ranks = encode_list(text)
         except BaseException as error:
             if not is_panic(error):
                 raise
             if exact is None:
                 raise DataError("tiktoken gives up on this text", "a run of white space is too long for it") from None
             return np.array(exact()(text), np.uint32)
-        # By way of `array`, three times as fast as numpy on a list, and as encode_to_numpy's search for special tokens.
-        array_of_ranks = np.frombuffer(array.array("I", found), np.uint32) if found else np.empty(0, np.uint32)
+        # `array` is three times as fast as numpy on a list, and as encode_to_numpy, which searches for special tokens.
+        array_of_ranks = np.frombuffer(array.array("I", own_ranks), np.uint32) if own_ranks else np.empty(0, np.uint32)
         return array_of_ranks if ids is None else ids[array_of_ranks]
 
     return encode

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any `tokenizer.json` of the Hugging Face world, a file or the folder that holds it."""
+"""Tokenizers from a `tokenizer.json` of Hugging Face, given as the file or its folder."""
 
 import functools
 import json
@@ -45,10 +45,10 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
 
 
 def without_special_tokens(description: dict) -> dict:
-    """The tokenizer that reads the names of special tokens inside a text as text.
+    """The description of the tokenizer without special tokens, so that their names in a text are ordinary text.
 
-    Their entries among the added tokens go. A Unigram model would still match them as pieces: there they get names
-    that no text has.
+    Their entries among the added tokens are removed. A Unigram model would still match them as pieces, so its pieces are
+    renamed to strings that do not occur in texts.
     """
     added = description.get("added_tokens") or []
     special = {token["content"]: token["id"] for token in added if token.get("special")}
@@ -81,13 +81,13 @@ def _load(text: str, path: Path):
 
 
 def _end_of_document(path: Path, vocab: dict[str, int]) -> int | None:
-    """The id of `eos_token` (or `sep_token`) in tokenizer_config.json beside the file, else of a usual name."""
+    """The id of `eos_token` (or `sep_token`) in tokenizer_config.json next to the file, else of a common name."""
     names = [_configured(path, "eos_token"), _configured(path, "sep_token"), *END_TOKENS]
     return next((vocab[name] for name in names if name in vocab), None)
 
 
 def _configured(path: Path, key: str) -> str | None:
-    """The special token that tokenizer_config.json beside the file says under this key."""
+    """The special token under this key in tokenizer_config.json next to the file; None if there is none."""
     config = path.with_name("tokenizer_config.json")
     if not config.exists():
         return None

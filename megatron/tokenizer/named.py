@@ -3,8 +3,8 @@
 
     --tokenizer-type GPT2BPETokenizer --tokenizer-model gpt2-en
 
-reads vocab.json and merges.txt of $MEGATRON_CACHE/gpt2-en (~/.cache/megatron/gpt2-en where the variable is not set).
-Nothing is ever downloaded: what is not there is told with the names of the files that would be.
+reads vocab.json and merges.txt of $MEGATRON_CACHE/gpt2-en (~/.cache/megatron/gpt2-en if the variable is not set).
+Nothing is downloaded: an error names the missing files.
 """
 
 import os
@@ -16,7 +16,7 @@ from megatron.errors import DataError
 from megatron.settings.presets import cache_folder, cached, shared
 from megatron.settings.schema import TokenizerSettings
 
-Wanted = Mapping[str, tuple[str, ...]]  # setting -> the names that its file may have, the usual one first
+Wanted = Mapping[str, tuple[str, ...]]  # setting -> possible names of its file, the usual one first
 
 BYTE_LEVEL: Wanted = dict(
     vocab_file=("vocab.json", "gpt-en-vocab.json", "gpt2-vocab.json"),
@@ -42,9 +42,9 @@ _FILES = (".json", ".model", ".tiktoken", ".txt")
 
 
 def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
-    """The settings with the files of the folder or name that --tokenizer-model gives; others as they are.
+    """Resolve a folder or name in --tokenizer-model to files; other settings are unchanged.
 
-    kind: the type of tokenizer. Raises DataError for a name that the cache has not, or a folder that lacks a file.
+    kind: the type of tokenizer. Raises DataError for a name that is not in the cache, or a folder that lacks a file.
     """
     given, wanted = settings.tokenizer_model, WANTED.get(kind, {})
     others = [name for name in wanted if name != "tokenizer_model"]
@@ -54,18 +54,18 @@ def with_files(settings: TokenizerSettings, kind: str) -> TokenizerSettings:
     if path.is_file():
         return replace(settings, tokenizer_model=None, **{others[0]: given}) if len(others) == 1 else settings
     if not path.is_dir() and (os.sep in given or given.endswith(_FILES)):
-        return settings  # a file that is missing: who opens it says so
+        return settings  # a missing file: opening it reports the error
     folder = path if path.is_dir() else _cached(given, wanted)
-    found = {name: _find(folder, names) for name, names in wanted.items()}
-    lost = [" or ".join(names) for name, names in wanted.items() if found[name] is None]
+    files = {name: _find(folder, names) for name, names in wanted.items()}
+    lost = [" or ".join(names) for name, names in wanted.items() if files[name] is None]
     if lost:
         has = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise DataError(f"{folder} lacks {' and '.join(lost)} for {kind}", f"it has: {has}")
-    return replace(settings, **(dict(tokenizer_model=None) | found))
+    return replace(settings, **(dict(tokenizer_model=None) | files))
 
 
 def kind_of(given: str) -> str | None:
-    """The type of tokenizer whose files are all in a folder, here or in the cache; else that of the model of this name."""
+    """The type of tokenizer whose files a folder has, here or in the cache; else that of the model with this name."""
     of_model = {"gpt2": "GPT2BPETokenizer", "gpt-cpm": "GPTChineseTokenizer"}.get(shared(given))
     folder = Path(given) if Path(given).is_dir() else cached(given)
     kinds = [of_model, *KINDS] if of_model else KINDS
@@ -86,9 +86,9 @@ def _cached(name: str, wanted: Wanted) -> Path:
 
 
 def _find(folder: Path, names: tuple[str, ...]) -> str | None:
-    """The first of these names that is in the folder. A pattern counts where exactly one file fits it."""
+    """The first file of the folder with one of these names. A pattern must match exactly one file."""
     for name in names:
-        found = list(folder.glob(name))
-        if len(found) == 1:
-            return str(found[0])
+        matches = list(folder.glob(name))
+        if len(matches) == 1:
+            return str(matches[0])
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that are already numbers ("3 1 4"), for benchmarks and checks. Ids go to `--vocab-size` - 1, EOD follows."""
+"""NullTokenizer: texts of numbers ("3 1 4"), for benchmarks and checks. Ids are below `--vocab-size`, which is the EOD."""
 
 from megatron.errors import DataError
 from megatron.settings.schema import TokenizerSettings

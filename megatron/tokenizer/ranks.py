@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tiktoken-style vocabularies from a local file: each token's bytes with its rank.
+"""tiktoken vocabularies from a local file: each token's bytes with its rank.
 
-Two formats: OpenAI's `.tiktoken` (a line is base64 of the bytes, a space, the rank; ids are ranks) and Megatron-LM's
-JSON list of `{"rank", "token_bytes", "token_str"}` (ids are ranks + 1000, below them are special tokens).
+Two formats: OpenAI's `.tiktoken` (lines of base64 of the bytes, a space, the rank; ids are ranks) and Megatron-LM's
+JSON list of `{"rank", "token_bytes", "token_str"}` (ids are ranks + 1000; special tokens are below).
 """
 
 import base64
@@ -89,7 +89,7 @@ def _megatron_ranks(data: bytes, path: Path, vocab_size: int) -> dict[bytes, int
 
 
 def _checked(ranks: dict[bytes, int], path: Path) -> dict[bytes, int]:
-    """All 256 bytes are there and no rank is used twice, without which some text could not be encoded."""
+    """Check that all 256 bytes are there and no rank is used twice; otherwise some texts could not be encoded."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing or len(set(ranks.values())) != len(ranks):
         raise DataError(f"--tokenizer-model {path}: {missing} single bytes are missing, or ranks repeat")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chinese text into words, by libraries that are optional: each as a function `text -> words`.
+"""Segment Chinese text into words with optional libraries, each as a function `text -> words`.
 
-jieba is small and fast; LAC (package `lac`, on top of PaddlePaddle) is slower and more exact. They are loaded when the
-first text comes, in the process that it comes to: LAC's engine does not survive a fork.
+jieba is small and fast; LAC (package `lac`, on PaddlePaddle) is slower and more accurate. They are loaded at the first
+text, in the process that segments it: LAC's engine does not survive a fork.
 """
 
 import functools
@@ -16,16 +16,16 @@ PACKAGES = {"jieba": ("jieba", "jieba"), "lac": ("LAC", "lac"), "seg": ("LAC", "
 
 
 def make_segmenter(name: str, needed_by: str = "") -> Segment:
-    """The segmenter of `--cn-seg-func`: jieba; lac, LAC's lexical analysis; seg, LAC's segmentation alone.
+    """The segmenter of `--cn-seg-func`: jieba; lac, LAC's lexical analysis; seg, only LAC's segmentation.
 
-    needed_by: who asks, for the message. Raises DataError where the package is not installed.
+    needed_by: the flag for the message. Raises DataError if the package is not installed.
     """
     module, package = PACKAGES[name]
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except ValueError:  # a module that was put into sys.modules without a spec
-        found = True
-    if found is None:
+        spec = True
+    if spec is None:
         who = needed_by or f"--cn-seg-func {name}"
         do = f"pip install {package}, or give text that is cut into words already: --cn-splited"
         raise DataError(f"{who} needs the package {package}, which is not installed", do=do)
@@ -37,7 +37,7 @@ def _jieba() -> Segment:
     import jieba
 
     if hasattr(jieba, "setLogLevel"):
-        jieba.setLogLevel("WARNING")  # it tells each process's building of the dictionary
+        jieba.setLogLevel("WARNING")  # otherwise each process logs the loading of the dictionary
     return lambda text: list(jieba.cut(text))
 
 
@@ -49,8 +49,7 @@ def _lac(mode: str) -> Segment:
 
 
 def split_words(text: str, mark: str) -> list[str]:
-    """The words of a text that is cut already, with `mark` between two words. A word that is the mark itself shows as
-    two empty pieces in a row.
+    """The words of a segmented text, separated by `mark`. Two consecutive empty pieces stand for a word that is the mark.
 
     >>> split_words("a b  c", " ")
     ['a', 'b', '', 'c']

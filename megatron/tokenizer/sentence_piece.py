@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SentencePiece models (`.model`). End of document is the piece `<EOD>` or `<eod>` where the model has one, else its
-`</s>`.
+"""SentencePiece models (`.model`). The end-of-document token is `<EOD>` or `<eod>` if the model has it, else `</s>`.
 
-GPTChineseTokenizer is PaddleNLP's of the CPM models: jieba cuts the text into words, spaces and newlines become marks,
-and the model encodes the words with a space between them.
+GPTChineseTokenizer is PaddleNLP's tokenizer of the CPM models: jieba segments the text into words, spaces and newlines
+become marks, and the model encodes the words joined by spaces.
 """
 
 from pathlib import Path
@@ -56,17 +55,17 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
 
 
 def _special_pieces(model) -> dict[str, int]:
-    """Special tokens and sentinels that the model has, by name."""
+    """The special tokens and sentinels of the model, by name."""
     names = [token for tokens in SPECIAL.values() for token in tokens] + ["<EOD>", "<eod>"]
-    found = {name: id for name in names if (id := model.PieceToId(name)) != model.unk_id()}
+    special = {name: id for name in names if (id := model.PieceToId(name)) != model.unk_id()}
     sentinels = {}
     while (id := model.PieceToId(name := SENTINEL.format(len(sentinels)))) != model.unk_id():
         sentinels[name] = id
-    return found | sentinels
+    return special | sentinels
 
 
 def marked_words(text: str, segment: Segment) -> str:
-    """The words of a text with a space between them; its own spaces and newlines as marks, which are no spaces.
+    """The words of a text joined by spaces, with marks for its own spaces and newlines.
 
     >>> marked_words("ab c", lambda text: ["a", "b", " ", "c"])
     'a b \u2582 c'
@@ -75,7 +74,7 @@ def marked_words(text: str, segment: Segment) -> str:
 
 
 def _gigatoken(data: bytes) -> Encode:
-    """gigatoken reads BPE models with byte fallback and refuses others."""
+    """gigatoken from a BPE model with byte fallback; it refuses others."""
     from gigatoken import Tokenizer as Gigatoken
 
     return Gigatoken.from_sentencepiece(data).encode

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WordPiece of BERT, ERNIE and ELECTRA from `vocab.txt`: a token a line, its number is its id. By `tokenizers`.
+"""WordPiece of BERT, ERNIE and ELECTRA from `vocab.txt` (one token per line, ids are line numbers), with `tokenizers`.
 
-Megatron-LM's BertWordPieceLowerCase and BertWordPieceCase have two more ids, [BOS] and [EOS], behind the file's;
-PaddleNLP's BertTokenizer, ErnieTokenizer and ElectraTokenizer have not, and no token that ends a document.
+Megatron-LM's BertWordPieceLowerCase and BertWordPieceCase have two additional ids, [BOS] and [EOS], after those of the
+file. PaddleNLP's BertTokenizer, ErnieTokenizer and ElectraTokenizer do not, and have no end-of-document token.
 """
 
 import functools
@@ -20,9 +20,9 @@ from megatron.tokenizer.byte_level import read_text
 from megatron.tokenizer.segmenters import Segment
 
 UNKNOWN = "[UNK]"
-LOWER = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}  # the other types' files say it
+LOWER = {"BertWordPieceLowerCase": True, "BertWordPieceCase": False}  # for other types, files decide
 ENDS = ("[BOS]", "[EOS]")  # of Megatron-LM
-LONGEST_WORD = 4  # tokens of a word that whole-word marks know, as in PaddleNLP
+LONGEST_WORD = 4  # tokens of a word in whole-word masking, as in PaddleNLP
 CHINESE = re.compile("[\u4e00-\u9fa5]")
 
 
@@ -37,10 +37,10 @@ def build(settings: TokenizerSettings, notify=None) -> Tokenizer:
 
 
 def build_whole_words(settings: TokenizerSettings, segment: Segment) -> Tokenizer:
-    """The tokenizer that marks whole Chinese words for masking: each character of a word but the first is "##x".
+    """A tokenizer for whole-word masking of Chinese: each character x of a word but the first becomes "##x".
 
-    The words are those that `segment` finds. Marked characters that the vocabulary lacks (ERNIE's has none) get ids
-    behind its own, in the order of the characters.
+    `segment` finds the words. Marked characters that are not in the vocabulary (ERNIE's has none) get ids after its own,
+    in the order of the characters.
     """
     vocab = read_vocab(settings.vocab_file)
     marked = with_marked_characters(vocab)
@@ -67,7 +67,7 @@ def _tokenizer(settings: TokenizerSettings, vocab: dict[str, int], lower: bool, 
 
 
 def read_vocab(path: str) -> dict[str, int]:
-    """Token -> id. A token that stands twice has its last id. ERNIE's own files have `token TAB id` on a line."""
+    """Token -> id. A duplicate token has its last id. ERNIE's files have lines `token TAB id`."""
     lines = read_text(path, "--vocab-file").split("\n")
     if not lines[-1]:
         lines.pop()
@@ -86,18 +86,18 @@ def read_vocab(path: str) -> dict[str, int]:
 
 
 def lower_cased(settings: TokenizerSettings) -> bool:
-    """Whether text is lower-cased: by the type, by tokenizer_config.json beside the file, or by a name with "cased"."""
+    """Whether text is lower-cased: by type, by tokenizer_config.json next to the file, or by a name with "cased"."""
     if settings.tokenizer_type in LOWER:
         return LOWER[settings.tokenizer_type]
     path = Path(settings.vocab_file).absolute()
     config = path.with_name("tokenizer_config.json")
     if config.exists():
         try:
-            said = json.loads(config.read_text(encoding="utf-8")).get("do_lower_case")
+            lower = json.loads(config.read_text(encoding="utf-8")).get("do_lower_case")
         except (ValueError, AttributeError):
             raise DataError(f"{config}: not JSON settings of a tokenizer", do="repair or remove it") from None
-        if said is not None:
-            return bool(said)
+        if lower is not None:
+            return bool(lower)
     name = f"{path.parent.name} {path.name}"
     return "cased" not in name or "uncased" in name
 
@@ -122,17 +122,17 @@ def _encode(model) -> Encode:
 
 
 def with_marked_characters(vocab: dict[str, int]) -> dict[str, int]:
-    """The vocabulary with "##x" for each of its Chinese characters x."""
+    """Add "##x" to the vocabulary for each of its Chinese characters x."""
     characters = [token for token in sorted(vocab, key=vocab.__getitem__) if len(token) == 1 and CHINESE.match(token)]
     lacking = [f"##{token}" for token in characters if f"##{token}" not in vocab]
     return vocab | {token: id for id, token in enumerate(lacking, max(vocab.values()) + 1)}
 
 
 def _mark_words(encode: Encode, vocab: dict[str, int], segment: Segment) -> Encode:
-    """Ids of a text, where those inside of a Chinese word are of the marked tokens.
+    """Replace the ids of Chinese characters inside of words by those of the marked tokens.
 
-    As PaddleNLP does: from each Chinese token on, the longest run of up to LONGEST_WORD tokens is taken that together
-    are one of the text's words; what is in no word stays as it is.
+    As in PaddleNLP: from each Chinese token on, the longest run of up to LONGEST_WORD tokens that forms a word of the text
+    is one word; other tokens are unchanged.
     """
     tokens = {id: token for token, id in vocab.items()}
     unknown = vocab[UNKNOWN]
@@ -152,7 +152,7 @@ def _mark_words(encode: Encode, vocab: dict[str, int], segment: Segment) -> Enco
 
 
 def _word_at(pieces: list[str], at: int, words: set[str]) -> int:
-    """The length of the longest word that starts at a token; 1 where none does."""
+    """Length of the longest word that starts at a token; 1 if there is none."""
     for length in range(min(LONGEST_WORD, len(pieces) - at), 1, -1):
         if "".join(pieces[at : at + length]) in words:
             return length

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     check(settings, given)
     sampling.check(given)
-    sampling, notes = sampling.settled()
+    sampling, notes = sampling.normalized()
     search.check(sampling, given)
     notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
     here = rank_env.ranks()

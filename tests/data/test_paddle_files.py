@@ -272,9 +272,9 @@ def test_a_folder_is_all_its_datasets_by_size(tmp_path):
     [
         ([], "there are no token files in the folder"),
         (["x.jsonl", "x.partial"], "there are no token files in the folder"),
-        (["x_ids.npy"], "x_ids.npy has no x_idx.npz beside it"),
-        (["x_idx.npz"], "x_idx.npz has no x_ids.npy beside it"),
-        (["x.bin"], "x.bin has no x.idx beside it"),
+        (["x_ids.npy"], "x_ids.npy has no x_idx.npz next to it"),
+        (["x_idx.npz"], "x_idx.npz has no x_ids.npy next to it"),
+        (["x.bin"], "x.bin has no x.idx next to it"),
     ],
 )
 def test_a_folder_without_whole_datasets(tmp_path, there, words):

@@ -128,7 +128,7 @@ def test_the_flags_of_megatron_lm_are_stages():
     more = cut("--pipeline-model-parallel-size 1 --encoder-pipeline-model-parallel-size 3")
     assert (more.pipeline_model_parallel_size, more.pipeline_stage_layers) == (4, "4,4,4,12")
     again = parse_any(f"{SHAPE} --pipeline-model-parallel-split-rank 3".split())
-    assert recipe_of(again).settled(again) == again
+    assert recipe_of(again).normalize_config(again) == again
     facts = T5Facts.of(again, 32000)
     assert [facts.layer_kind(n) == DECODER for n in range(24)] == [False] * 12 + [True] * 12
 

@@ -27,7 +27,7 @@ def found(model, flag, value):
     try:
         defaults = {"model_type": recipe.model_type, **recipe.defaults}
         config = parse_pretrain([*words, flag, value], recipe.setting_groups, "", defaults)
-        return check(recipe.settled(config), 1), spelling.setting
+        return check(recipe.normalize_config(config), 1), spelling.setting
     except Failure as error:
         return [str(error)], spelling.setting
 

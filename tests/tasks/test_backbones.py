@@ -327,7 +327,7 @@ def test_an_encoder_alone_has_its_own_layers_and_weights():
     for pooling in ("first", "mean"):
         argv = [*line.replace("--num-layers 4", "").split(), "--pooling", pooling]
         config = of[pooling] = parse_any(argv, recipe=recipe())
-        assert recipe().settled(config) == config
+        assert recipe().normalize_config(config) == config
     whole, alone = (facts_of(of[pooling], VOCABULARY) for pooling in ("first", "mean"))
     assert (of["mean"].model.num_layers, of["mean"].parallel.pipeline_stage_layers) == (5, "1,2,2")
     assert all(whole.weights[name].shape == placed.shape for name, placed in alone.weights.items())

@@ -130,7 +130,7 @@ def test_a_text_has_its_whole_context_and_ends_with_the_model(trained, names, ca
         assert [int(word) for word in text.split()] == [id for id in ids[len(context) :] if id != EOD]
     model.generate_until(asked((words([5, 6]), dict(max_gen_toks=4))))
     assert capsys.readouterr().err == ""
-    with pytest.raises(DataError, match=f"a text behind {LENGTH} tokens, and the model can look at {LENGTH}"):
+    with pytest.raises(DataError, match=f"a text after {LENGTH} tokens, and the model can look at {LENGTH}"):
         model.generate_until(asked((words([1] * LENGTH), {})))
 
 

@@ -200,8 +200,8 @@ def test_another_task_begins_with_what_a_pattern_tuned(kind, words, given, tmp_p
 
 UNEQUAL = {  # kind, pattern, words of the labels -> what the message says
     ("BERT", PATTERN, ("11", "12 13", "14")): "'11' and '12 13' have 1 and 2 tokens\n.*a gap for each token",
-    ("BERT", PATTERN, ("1 " * 9, "2 " * 9, "3 " * 9)): "has 9 tokens, and this model finds 8 at once",
-    ("T5", PATTERN, ("11 12", "12 13", "14 15")): "'11 12' has 2 tokens, and this model finds 1 at once",
+    ("BERT", PATTERN, ("1 " * 9, "2 " * 9, "3 " * 9)): "has 9 tokens, and this model predicts at most 8",
+    ("T5", PATTERN, ("11 12", "12 13", "14 15")): "'11 12' has 2 tokens, and this model predicts at most 1",
     ("GPT", PATTERN, ("11", "12", "13")): "{label} stands before a text",
     ("GPT", PATTERN_OF_GPT, ("11", "12", "012")): "'12' and '012' are the same tokens \\[12\\]",
 }

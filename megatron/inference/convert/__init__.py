@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models to and from the formats of other programs."""
+"""Conversion of models to and from the formats of other libraries."""

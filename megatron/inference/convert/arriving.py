@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exports and imports have in common: a folder that is whole or not there, and what a checkpoint has to say."""
+"""Shared parts of exports and imports: atomic output folders, and required entries of a checkpoint."""
 
 import contextlib
 import secrets
@@ -16,7 +16,7 @@ from megatron.storage.durable import storage_errors, sync_folder
 
 @contextlib.contextmanager
 def arriving(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` at the end, or vanishes at any failure."""
+    """A temporary folder that is renamed to `out` at the end, or removed after an error."""
     check_free(out)
     folder = out.with_name(f".tmp-{out.name}-{secrets.token_hex(4)}")
     with storage_errors(out):
@@ -34,7 +34,7 @@ def arriving(out: Path) -> Iterator[Path]:
 
 
 def needed(reader: Reader, key: str) -> Any:
-    """What state.json says under `key`. Raises CheckpointError when it says nothing."""
+    """The value of `key` in state.json. Raises CheckpointError if there is none."""
     if key not in reader.state:
         raise CheckpointError(f"{reader.folder} does not say what model it is", f"state.json has no {key}")
     return reader.state[key]

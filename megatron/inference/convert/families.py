@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that are exchanged with Hugging Face transformers: for each kind its tensors beside ours, its settings, and
-how both are run on the same tokens to be compared.
+"""The models that can be converted to and from Hugging Face transformers: their tensors, their settings, and how to run
+both models on the same tokens for comparison.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from megatron.model.t5.facts import T5Facts
 from megatron.model.t5.settings import GROUP as ENCODER_DECODER
 from megatron.settings.schema import Config
 
-PROMPT = 48  # tokens of a comparison, or fewer
+PROMPT = 48  # most tokens of a comparison
 COPIED = (
     "lm_head.weight is a copy of the embedding: theirs divides by the root of the width before a tied output layer, and "
     "this model, without --scale-tied-output, does not"
@@ -32,16 +32,16 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Family:
-    """A model that both sides have.
+    """A model in both libraries, and the mapping between them.
 
-    facts:    of ours
-    matches:  its tensors
-    theirs:   (id that ends a document or None, format of the weights) -> the content of config.json
-    ours:     (loaded model, prompts [s, b]) -> what is compared
-    run:      (transformers, folder, prompts) -> the same of theirs
-    extra:    groups of settings that the model has of its own
-    beside:   tensors that files may hold besides: copies of others
-    told:     what the user should hear of a model that is written
+    facts:    facts of our model
+    matches:  pairs of tensors
+    theirs:   (end-of-document id or None, dtype of the weights) -> content of config.json
+    ours:     (loaded model, prompts [s, b]) -> outputs to compare
+    run:      (transformers, folder, prompts) -> the same outputs of their model
+    extra:    the model's own groups of settings
+    beside:   additional tensors that files may contain: copies of others
+    told:     notices for the user of an export
     """
 
     kind: str
@@ -56,8 +56,9 @@ class Family:
 
 
 def exported(config: Config, vocab_size: int) -> Family:
-    """The family of a trained model, as it was pretrained or with its words fine-tuned. Raises SettingsError where
-    transformers has none of its shape.
+    """The family of a pretrained model, or one fine-tuned with a pattern.
+
+    Raises SettingsError if transformers has no model of its shape.
     """
     facts = facts_of(config, vocab_size)
     if isinstance(facts, T5Facts):
@@ -71,7 +72,7 @@ def exported(config: Config, vocab_size: int) -> Family:
 
 
 def imported(settings: dict[str, Any]) -> Family:
-    """The family of a folder, from the content of its config.json. Raises CheckpointError for what is not read here."""
+    """The family of a Hugging Face folder, from its config.json. Raises CheckpointError for unsupported models."""
     kind = settings.get("model_type")
     if kind == "t5":
         model, own, vocab_size = t5_names.our_settings(settings)
@@ -88,7 +89,7 @@ def imported(settings: dict[str, Any]) -> Family:
 
 
 def prompts_for(facts: Facts) -> torch.Tensor:
-    """Token ids [s, b] that every comparison uses."""
+    """Fixed token ids [s, b] for comparisons."""
     m = facts.settings
     longest = m.position_table if m.position_embedding_type == "learned_absolute" else m.seq_length
     generator = torch.Generator().manual_seed(20240229)
@@ -132,9 +133,7 @@ def _t5(facts: T5Facts) -> Family:
         return t5_names.their_settings(facts, ids, dtype)
 
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", *(("lm_head.weight",) * facts.tied))
-    cross = (
-        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # old files have it, nothing reads it
-    )
+    cross = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"  # in old files, unused
     return Family(
         "t5",
         facts,
@@ -148,7 +147,7 @@ def _t5(facts: T5Facts) -> Family:
 
 
 def _halves(prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two of three tokens are a source, the others its target."""
+    """Split prompts: 2/3 of the tokens are the source, the others the target."""
     cut = 2 * len(prompts) // 3
     return prompts[:cut], prompts[cut:]
 
@@ -190,5 +189,5 @@ def _bert(facts: BertFacts) -> Family:
 
 
 def _types(prompts: torch.Tensor) -> torch.Tensor:
-    """The second half of the tokens is another sentence."""
+    """Token types for prompts: the second half is another sentence."""
     return (torch.arange(len(prompts)) >= len(prompts) // 2).long().unsqueeze(1).expand_as(prompts)

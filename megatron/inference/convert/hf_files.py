@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of Hugging Face models: safetensors read and written tensor by tensor, tokenizer files carried along."""
+"""Folders of Hugging Face models: read and write safetensors tensor by tensor, and copy tokenizer files."""
 
 import json
 import os
@@ -32,7 +32,7 @@ _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens
 
 
 class Planned(NamedTuple):
-    """Tensors to write, one after another, and the function that makes them when their turn comes."""
+    """Tensors to write, in order, and the function that creates them on demand."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -43,7 +43,7 @@ class Planned(NamedTuple):
 
 
 def write_tensors(folder: Path, planned: list[Planned], dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> list[str]:
-    """Write model.safetensors, or several files with their index; what one `make` returns is in memory at a time."""
+    """Write model.safetensors, or several files with an index. The tensors of one `make` are in memory at a time."""
     files: list[list[Planned]] = [[]]
     room = file_bytes
     for plan in planned:
@@ -90,10 +90,10 @@ def _write_file(path: Path, plans: list[Planned], dtype: torch.dtype) -> None:
 
 
 class TensorFiles:
-    """The tensors of a folder's safetensors files, mapped into memory and read one by one. Names -> shapes in `shapes`."""
+    """The tensors of a folder's safetensors files, memory-mapped and read one by one. `shapes`: name -> shape."""
 
     def __init__(self, folder: Path):
-        """Raises CheckpointError when there are none, or when one is damaged as far as its header shows."""
+        """Raises CheckpointError if there are none, or a header is damaged."""
         from safetensors import SafetensorError, safe_open
 
         names = _file_names(folder)
@@ -108,7 +108,7 @@ class TensorFiles:
                 raise CheckpointError(f"{folder / name} cannot be read: {error}") from None
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor."""
+        """Read one tensor."""
         return self._files[name].get_tensor(name)
 
 
@@ -134,7 +134,7 @@ def _file_names(folder: Path) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of reasonable size. Raises CheckpointError when it is absent or something else."""
+    """Read a JSON object of bounded size. Raises CheckpointError if it is missing or invalid."""
     try:
         if path.stat().st_size > _JSON_LIMIT:
             raise CheckpointError(f"{path} is too large for what it should be")
@@ -152,9 +152,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Optional[str], longest: int) -> bool:
-    """Copy a run's tokenizer into a folder as transformers wants it; False when transformers has none of its kind.
+    """Copy a run's tokenizer into a folder in the format of transformers; False if transformers does not support it.
 
-    end: the text of the token that ends a document.
+    end: the text of the end-of-document token.
     """
     files = TOKENIZER_FILES.get(settings.tokenizer_type or "")
     if files is None:
@@ -178,7 +178,7 @@ def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Opti
 
 
 def import_tokenizer(source: Path, folder: Path, final: Path) -> Optional[schema.TokenizerSettings]:
-    """Copy a model's tokenizer into `folder`, which will be `final`; its settings, None when the model has none."""
+    """Copy a model's tokenizer into `folder`, later renamed to `final`; returns its settings, None without tokenizer."""
     for kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"):
         files = TOKENIZER_FILES[kind]
         if all((source / name).is_file() for name in files.values()):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT-2, Llama, T5 and BERT to and from Hugging Face transformers, tensor by tensor on CPU, and only if both models agree.
+"""Convert GPT-2, Llama, T5 and BERT to and from Hugging Face transformers, tensor by tensor on CPU, and verify the result.
 
-Before anything appears under its name, both models run on fixed prompts in fp32. If their logits differ by more than
-`BOUND` x the largest logit, the conversion is an error and leaves nothing behind. The weights pass through memory one
-tensor at a time; the comparison holds one whole model at a time (and can be left out for models larger than memory).
+Before the output appears, both models run on fixed prompts in fp32. If their logits differ by more than `BOUND` x the
+largest logit, the conversion fails and writes nothing. One tensor is in memory at a time; the comparison needs memory for
+one whole model (and can be skipped for models larger than memory).
 """
 
 import json
@@ -28,21 +28,21 @@ from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_h
 from megatron.model.recipe import config_of
 from megatron.settings.from_checkpoint import located
 
-BOUND = 2e-5  # two fp32 programs are within 1e-6; tanh GeLU instead of erf makes more than 5e-5
+BOUND = 2e-5  # two fp32 implementations are within 1e-6; tanh GeLU instead of erf gives more than 5e-5
 PROBES = (
     "The quick brown fox jumps over 13 lazy dogs.\n\tIt's  done; caf\u00e9 \u4e2d\u6587.",
     "def f(x): return x ** 2",
 )
 
 
-# ---- out -------------------------------------------------------------------------------------------------------------
+# ---- export ----------------------------------------------------------------------------------------------------------
 
 
 def to_hf(path: Path, out: Path, dtype: torch.dtype, given: Mapping[str, Any], check: bool = True) -> list[str]:
-    """Write a checkpoint directory as a folder that `transformers` loads as it is; returns what the user should hear.
+    """Export a checkpoint directory to a folder that `transformers` can load; returns notices for the user.
 
-    given: tokenizer flags, where the files of the training run have moved.
-    Raises SettingsError for a model of another shape, CheckpointError when the written model computes something else.
+    given: tokenizer flags, if the files of the training run have moved.
+    Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     with Reader(path) as reader, arriving(out) as folder:
         needed(reader, "config")
@@ -79,8 +79,8 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: Mapping[str, Any], c
 
 
 def refuse_unknown(reader: Reader, family: Family) -> None:
-    """Raise SettingsError for weights that a family does not have: the export would lose them, whether or not they show
-    in what is compared.
+    """Raise SettingsError for weights that a family does not have: the export would lose them, even if the comparison did
+    not show it.
     """
     known = {match.ours for match in family.matches}
     unknown = sorted(name for name in reader.tensors if name not in known and not name.startswith(OPTIMIZER))
@@ -94,7 +94,7 @@ def refuse_unknown(reader: Reader, family: Family) -> None:
 def _export_vocabulary(
     loaded: Loaded, folder: Path, given: Mapping[str, Any], check: bool
 ) -> tuple[Optional[int], list[str]]:
-    """Copy the tokenizer; (id that ends a document, notices)."""
+    """Copy the tokenizer; returns (end-of-document id, notices)."""
     if given.get("tokenizer_type", loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
         return None, ["the run had no tokenizer, so the export has none"]
     tokenizer = open_tokenizer(loaded, given)
@@ -106,12 +106,12 @@ def _export_vocabulary(
 
 
 def _same_ids(folder: Path, tokenizer) -> str:
-    """Compare the exported tokenizer with ours. Raises CheckpointError when their ids differ."""
+    """Compare the exported tokenizer with ours. Raises CheckpointError if their ids differ."""
     transformers = _transformers()
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         ids = [theirs(text, add_special_tokens=False)["input_ids"] for text in PROBES]
-    except Exception as error:  # of any library that it asks for help
+    except Exception as error:  # from any library that it uses
         return f"the exported tokenizer could not be tried: {str(error).splitlines()[0]}"
     for text, found in zip(PROBES, ids):
         if found != tokenizer.encode(text):
@@ -119,19 +119,19 @@ def _same_ids(folder: Path, tokenizer) -> str:
     return "the exported tokenizer gives the same ids"
 
 
-# ---- in --------------------------------------------------------------------------------------------------------------
+# ---- import ----------------------------------------------------------------------------------------------------------
 
 
 def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) -> list[str]:
-    """Write a Hugging Face folder as a folder of checkpoints with one of iteration 0, to be loaded with --finetune.
+    """Import a Hugging Face folder as a checkpoint of iteration 0, for loading with --finetune.
 
-    state: what a run saves of its position (`run.State.record`). Raises CheckpointError when the folder holds another kind
-    of model, lacks a tensor or has one too many, or when our model computes something else.
+    state: a run's position as saved (`run.State.record`). Raises CheckpointError for an unsupported model, missing or
+    unknown tensors, or if our model gives other results.
     """
     family = imported(hf_files.read_json(source / "config.json"))
     kind, model, vocab_size = family.kind, family.facts.settings, family.facts.vocab_size
     files = hf_files.TensorFiles(source)
-    if model.num_layers > len(files.shapes):  # before anything is made for each of them
+    if model.num_layers > len(files.shapes):  # before allocating anything per layer
         raise CheckpointError(
             f"{source} holds {len(files.shapes)} tensors, config.json says {model.num_layers:,} layers"
         )
@@ -170,7 +170,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
 
 
 def _fitting_names(source: Path, files: hf_files.TensorFiles, family: Family) -> dict[str, str]:
-    """Their name -> name in the files, which may lack the prefix. CheckpointError lists what is missing or unknown."""
+    """Their name -> name in the files, which may lack the prefix. Raises CheckpointError for missing or unknown ones."""
     wanted = [name for match in family.matches for name in match.theirs]
     names = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in wanted}
     missing = [name for name, found in names.items() if found not in files.shapes]
@@ -192,13 +192,13 @@ def _fitting_names(source: Path, files: hf_files.TensorFiles, family: Family) ->
 
 @torch.no_grad()
 def _compared(family: Family, loaded: Loaded, folder: Path) -> str:
-    """How near our model is to that of a Hugging Face folder, in words, both in fp32. Raises CheckpointError where not."""
+    """Compare our model with a Hugging Face folder's in fp32; returns a notice. Raises CheckpointError if they differ."""
     prompts = prompts_for(family.facts)
     return _agree(family.ours(loaded.model, prompts), family.run(_transformers(), folder, prompts).float())
 
 
 def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """How near the logits are, in words. Raises CheckpointError when they are not."""
+    """A notice on the difference of logits. Raises CheckpointError if it is too large."""
     largest = theirs.abs().max().item()
     difference = (ours - theirs).abs().max().item() if ours.shape == theirs.shape else float("nan")
     told = f"logits differ by at most {difference:.2e} of {largest:.3g} (allowed: {BOUND * largest:.2e})"
@@ -208,7 +208,7 @@ def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> str:
 
 
 def _transformers():
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what is here is all there is: ask no server
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # use local files only
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import transformers

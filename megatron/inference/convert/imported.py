@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint whose weights come from another library: what it says of itself, and how it is written."""
+"""Write a checkpoint with weights from another library."""
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,9 +15,9 @@ from megatron.settings import schema
 
 
 class ModelImport(NamedTuple):
-    """A model in files of another program.
+    """A model in files of another library.
 
-    notices: what the user should hear. shards: what becomes each of our files, read when its turn comes
+    notices: messages for the user. shards: yields the content of each of our files, read on demand
     """
 
     model: schema.Model
@@ -28,23 +28,23 @@ class ModelImport(NamedTuple):
 
 
 def check_free(out: Path) -> None:
-    """Raise SettingsError where something is in `out` already."""
+    """Raise SettingsError if `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SettingsError(f"{out} is there already", do="give a new folder")
 
 
 def check_complete(source: Path, wanted: Collection[str], seen: set[str]) -> None:
-    """Raise CheckpointError when a tensor of the model was not there at all."""
+    """Raise CheckpointError if tensors of the model are missing."""
     missing = sorted(set(wanted) - seen)
     if missing:
         raise CheckpointError(f"{source} lacks {len(missing)} tensors", ", ".join(missing[:8]))
 
 
 def write_import(open_model: Callable[[], ModelImport], out: Path, state: dict[str, Any]) -> list[str]:
-    """Write a model as a folder of checkpoints with one of iteration 0; returns what the user should hear.
+    """Write a model as a checkpoint of iteration 0; returns notices for the user.
 
-    state: what a run saves of its position. Raises SettingsError before it opens the model where something is in `out`
-    already. Nothing is left behind at a failure.
+    state: a run's position as saved. Raises SettingsError if `out` is not free, before it opens the model. Removes its
+    output after an error.
     """
     check_free(out)
     found = open_model()
@@ -69,11 +69,10 @@ def imported_state(
     tokenizer: Optional[schema.TokenizerSettings] = None,
     extra: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The content of state.json. position: of a run that has not begun (`run.State.record`). extra: groups of settings of
-    the model's own.
+    """The content of state.json.
 
-    Sizes that follow from others are spelled out, as a training run does before it saves: they are compared with the
-    settings of the run that goes on.
+    position: of a run that has not begun (`run.State.record`); extra: the model's own groups of settings
+    Derived sizes are written explicitly, as a training run does, because a resumed run compares them with its settings.
     """
     model = replace(
         model,

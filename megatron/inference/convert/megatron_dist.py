@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTs from Megatron-LM's distributed checkpoints (`--ckpt-format torch_dist`), weights alone, whatever layout wrote them.
+"""Import the weights of GPTs from Megatron-LM's distributed checkpoints (`--ckpt-format torch_dist`) of any layout.
 
     iter_0000100/
-        .metadata         a pickle: every tensor's shape, its chunks, and where each lies (torch.distributed.checkpoint)
-        __0_0.distcp      chunks, end to end, each a file of torch.save; `__RANK_NUMBER.distcp`
-        common.pt         the arguments of the run and what else is no tensor
+        .metadata         a pickle: shape, chunks and their locations of every tensor (torch.distributed.checkpoint)
+        __0_0.distcp      concatenated chunks, each a file of torch.save; `__RANK_NUMBER.distcp`
+        common.pt         the arguments of the run and other non-tensor values
         metadata.json     the name of the format
 
-No pickle is run. `.metadata` is read by a reader that knows the few classes of such a file, each of which becomes a shell
-without code, and refuses all others by name; chunks and common.pt by torch's weights-only reader; all of it in a process of
-its own (`megatron_pickle`), which leaves plain tensors and JSON.
+No pickled code is executed. A restricted unpickler reads `.metadata`: it replaces the few known classes by shells without
+code and refuses all others by name. torch's weights-only reader reads chunks and common.pt. All of this happens in a
+separate process (`megatron_pickle`), which writes plain tensors and JSON.
 
-A chunk is a box of a tensor of Megatron-LM's shape: [rows, inputs], or [layers, rows, inputs] where all layers are one
-tensor (`decoder.layers.mlp.linear_fc1.weight`; `decoder.layers.0.mlp...` where layers differ). It becomes boxes of ours.
+A chunk is a box of a tensor in Megatron-LM's shape: [rows, inputs], or [layers, rows, inputs] if all layers are one
+tensor (`decoder.layers.mlp.linear_fc1.weight`, else `decoder.layers.0.mlp...`). It becomes boxes of our tensors.
 """
 
 import io
@@ -41,23 +41,18 @@ from megatron.settings import schema
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 _FILE = re.compile(r"__\d+_\d+\.distcp")
-_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # of all layers: no number behind `layers`
+_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # of all layers: no number after `layers`
 _NOT_WEIGHTS = re.compile(
     r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine_state)\b.*|.*_extra_state.*"
 )
-_HALVES = {
-    "weight_w": 0,
-    "weight_v": 1,
-    "bias_w": 0,
-    "bias_v": 1,
-}  # a gated layer's two matrices as tensors of their own
-_GROUP = 1 << 30  # bytes of chunks that a child hands over at a time
+_HALVES = {"weight_w": 0, "weight_v": 1, "bias_w": 0, "bias_v": 1}  # a gated layer's two matrices as separate tensors
+_GROUP = 1 << 30  # bytes of chunks that a child process passes at a time
 _INERT = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.", "pathlib.")
 _PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict, ("builtins", "set"): set}
 
 
 class Chunk(NamedTuple):
-    """A box of one of their tensors, and where it lies."""
+    """A box of one of their tensors, and its location."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -68,12 +63,12 @@ class Chunk(NamedTuple):
 
 
 def is_distributed(source: Path, step: Optional[int]) -> bool:
-    """Whether the checkpoint of this folder (the tracker's, or of `step`) is in torch's distributed format."""
+    """Whether the folder's checkpoint (the tracker's, or that of `step`) has torch's distributed format."""
     return find_folder(source, step) is not None
 
 
 def find_folder(source: Path, step: Optional[int]) -> Optional[Path]:
-    """The directory that holds `.metadata`; None when there is none."""
+    """The directory with `.metadata`; None if there is none."""
     if (source / METADATA).exists():
         return source
     try:
@@ -87,7 +82,7 @@ def find_folder(source: Path, step: Optional[int]) -> Optional[Path]:
 def open_distributed(
     source: Path, step: Optional[int], vocab_size: Optional[int], heads: Optional[int], log: Callable[[str], None]
 ) -> ModelImport:
-    """What a checkpoint holds. Raises CheckpointError when it is refused, damaged or not whole."""
+    """Open a checkpoint for import. Raises CheckpointError if it is refused, damaged or incomplete."""
     folder = find_folder(source, step)
     if folder is None:
         raise CheckpointError(f"{source} holds no {METADATA}")
@@ -120,7 +115,7 @@ def open_distributed(
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Builds shells, tuples, dictionaries and numbers; whatever else a file names is refused, and nothing of it runs."""
+    """An unpickler that builds only shells, tuples, dictionaries and numbers, refuses everything else, and runs no code."""
 
     def find_class(self, module: str, name: str):
         if (module, name) in _PLAIN:
@@ -138,7 +133,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class Content(Shell):
-    """A shell that keeps what it was filled with, in `content`: the fields of a dataclass."""
+    """A shell that keeps its state in `content`: the fields of a dataclass."""
 
     content: Mapping[str, Any] = MappingProxyType({})
 
@@ -147,7 +142,7 @@ class Content(Shell):
 
 
 def read_metadata(folder: Path, work: Path) -> list[Chunk]:
-    """Where all weights lie. Raises CheckpointError when `.metadata` is refused, or a file is missing or too short."""
+    """List the chunks of all weights. Raises CheckpointError if `.metadata` is refused, or a file is missing or short."""
     source, result = folder / METADATA, work / "chunks.json"
     if not source.is_file():
         raise CheckpointError(f"{folder} has no {METADATA}", "the save did not end, or a part of it was not copied")
@@ -175,7 +170,7 @@ def read_metadata(folder: Path, work: Path) -> list[Chunk]:
             raise CheckpointError(f"{path} is missing", f"{METADATA} says that {chunk.name} is in it")
         if min(chunk.offset, chunk.length) < 0 or chunk.offset + chunk.length > path.stat().st_size:
             raise CheckpointError(f"{path} is damaged: it ends before {chunk.name} does")
-        if not chunk.box.fits(chunk.shape) or chunk.box.size > chunk.length:  # at least a byte an element
+        if not chunk.box.fits(chunk.shape) or chunk.box.size > chunk.length:  # at least one byte per element
             raise CheckpointError(
                 f"{source} is damaged: {chunk.name} has {chunk.shape}, and a chunk {tuple(chunk.box)}"
             )
@@ -210,7 +205,7 @@ def _chunks(metadata: Content) -> list[tuple]:
 
 
 def read_chunks(folder: Path, chunks: list[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """The tensors of some chunks of one file, in order. Raises CheckpointError naming a file that is damaged."""
+    """Read chunks of one file, in order. Raises CheckpointError for a damaged file, and names it."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -229,7 +224,7 @@ def read_chunks(folder: Path, chunks: list[Chunk]) -> Iterator[tuple[Chunk, torc
 
 
 def _groups(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
-    """Runs of chunks of about a GiB."""
+    """Consecutive chunks in groups of about 1 GiB."""
     group: list[Chunk] = []
     for chunk in chunks:
         if group and sum(other.length for other in group) + chunk.length > _GROUP:
@@ -240,21 +235,21 @@ def _groups(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def _chunk(path: Path, chunk: Chunk) -> torch.Tensor:
-    """One chunk of a file. Raises ValueError when it is not what `.metadata` says."""
+    """Read one chunk of a file. Raises ValueError if it does not match `.metadata`."""
     with path.open("rb") as file:
         file.seek(chunk.offset)
         content = file.read(chunk.length)
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.extent:
         raise ValueError(f"{chunk.name} at {chunk.box.offset} is not there with shape {chunk.box.extent}")
-    return tensor.detach().clone().contiguous()  # without what else its memory holds
+    return tensor.detach().clone().contiguous()  # drops other data of its storage
 
 
 # ---- names and shapes ------------------------------------------------------------------------------------------------
 
 
 def _by_layer(chunk: Chunk) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of the tensors of single layers, or of what is in no layer, that a chunk has parts of."""
+    """(name, shape) of the tensors in a chunk, with stacked layers separated."""
     match = _STACKED.fullmatch(chunk.name)
     if not match:
         yield chunk.name, chunk.shape
@@ -264,7 +259,7 @@ def _by_layer(chunk: Chunk) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _half(name: str) -> tuple[str, Optional[int]]:
-    """(name of the fused tensor, 0 or 1) of a gated layer's matrix that is a tensor of its own, else (name, None).
+    """(name of the fused tensor, 0 or 1) for a separate matrix of a gated layer, else (name, None).
 
     >>> _half("decoder.layers.0.mlp.linear_fc1.weight_v")
     ('decoder.layers.0.mlp.linear_fc1.weight', 1)
@@ -274,7 +269,7 @@ def _half(name: str) -> tuple[str, Optional[int]]:
 
 
 def pieces_of(chunk: Chunk, tensor: torch.Tensor, model: schema.Model, wanted: dict[str, Placement]) -> Iterator[Piece]:
-    """What a chunk holds of our tensors. Raises CheckpointError when it does not fit the model."""
+    """The pieces of our tensors in a chunk. Raises CheckpointError if it does not fit the model."""
     if not _STACKED.fullmatch(chunk.name):
         yield from _in_tensor(chunk.name, chunk.shape, chunk.box, tensor, model, wanted)
         return
@@ -286,7 +281,7 @@ def pieces_of(chunk: Chunk, tensor: torch.Tensor, model: schema.Model, wanted: d
 def _in_tensor(
     theirs: str, shape: tuple[int, ...], box: Box, x: torch.Tensor, model: schema.Model, wanted: dict[str, Placement]
 ) -> Iterator[Piece]:
-    """Boxes of one of our tensors in a box of [rows, inputs] or [rows] of theirs."""
+    """The boxes of our tensor in a box [rows, inputs] or [rows] of theirs."""
     plain, half = _half(theirs)
     found = our_name(plain)
     if found is None:
@@ -299,7 +294,7 @@ def _in_tensor(
         raise CheckpointError(f"{theirs} would be {name}, which this model does not have")
     ours = wanted[name].shape
     columns = ours[-1:] if name.endswith(".weight") and len(ours) > 1 else ()
-    lead = ours[: len(ours) - len(columns)]  # what their rows are counted in
+    lead = ours[: len(ours) - len(columns)]  # the dimensions that their rows flatten
     if half is not None:
         lead = lead[1:]
     rows, padded = prod(lead), name in ("embedding.word.weight", "output.weight")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTs as Megatron-LM's classic checkpoints: `release/mp_rank_XX[_YYY]/model_optim_rng.pt`, weights alone.
+"""Export the weights of GPTs to Megatron-LM's classic checkpoints: `release/mp_rank_XX[_YYY]/model_optim_rng.pt`.
 
-`release` is Megatron-LM's word for weights without a training's position: it loads them without optimizer and random
-state and starts at iteration 0. A file holds what one rank has, cut along tp and pp as asked: its boxes of the logical
-tensors, flattened to Megatron-LM's matrices, under the names of one of its implementations. `megatron_lm` reads them back.
+`release` is Megatron-LM's name for weights without training state: it loads them without optimizer and random state and
+starts at iteration 0. A file holds the part of one rank for the given tp and pp: boxes of the logical tensors, flattened
+to Megatron-LM's matrices, with the names of one of its implementations. `megatron_lm` can read them.
 
 The vocabulary is padded to a multiple of `make_vocab_size_divisible_by` x tp, and Megatron-LM's softmax counts the padding.
-Padding rows are the mean of all rows: the logit of such a row is the mean of the logits, so that p of them beside v tokens
-add at most log(1 + p/v) to any loss, and none is ever the likeliest.
+Padding rows are the mean of all rows, so their logit is the mean of the logits: p rows of padding in addition to v tokens
+add at most log(1 + p/v) to any loss, and are never the likeliest.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from megatron.mpu.placement import Placement
 from megatron.settings import schema
 from megatron.storage.durable import storage_errors
 
-Implementation = Literal["transformer_engine", "local", "legacy"]  # whose names the tensors have
+Implementation = Literal["transformer_engine", "local", "legacy"]  # decides the names of tensors
 
 _CORE = {
     "attention_norm": "input_layernorm.",
@@ -46,7 +46,7 @@ _CORE = {
 }
 IN_LAYER: dict[str, dict[str, str]] = {  # implementation -> our module -> their name up to `weight` or `bias`
     "local": _CORE,
-    "transformer_engine": _CORE  # norms are part of the linear layers behind them
+    "transformer_engine": _CORE  # norms are part of the linear layers after them
     | {"attention_norm": "self_attention.linear_qkv.layer_norm_", "mlp_norm": "mlp.linear_fc1.layer_norm_"},
     "legacy": {
         "attention_norm": "input_layernorm.",
@@ -63,7 +63,7 @@ OUTSIDE = {
     "final_norm": "final_layernorm.",
     "output": "output_layer.",
 }
-_SAME = (  # settings that have the same name and meaning there
+_SAME = (  # settings with the same name and meaning in Megatron-LM
     "num_layers hidden_size num_attention_heads seq_length ffn_size head_dim query_groups position_table "
     "position_embedding_type rotary_percent normalization norm_epsilon qk_layernorm swiglu disable_bias_linear "
     "untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std "
@@ -89,7 +89,7 @@ _OF_TRAINING = (
 
 @dataclass(frozen=True)
 class Export:
-    """A model to write, and how. tp, pp: ranks of the new files."""
+    """A model to export, and the layout and names of the files. tp, pp: sizes for the new files."""
 
     model: schema.Model
     vocab_size: int
@@ -119,10 +119,10 @@ def to_megatron(
     check: bool = True,
     log: Callable[[str], None] = print,
 ) -> list[str]:
-    """Write a checkpoint directory as a folder that Megatron-LM loads; returns what the user should hear.
+    """Export a checkpoint directory to a folder that Megatron-LM can load; returns notices for the user.
 
-    check: read what was written, as `from-megatron` does, and compare all settings and each tensor before `out` appears.
-    Raises SettingsError for a model or a layout that cannot be expressed, CheckpointError when the comparison fails.
+    check: read the output back, as `from-megatron` does, and compare all settings and tensors before `out` appears.
+    Raises SettingsError for an unsupported model or layout, CheckpointError if the comparison fails.
     """
     with Reader(path) as reader:
         config = schema.from_record(needed(reader, "config"))
@@ -148,7 +148,7 @@ def to_megatron(
 
 
 def check_expressible(export: Export) -> None:
-    """Raise SettingsError for a model that Megatron-LM, or this export, does not have, and for a layout that cannot be."""
+    """Raise SettingsError for a model that Megatron-LM or this export does not support, or an invalid layout."""
     model = export.model
     known = {*_SAME, *_SIZES, *_OF_TRAINING}
     other = [f.name for f in fields(model) if f.name not in known and getattr(model, f.name) != f.default]
@@ -171,7 +171,7 @@ def check_expressible(export: Export) -> None:
 
 
 def rank_tensors(export: Export, reader: Reader, padding, tensor: int, pipeline: int) -> dict[str, Any]:
-    """What one of their ranks saves under `model`."""
+    """The tensors that one of their ranks saves under `model`."""
     first, last = pipeline == 0, pipeline == export.pp - 1
     a_stage = export.model.num_layers // export.pp
     layers = range(pipeline * a_stage, (pipeline + 1) * a_stage)
@@ -184,7 +184,7 @@ def rank_tensors(export: Export, reader: Reader, padding, tensor: int, pipeline:
 
 
 def _local(export: Export, reader: Reader, padding, name: str, placed: Placement, tensor: int) -> torch.Tensor:
-    """One rank's part of a tensor, as a matrix [rows, inputs] or a vector, padded rows included."""
+    """One rank's part of a tensor, as a matrix [rows, inputs] or a vector, with padding rows."""
     shape = placed.local_shape({"tp": export.tp})
     box = Box(*placed.box(shape, {"tp": tensor}))
     x = reader.read(name, box, export.dtype)
@@ -194,7 +194,7 @@ def _local(export: Export, reader: Reader, padding, name: str, placed: Placement
 
 
 def _padding_rows(reader: Reader, rows: int = 4096) -> Callable[[str], torch.Tensor]:
-    """Name of a table [v, h] -> the mean of its rows [h], read a few at a time."""
+    """A function: name of a table [v, h] -> mean of its rows [h], read in blocks of `rows`."""
 
     @cache
     def mean(name: str) -> torch.Tensor:
@@ -206,7 +206,7 @@ def _padding_rows(reader: Reader, rows: int = 4096) -> Callable[[str], torch.Ten
 
 
 def _their_name(export: Export, unit: Unit, name: str, first_layer: int, first: bool) -> str:
-    """The name in a stage that begins with layer `first_layer`."""
+    """Their name of a tensor in a stage that begins with layer `first_layer`."""
     if unit.layer is not None:
         module, _, kind = name.removeprefix(f"{unit.name}.").rpartition(".")
         stack = "encoder" if export.implementation == "legacy" else "decoder"
@@ -219,7 +219,7 @@ def _their_name(export: Export, unit: Unit, name: str, first_layer: int, first: 
 
 
 def _with_extra_state(flat: dict[str, Any]) -> dict[str, Any]:
-    """Megatron-Core's linear layers save a state for fp8 beside their weights, which is None without fp8."""
+    """Add the fp8 state that Megatron-Core's linear layers save with their weights; it is None without fp8."""
     linear = (
         "linear_qkv.weight",
         "linear_proj.weight",
@@ -232,7 +232,7 @@ def _with_extra_state(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """The early models' dictionaries in dictionaries."""
+    """The nested dictionaries of legacy models."""
     found: dict[str, Any] = {"language_model": {}}
     for name, x in flat.items():
         module, rest = name.split(".", 1)
@@ -258,7 +258,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: int) -> argparse.Namespace:
-    """The arguments of a run of Megatron-LM that would have saved this model."""
+    """The arguments of a Megatron-LM run with this model."""
     m = export.model
     tanh_without_bias = m.bias_gelu_fusion and m.disable_bias_linear  # its fused GeLU needs a bias
     learned = m.position_embedding_type == "learned_absolute"
@@ -330,11 +330,11 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
     )
 
 
-# ---- proof -----------------------------------------------------------------------------------------------------------
+# ---- verification ----------------------------------------------------------------------------------------------------
 
 
 def compare(export: Export, reader: Reader, folder: Path) -> str:
-    """Read the export as `from-megatron` reads; in words, that it is the model. Raises CheckpointError when it is not."""
+    """Read the export as `from-megatron` does; returns a notice. Raises CheckpointError if it is another model."""
     found = open_classic(folder, None, None, None, log=lambda text: None)
     ours, theirs = export.model, found.model
     differ = [f"{name} {getattr(theirs, name)}" for name in _SAME if getattr(ours, name) != getattr(theirs, name)]

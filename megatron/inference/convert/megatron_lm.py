@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTs from Megatron-LM's classic checkpoints: `iter_0000100/mp_rank_XX[_YYY]/model_optim_rng.pt`, any tp, pp and chunks.
+"""Import GPTs from Megatron-LM's classic checkpoints: `iter_0000100/mp_rank_XX[_YYY]/model_optim_rng.pt`, any tp, pp and
+chunks.
 
-Each file is read by `megatron_pickle` in a process of its own, one after the other. What it holds is a box of each logical
-tensor, so nothing is merged: the boxes of one of their files become one of our files.
+`megatron_pickle` reads each file in a separate process, one after another. A file holds a box of each logical tensor, so
+nothing is merged: the boxes of one of their files become one of our files.
 
-QKV is stored [g, q + 2, d, h] by format version 2 and up, which is our order too; [3, heads, d, h] by version 0, and
-[heads, d, 3, h] by version 1.
+QKV is stored [g, q + 2, d, h] since format version 2, which is our order too; [3, heads, d, h] in version 0, and
+[heads, d, 3, h] in version 1.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 
-IN_LAYER = {  # of the early models, then of the ones since Megatron-Core
+IN_LAYER = {  # of legacy models, then of Megatron-Core
     "input_layernorm": "attention_norm",
     "input_norm": "attention_norm",
     "self_attention.linear_qkv.layer_norm": "attention_norm",
@@ -78,7 +79,7 @@ _SAME_NAME = (
     "rope_scaling_factor",
     "rotary_seq_len_interpolation_factor",
     "window_attn_skip_freq",
-)  # settings that have Megatron-LM's own name and meaning
+)  # settings with the same name and meaning in Megatron-LM
 _REFUSED = (
     "num_experts",
     "multi_latent_attention",
@@ -93,7 +94,7 @@ _REFUSED = (
 
 
 class RankFile(NamedTuple):
-    """One of their files."""
+    """The file of one of their ranks."""
 
     tp: int
     pp: int
@@ -103,10 +104,10 @@ class RankFile(NamedTuple):
 def open_classic(
     source: Path, step: Optional[int], vocab_size: Optional[int], heads: Optional[int], log: Callable[[str], None]
 ) -> ModelImport:
-    """What a checkpoint holds, file by file.
+    """Open a checkpoint for import, file by file.
 
-    vocab_size: tokens without padding; heads: where the saved arguments lack it. Raises CheckpointError when a file is
-    refused or a tensor is missing.
+    vocab_size: tokens without padding; heads: number of attention heads, if the saved arguments lack it
+    Raises CheckpointError if a file is refused or a tensor is missing.
     """
     parts = find_parts(source, step)
     sizes = max(part.tp for part in parts) + 1, max(part.pp for part in parts) + 1
@@ -128,7 +129,7 @@ def open_classic(
 
 
 def find_parts(source: Path, step: Optional[int]) -> list[RankFile]:
-    """The files of a checkpoint folder (the tracker's, or of `step`) or of one iteration's directory, in order."""
+    """The files of a checkpoint folder (the tracker's iteration, or `step`) or of one iteration's directory, in order."""
     folder = source
     if not any(source.glob("mp_rank_*")):
         try:
@@ -156,7 +157,7 @@ def find_parts(source: Path, step: Optional[int]) -> list[RankFile]:
 def _facts_and_tensors(
     part: RankFile,
 ) -> Iterator[tuple[dict, dict[str, tuple[int, ...]], Callable[[str], torch.Tensor]]]:
-    """(facts, name -> shape, get(name)) of one file, read by the child."""
+    """(facts, name -> shape, get(name)) of one file, read by a child process."""
     from safetensors import safe_open
 
     with tempfile.TemporaryDirectory(prefix="megatron-") as name:
@@ -167,7 +168,7 @@ def _facts_and_tensors(
 
 
 def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
-    """(layer inside its chunk, our name behind `blocks.N.`), or (None, our name); None for what holds no weights."""
+    """(layer within its chunk, our name after `blocks.N.`), or (None, our name); None for tensors that are not weights."""
     name = theirs
     for prefix in ("module.", "language_model."):
         name = name.removeprefix(prefix)
@@ -185,7 +186,7 @@ def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
 def _pieces(
     part: RankFile, facts: dict, shapes, get, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int]
 ) -> Iterator[Piece]:
-    """What one of their files holds of our tensors."""
+    """The pieces of our tensors in one of their files."""
     tp, pp = sizes
     chunks = max(1, facts["chunks"])
     if model.num_layers % (pp * chunks):
@@ -243,7 +244,7 @@ def settings_of(
     vocab_size: Optional[int],
     heads: Optional[int],
 ) -> tuple[schema.Model, int, list[str]]:
-    """(model, vocabulary without padding, notices) from the saved arguments, and from shapes where they say nothing."""
+    """(model, vocabulary size without padding, notices) from the saved arguments, or else from shapes."""
     args = facts["args"]
     _refuse_unknown(args)
     named = {our_name(key.partition("/")[2]): shape for key, shape in shapes.items()}
@@ -267,7 +268,7 @@ def settings_of(
 
 
 def _refuse_unknown(args: dict) -> None:
-    """Raise CheckpointError for what a model of the suite cannot be."""
+    """Raise CheckpointError for arguments of unsupported models."""
     refused = [name for name in _REFUSED if args.get(name)]
     if refused:
         raise CheckpointError(f"the checkpoint uses {', '.join(refused)}, which cannot be expressed here")
@@ -282,7 +283,7 @@ def _refuse_unknown(args: dict) -> None:
 def _model_of(
     args: dict, *, num_layers: int, hidden: int, heads: int, positions: Optional[tuple[int, ...]]
 ) -> schema.Model:
-    """The shape. positions: of the table of learned ones, if there is one."""
+    """The settings of the model. positions: shape of the table of learned positions, or None."""
     rope = args.get("position_embedding_type") == "rope" or bool(args.get("use_rotary_position_embeddings"))
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     return schema.Model(
@@ -308,7 +309,7 @@ def _model_of(
 
 
 def _vocabulary_of(args: dict, rows: int, vocab_size: Optional[int]) -> tuple[int, list[str]]:
-    """(tokens without padding, notices) where the table of words has `rows`. vocab_size: as it was asked for."""
+    """(tokens without padding, notices) for an embedding table of `rows` rows. vocab_size: --vocab-size or None."""
     notices = []
     if vocab_size is None:
         vocab_size = args.get("vocab_size") or rows

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one of Megatron-LM's pickles, in a process of its own.
+"""Read one of Megatron-LM's pickles in a separate process.
 
-The only pickle that this suite ever opens, and only with torch's weights-only reader, which builds tensors and plain
-containers. Classes of Megatron-LM and numpy inside it are replaced by empty shells; a file that asks for anything else
-is refused. The process leaves tensors.safetensors and facts.json, and ends: what a file does to it, it does to no other.
+These are the only pickles that this suite opens, with torch's weights-only reader, which builds tensors and plain
+containers. Classes of Megatron-LM and numpy are replaced by empty shells; a file with any other class is refused. The
+process writes tensors.safetensors and facts.json, and ends, so that a malicious file can affect only this process.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from megatron.errors import CheckpointError
 
 _SHELLS = ("megatron.", "apex.", "transformer_engine.", "numpy.", "_codecs.encode", "signal.Signals")
-_DEPTH = 8  # dictionaries in dictionaries
+_DEPTH = 8  # of nested dictionaries
 
 
 class Shell:
-    """Stands for an object whose code is not run and whose content is not needed."""
+    """A placeholder for an object whose code is not run and whose content is not needed."""
 
     def __init__(self, *_, **__):
         pass
@@ -35,14 +35,14 @@ class Shell:
 
 
 def extract(source: Path, folder: Path) -> None:
-    """Write what `source` holds into `folder`, in a child. Raises CheckpointError with the reason when it is refused."""
+    """Extract `source` into `folder` in a child process. Raises CheckpointError with the reason if it is refused."""
     refused_in_child(source, folder, lambda: _write(_load(source), folder))
 
 
 def refused_in_child(source: Path, folder: Path, read: Callable[[], None]) -> None:
-    """Call `read`, which opens `source`, in a child; an error of it, or its end, is a CheckpointError with the reason.
+    """Call `read`, which opens `source`, in a child process; its error or crash becomes a CheckpointError.
 
-    The child is a fork, which spares it seconds of start-up; on one thread, since a thread pool does not survive a fork.
+    The child is forked, which saves seconds of start-up, and uses one thread, since a thread pool does not survive a fork.
     """
     child = os.fork()
     if child == 0:
@@ -52,7 +52,7 @@ def refused_in_child(source: Path, folder: Path, read: Callable[[], None]) -> No
             torch.set_num_threads(1)
             read()
             code = 0
-        except BaseException as error:  # whatever the reader stumbles over, the file is no checkpoint
+        except BaseException as error:  # after any error, the file is not a valid checkpoint
             (folder / "refused").write_text(" ".join(str(error).split())[:500] or type(error).__name__)
         finally:
             os._exit(code)
@@ -64,7 +64,7 @@ def refused_in_child(source: Path, folder: Path, read: Callable[[], None]) -> No
 
 
 def _load(source: Path) -> dict[str, Any]:
-    """The content of a pickle, as far as it is tensors, containers, numbers and words."""
+    """The content of a pickle, limited to tensors, containers, numbers and strings."""
     unknown = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     bad = [name for name in unknown if name != "argparse.Namespace" and not name.startswith(_SHELLS)]
     if bad:

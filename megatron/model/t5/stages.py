@@ -23,19 +23,19 @@ SPLIT, OF_ENCODER = "--pipeline-model-parallel-split-rank", "--encoder-pipeline-
 
 
 def normalize_config(config: Config) -> Config:
-    """The settings of an encoder-decoder in common flags. Raises SettingsError for impossible layers and stages."""
+    """`Recipe.normalize_config` of an encoder-decoder. Raises SettingsError for invalid layers and stages."""
     return _counted(config, *_layers(own_settings(config), config.model.num_layers))
 
 
 def is_cut_by_work(given: Config, normalized: Config) -> bool:
-    """Whether `normalize_config` chose the layers of the stages. normalized: its result for `given`"""
+    """Whether `normalize_config` divided the layers into stages, not the user. normalized: its result for `given`."""
     own = own_settings(given)
     split = own.pipeline_model_parallel_split_rank is not None or own.encoder_pipeline_model_parallel_size
     return not split and given.parallel.pipeline_stage_layers != normalized.parallel.pipeline_stage_layers
 
 
 def normalize_encoder_config(config: Config) -> Config:
-    """The same for the encoder alone, without the layers of the decoder."""
+    """`normalize_config` for the encoder alone; the layers of the decoder are left out."""
     own = own_settings(config)
     encoder, _ = _layers(replace(own, decoder_num_layers=own.decoder_num_layers or None), config.model.num_layers)
     return _counted(config, encoder, 0)

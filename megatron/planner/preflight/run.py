@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron.model.recipe import Recipe
 from megatron.planner import target, text
-from megatron.planner.choose import settled
+from megatron.planner.choose import resolve_open_settings
 from megatron.planner.preflight.verdict import Check, PreflightReport, refusal
 from megatron.planner.problems import Inspection, fullest, inspect
 from megatron.planner.speed import Cluster
@@ -30,10 +30,10 @@ def preflight(config: schema.Config, recipe: Recipe, log=print, env: Mapping[str
     """
     here = rank_env.ranks(env)
     report = PreflightReport(log if here.rank == 0 else lambda text: None)
-    config, unsettled = settled(config, report.log)
+    config, unresolved = resolve_open_settings(config, report.log)
     cluster, source = target.cluster_of(config)
     found = inspect(config, cluster)
-    found = replace(found, settings=unsettled + found.settings)
+    found = replace(found, settings=unresolved + found.settings)
     report.add(*check_settings(config, found, cluster, source, here.world_size))
     if any(check.name == "settings" for check in report.failed):
         raise refusal(report.failed, len(report.checks))
