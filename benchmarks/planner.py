@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file for the figures")
     asked = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from megatron.tools.calibrate import measure
+    from megatron.planner.calibrate import measure
 
     device = measure(print)
     print(f"\n| configuration | ranks | predicted | measured | ratio |\n|{'---|' * 5}")

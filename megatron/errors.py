@@ -184,15 +184,6 @@ def exit_code(error: BaseException) -> int:
     return failure.code if failure else 1
 
 
-def no_command(instead: str) -> None:
-    """What `python -m` of a module that is no command says. instead: the command that uses it."""
-
-    def main(argv: list[str]) -> None:
-        raise UsageError("this module is no command", do=f"use {instead}")
-
-    run_main(main)
-
-
 def run_main(main, argv: list[str] | None = None) -> None:
     """Run `main(argv)` as a command: failures become one message on stderr and their exit code.
 

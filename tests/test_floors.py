@@ -177,6 +177,13 @@ def test_commands_answer_before_torch_is_imported():
     assert [name for name in commands if has_torch(reached(name, at_start_only=True))] == []
 
 
+def test_every_module_of_tools_is_a_command():
+    """`python -m` of one never ends in silence; what several commands share is in the package that owns it."""
+    modules = [name for name in PATHS if package(name) == "tools" and PATHS[name].name != "__init__.py"]
+    assert len(modules) > 25
+    assert [name for name in modules if 'if __name__ == "__main__":' not in PATHS[name].read_text()] == []
+
+
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_some_commands_never_import_torch(name):
     assert not has_torch(reached(name, at_start_only=False))

@@ -33,6 +33,8 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/training/document_trace.py": "reads the maps of that order of samples backwards",
     "megatron/data/epochs.py": "the module of that order says what is read",
     "megatron/inference/convert/*": "models of other programs",
+    "megatron/training/exchange.py": "models of other programs",
+    "megatron/planner/calibrate.py": "the layer that is measured",
     "megatron/planner/target.py": "GPT-2's vocabulary is assumed where none is given",
     "megatron/planner/parity.py": "the module of Megatron-LM's order of samples is imported ahead",
     "megatron/guard/command.py": "command lines that users type, in examples",

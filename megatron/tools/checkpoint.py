@@ -28,7 +28,7 @@ from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
 from megatron.storage.urls import UrlPath, location
-from megatron.tools.checkpoint_convert import (
+from megatron.training.exchange import (
     FromHFOptions,
     FromMegatronOptions,
     ToHFOptions,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import CheckpointError, SettingsError, run_main
+from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.urls import location
-from megatron.tools.positional import parse_one
 
 
 @dataclass(frozen=True)

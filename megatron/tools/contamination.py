@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
-from megatron.tools.positional import parse_one
 
 COMMANDS = ("register", "show", "scan", "ignore")
 SCANNED_TOGETHER = 1 << 20  # bytes of lines

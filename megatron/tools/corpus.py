@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, did_you_mean, run_main
+from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
-from megatron.tools.positional import parse_one
 
 PROG = "python -m megatron.tools.corpus"
 
@@ -55,7 +55,7 @@ class CorpusOptions:
 
 def estimate(words: list[str], flags: list[str]) -> None:
     """What the recipe takes on machines that are not there yet; has options of its own."""
-    from megatron.tools.corpus_estimate import EstimateOptions, tell
+    from megatron.corpus.estimate_table import EstimateOptions, tell
 
     tell(_one(words, "recipe"), parse_one(flags, EstimateOptions, f"{PROG} estimate", estimate.__doc__))
 
@@ -163,7 +163,7 @@ def run(words: list[str], asked: CorpusOptions) -> None:
     with _Bar() as bar:
         shown = [bar]
         if asked.status_page:
-            from megatron.tools.corpus_status import StatusPage
+            from megatron.corpus.status import StatusPage
 
             shown.append(StatusPage(Path(asked.status_page), asked.output))
         drive(plan, output, runner, lambda progress: [tell(progress) for tell in shown], whole=asked.verify)
@@ -275,7 +275,7 @@ def status(words: list[str], asked: CorpusOptions) -> None:
         lost = is_gone(*told["driver"])
         state = "killed: the same command goes on" if lost else "running, or killed" if age > 60 else state
     if asked.html:
-        from megatron.tools.corpus_status import status_page, write_page
+        from megatron.corpus.status import status_page, write_page
 
         write_page(Path(asked.html), status_page(dict(told, phases=phases, state=state), asked.output))
         print(f"written: {asked.html}", file=sys.stderr)

@@ -120,7 +120,7 @@ def _record(sample, tokenizer) -> dict:
 
 
 def _masked_record(sample: dict, tokenizer) -> dict:
-    from megatron.tools.dump_masked import arrays_of, words_of
+    from megatron.data.dump_masked import arrays_of, words_of
 
     return arrays_of(sample) | (words_of(sample, tokenizer) if tokenizer else {})
 
@@ -135,7 +135,7 @@ def _dataset(dump: DumpOptions, data: Data, masked: MaskedSettings, vocab_size: 
         eod = None if tokenizer is None else tokenizer.eod
         built = build_datasets(data, dump.seq_length, sizes, dump.seed, eod=eod, vocab_size=vocab_size, log=_log)
     else:
-        from megatron.tools.dump_masked import build_masked
+        from megatron.data.dump_masked import build_masked
 
         built = build_masked(dump, data, masked, tokenizer, vocab_size, sizes, _log)
     dataset = built[which]

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.guard.job import check_shares, on_ranks
 from megatron.settings import rank_env
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, given_values, words_of
-from megatron.tools.job import check_shares, on_ranks
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from megatron.model.recipe import MODEL_TYPES, named_recipe
 from megatron.settings import schema
 from megatron.settings.dialects import megatron_lm
 from megatron.settings.help import placeholder, setting_help, value_text
+from megatron.settings.positional import parse_one
 from megatron.settings.presets import SHAPES
 from megatron.settings.schema import setting
 from megatron.settings.spelling import Setting, settings_of
-from megatron.tools.positional import parse_one
 
 INTRO = """# Flags
 

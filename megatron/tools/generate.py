@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.guard.job import on_ranks
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.settings import rank_env
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, given_values, words_of
-from megatron.tools.job import on_ranks
 
 
 @dataclass(frozen=True)

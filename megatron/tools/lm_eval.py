@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, Failure, SettingsError, did_you_mean, run_main
+from megatron.guard.job import check_shares, on_ranks
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import given_values
-from megatron.tools.job import check_shares, on_ranks
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def _without_model(planner: schema.Planner, asked: PlanOptions) -> None:
 
 
 def _calibrate(path: str) -> None:
-    from megatron.tools.calibrate import measure
+    from megatron.planner.calibrate import measure
 
     try:
         Path(path).open("a").close()  # before half a minute of measuring

@@ -25,9 +25,9 @@ from pathlib import Path
 
 from megatron.corpus.processes import process_pool
 from megatron.errors import DataError, Failure, SettingsError, run_main
+from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors, sync_folder, whole_file
-from megatron.tools.positional import parse_one
 
 PROG = "python -m megatron.tools.raw_trans_to_json"
 

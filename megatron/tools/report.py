@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, UsageError, run_main
+from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.tasks.settings import confusion_pictures
 from megatron.telemetry.curves import data_url, memory_plot, plots
@@ -26,8 +27,7 @@ from megatron.telemetry.report_compare import figures, page_of
 from megatron.telemetry.report_page import Section, page
 from megatron.telemetry.run_folder import METRICS, find_metrics
 from megatron.telemetry.run_record import LOSS, History, read_history
-from megatron.tools import report_facts
-from megatron.tools.positional import divide, parse_one
+from megatron.training import report_facts
 
 PROG = "python -m megatron.tools.report"
 

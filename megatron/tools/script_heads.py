@@ -25,9 +25,9 @@ from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.speed import Cluster, step
 from megatron.settings.parse import parse_pretrain
+from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import seconds
-from megatron.tools.positional import parse_one
 from megatron.training.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"

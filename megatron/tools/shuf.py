@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, Locked, SettingsError, run_main
+from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, whole_file
-from megatron.tools.positional import divide, parse_one
 
 PROG = "python -m megatron.tools.shuf"
 UNKNOWN = 64 << 30  # bytes that stdin is taken to have, in the choice of partitions

@@ -27,12 +27,12 @@ from megatron.guard import processes
 from megatron.guard.heartbeat import read_beats
 from megatron.guard.resume_command import newest_checkpoint
 from megatron.settings.batch import total_iterations
+from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import Config, from_record, setting
 from megatron.storage.urls import location
 from megatron.telemetry import figures
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
 from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
-from megatron.tools.positional import divide, parse_one
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
 PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 
 from megatron.errors import DataError, UsageError, run_main
+from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
-from megatron.tools.positional import divide, parse_one
 
 PIECE = 1 << 20  # sequences checked at a time
 

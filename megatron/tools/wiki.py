@@ -32,9 +32,9 @@ from megatron.corpus.processes import end, process_pool
 from megatron.corpus.wikidump import END, BadPages, WikiDump, WikiPage, pages_of
 from megatron.corpus.wikitext import WikiSite, plain_text
 from megatron.errors import DataError, Locked, SettingsError, run_main
+from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, sync_folder
-from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.wiki"
 SECONDS = 20  # that a page may take: broken markup can take time with the square of its length

@@ -14,9 +14,9 @@ import pytest
 from megatron.corpus.driver import CorpusProgress, run
 from megatron.corpus.plan import save_plan
 from megatron.corpus.runners.local import run_local
+from megatron.corpus.status import StatusPage, bars, status_page
 from megatron.errors import DataError, StorageError
 from megatron.tools import corpus
-from megatron.tools.corpus_status import StatusPage, bars, status_page
 from tests.corpus.conftest import STAGES
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -60,7 +60,7 @@ def test_what_the_page_says():
 
 def test_a_run_keeps_the_page_whole_and_up_to_date(small_corpus, tmp_path, monkeypatch):
     """A reader that looks all the time sees whole pages alone, the last of them of the end."""
-    monkeypatch.setattr("megatron.tools.corpus_status.EVERY", 0.0)
+    monkeypatch.setattr("megatron.corpus.status.EVERY", 0.0)
     monkeypatch.setattr("megatron.corpus.driver.AFTER", 0.0)
     path = tmp_path / "pages" / "status.html"
     plan = small_corpus.plan(tmp_path / "out")

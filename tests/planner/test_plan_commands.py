@@ -223,7 +223,7 @@ def test_a_calibration_of_another_kind_of_device(found, words, tmp_path):
 
 
 def test_a_calibration_that_cannot_be_written_is_not_measured_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.tools.calibrate.measure", lambda log: pytest.fail("it was measured"))
+    monkeypatch.setattr("megatron.planner.calibrate.measure", lambda log: pytest.fail("it was measured"))
     with pytest.raises(StorageError, match="cannot write --calibrate"):
         plan.main(["--calibrate", str(tmp_path / "nowhere" / "x.json")])
 

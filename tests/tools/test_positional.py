@@ -7,8 +7,8 @@ from typing import Optional
 import pytest
 
 from megatron.errors import UsageError
+from megatron.settings.positional import divide, expect
 from megatron.settings.schema import setting
-from megatron.tools.positional import divide, expect
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from megatron.corpus.lines import split
 from megatron.data.file_formats import COMPRESSIONS, SUFFIXES
 from megatron.data.json_input import Ahead, Source, compression_of, decompressed
 from megatron.errors import DataError, Failure, SettingsError, run_main
+from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
-from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.blacklist_urls"
 LISTS = (".txt", *SUFFIXES)  # endings of files of a folder that are read, beside .zip

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
+from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
-from megatron.tools.positional import parse_one
 
 PROG = "python -m megatron.tools.openwebtext.cleanup_fix_dataset"
 PACKED = (".gz", ".bz2", ".xz", ".zst")

@@ -25,11 +25,11 @@ from urllib.parse import urlsplit
 
 import xxhash
 
+from megatron.corpus.openwebtext.download_record import DownloadRecord, PageOutcome, write_sqlite
 from megatron.errors import DataError, Interrupted, Preempted, SettingsError, run_main
+from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors
-from megatron.tools.openwebtext.download_record import DownloadRecord, PageOutcome, write_sqlite
-from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.download"
 LONGEST = 8192  # bytes of an address
@@ -290,8 +290,8 @@ class Download:
 
     async def run(self) -> Optional[int]:
         """Work until all is done, or a signal comes; returns its number. What came is on the disk then."""
-        from megatron.tools.openwebtext.fetch import Fetcher, Limits
-        from megatron.tools.openwebtext.scrape import ScraperPool
+        from megatron.corpus.openwebtext.fetch import Fetcher, Limits
+        from megatron.corpus.openwebtext.scrape import ScraperPool
 
         options, stop = self._options, asyncio.get_running_loop().create_future()
         self._stop = stop
@@ -344,7 +344,7 @@ class Download:
 
     async def _try(self, server: str, job: PageJob) -> tuple[Optional[PageOutcome], float]:
         """(what became of the address, or None: to be tried again; seconds to leave its server alone)."""
-        from megatron.tools.openwebtext.fetch import NotAsked, Refused
+        from megatron.corpus.openwebtext.fetch import NotAsked, Refused
 
         options, start = self._options, time.monotonic()
         job.tries += 1

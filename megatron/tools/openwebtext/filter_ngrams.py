@@ -28,9 +28,9 @@ from megatron.data.contamination import Hits, NgramIndex, cut
 from megatron.data.evaluation_sets import read_items
 from megatron.data.json_input import find_sources, read_blocks
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
+from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
-from megatron.tools.positional import parse_one
 
 KEYS = dict(  # of the texts of a task; LAMBADA's is "text"
     squad="question",

@@ -29,11 +29,11 @@ import numpy as np
 from megatron.corpus.duplicates.shards import encoded
 from megatron.corpus.duplicates.shingles import jaccard, shingle_set
 from megatron.corpus.duplicates.signatures import Signing, band_keys, sign_texts
+from megatron.corpus.openwebtext.duplicate_files import LeftOut, documents, json_line
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
-from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line
-from megatron.tools.positional import parse_one
 
 PROG = "python -m megatron.tools.openwebtext.find_duplicates"
 WIDTH = 5  # characters of a shingle

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.corpus.openwebtext.duplicate_files import LeftOut, documents, json_line
 from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
-from megatron.tools.openwebtext.duplicate_files import LeftOut, documents, json_line
-from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.group_duplicate_url"
 

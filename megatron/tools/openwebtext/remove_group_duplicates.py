@@ -11,11 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from megatron.corpus.openwebtext.duplicate_files import LeftOut, documents
 from megatron.errors import DataError, run_main
+from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
-from megatron.tools.openwebtext.duplicate_files import LeftOut, documents
-from megatron.tools.positional import divide, expect, parse_one
 
 PROG = "python -m megatron.tools.openwebtext.remove_group_duplicates"
 

@@ -29,10 +29,11 @@ import pytest
 for package in ("aiohttp", "protego", "resiliparse", "lxml"):
     pytest.importorskip(package, reason="pip install '.[corpus]'")
 
+from megatron.corpus.openwebtext import scrape  # noqa: E402
+from megatron.corpus.openwebtext.download_record import DownloadRecord, PageOutcome  # noqa: E402
+from megatron.corpus.openwebtext.fetch import Fetcher, Limits, Refused, is_public, retry_after  # noqa: E402
 from megatron.errors import DataError, Locked, SettingsError, UsageError  # noqa: E402
-from megatron.tools.openwebtext import download, scrape  # noqa: E402
-from megatron.tools.openwebtext.download_record import DownloadRecord, PageOutcome  # noqa: E402
-from megatron.tools.openwebtext.fetch import Fetcher, Limits, Refused, is_public, retry_after  # noqa: E402
+from megatron.tools.openwebtext import download  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 CHINESE = "\u4e2d\u6587\u7f51\u9875\u7684\u6b63\u6587"
@@ -282,7 +283,7 @@ def test_the_private_network_is_out_of_reach(url, reason):
 
 def test_a_redirect_into_the_private_network_is_refused(server, monkeypatch):
     """The first server counts as public here; where it sends us to does not."""
-    from megatron.tools.openwebtext import fetch
+    from megatron.corpus.openwebtext import fetch
 
     monkeypatch.setattr(fetch, "is_public", lambda address: str(address) == "127.0.0.1")
     public = Limits(timeout=30)
@@ -583,7 +584,7 @@ def test_two_downloads_do_not_write_one_file(tmp_path):
     output = tmp_path / "raw.json"
     record = DownloadRecord(output, {})
     code = (
-        "import sys; from pathlib import Path; from megatron.tools.openwebtext.download_record import DownloadRecord\n"
+        "import sys; from pathlib import Path; from megatron.corpus.openwebtext.download_record import DownloadRecord\n"
     )
     code += "DownloadRecord(Path(sys.argv[1]), {})"
     done = subprocess.run([sys.executable, "-c", code, output], cwd=ROOT, capture_output=True, text=True, timeout=60)

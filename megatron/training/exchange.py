@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-from megatron.errors import no_command
 from megatron.settings.schema import setting
 
 
@@ -121,7 +120,3 @@ def fresh_state() -> dict:
     from megatron.training.state import State
 
     return State(LossScaler.of(Precision())).record()
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.checkpoint")

@@ -27,8 +27,6 @@ from aiohttp.abc import AbstractResolver
 from aiohttp.resolver import ThreadedResolver
 from protego import Protego
 
-from megatron.errors import no_command
-
 AGENT = "megatron-openwebtext/1.0"
 TEXTS = ("text/html", "application/xhtml+xml", "text/plain")
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be another one later
@@ -315,7 +313,3 @@ def _unpacker(encoding: str) -> Callable[[Optional[bytes], int], bytes]:
             raise Refused("broken_packing") from None
 
     return unpack
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.openwebtext.download")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
-from megatron.errors import UsageError, no_command
+from megatron.errors import UsageError
 from megatron.settings.parse import parse
 from megatron.settings.spelling import NO, YES, spellings_of
 
@@ -81,7 +81,3 @@ def expect(files: list[str], names: str, prog: str) -> list[str]:
     given = f"{len(files)} given: {' '.join(files)}" if files else "none given"
     plural = "s are" if len(wanted) > 1 else " is"
     raise UsageError(f"{len(wanted)} file{plural} wanted ({given})", do=f"{prog} {names}; --help tells the flags")
-
-
-if __name__ == "__main__":
-    no_command("a command, as python -m megatron.tools.verify_data")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.corpus.duplicates.shards import blocks_of_lines
-from megatron.errors import DataError, no_command
+from megatron.errors import DataError
 
 
 class LeftOut:
@@ -63,7 +63,3 @@ def json_line(content: Any) -> bytes:
         return json.dumps(content, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # half of a surrogate pair has no UTF-8
         return json.dumps(content).encode() + b"\n"
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.openwebtext.find_duplicates")

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import no_command
 from megatron.storage.durable import storage_errors, whole_file
 from megatron.telemetry.curves import data_url
 from megatron.telemetry.report_page import Grid, Section, page
@@ -104,7 +103,3 @@ def _duration(seconds: Optional[float]) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.corpus status")

@@ -10,7 +10,6 @@ from statistics import median
 
 import torch
 
-from megatron.errors import no_command
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.model.attention import ForwardContext
@@ -157,7 +156,3 @@ def _links(rank: int) -> dict[str, float]:
             collectives.all_reduce(tensor, axis)
         times.append((time.perf_counter() - start) / 10)
     return dict(latency=times[0], bandwidth=large.nbytes / max(1e-9, times[1] - times[0]))
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.plan --calibrate FILE")

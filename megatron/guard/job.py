@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron.errors import SettingsError, no_command
+from megatron.errors import SettingsError
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.schema import Guard, Kernels, Parallel
@@ -37,7 +37,3 @@ def on_ranks(parallel: Parallel, device: str, work: Callable[[Any], Any]) -> Non
             leave_job(context)
         finally:  # who has failed leaves alone
             parallel_state.use_mesh(None)
-
-
-if __name__ == "__main__":
-    no_command("a command, as python -m megatron.tools.evaluate")

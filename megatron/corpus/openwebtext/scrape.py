@@ -14,9 +14,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Optional
 
+from megatron.corpus.openwebtext.fetch import Refused
 from megatron.corpus.processes import end, process_pool
-from megatron.errors import DataError, no_command
-from megatron.tools.openwebtext.fetch import Refused
+from megatron.errors import DataError
 
 SCRAPERS = dict(newspaper="resiliparse", trafilatura="trafilatura", bs4="lxml", raw="resiliparse")  # -> what it needs
 SECONDS = 30  # that a page may take
@@ -116,7 +116,3 @@ class ScraperPool:
         while not self._idle.empty():
             if process := self._idle.get_nowait():
                 end(process)
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.openwebtext.download")

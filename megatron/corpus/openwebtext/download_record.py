@@ -24,7 +24,7 @@ from typing import Any, Optional
 
 import xxhash
 
-from megatron.errors import DataError, Locked, no_command
+from megatron.errors import DataError, Locked
 from megatron.storage.durable import storage_errors, sync_folder, whole_file
 
 
@@ -231,7 +231,3 @@ def write_sqlite(record: Path, target: Path) -> int:
             )
         [rows] = base.execute("SELECT count(*) FROM pages").fetchone()
     return rows
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.openwebtext.download")

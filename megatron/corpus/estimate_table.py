@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.corpus.estimate import CorpusNodes, EstimateFacts, PhaseRow, estimate, rates_of
 from megatron.corpus.recipe import read_recipe
-from megatron.errors import SettingsError, no_command
+from megatron.errors import SettingsError
 from megatron.settings.schema import setting
 
 
@@ -123,7 +123,3 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / (1e3 if letter == 'k' else size):.3g} {letter}"
     return f"{number:,.0f}"
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.corpus estimate")

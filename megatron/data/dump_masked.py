@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.data.masked_settings import GROUP, MASKED_RULES, MaskedSettings
-from megatron.errors import SettingsError, no_command
+from megatron.errors import SettingsError
 from megatron.settings.schema import Data
 
 T5 = dict(text_enc="enc_mask", text_dec="dec_mask", labels="loss_mask")  # array -> the mask of what is no padding
@@ -61,7 +61,3 @@ def words_of(sample: dict, tokenizer: Any) -> dict[str, str]:
         words += [tokenizer.decode(run)] * bool(run) + [f"[{tokenizer.decode([was])} -> {tokenizer.decode([token])}]"]
         run = []
     return dict(words=" ".join(words + [tokenizer.decode(run)] * bool(run)))
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.dump_samples --model-type BERT")

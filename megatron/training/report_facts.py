@@ -3,7 +3,7 @@
 
 from typing import Optional
 
-from megatron.errors import Failure, no_command
+from megatron.errors import Failure
 from megatron.pipeline.draw import svg
 from megatron.pipeline.schedule import default_chunks, stage_map
 from megatron.pipeline.simulate import bubble_of, make_rank_schedules, simulate
@@ -221,7 +221,3 @@ def _saved(saves: list[dict]) -> tuple[str, str]:
     if len(saves) == 1:
         return _at(saves[0]), f"saved{mean.removesuffix(' each')}"
     return _at(saves[-1]), f"saved {len(saves)} times since iteration {saves[0]['iteration']:,}{mean}"
-
-
-if __name__ == "__main__":
-    no_command("python -m megatron.tools.report")
