@@ -65,8 +65,8 @@ def parse_with_record(
 ) -> tuple[dict[str, object], dict[str, Statement]]:
     """(one frozen dataclass per group, setting -> the statement that gave it its value).
 
-    `common` names the fields that `--help` shows. `--help`, `--help-all` and `--print-config` print and exit with 0.
-    Raises UsageError with every problem at once.
+    `common` names the fields that `--help` shows. `--help`, `--help-all` and `--print-config` print and exit with 0;
+    the last one is a UsageError after it if a value is out of range. Raises UsageError with every problem at once.
     """
     settings = settings_of(groups)
     reader, prog = SettingsReader(groups), prog or _command()
@@ -76,7 +76,8 @@ def parse_with_record(
         from megatron.settings.help import help_text
 
         own = tuple(set(groups) - set(schema.GROUPS)) if set(schema.GROUPS) <= set(groups) else ()
-        _leave(help_text(settings, prog, description, None if "--help-all" in asked else common, own))
+        _print(help_text(settings, prog, description, None if "--help-all" in asked else common, own))
+        sys.exit(0)
     reader.say_defaults(defaults(reader.chosen()) if callable(defaults) else defaults, "the recipe")
     if not callable(defaults):  # which looks into the checkpoint by itself
         reader.read_checkpoint(groups)
@@ -89,14 +90,19 @@ def parse_with_record(
     if reader.problems:
         raise messages.usage_error(reader.problems, prog)
     reader.print_notes()
-    if "--print-config" in asked:
-        from megatron.settings.help import config_text
-
-        _leave(config_text(settings, chosen))
     made = {
         name: group(**{s.name: chosen[s.name].value for s in settings if s.group == name and s.name in chosen})
         for name, group in groups.items()
     }
+    if "--print-config" in asked:
+        from megatron.settings.help import config_text
+        from megatron.settings.rules import out_of_range
+
+        _print(config_text(settings, chosen))
+        given = {name: one.words for name, one in chosen.items() if one.is_given}
+        if wrong := [words for group in made.values() for words in out_of_range(group, given).values()]:
+            raise messages.usage_error(wrong, prog)
+        sys.exit(0)
     if plan:
         refuse_another_model(plan, made["model"])
     return made, chosen
@@ -118,7 +124,6 @@ def said(argv: list[str], groups: Mapping[str, type] = MappingProxyType(schema.G
     return reader.chosen()
 
 
-def _leave(text: str) -> None:
+def _print(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(text)
-    sys.exit(0)

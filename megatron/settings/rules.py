@@ -43,10 +43,21 @@ def of_given_values(sentences: list[str], s: SimpleNamespace) -> list[str]:
     return [sentence for sentence in sentences if not any(flag.search(sentence) for flag in flags)]
 
 
+def in_given_words(sentences: list[str], settings: schema.Config) -> list[str]:
+    """The sentences with `--flag value` of given settings in the words of whoever gave them: `--tp 8`, or
+    `--logging-freq 0 (-o Engine.logging_freq)`. What follows a semicolon is advice, and stays as it is.
+    """
+    parted = [sentence.partition("; ") for sentence in sentences]
+    for name, words in settings.given_words.items():
+        plain = re.compile(rf"{re.escape(f'{_flag(name)} {settings.said(name).value}')}(?![\w-]|[.,]\w| \()")
+        parted = [(plain.sub(lambda _, words=words: words, wrong, count=1), *advice) for wrong, *advice in parted]
+    return ["".join(parts) for parts in parted]
+
+
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """What works and is probably not meant, one sentence each."""
     s = record(settings, world_size)
-    return [rule.message(s) for rule in REMARKS if rule.broken(s)]
+    return in_given_words([rule.message(s) for rule in REMARKS if rule.broken(s)], settings)
 
 
 def tokenizer_type(t: schema.TokenizerSettings, data: schema.Data) -> str | None:
@@ -349,7 +360,9 @@ RULES = (
     ),
     Rule(
         lambda s: s.train_iters == 0 and not s.skip_train,
-        lambda s: f"{said(s, 'train_iters')} trains nothing: give at least 1, or --skip-train, which evaluates alone",
+        lambda s: (
+            f"--train-iters {s.train_iters} trains nothing: give at least 1, or --skip-train, which evaluates alone"
+        ),
     ),
     Rule(
         lambda s: not s.train_epochs and (s.save_epoch or s.eval_epoch or s.log_epoch or s.lr_step_unit == "epoch"),
@@ -386,7 +399,7 @@ RULES = (
     ),
     Rule(
         lambda s: s.save_interval is not None and s.save_interval < 1 and s.save_interval != schema.AUTO,
-        lambda s: f"{said(s, 'save_interval')} must be at least 1, or auto",
+        lambda s: f"--save-interval {s.save_interval} must be at least 1, or auto",
     ),
     *(
         Rule(
@@ -444,7 +457,7 @@ RULES = (
     ),
     Rule(
         lambda s: min(s.iterations_to_skip or [1]) < 1,
-        lambda s: f"{said(s, 'iterations_to_skip')}: iterations are counted from 1",
+        lambda s: f"--iterations-to-skip {s.iterations_to_skip}: iterations are counted from 1",
     ),
     Rule(
         lambda s: any(not re.fullmatch(r"[\w.]+:[\w.]+", name) for name in s.hooks or ()),

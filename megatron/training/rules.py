@@ -63,7 +63,8 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
         others += batch.problems(s.settings.batch, s.dp)
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
     violations += rules.of_given_values(others, s)
-    return violations or linear_kinds.problems(settings.model, lambda: _tables(settings))
+    violations = violations or linear_kinds.problems(settings.model, lambda: _tables(settings))
+    return rules.in_given_words(violations, settings)
 
 
 def _tables(settings: schema.Config) -> dict[int, Table]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import folder as state
-from megatron.checkpoint import index, reader, storage, store
+from megatron.checkpoint import backends, index, reader, store
 from megatron.checkpoint.folder import TRACKER, Saver
 from megatron.data import index_cache, manifest, preprocess_output
 from megatron.inference.convert import megatron_pickle
@@ -60,17 +60,17 @@ class WithoutSync:
 
 def test_a_save_without_fsync_turns_it_red(monkeypatch, tmp_path):
     monkeypatch.setattr(durable, "os", WithoutSync())
-    monkeypatch.setattr(storage, "os", WithoutSync())
+    monkeypatch.setattr(backends, "os", WithoutSync())
     assert "iter_0000003 has its final name and" in got("crash/save/several-files", tmp_path)
 
 
 def test_one_forgotten_fsync_turns_it_red(monkeypatch, tmp_path):
-    monkeypatch.setattr(storage, "os", WithoutSync())  # of the shards alone
+    monkeypatch.setattr(backends, "os", WithoutSync())  # of the shards alone
     assert "shard_00000.safetensors" in got("crash/save/new", tmp_path)
 
 
 def test_a_folder_that_is_not_synced_turns_it_red(monkeypatch, tmp_path):
-    monkeypatch.setattr(storage, "sync_folder", lambda folder: None)
+    monkeypatch.setattr(backends, "sync_folder", lambda folder: None)
     assert "iter_0000003" in got("crash/save/new", tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_a_tracker_that_is_written_first_turns_it_red(monkeypatch, tmp_path):
     finish = Saver._finish
 
     def tracker_first(self, temporary, final, writers, iteration, content):
-        storage.replace_file(self.folder / TRACKER, str(iteration).encode())
+        backends.replace_file(self.folder / TRACKER, str(iteration).encode())
         return finish(self, temporary, final, writers, iteration, content)
 
     monkeypatch.setattr(Saver, "_finish", tracker_first)
@@ -130,7 +130,7 @@ def quiet(restored):
 
 
 def test_a_full_disk_that_nobody_hears_of_turns_it_red(monkeypatch, tmp_path):
-    for module in (storage, store):
+    for module in (backends, store):
         monkeypatch.setattr(module, "storage_errors", lambda path, needed=None: contextlib.suppress(OSError))
     assert " of 41 faults: " in got("full/save/new", tmp_path)
 
@@ -144,7 +144,7 @@ def test_an_error_of_fsync_that_is_swallowed_turns_it_red(monkeypatch, tmp_path)
         except OSError:
             pass
 
-    for module in (durable, storage):
+    for module in (durable, backends):
         monkeypatch.setattr(module, "sync_folder", swallow)
     assert "something of it is not on the disk" in got("io-error/save/new", tmp_path)
 

@@ -65,7 +65,7 @@ def a_branch_on_a_value() -> None:
     def made(real):
         return lambda optimizer: real(optimizer) if optimizer.reduced.sum() > 0 else None
 
-    instead(zero.DistributedOptimizer, "_square", made)
+    instead(zero.DistributedOptimizer, "_squared_norm", made)
 
 
 def a_norm_of_numpy() -> None:

@@ -204,7 +204,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path, capfd, monkeypatch):
     what, why, do = _interrupted(0, flags, 1, times=2)
     assert what == "interrupted after iteration 2 of 9" and why.endswith("iter_0000002")
     assert do == f"to resume: {os.environ['MEGATRON_COMMAND']}"  # as it is: it loads what it saves
-    assert capfd.readouterr().err.count(f"saving in {tmp_path}; once more ends at once") == 1
+    assert capfd.readouterr().err.count(f"saving in {tmp_path}; press it again to end immediately") == 1
     assert status.look(tmp_path).state == "interrupted"
 
 

@@ -138,7 +138,9 @@ def test_an_error_inside_a_dataset_says_in_which_sample():
 
 def test_the_token_that_is_added_is_told(capsys):
     train((Sums(4), None, None), "--train-iters 1")
-    assert "note: the vocabulary has 21 tokens: 20 is the end of a document" in capsys.readouterr().out
+    assert (
+        "note: the vocabulary has 21 tokens: --vocab-size, and 20 for the end of a document" in capsys.readouterr().out
+    )
 
 
 # ---- loss masks ------------------------------------------------------------------------------------------------------

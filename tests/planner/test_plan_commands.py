@@ -323,7 +323,7 @@ def test_dry_run_tells_every_problem_at_once(capsys):
     with pytest.raises(SettingsError, match=r"out of memory by [\d.]+ GB on pipeline rank 0"):
         pretrain_gpt.main([*TINY, "--dry-run", "--world-size", "1", "--device-memory-gb", "0.001"])
     assert "memory of a rank" in capsys.readouterr().out
-    with pytest.raises(SettingsError, match="is not a multiple of 4, as --context-parallel-size 2"):
+    with pytest.raises(SettingsError, match="is not a multiple of 4, as --cp 2"):
         pretrain_gpt.main([*TINY, "--dry-run", "--world-size", "2", "--cp", "2", "--seq-length", "30"])
 
 

@@ -415,6 +415,13 @@ def print_config(line: str, capsys) -> str:
     return capsys.readouterr().out
 
 
+def test_print_config_refuses_values_that_a_run_would_refuse(capsys):
+    with pytest.raises(UsageError) as wrong:
+        read("--max-steps -1 --print-config")
+    assert str(wrong.value).startswith("--max-steps -1 must be at least 0\n")
+    assert "train_iters: -1 " in capsys.readouterr().out
+
+
 def test_print_config_says_who_set_what_and_reads_back(tmp_path, capsys):
     line = (
         "--preset gpt2-medium --max-lr 1e-4 --data-path 0.3 a 0.7 b --no-bias-gelu-fusion --use-distributed-optimizer"

@@ -74,10 +74,10 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         (
             "--pp 3",
             3,
-            "--num-layers 4 cannot be cut into 3 even stages (--pipeline-model-parallel-size 3); nearest: 3 or 6 "
+            "--num-layers 4 cannot be cut into 3 even stages (--pp 3); nearest: 3 or 6 "
             "layers, or --pipeline-model-parallel-size 1 or 2, or --pipeline-stage-layers 1,2,1",
         ),
-        ("--pp 2 --virtual-pp-degree 4", 2, "8 even stages (--pipeline-model-parallel-size 2 x 4 model chunks a rank)"),
+        ("--pp 2 --virtual-pp-degree 4", 2, "8 even stages (--pp 2 x 4 model chunks a rank)"),
         ("--num-layers-per-virtual-pipeline-stage 1", 1, "need --pipeline-model-parallel-size of at least 2"),
         ("--pp 2 --pipeline-stage-layers 2,1", 2, "2,1 is 3 layers, and --num-layers is 4; 2,2 would work"),
         (
@@ -88,26 +88,18 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--pp 2 --pipeline-schedule zb-h1 --virtual-pp-degree 2", 2, "zb-h1 has one model chunk a rank, not 2"),
         ("--pp 2 --pipeline-schedule own.txt --rampup-batch-size 2 2 8 --global-batch-size 8", 2, "drop one of them"),
         ("--pp 2 --decoder-first-pipeline-num-layers 0", 2, "--decoder-first-pipeline-num-layers 0 must be at least 1"),
-        (
-            "--tp 3",
-            3,
-            "--num-attention-heads 8 is not a multiple of --tensor-model-parallel-size 3; nearest: 6 or 9 heads",
-        ),
+        ("--tp 3", 3, "--num-attention-heads 8 is not a multiple of --tp 3; nearest: 6 or 9 heads"),
         (
             "--device cpu --distributed-backend nccl",
             1,
             "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; leave",
         ),
         # not yet
-        ("--tp 4 --num-query-groups 2", 4, "--num-query-groups 2 cannot be divided by --tensor-model-parallel-size 4"),
-        ("--tp 2 --ffn-hidden-size 33", 2, "--ffn-hidden-size 33 cannot be divided by --tensor-model-parallel-size 2"),
+        ("--tp 4 --num-query-groups 2", 4, "--num-query-groups 2 cannot be divided by --tp 4"),
+        ("--tp 2 --ffn-hidden-size 33", 2, "--ffn-hidden-size 33 cannot be divided by --tp 2"),
         ("--tp 2 --sequence-parallel --seq-length 127", 2, "--seq-length 127 cannot be divided"),
-        ("--cp 2 --seq-length 126", 2, "--seq-length 126 is not a multiple of 4, as --context-parallel-size 2 needs"),
-        (
-            "--cp 2 --tp 4 --sequence-parallel --seq-length 124",
-            8,
-            "is not a multiple of 8, as --context-parallel-size 2",
-        ),
+        ("--cp 2 --seq-length 126", 2, "--seq-length 126 is not a multiple of 4, as --cp 2 needs"),
+        ("--cp 2 --tp 4 --sequence-parallel --seq-length 124", 8, "is not a multiple of 8, as --cp 2"),
         ("--cp 2 --cp-comm-type a2a+p2p", 2, "a2a+p2p exchanges in groups inside of groups"),
         ("--cp 2 --num-layers 4 --cp-comm-type a2a p2p", 2, "--cp-comm-type has 2 words; give one for all layers"),
         (

@@ -170,7 +170,7 @@ def test_launches_with_other_batches_and_ranks(tmp_path, run_ranks, capsys):
     capsys.readouterr()
     with pytest.raises(DataError, match="no iteration 5"):
         trace.main(["--load", str(tmp_path / "alone"), "--iter", "5"])
-    assert "do not lead to its" in capsys.readouterr().err
+    assert "do not give its" in capsys.readouterr().err
 
 
 def test_a_document_is_a_sample(tmp_path, run_ranks, capsys):
