@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint import folder as state
 from megatron.checkpoint import backends, index, reader, store
+from megatron.checkpoint import folder as state
 from megatron.checkpoint.folder import TRACKER, Saver
 from megatron.data import index_cache, manifest, preprocess_output
 from megatron.inference.convert import megatron_pickle
