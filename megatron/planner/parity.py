@@ -234,7 +234,7 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int)
     seen = []
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         run = build_run(config, recipe)
-        run.defers_host_sync = False  # each step ends before the next
+        run.pending.defers_host_sync = False  # each step ends before the next
         for stage in run.stages:
             stage.train()
         for _ in range(steps):

@@ -121,7 +121,7 @@ def _seconds_of_a_step(config: schema.Config, recipe: Recipe, steps: int) -> flo
     times = []
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         run = build_run(config, recipe)
-        run.defers_host_sync = False  # each step ends before the next
+        run.pending.defers_host_sync = False  # each step ends before the next
         for stage in run.stages:
             stage.train()
         for _ in range(steps + 1):

@@ -30,6 +30,7 @@ from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.build import build_stages, check_model_complete, needs_gradient
+from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import P2PCommunicator, open_channels
@@ -49,7 +50,7 @@ from megatron.training.measures import best_manager, measures_of
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
 from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
-from megatron.training.state import Run, State
+from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pending, Run, State
 
 
 def build_run(
@@ -110,24 +111,24 @@ def build_run(
     notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
     log_notices(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *changed.warnings])
-    measures = measures_of(recipe, config)
+    losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
     return Run(
         config=config,
         context=context,
         vocab_size=vocab_size,
-        sums=sums_of(recipe, config),
-        counts=recipe.counts(config),
         stages=stages,
-        needs_gradient=needs_gradient(stages, pipeline, context.mesh, context.all_gather_object),
-        pipeline=pipeline,
-        wire=build_p2p_communicator(config, context, dtype, pipeline, facts),
+        losses=losses,
+        passes=Passes(
+            pipeline,
+            build_p2p_communicator(config, context, dtype, pipeline, facts),
+            needs_gradient(stages, pipeline, context.mesh, context.all_gather_object),
+            recorder_of(config, context, pipeline, state, log),
+            StageOutputs(losses.names),
+        ),
         optimizer=optimizer,
         lengths=lengths,
-        train_loader=train,
-        valid_loader=valid,
-        test_loader=test,
-        request_loader=build_requests(config, recipe, context, tokenizer, vocab_size, log),
-        checkpoint_manager=checkpoint_manager,
+        loaders=Loaders(train, valid, test, build_requests(config, recipe, context, tokenizer, vocab_size, log)),
+        checkpoints=Checkpoints(checkpoint_manager, best_manager(config, losses.measures, context, log)),
         metrics=build_metrics(
             config,
             context,
@@ -137,18 +138,15 @@ def build_run(
             recipe.perplexities,
             code=code,
             **(dict(resumed=changed.to_record()) if resumes else {}),
-            criterion=measures and measures.criterion,
+            criterion=losses.measures and losses.measures.criterion,
         ),
         watch=watch,
         state=state,
-        recorder=recorder_of(config, context, pipeline, state, log),
         profiler=Profiler(
             config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)
         ),
         origin=origin_of(code, tokenizer, untrained(selection, facts, stages)),
-        measures=measures,
-        best_manager=best_manager(config, measures, context, log),
-        defers_host_sync=defers_host_sync(config, context, optimizer),
+        pending=Pending(defers_host_sync(config, context, optimizer)),
         saved_hooks=(record.get("hooks") or {}) if resumes else None,
     )
 

@@ -29,10 +29,10 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
     """
     batch, last = run.config.batch, run.state.iteration >= run.train_iters
     wanted = due(batch.eval_interval, run.state.iteration) or (epoch and due(batch.eval_epoch, epoch))
-    wanted = wanted or (last and run.best_manager is not None)
-    if not ((run.valid_loader or run.request_loader) and wanted):
+    wanted = wanted or (last and run.checkpoints.best is not None)
+    if not ((run.loaders.valid or run.loaders.requests) and wanted):
         return False
-    saves = last and run.checkpoint_manager is not None
+    saves = last and run.checkpoints.manager is not None
     if saves:
         with run.metrics.paused("saving"):
             save_before_evaluation(run)
@@ -45,12 +45,12 @@ def evaluate_if_missed(run: Run, garbage: GarbageCollection) -> bool:
 
     The result may end training, or select the best weights.
     """
-    if not (run.state.evaluation_due and run.valid_loader) or run.config.batch.skip_train:
+    if not (run.state.evaluation_due and run.loaders.valid) or run.config.batch.skip_train:
         return False
     run.metrics.log(f" > the evaluation after iteration {run.state.iteration} was not finished: repeating it now")
     run.state = replace(run.state, evaluation_due=0)
     evaluate_and_judge(run, garbage)
-    if run.checkpoint_manager and not run.config.checkpoint.no_load_optim:  # the existing checkpoint has moments
+    if run.checkpoints.manager and not run.config.checkpoint.no_load_optim:  # the existing checkpoint has moments
         with run.metrics.paused("saving"):
             run.save()
     return True
@@ -60,10 +60,10 @@ def evaluate_and_judge(run: Run, garbage: GarbageCollection) -> None:
     """Evaluate after the present step."""
     last = run.state.iteration >= run.train_iters
     with run.metrics.paused("evaluating"):
-        if run.valid_loader:
+        if run.loaders.valid:
             # with a best checkpoint, its validation is the final one
-            final = last and ends_with_validation(run) and run.best_manager is None
-            judge(run, evaluate(run, run.valid_loader, "validation", final=final))
+            final = last and ends_with_validation(run) and run.checkpoints.best is None
+            judge(run, evaluate(run, run.loaders.valid, "validation", final=final))
         evaluate_requests(run, final=last)
         garbage.collect()
 
@@ -72,7 +72,7 @@ def save_before_evaluation(run: Run) -> None:
     """Save the state as it will be after the upcoming evaluation. If its result changes the state, mark it as due."""
     now, batch = run.state, run.config.batch
     more = 0 if validates_same_samples(run.config) else batch.eval_iters * batch.global_batch_size
-    if run.valid_loader and judges(run):
+    if run.loaders.valid and judges(run):
         run.state = replace(now, evaluation_due=1)
     else:
         run.state = replace(now, consumed_valid_samples=now.consumed_valid_samples + more)
@@ -90,12 +90,12 @@ def evaluate(
 
     Each validation continues after the samples of the last one, unless all have the same samples (--eval-same-samples).
     """
-    started, measures = time.perf_counter(), measures or run.measures
+    started, measures = time.perf_counter(), measures or run.losses.measures
     size = run.config.batch.global_batch_size
     num_microbatches = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
         stage.eval()
-    sums = torch.zeros(len(run.names), dtype=torch.float64, device=run.context.device)
+    sums = torch.zeros(len(run.losses.names), dtype=torch.float64, device=run.context.device)
     continues = split == "validation" and not validates_same_samples(run.config)
     start = consumed = run.state.consumed_valid_samples if continues else 0
     if measures:
@@ -103,9 +103,11 @@ def evaluate(
     with phase("evaluate"):
         for _ in range(num_batches(run, batches, split)):
             run.watch.heartbeat.beat("evaluate")
-            ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
+            ops = run.passes.pipeline.ops(run.passes.wire.axis.rank, num_microbatches, training=False)
             micros = micro_batches(run, batches, consumed, num_microbatches)
-            sums += execute(ops, run.stages, micros, run.wire, names=run.names, seed=run.config.logging.seed)
+            sums += execute(
+                ops, run.stages, micros, run.passes.wire, names=run.losses.names, seed=run.config.logging.seed
+            )
             consumed += size
         *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:
@@ -113,7 +115,9 @@ def evaluate(
     run.optimizer.buffers.rollback()
     if continues:
         run.state = replace(run.state, consumed_valid_samples=consumed)
-    means = shown({name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, run.counts)
+    means = shown(
+        {name: value / max(tokens, 1) for name, value in zip(run.losses.sums, values, strict=True)}, run.losses.counts
+    )
     if measures:
         measures.end(run.stages)
         values = measures.collected.whole(run.context, len(batches.dataset))
@@ -138,7 +142,7 @@ def evaluate(
 
 def log_changed_samples(run: Run, samples: range, final: bool) -> None:
     """Log why the final validation has another loss than the last one, although the weights may be the same."""
-    (iteration, before), run.validated = run.validated, (run.state.iteration, samples)
+    (iteration, before), run.evaluated.validation = run.evaluated.validation, (run.state.iteration, samples)
     if final and before and before != samples:
         run.metrics.log(
             f" > the final validation is over samples {samples.start} to {samples.stop - 1} of the validation data, that "
@@ -148,9 +152,9 @@ def log_changed_samples(run: Run, samples: range, final: bool) -> None:
 
 def evaluate_requests(run: Run, final: bool = False) -> None:
     """Compute the accuracy over --eval-requests, unless it is known for this step."""
-    if run.request_loader and run.requests_at != run.state.iteration:
-        run.requests_at = run.state.iteration
-        evaluate(run, run.request_loader, REQUESTS, final, RequestMeasures(run.config))
+    if run.loaders.requests and run.evaluated.requests_at != run.state.iteration:
+        run.evaluated.requests_at = run.state.iteration
+        evaluate(run, run.loaders.requests, REQUESTS, final, RequestMeasures(run.config))
 
 
 def num_batches(run: Run, batches, split: str) -> int:

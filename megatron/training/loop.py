@@ -90,7 +90,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
             run_periodic_checks(run, epoch, planned_memory)
             saved = evaluate_if_due(run, garbage, epoch)
             stop = reason_to_stop(run)
-            if run.checkpoint_manager and not saved and (stop or run.save_is_due(run.state.iteration, epoch)):
+            if run.checkpoints.manager and not saved and (stop or run.save_is_due(run.state.iteration, epoch)):
                 with run.metrics.paused("saving"):
                     run.save()
                     garbage.collect()
@@ -99,13 +99,13 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
             if stop:
                 run.hooks.call("end", run)
                 return stop_early(run, stop)
-        if run.checkpoint_manager and saved_at < run.state.iteration:
+        if run.checkpoints.manager and saved_at < run.state.iteration:
             run.save()
     log_end_of_training(run)
     restore_best(run)
     ended = (missed or first < run.train_iters) and run.train_iters <= run.state.iteration
-    validated = ended and ends_with_validation(run) and not run.best_manager
-    for batches, split in ((run.valid_loader, "validation"), (run.test_loader, "test")):
+    validated = ended and ends_with_validation(run) and not run.checkpoints.best
+    for batches, split in ((run.loaders.valid, "validation"), (run.loaders.test, "test")):
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
     evaluate_requests(run, final=True)

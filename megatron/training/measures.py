@@ -141,7 +141,7 @@ def judge(run, means: dict[str, float]) -> None:
 
     run: `training.state.Run`
     """
-    measures, state = run.measures, run.state
+    measures, state = run.losses.measures, run.state
     if not judges(run):
         return
     run.state = state = replace(state, valid_loss=next(iter(means.values())))
@@ -153,19 +153,19 @@ def judge(run, means: dict[str, float]) -> None:
         run.state = replace(state, evaluations_since_best=state.evaluations_since_best + 1)
         return
     run.state = replace(state, best=value, best_iteration=state.iteration, evaluations_since_best=0)
-    if run.best_manager is not None:
+    if run.checkpoints.best is not None:
         run.save_best()
         run.metrics.log(f"  best {measures.best_by} so far: {value:.6g}; its weights are in {best_folder(run.config)}")
 
 
 def judges(run) -> bool:
     """Whether a validation changes the state."""
-    return run.measures is not None or run.config.batch.stop_at_loss is not None
+    return run.losses.measures is not None or run.config.batch.stop_at_loss is not None
 
 
 def early_end_reason(run) -> Optional[str]:
     """The reason to end training early, or None. It depends only on the state, so a resumed run has it too."""
-    measures, state, wanted = run.measures, run.state, run.config.batch.stop_at_loss
+    measures, state, wanted = run.losses.measures, run.state, run.config.batch.stop_at_loss
     if wanted is not None and state.valid_loss is not None and state.valid_loss <= wanted:
         return f"--stop-at-loss {wanted:g}: the last evaluation had {state.valid_loss:.6g}"
     if measures is None:
@@ -183,25 +183,25 @@ def early_end_reason(run) -> Optional[str]:
 def copy_best(run) -> None:
     """Copy the best checkpoint into this run's folder if it resumes from another folder, for runs that resume from it."""
     step = run.state.best_iteration
-    if run.best_manager is None or not step:
+    if run.checkpoints.best is None or not step:
         return
     folder = folder_with_best(run)
     if folder not in (None, best_folder(run.config)):
         with run.phase("save"):
-            run.best_manager.copy(checkpoints(location(folder))[step])
+            run.checkpoints.best.copy(checkpoints(location(folder))[step])
 
 
 def restore_best(run) -> None:
     """Load the weights of the best evaluation for the final ones, unless they are the present weights."""
-    manager, state = run.best_manager, run.state
+    manager, state = run.checkpoints.best, run.state
     if manager is None or state.best_iteration in (0, state.iteration):
         return
     step = state.best_iteration
     folder = folder_with_best(run)
     if folder is None:
         run.metrics.log(
-            f"WARNING: {best_folder(run.config)} has lost the weights of iteration {step}, whose {run.measures.best_by} "
-            "was best: evaluating the last weights instead"
+            f"WARNING: {best_folder(run.config)} has lost the weights of iteration {step}, whose "
+            f"{run.losses.measures.best_by} was best: evaluating the last weights instead"
         )
         return
     checkpoint = replace(run.config.checkpoint, load=folder, ckpt_step=step, finetune=False, no_load_optim=True)
@@ -210,7 +210,7 @@ def restore_best(run) -> None:
         load(config, run.context, run.optimizer, state)
     except Failure as problem:
         raise type(problem)(f"the best checkpoint cannot be read: {problem.what}", problem.why, problem.do) from problem
-    run.metrics.log(f" > the weights of iteration {step}, whose {run.measures.best_by} was best")
+    run.metrics.log(f" > the weights of iteration {step}, whose {run.losses.measures.best_by} was best")
 
 
 def folder_with_best(run) -> Optional[str]:

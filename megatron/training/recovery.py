@@ -42,7 +42,7 @@ def rollback(run: Run, spike: int) -> None:
     """Go back to a checkpoint from well before the step `spike`, and leave out the steps that led to the spike."""
     state, guard = run.state, run.config.guard
     first = max(1, spike + 1 - guard.spike_skip_steps)
-    run.checkpoint_manager.wait()
+    run.checkpoints.manager.wait()
     target = run.watch.all_gather_object(checkpoint_before(run.config.checkpoint.save, first, spike))[0]
     checkpoint = replace(
         run.config.checkpoint, load=run.config.checkpoint.save, ckpt_step=target, finetune=False, no_load_optim=False
@@ -77,8 +77,8 @@ def checkpoint_before(folder: str, first: int, spike: int) -> int:
 
 def stop_early(run: Run, stop: Stop) -> None:
     """Log why training stops before its last step. Raises Preempted if a signal or a time limit stopped it."""
-    if run.checkpoint_manager:
-        run.checkpoint_manager.wait()  # until the checkpoint is durable
+    if run.checkpoints.manager:
+        run.checkpoints.manager.wait()  # until the checkpoint is durable
     run.metrics.log_rest()
     run.metrics.log_mean_throughput(run.state.iteration)
     run.metrics.log(f"stopping at iteration {run.state.iteration}: {stop.why}")
@@ -96,7 +96,7 @@ def interrupted(run: Run) -> Interrupted:
 def _resume_hint(run: Run) -> tuple[str, Optional[str]]:
     """(the last checkpoint, the command that resumes from it) of a run that was stopped."""
     checkpoint = run.config.checkpoint
-    if not run.checkpoint_manager:
+    if not run.checkpoints.manager:
         return "nothing is saved: there is no --save", None
     last = last_checkpoint(checkpoint)
     if last is None:
@@ -107,6 +107,6 @@ def _resume_hint(run: Run) -> tuple[str, Optional[str]]:
 def interruptible(run: Run) -> AbstractContextManager:
     """Inside the context, Ctrl-C stops training after the present step, and prints that immediately."""
     save = run.config.checkpoint.save
-    saves = f"saving in {save}" if run.checkpoint_manager else "nothing is saved, because there is no --save"
+    saves = f"saving in {save}" if run.checkpoints.manager else "nothing is saved, because there is no --save"
     notice = f"\nCtrl-C: stopping after this step, {saves}; press it again to end immediately\n"
     return run.watch.requests.interruptible(notice if run.context.is_rank_zero else "")

@@ -107,51 +107,94 @@ def due(interval: Optional[int], iteration: int) -> bool:
 
 
 @dataclass
+class Loaders:
+    """The micro-batches of the splits, and those of --eval-requests."""
+
+    train: MicroBatchLoader
+    valid: Optional[MicroBatchLoader]
+    test: Optional[MicroBatchLoader]
+    requests: Optional[MicroBatchLoader] = None
+
+    def close(self) -> None:
+        """Stop their threads."""
+        for batches in (self.train, self.valid, self.test, self.requests):
+            if batches:
+                batches.close()
+
+
+@dataclass
+class Losses:
+    """The sums that stages return, and the figures that are computed from them."""
+
+    sums: dict[str, float]  # name -> weight in the minimised loss
+    counts: Mapping[str, str] = field(default_factory=dict)  # sum -> its divisor for the log, if not tokens
+    measures: Any = None  # training.measures.Measures, if the recipe has them
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the sums that stages return: losses, and tokens with a loss."""
+        return (*self.sums, "tokens")
+
+
+@dataclass
+class Passes:
+    """The schedule of forward and backward passes, and the messages between stages."""
+
+    pipeline: Pipeline
+    wire: P2PCommunicator  # to the neighbouring pipeline stages
+    needs_gradient: list[bool]  # for each chunk, whether any parameter before it is trained
+    recorder: Optional[Recorder]
+    returned: Optional[StageOutputs]  # names of sums from stages, until all ranks have compared them
+
+
+@dataclass
+class Checkpoints:
+    """The managers of the folder of --save, and of the best checkpoint."""
+
+    manager: Optional[CheckpointManager]
+    best: Optional[CheckpointManager] = None
+
+
+@dataclass
+class Pending:
+    """The numbers of the last step, which the host may read during the next one, unless they are needed earlier."""
+
+    defers_host_sync: bool  # whether it does
+    outcome: Optional[Outcome] = None  # of the last step, until the host has read it
+
+
+@dataclass
+class Evaluated:
+    """What was evaluated last in this launch."""
+
+    requests_at: int = -1  # the step after which --eval-requests were
+    validation: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation
+
+
+@dataclass
 class Run:
     """A job in progress: the objects that were built at its start, and its `state`."""
 
     config: schema.Config  # resolved
     context: RankContext
     vocab_size: int  # without padding
-    sums: dict[str, float]  # sums that stages return: name -> weight in the minimised loss
     stages: list[torch.nn.Module]  # this rank's model chunks
-    pipeline: Pipeline
-    wire: P2PCommunicator  # to the neighbouring pipeline stages
+    losses: Losses
+    passes: Passes
     optimizer: DistributedOptimizer
     lengths: Lengths
-    train_loader: MicroBatchLoader
-    valid_loader: Optional[MicroBatchLoader]
-    test_loader: Optional[MicroBatchLoader]
-    checkpoint_manager: Optional[CheckpointManager]
+    loaders: Loaders
+    checkpoints: Checkpoints
     metrics: Metrics
     watch: Watch
     state: State
-    recorder: Optional[Recorder]
     profiler: Profiler
     origin: dict[str, Any]  # code, libraries, vocabulary and folder of the run, for checkpoints
-    request_loader: Optional[MicroBatchLoader] = None  # --eval-requests
-    requests_at: int = -1  # the step after which they were last evaluated
-    measures: Any = None  # training.measures.Measures, if the recipe has them
-    best_manager: Optional[CheckpointManager] = None
-    defers_host_sync: bool = False  # the host reads the numbers of a step during the next one, unless needed earlier
-    unread: Optional[Outcome] = None  # the last step's numbers, if the host has not read them
+    pending: Pending
+    evaluated: Evaluated = field(default_factory=Evaluated)
     notes: StepNotes = field(default_factory=StepNotes)
-    validated: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation in this launch
     hooks: Hooks = field(default_factory=Hooks)
     saved_hooks: Optional[Mapping[str, Any]] = None  # state of hooks from the loaded checkpoint
-    needs_gradient: Optional[list[bool]] = None  # for each chunk, whether any parameter before it is trained
-    counts: Mapping[str, str] = field(default_factory=dict)  # sum -> its divisor for the log, if not tokens
-    returned: Optional[StageOutputs] = field(
-        init=False
-    )  # names of sums from stages, until all ranks have compared them
-
-    def __post_init__(self):
-        self.returned = StageOutputs(self.names)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the sums that stages return: losses, and tokens with a loss."""
-        return (*self.sums, "tokens")
 
     @property
     def dp(self) -> int:
@@ -164,7 +207,7 @@ class Run:
     @property
     def done(self) -> int:
         """The number of steps with a known outcome."""
-        return self.state.iteration - (self.unread is not None)
+        return self.state.iteration - (self.pending.outcome is not None)
 
     def ended_epoch(self, iteration: int, before: int, after: int) -> int:
         """The number of the epoch that this step ends, from `before` to `after` consumed samples, or 0."""
@@ -174,9 +217,9 @@ class Run:
 
     def save_is_due(self, iteration: int, epoch: int) -> bool:
         """Whether a checkpoint is due after this step. Call it for each step. epoch: that the step ended, or 0."""
-        if self.checkpoint_manager is None:
+        if self.checkpoints.manager is None:
             return False
-        return self.checkpoint_manager.due(iteration) or bool(epoch and due(self.config.checkpoint.save_epoch, epoch))
+        return self.checkpoints.manager.due(iteration) or bool(epoch and due(self.config.checkpoint.save_epoch, epoch))
 
     def num_zeros_in_grad(self, iteration: int) -> Optional[int]:
         """The number of zeros in the gradients of a step, if it is logged (--log-num-zeros-in-grad). All ranks call it."""
@@ -210,16 +253,16 @@ class Run:
         """Write the present weights to the folder of the best checkpoint. All ranks call it."""
         with self.phase("save"):
             pieces = self.optimizer.pieces(False, unique=True, shared=True)
-            self.best_manager.save(self.state.iteration, pieces, self._record(moments=False))
+            self.checkpoints.best.save(self.state.iteration, pieces, self._record(moments=False))
 
     def _save(self) -> None:
         check_buffers(self.optimizer, self.state.iteration)
         moments = not self.config.checkpoint.no_save_optim
         pieces = self.optimizer.pieces(moments, unique=True, stable=self.config.checkpoint.async_save, shared=True)
-        self.checkpoint_manager.save(self.state.iteration, pieces, self._record(moments))
+        self.checkpoints.manager.save(self.state.iteration, pieces, self._record(moments))
 
     def _record(self, moments: bool) -> dict[str, Any]:
-        assert self.unread is None, "the outcome of the last step has not been read"
+        assert self.pending.outcome is None, "the outcome of the last step has not been read"
         return dict(
             state=self.state.record(),
             optimizer_steps=self.optimizer.step_count if moments else None,
@@ -235,7 +278,7 @@ class Run:
     def _samples(self) -> dict[str, list[int]]:
         """Hashes of a few samples of this run, by which a resumed run checks that it reads the same ones."""
         places = probe_places(self.state.consumed_samples) if self.context.is_rank_zero else []
-        return {str(place): list(self.train_loader.sample_hash(place)) for place in places}
+        return {str(place): list(self.loaders.train.sample_hash(place)) for place in places}
 
     def close(self, error: Optional[BaseException] = None) -> None:
         """Stop threads, close files and leave the job; after a failure, without waiting for other ranks."""
@@ -243,14 +286,12 @@ class Run:
         orderly = error is None or isinstance(error, Preempted)
         if orderly:
             self.profiler.end(self.state.iteration)
-        if self.checkpoint_manager:
+        if self.checkpoints.manager:
             patience = 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE
-            self.checkpoint_manager.close(None if orderly else patience, copies=error is not None)
-        if self.best_manager:
-            self.best_manager.close(None if orderly else 0.0)
-        for batches in (self.train_loader, self.valid_loader, self.test_loader, self.request_loader):
-            if batches:
-                batches.close()
+            self.checkpoints.manager.close(None if orderly else patience, copies=error is not None)
+        if self.checkpoints.best:
+            self.checkpoints.best.close(None if orderly else 0.0)
+        self.loaders.close()
         stop = self.watch.stop.why if self.watch.stop else ""
         why = stop if error is None else (str(error).splitlines() or [type(error).__name__])[0]
         self.metrics.end(self.done, 0 if error is None else exit_code(error), why)
@@ -258,5 +299,5 @@ class Run:
         self.watch.close()
         if orderly:
             leave_job(self.context)
-        if self.checkpoint_manager and error is None:  # without process group: other ranks must not wait for copies
-            self.checkpoint_manager.close_copies(lambda: self.watch.heartbeat.beat("save"))
+        if self.checkpoints.manager and error is None:  # without process group: other ranks must not wait for copies
+            self.checkpoints.manager.close_copies(lambda: self.watch.heartbeat.beat("save"))

@@ -36,20 +36,20 @@ def train_step(run: Run) -> Optional[StepMetrics]:
     size, num_microbatches = batch_size(config.batch, run.dp, consumed)
     if iteration in run.state.left_out:
         return skip_batch(run, size) if record_unread_outcome(run) else None
-    loss_func, unscale = make_loss_func(config, run.sums, loss_scale(run), size, num_microbatches * run.dp)
+    loss_func, unscale = make_loss_func(config, run.losses.sums, loss_scale(run), size, num_microbatches * run.dp)
     with run.phase("data", step=iteration):
-        batches = micro_batches(run, run.train_loader, consumed, num_microbatches)
+        batches = micro_batches(run, run.loaders.train, consumed, num_microbatches)
     with phase("passes"):
-        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.returned)
+        sums = forward_backward(run, batches, loss_func, watch.heartbeat.watch, run.passes.returned)
     with run.phase("reduce"):
         totals = run.optimizer.reduce_grads(watch.with_votes(zero_unless_first_tp_rank(run, sums), batches))
-    if run.returned is not None:  # the first step of this launch
-        run.returned.check(watch.all_gather_object)
-        run.returned = None
+    if run.passes.returned is not None:  # the first step of this launch
+        run.passes.returned.check(watch.all_gather_object)
+        run.passes.returned = None
     if not record_unread_outcome(run):
         return None
     state, late = run.state, not needs_host_sync(run, iteration)
-    figures = Figures(totals, len(run.names), unscale, config.optimizer.clip_grad)
+    figures = Figures(totals, len(run.losses.names), unscale, config.optimizer.clip_grad)
     outcome = Outcome(
         iteration,
         consumed + size,
@@ -75,7 +75,7 @@ def train_step(run: Run) -> Optional[StepMetrics]:
             run.optimizer.step(outcome.rate, decay, outcome.factor, outcome.decoupled, outcome.skip)
     run.state = state.advanced(size)
     if late:
-        run.unread = outcome
+        run.pending.outcome = outcome
         return None
     return record_outcome(run, outcome, verdict)
 
@@ -86,19 +86,19 @@ def needs_host_sync(run: Run, iteration: int) -> bool:
     It always does if waiting costs nothing; otherwise only if something after the step (a save, an evaluation, a stop)
     depends on them.
     """
-    if not run.defers_host_sync or iteration >= run.train_iters or run.watch.stop:
+    if not run.pending.defers_host_sync or iteration >= run.train_iters or run.watch.stop:
         return True
     batch, logging, consumed = run.config.batch, run.config.logging, run.state.consumed_samples
     epoch = run.ended_epoch(iteration, consumed, consumed + batch_size(batch, run.dp, consumed)[0])
     intervals = [logging.log_interval] if logging.log_params_norm or logging.log_num_zeros_in_grad else []
     intervals += [run.config.guard.check_replicas_interval, batch.exit_interval]
-    intervals += [batch.eval_interval] if run.valid_loader else []
+    intervals += [batch.eval_interval] if run.loaders.valid else []
     return bool(epoch) or any(due(interval, iteration) for interval in intervals) or run.save_is_due(iteration, epoch)
 
 
 def loss_scale(run: Run) -> float | torch.Tensor:
     """The loss scale of the next step. It is an fp64 scalar on the device if the host has not read the last outcome."""
-    scaler, last = run.state.scaler, run.unread
+    scaler, last = run.state.scaler, run.pending.outcome
     if last is None:
         return scaler.scale
     good, bad = scaler.update(False).scale, scaler.update(True).scale
@@ -107,8 +107,8 @@ def loss_scale(run: Run) -> float | torch.Tensor:
 
 def judge(run: Run, outcome: Outcome) -> StepVerdict:
     """Read the numbers of a step and return the verdict of the guards."""
-    outcome.read(run.sums, run.watch.count)
-    outcome.means = shown(outcome.means, run.counts)
+    outcome.read(run.losses.sums, run.watch.count)
+    outcome.means = shown(outcome.means, run.losses.counts)
     return run.watch.judge(
         outcome.iteration,
         run.state.recent,
@@ -125,10 +125,10 @@ def record_unread_outcome(run: Run) -> bool:
 
     Returns False if the present step ends here: after a rollback, or if its gradients are lost.
     """
-    outcome = run.unread
+    outcome = run.pending.outcome
     if outcome is None:
         return True
-    verdict, run.unread = judge(run, outcome), None
+    verdict, run.pending.outcome = judge(run, outcome), None
     assert outcome.made == (verdict is StepVerdict.UPDATE), f"the device and the host disagree: {verdict}"
     if verdict is StepVerdict.ROLLBACK:
         rollback(run, outcome.iteration)
@@ -177,14 +177,14 @@ def forward_backward(
     run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[StageOutputs] = None
 ) -> torch.Tensor:
     """Run the forward and backward passes of a step in the order of the schedule. Returns this rank's sums."""
-    ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
-    record = run.recorder.record() if run.recorder else None
+    ops = run.passes.pipeline.ops(run.passes.wire.axis.rank, len(batches))
+    record = run.passes.recorder.record() if run.passes.recorder else None
     run.optimizer.set_num_microbatches(len(batches))
     more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
-    more |= dict(needs_gradient=run.needs_gradient)
-    sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, **more)
+    more |= dict(needs_gradient=run.passes.needs_gradient)
+    sums = execute(ops, run.stages, batches, run.passes.wire, loss_func, names=run.losses.names, **more)
     if record is not None:
-        run.recorder.write(record)
+        run.passes.recorder.write(record)
     return sums
 
 
@@ -196,7 +196,7 @@ def find_cause(run: Run, outcome: Outcome) -> str:
 
     outcome.repeated = True
     with run.optimizer.gathered_parameters():
-        return run.watch.find_culprit(run.stages, outcome.batches, replay, run.train_loader.describe)
+        return run.watch.find_culprit(run.stages, outcome.batches, replay, run.loaders.train.describe)
 
 
 def micro_batches(run: Run, batches: MicroBatchLoader, consumed: int, num_microbatches: int) -> list[MicroBatch]:

@@ -171,7 +171,7 @@ def run(flags: str, rank: int = 0, world: int = 1, steps: int = 2, mistake: str 
         recipe = recipe_of(config)
         with FakeTensorMode(allow_non_fake_inputs=True), Copies(reads):
             run = build.build_run(config, recipe)
-            run.returned = None  # the sums of other ranks are nowhere
+            run.passes.returned = None  # the sums of other ranks are nowhere
             Event.found = reads
             for Event.step in range(steps):
                 reads.clear()

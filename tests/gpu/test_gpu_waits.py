@@ -30,8 +30,8 @@ def steps(flags: str, device: str, late: bool, monkeypatch) -> list[tuple]:
     recorded = []
     monkeypatch.setattr(training_step, "record_step", lambda run, step: recorded.append(step) if step else None)
     run = build_run(resolve(parse_pretrain(f"{FLAGS} {flags} --device {device}".split()), 1), pretrain_gpt.recipe())
-    assert run.defers_host_sync or device == "cpu"
-    run.defers_host_sync = late
+    assert run.pending.defers_host_sync or device == "cpu"
+    run.pending.defers_host_sync = late
     for number in range(1, 13):
         strict = late and 3 < number < 12  # kernels are compiled and memory is found in the first steps
         torch.cuda.set_sync_debug_mode("error" if strict else "default")

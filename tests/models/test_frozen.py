@@ -115,7 +115,7 @@ def test_nothing_is_made_for_what_is_frozen(flags):
             assert sizes["state"] == 4 * 3 * trained // shards
             whole = sizes["shards"] if shards > 1 else sizes["parameters"]
             assert whole == element * sum(unit.size for unit in held) // shards
-        return run.needs_gradient
+        return run.passes.needs_gradient
 
     found = run_ranks(1 + bool(flags), step)
     assert found == ([[False], [False]] if PP in flags else [[False]] * (1 + bool(flags)))

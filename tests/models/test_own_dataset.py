@@ -55,9 +55,9 @@ def test_a_recipe_with_samples_of_its_own_needs_no_flag_for_them():
     config = config_of("--train-iters 2")
     assert check(config, 1) == [] and not config.data.mock_data
     run = build_run(resolve(config, 1), own_dataset.recipe())
-    [batch] = run.train_loader.step(0, 1)
+    [batch] = run.loaders.train.step(0, 1)
     run.close()
-    rows = [run.train_loader.dataset[index] for index in (0, 1)]
+    rows = [run.loaders.train.dataset[index] for index in (0, 1)]
     assert (batch.tokens.T.numpy() == [row[:-1] for row in rows]).all()
     assert (np.diff(rows) % 21 == 1).all()  # 20 numbers and the end of document
 
@@ -70,7 +70,7 @@ def test_mock_data_stands_in():
     """What preflight and shrunk jobs do: their vocabulary is another one than the samples were made for."""
     recipe = with_samples(lambda index: np.full(7, 10**6))
     run = build_run(resolve(config_of("--train-iters 1 --mock-data", recipe), 1), recipe)
-    assert run.train_loader.step(0, 1)[0].tokens.max() < 20
+    assert run.loaders.train.step(0, 1)[0].tokens.max() < 20
     run.close()
 
 

@@ -30,7 +30,7 @@ class Seen(TorchDispatchMode):
 
 def step(run):
     """Loss and gradients of the first micro-batch."""
-    (model,), [micro] = run.stages, run.train_loader.step(0, 1)
+    (model,), [micro] = run.stages, run.loaders.train.step(0, 1)
     loss = model(None, micro)[1]["lm loss"]
     return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
 
@@ -200,7 +200,7 @@ def test_flash_attention_version(monkeypatch):
 def test_cross_entropy_chunk_is_the_rows_of_logits_at_a_time(chunk, build):
     more = "--make-vocab-size-divisible-by 104"  # so that nothing else has as many columns
     want, run = step(build(more)), build(f"{more} --cross-entropy-chunk {chunk}")
-    (model,), [micro] = run.stages, run.train_loader.step(0, 1)
+    (model,), [micro] = run.stages, run.loaders.train.step(0, 1)
     with Seen() as seen:
         model(None, micro)
     rows = [shape[0] for op, shape in seen.ops if op == "_softmax" and shape[-1] == 104]

@@ -51,14 +51,14 @@ LONG = "--train-samples 40 --eval-iters 2 --eval-interval 100"
 def test_data_path_mixes_by_weight(corpus, build):
     a, b = corpus("a", 0), corpus("b", 20)
     run = build(f"{NUMBERS} {LONG} --split 1,0,0 --eval-iters 0 --data-path 3 {a} 1 {b}")
-    assert share_of(run.train_loader, 0, 20) == pytest.approx(0.75, abs=0.03)
-    assert share_of(build(f"{NUMBERS} {LONG} --split 1,0,0 --eval-iters 0 --data-path {b}").train_loader, 20, 40) == 1
+    assert share_of(run.loaders.train, 0, 20) == pytest.approx(0.75, abs=0.03)
+    assert share_of(build(f"{NUMBERS} {LONG} --split 1,0,0 --eval-iters 0 --data-path {b}").loaders.train, 20, 40) == 1
 
 
 def test_each_split_has_its_own_path(corpus, build):
     a, b, c = corpus("a", 0), corpus("b", 20), corpus("c", 40)
     run = build(f"{NUMBERS} {LONG} --train-data-path {a} --valid-data-path {b} --test-data-path {c}")
-    for first, batches in zip((0, 20, 40), (run.train_loader, run.valid_loader, run.test_loader), strict=True):
+    for first, batches in zip((0, 20, 40), (run.loaders.train, run.loaders.valid, run.loaders.test), strict=True):
         found = torch.cat([batch.tokens for batch in batches.step(0, 2)])
         assert first <= found.min() and found.max() < first + 20
 
@@ -66,7 +66,7 @@ def test_each_split_has_its_own_path(corpus, build):
 def test_split_divides_the_documents_in_order(corpus, build):
     """50, 30 and 20 per cent of 20 documents: tokens 0 to 9, 10 to 15, 16 to 19."""
     run = build(f"{NUMBERS} {LONG} --split 50,30,20 --data-path {corpus('a')}")
-    for first, last, batches in ((0, 9, run.train_loader), (10, 15, run.valid_loader), (16, 19, run.test_loader)):
+    for first, last, batches in ((0, 9, run.loaders.train), (10, 15, run.loaders.valid), (16, 19, run.loaders.test)):
         found = torch.cat([batch.tokens for batch in batches.step(0, 2)])
         assert first <= found.min() and found.max() <= last
 
@@ -91,7 +91,7 @@ def test_verify_data_reads_every_byte_first(corpus, build, tmp_path):
 
 def test_mock_data_needs_no_files_and_is_the_same_each_time(build):
     one, two = build("--train-samples 40"), build("--train-samples 40 --mock-data")
-    assert torch.equal(tokens_of(one.train_loader), tokens_of(two.train_loader))
+    assert torch.equal(tokens_of(one.loaders.train), tokens_of(two.loaders.train))
     with pytest.raises(SettingsError, match="no data is given"):
         build("--mock-data false --tokenizer-type NullTokenizer")
 
@@ -99,7 +99,7 @@ def test_mock_data_needs_no_files_and_is_the_same_each_time(build):
 def test_cyclic_shuffles_each_epoch_anew(corpus, build):
     """Epochs of the same samples in torch's random order of the epoch's number; single ends behind the first."""
     flags = f"{NUMBERS} --train-samples 20 --split 1,0,0 --data-path {corpus('a')} --seq-length 40"
-    single, cyclic = (build(f"{flags} --dataloader-type {kind}").train_loader for kind in ("single", "cyclic"))
+    single, cyclic = (build(f"{flags} --dataloader-type {kind}").loaders.train for kind in ("single", "cyclic"))
     count = len(single.dataset)
     in_order = torch.stack([torch.as_tensor(single.dataset[n][:-1]) for n in range(count)], 1)
     assert torch.equal(tokens_of(single, 20), in_order[:, :20])
@@ -115,13 +115,13 @@ def test_workers_prepare_batches_in_threads(train, build):
     assert train("--num-workers 3", "ahead").losses == train("--num-workers 0", "here").losses
     run = build("--num-workers 3 --train-samples 40 --micro-batch-size 2")
     at_once = threading.Barrier(3)  # which only three threads at the same time get past
-    waits = [run.train_loader.pool.submit(at_once.wait, 60) for _ in range(3)]
+    waits = [run.loaders.train.pool.submit(at_once.wait, 60) for _ in range(3)]
     assert sorted(wait.result() for wait in waits) == [0, 1, 2]
     with pytest.raises(threading.BrokenBarrierError):  # four are not to be had
         more = threading.Barrier(4)
-        for wait in [run.train_loader.pool.submit(more.wait, 0.2) for _ in range(4)]:
+        for wait in [run.loaders.train.pool.submit(more.wait, 0.2) for _ in range(4)]:
             wait.result()
-    assert build("--num-workers 0").train_loader.pool is None
+    assert build("--num-workers 0").loaders.train.pool is None
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def losses_alone(model, tokens, labels, restart):
 @pytest.mark.parametrize("flags", ["--reset-attention-mask", "--reset-attention-mask --reset-position-ids"])
 def test_documents_are_alone(flags, short, build):
     run = build(f"{short} {flags}")
-    (model,), [micro] = run.stages, run.train_loader.step(0, 1)
+    (model,), [micro] = run.stages, run.loaders.train.step(0, 1)
     assert (micro.tokens == 12).sum() > 2
     found = model.token_losses(None, micro)
     for n in range(2):
@@ -161,7 +161,7 @@ def test_documents_are_alone(flags, short, build):
 
 
 def test_positions_alone_start_again(short, build):
-    [micro] = build(f"{short} --reset-position-ids").train_loader.step(0, 1)
+    [micro] = build(f"{short} --reset-position-ids").loaders.train.step(0, 1)
     assert micro.document_ids is None
     for n in range(2):
         position = 0
@@ -172,9 +172,9 @@ def test_positions_alone_start_again(short, build):
 
 def test_ends_of_documents_have_no_loss(short, build):
     run, plain = build(f"{short} --eod-mask-loss"), build(short)
-    [micro] = run.train_loader.step(0, 1)
+    [micro] = run.loaders.train.step(0, 1)
     loss, count = run.stages[0](None, micro)[1].values()
-    losses = plain.stages[0].token_losses(None, plain.train_loader.step(0, 1)[0])
+    losses = plain.stages[0].token_losses(None, plain.loaders.train.step(0, 1)[0])
     counted = micro.tokens != 12
     assert count.item() == counted.sum() < counted.numel()
     torch.testing.assert_close(loss, losses[counted].sum(), rtol=1e-5, atol=1e-5)
@@ -192,7 +192,7 @@ def test_vocabulary_is_as_large_as_said(build):
 def test_seed_decides_weights_data_and_dropout(build):
     def parts(flags):
         run = build(f"--hidden-dropout 0.5 {flags}")
-        (model,), [micro] = run.stages, run.train_loader.step(0, 1)
+        (model,), [micro] = run.stages, run.loaders.train.step(0, 1)
         x = torch.ones(16, 2, 32)
         return model.blocks["0"].mlp.up.weight.detach(), micro.tokens, model.embedding.dropout(x, torch.arange(2))
 

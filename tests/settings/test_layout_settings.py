@@ -57,7 +57,7 @@ def test_sequence_parallel_ranks_hold_a_half_of_the_sequence(command, run_ranks)
             norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
         for dropout in (block.attention_dropout, block.mlp_dropout):
             dropout.keep = lambda shape, *more, keep=dropout.keep: seen.append(shape[0]) or keep(shape, *more)
-        run.stages[0](None, run.train_loader.step(0, 1)[0])
+        run.stages[0](None, run.loaders.train.step(0, 1)[0])
         return seen
 
     assert run_ranks(2, body, "") == [[16] * 4] * 2
@@ -115,13 +115,13 @@ def test_context_parallel_ranks_hold_two_chunks_of_the_sequence(command, run_ran
 
     def body(rank):
         run = built(command, "--context-parallel-size 2", 2)
-        batch, seen = run.train_loader.step(0, 2)[0], []
+        batch, seen = run.loaders.train.step(0, 2)[0], []
         run.stages[0].blocks["0"].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[0]))
         run.stages[0](None, batch)
         return batch.tokens, batch.labels, batch.samples.tolist(), seen, shapes(run)
 
     run = built(command, "", 1)
-    whole = run.train_loader.step(0, 2)[0]
+    whole = run.loaders.train.step(0, 2)[0]
     for rank, (tokens, labels, samples, seen, found) in enumerate(run_ranks(2, body)):
         rows = [*range(4 * rank, 4 * rank + 4), *range(12 - 4 * rank, 16 - 4 * rank)]
         assert tokens.equal(whole.tokens[rows]) and labels.equal(whole.labels[rows])
@@ -135,7 +135,7 @@ def test_cp_comm_type_is_what_ranks_send_in_each_layer(command, run_ranks):
             real = getattr(collectives, name)
             note = lambda x, axis, *more, name=name, real=real: sent.append(name) or real(x, axis, *more)
             setattr(collectives, name, note)
-        loss = run.stages[0](None, run.train_loader.step(0, 2)[0])[1]["lm loss"]
+        loss = run.stages[0](None, run.loaders.train.step(0, 2)[0])[1]["lm loss"]
         loss.backward()
         return sent
 

@@ -252,7 +252,7 @@ def test_a_network_is_the_plain_one(flags, told, unlike, build):
     assert {name: tuple(w.shape) for name, w in weights.items()} == shapes(
         **{name: value for name, value in told.items() if name not in NO_SHAPE}
     )
-    [micro] = run.train_loader.step(0, 1)
+    [micro] = run.loaders.train.step(0, 1)
     assert micro.tokens.shape == (run.config.model.seq_length, 2)
     want = plain(weights, micro.tokens, **told)
     torch.testing.assert_close(model.eval().logits(micro.tokens), want, rtol=1e-4, atol=1e-4)
@@ -263,7 +263,7 @@ def test_a_network_is_the_plain_one(flags, told, unlike, build):
 
 
 def test_seq_length_is_that_of_the_samples(build):
-    assert build("--seq-length 24").train_loader.step(0, 1)[0].tokens.shape == (24, 2)
+    assert build("--seq-length 24").loaders.train.step(0, 1)[0].tokens.shape == (24, 2)
 
 
 def test_groups_need_a_number():
@@ -329,7 +329,7 @@ def assert_dropped(x, y, p):
 def test_hidden_dropout_is_at_its_three_sites(build):
     """After the embedding, after attention and after the MLP of each layer, each with a mask of its own."""
     run = build("--hidden-dropout 0.3 --attention-dropout 0.1 --hidden-size 64 --seq-length 64")
-    (model,), [micro] = run.stages, run.train_loader.step(0, 1)
+    (model,), [micro] = run.stages, run.loaders.train.step(0, 1)
     sites = ["embedding.dropout", *(f"blocks.{n}.{half}_dropout" for n in (0, 1) for half in ("attention", "mlp"))]
     seen = {}
     note = lambda _, inputs, output: seen.update({sites[0]: (inputs[0].detach(), output.detach())})
@@ -372,7 +372,7 @@ def test_attention_dropout_drops_attention_weights(build):
 
 def test_label_smoothing_is_torchs_in_training_alone(build):
     run = build("--label-smoothing 0.3")
-    (model,), [micro] = run.stages, run.train_loader.step(0, 1)
+    (model,), [micro] = run.stages, run.loaders.train.step(0, 1)
     randomise(model)
     logits = model.eval().logits(micro.tokens).flatten(0, 1)
     for training, smoothing in ((True, 0.3), (False, 0.0)):
@@ -384,7 +384,7 @@ def test_label_smoothing_is_torchs_in_training_alone(build):
 def test_z_loss_is_added_to_the_loss(build, train):
     """In training: its gradient goes into every weight's. It is logged beside the loss, which stays the cross-entropy."""
     run = build("--z-loss-coeff 0.05 --untie-embeddings-and-output-weights")
-    (model,), [micro] = run.stages, run.train_loader.step(0, 1)
+    (model,), [micro] = run.stages, run.loaders.train.step(0, 1)
     weights = {name: weight.clone().requires_grad_() for name, weight in randomise(model).items()}
     logits = plain(weights, micro.tokens, tied=False).flatten(0, 1)
     loss, z = F.cross_entropy(logits, micro.labels.flatten()), logits.logsumexp(-1).square().mean()
@@ -393,7 +393,7 @@ def test_z_loss_is_added_to_the_loss(build, train):
     assert set(sums) == {"lm loss", "tokens", "z loss"}
     torch.testing.assert_close(sums["lm loss"] / tokens, loss)
     torch.testing.assert_close(sums["z loss"] / tokens, z)
-    minimised = make_loss_func(run.config, run.sums, 1.0, 2, 1)[0](sums, micro)
+    minimised = make_loss_func(run.config, run.losses.sums, 1.0, 2, 1)[0](sums, micro)
     torch.testing.assert_close(minimised, loss + 0.05 * z)
     gradients = torch.autograd.grad(minimised, list(model.parameters()))
     for (name, weight), gradient in zip(weights.items(), gradients, strict=True):

@@ -163,7 +163,7 @@ def plain_training(
                 parameter.copy_(weights[name])
         sums = [
             tuple(model(None, micro)[1].values())
-            for micro in run.train_loader.step(4 * step, 4 // run.config.batch.micro_batch_size)
+            for micro in run.loaders.train.step(4 * step, 4 // run.config.batch.micro_batch_size)
         ]
         for weight, gradient in zip(
             weights.values(), torch.autograd.grad(means(sums), list(own.values())), strict=True
@@ -211,7 +211,7 @@ def test_updates_are_those_of_torchs_adamw(flags, told, build, train):
 def test_losses_are_averaged_over_tokens_or_over_micro_batches(build, train):
     """With unequal numbers of unmasked tokens the two differ, in the gradient's norm."""
     flags = f"{SMALL} --micro-batch-size 1 --global-batch-size 4 --seq-length 32 --vocab-size 8 --eod-mask-loss"
-    counts = [batch.loss_mask.sum().item() for batch in build(flags).train_loader.step(0, 4)]
+    counts = [batch.loss_mask.sum().item() for batch in build(flags).loaders.train.step(0, 4)]
     assert len(set(counts)) > 1
     norms = {}
     for way, means in (("token", {}), ("micro-batch", dict(means=lambda sums: sum(loss / n for loss, n in sums) / 4))):

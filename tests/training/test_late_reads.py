@@ -41,7 +41,7 @@ def test_a_step_is_read_in_the_next_one(monkeypatch):
         step = training_step.train_step(run)
         assert run.state.iteration == iteration and run.state.consumed_samples == 8 * iteration
         at_once = iteration in (4, 6)  # replicas are compared; the last one
-        assert (run.unread is None) is at_once and (step is not None) is at_once
+        assert (run.pending.outcome is None) is at_once and (step is not None) is at_once
         recorded += [step] * at_once
         assert [step.iteration for step in recorded] == [*range(1, iteration + at_once)]
         assert run.done == len(recorded) and run.optimizer.step_count == iteration
