@@ -68,7 +68,7 @@ def batch_of(family: str, samples) -> MicroBatch:
     return MicroBatch(tokens, draw(S), samples)
 
 
-def drawn(monkeypatch, family, flags="", samples=(5, 6, 9), mesh=None, backward=False) -> dict[str, list]:
+def drawn(monkeypatch, family, flags="", samples=(5, 6, 9), mesh=None, backward=False, rows=None) -> dict[str, list]:
     """place -> the words of each time that it drew some, [b, ...] each, in a pass of a model."""
     config = resolve(parse_any(f"{SIZES} {MODELS[family]} {flags}".split()), mesh.world_size if mesh else 1)
     mesh = mesh or Mesh()
@@ -86,6 +86,9 @@ def drawn(monkeypatch, family, flags="", samples=(5, 6, 9), mesh=None, backward=
 
     monkeypatch.setattr(Dropout, "keep", kept)
     batch = batch_of(family, samples)
+    if rows is not None:
+        places = torch.tensor(rows).unsqueeze(1).expand(-1, B)
+        batch = MicroBatch(batch.tokens[rows], batch.labels[rows], batch.samples, position_ids=places)
     sums = model(None, batch)[1]
     if backward:
         sum(value for name, value in sums.items() if name != "tokens").backward()
@@ -144,6 +147,28 @@ def test_ranks_have_pieces_of_one_whole_or_all_of_it(family, parallel, monkeypat
             assert not torch.equal(first[place], second[place])
         else:
             assert torch.equal(first[place], words) and torch.equal(second[place], words), place
+
+
+@pytest.mark.parametrize("exchange", ["p2p", "a2a"])
+def test_ranks_of_a_sequence_have_rows_of_one_whole(exchange, monkeypatch, run_ranks):
+    """Context parallelism: a rank has the first and the last of four chunks of rows, or the two between; of attention
+    weights all, or those of its heads.
+    """
+    rows = ([0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8])
+
+    def body(rank):
+        with pytest.MonkeyPatch.context() as patch:
+            flags, mesh = f"--context-parallel-size 2 --cp-comm-type {exchange}", Mesh(rank, cp=2)
+            return {place: words[0] for place, words in drawn(patch, "GPT", flags, mesh=mesh, rows=rows[rank]).items()}
+
+    whole = drawn(monkeypatch, "GPT")
+    for rank, found in enumerate(run_ranks(2, body)):
+        for place, [words] in whole.items():
+            if not place.endswith("attention.dropout"):
+                words = words[:, rows[rank]]
+            elif exchange == "a2a":
+                words = words.chunk(2, 1)[rank]
+            assert torch.equal(found[place], words), place
 
 
 def test_stages_of_a_pipeline_count_layers_through():
