@@ -21,6 +21,7 @@ from megatron.corpus.filters import build_filter, classifier, filter_class, lang
 from megatron.corpus.filters.html import depth
 from megatron.corpus.near_duplicates import PRESETS, NearDuplicateOptions
 from megatron.errors import DataError, SettingsError
+from megatron.tools.openwebtext import find_duplicates
 
 # Six lines of which two are equal, in two equal paragraphs; a bullet, hashes, both kinds of ellipsis, repeated n-grams.
 PARAGRAPH = "- The cat # and the dog have slept with all of it.\nIt was so.\n12 were ... that long ago \u2026"
@@ -282,3 +283,16 @@ def test_a_file_of_just_now_is_read_again(tmp_path, monkeypatch):
         found = digests.Digests(tmp_path)
         found.of(str(path))
         assert len(found.known) == count
+
+
+def test_documents_at_the_threshold_of_megatrons_script_are_different():
+    """find_duplicates.py: `jaccard_sim > threshold`. They are compared again with the next document."""
+    similarity = {(0, 1): 0.5, (0, 2): 0.500001, (0, 3): 0.1, (1, 3): 0.9}
+    own = types.SimpleNamespace(
+        options=types.SimpleNamespace(heuristic_iter=-1, jaccard_threshold=0.5),
+        _similarity=lambda one, other: similarity[one, other],
+    )
+    rounds = list(find_duplicates._Work._rounds(own, [0, 1, 2, 3]))
+    assert rounds == [(0, [(2, 0.500001)], 3), (1, [(3, 0.9)], 1)]
+    own.options.heuristic_iter = 1
+    assert len(list(find_duplicates._Work._rounds(own, [0, 1, 2, 3]))) == 1

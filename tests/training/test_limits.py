@@ -11,17 +11,20 @@ import torch
 
 from megatron.checkpoint.interval import best_interval
 from megatron.errors import NumericsError
-from megatron.guard import stopping
+from megatron.guard import replicas, stopping
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict, Watch
 from megatron.mpu import cpu_threads
 from megatron.optimizer.lr_schedule import Lengths, learning_rate, problems, weight_decay
 from megatron.optimizer.scaler import LossScaler
+from megatron.planner.memory import _first_units
+from megatron.planner.preflight.machines import compared
 from megatron.settings.batch import batch_size, total_iterations
 from megatron.settings.rules import RANGES
 from megatron.settings.schema import Batch, Guard, Optimizer
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.profiler import Profiler
+from megatron.tools import status
 from megatron.training.measures import early_end_reason
 from megatron.training.outcome import clip_coefficient
 from megatron.training.pace import Pace
@@ -303,3 +306,54 @@ def test_ranges_of_settings_are_what_their_messages_say():
     for words, (inside, outside) in ENDS.items():
         works, _ = RANGES[words]
         assert all(map(works, inside)) and not any(map(works, outside)), words
+
+
+# ---- replicas, machines, states of runs and shares -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sums, told",
+    [
+        ([7, 7, 7], []),
+        ([7, 8, 7], ["w differs on rank 5 of 4, 5, 6 (dp)"]),
+        ([7, 7, 8, 8], ["w differs on ranks 4, 5, 6, 7 of 4, 5, 6, 7 (dp)"]),  # half of them is no majority
+        ([7, 8], ["w differs on ranks 4, 5 of 4, 5 (dp)"]),
+        ([7, 7, 7, 8, 9], ["w differs on ranks 7, 8 of 4, 5, 6, 7, 8 (dp)"]),
+    ],
+)
+def test_a_replica_is_wrong_where_most_agree(sums, told, monkeypatch):
+    axis = SimpleNamespace(size=len(sums), ranks=tuple(range(4, 4 + len(sums))))
+    monkeypatch.setattr(replicas.collectives, "all_gather", lambda own, axis: torch.tensor(sums).unsqueeze(1))
+    assert replicas._compare(SimpleNamespace(dp=axis), "dp", [("w", torch.tensor(sums[0]))]) == told
+
+
+def test_a_machine_is_slow_from_more_than_a_fifth_on():
+    fault = lambda *seconds: compared("speed", seconds, lambda odd: f"rank {odd}", "a product", "").fault
+    assert fault(1.0, 1.0, 1.2) == "" and fault(1.0, 1.0, 1.3).startswith("rank [2]: a product: 30% slower")
+    assert fault(2.0, 2.0, 2.4, 2.4000001).startswith("rank [3]")
+
+
+def test_a_run_is_stalled_after_a_minute_or_ten_steps_without_a_word(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.touch()
+    written, steps = metrics.stat().st_mtime, [dict(kind="step")]
+    state = lambda age, records, usual: status.alive(metrics, {}, records, usual, written + age)[0]
+    for age, usual, records, found in (
+        (60, 1.0, steps, "running"),
+        (61, 1.0, steps, "stalled"),
+        (90, 9.0, steps, "running"),
+        (91, 9.0, steps, "stalled"),
+        (1800, 1.0, [], "starting"),
+        (1801, 1.0, [], "stalled"),
+    ):
+        assert state(age, records, usual) == found, (age, usual)
+
+
+def test_whole_units_are_moved_until_their_share_is_reached():
+    class Units(list):
+        def padded(self, shard):
+            return sum(unit.padded(shard) for unit in self)
+
+    units = Units([SimpleNamespace(padded=lambda shard: 100)] * 4)
+    moved = [_first_units(units, 2, fraction) for fraction in (0, 0.25, 0.2501, 0.5, 0.75, 0.9, 1, 1.5)]
+    assert moved == [0, 50, 100, 100, 150, 200, 200, 200]
