@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 from pathlib import Path
@@ -170,7 +171,8 @@ def whole_file(path: str | Path):
     path = Path(path)
     if path.is_dir():
         raise DataError(f"{path} is a folder", do="give the name of a file")
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # another process may be writing the same file
+    # Another process may be writing the same file; on another machine it may have the same number.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with storage_errors(path):
         try:
             with open(aside, "wb") as file:

@@ -6,12 +6,12 @@ overlaps other work, thick and red while the rank waits for it. The total of its
 """
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from megatron.storage.durable import whole_file
 from megatron.telemetry.lanes import COMPUTE, LANES, SEND, Bar, exposed
 
 WIDTH, LEFT, RIGHT = 1200, 150, 110  # units: of the picture, of the names of lanes, of the times of waits
@@ -65,9 +65,8 @@ def draw_profiled(folder: Path, own: RankLanes, ranks: Iterable[int]) -> Path:
 
 
 def _replace(path: Path, text: str) -> None:
-    half = path.with_name(f"{path.name}.{os.getpid()}")
-    half.write_text(text, encoding="utf-8")
-    half.replace(path)
+    with whole_file(path) as file:  # several ranks may be drawing
+        file.write(text.encode())
 
 
 # ---- the picture ---------------------------------------------------------------------------------------------------------
