@@ -153,7 +153,7 @@ def told(device: str, dtype: torch.dtype) -> list[str]:
     return ["kernels: " + "; ".join([*([f"{', '.join(used)} in Triton"] if used else []), *words])]
 
 
-def told_of_documents(case: Case, backend: str) -> list[str]:
+def describe_document_kernel(case: Case, backend: str) -> list[str]:
     """Which kernel will attend to documents, and why none that is made for them: a line for a run's log, none on a CPU."""
     if case.device != "cuda":
         return []

@@ -7,7 +7,7 @@ from typing import Optional
 
 import torch
 
-from megatron.model.recipe import shown
+from megatron.model.recipe import logged_means
 from megatron.mpu import collectives
 from megatron.pipeline.execute import execute
 from megatron.settings import schema
@@ -113,7 +113,9 @@ def evaluate(
     run.optimizer.buffers.rollback()
     if continues:
         run.state = replace(run.state, consumed_valid_samples=consumed)
-    means = shown({name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, run.counts)
+    means = logged_means(
+        {name: value / max(tokens, 1) for name, value in zip(run.sums, values, strict=True)}, run.counts
+    )
     if measures:
         measures.end(run.stages)
         values = measures.collected.whole(run.context, len(batches.dataset))
