@@ -81,7 +81,11 @@ SETTINGS = [  # exit code 3
     ("dump", f"{DUMP} BERT --seq-length 32 --mask-prob 2", "--mask-prob 2.0 must be above 0 and below 1"),
     ("t5", f"{T5} --position-embedding-type relative --relative-attention-num-buckets 3", "must be at least 4"),
     ("t5", f"{T5} --feed-forward-proj gated-gelu --swiglu", "are two activations of the MLP"),
-    ("t5", f"{T5} --scale-tied-output --untie-embeddings-and-output-weights", "--scale-tied-output is for a tied output layer"),
+    (
+        "t5",
+        f"{T5} --scale-tied-output --untie-embeddings-and-output-weights",
+        "--scale-tied-output is for a tied output layer",
+    ),
     (
         "t5",
         f"{T5} --pipeline-model-parallel-split-rank 2 {TWO}",

@@ -104,7 +104,7 @@ def build_run(
         notices += nothing_left(config.batch, state, context.mesh.dp.size)
     notices += (
         left_out(config.batch, state, context.mesh.dp.size)
-        + fused_kernels.told(context.device.type, dtype)
+        + fused_kernels.describe_kernels(context.device.type, dtype)
         + describe_kernel(config, facts, context.device.type)
     )
     notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)

@@ -231,13 +231,13 @@ def _layer_ops(facts: T5Facts, share: RankSetup, kind: str) -> tuple[LayerOp, ..
     rows = t if kind == DECODER else s
     x, memory = Residual(m, share, rows * b), Residual(m, share, s * b)
     causal = facts.attention_kernel(share) if kind == DECODER else ""
-    own = self_attention(x, unordered_core(m, share, rows, rows, fused=True, causal=causal))
+    own = self_attention(x, noncausal_core(m, share, rows, rows, fused=True, causal=causal))
     ops = [x.norm(ATTENTION), *own, x.add()]
     if kind == DECODER:
         queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
         ops += [x.norm(ATTENTION), *x.column("attention", queries, again=ATTENTION)]
         ops += memory.column("attention", 2 * keys, keeps=False, again=ATTENTION)
-        ops += [unordered_core(m, share, t, s, fused=False), *x.row("attention", queries, again=ATTENTION), x.add()]
+        ops += [noncausal_core(m, share, t, s, fused=False), *x.row("attention", queries, again=ATTENTION), x.add()]
     ops += [x.norm(), *mlp_ops(x, facts.gated), x.add()]
     # The encoder's final norm saves its input only without recomputation.
     return (*ops, Kernel("norms", kept=x.norm().kept, again=CORE)) if kind == ENCODER_END else tuple(ops)
@@ -253,7 +253,7 @@ def full_attention_kernel(model: Model, share: RankSetup) -> str:
     return "reference" if share.plain_softmax else "block-full"
 
 
-def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: bool, causal: str = "") -> CoreAttention:
+def noncausal_core(model: Model, share: RankSetup, s: int, t: int, *, fused: bool, causal: str = "") -> CoreAttention:
     """Attention of s queries over t keys. fused: queries, keys and values are one tensor. causal: the kernel of causal
     attention; "": non-causal attention.
     """
