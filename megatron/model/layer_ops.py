@@ -130,7 +130,7 @@ class Collective(LayerOp):
     """Communication between the `ranks` of an axis: each call covers `size` bytes of the whole tensor.
 
     ahead, back: calls of the forward and of the backward pass (all_reduce, all_gather, reduce_scatter, all_to_all)
-    beside:      those of the backward pass that overlap with a product
+    overlapped:  those of the backward pass that overlap with a product
     """
 
     axis: str
@@ -138,7 +138,7 @@ class Collective(LayerOp):
     size: int
     ahead: tuple[str, ...] = ()
     back: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    overlapped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
