@@ -165,12 +165,7 @@ def describe_document_kernel(case: Case, backend: str) -> list[str]:
     lacks = ", ".join(sorted(case.features - varlen.covers))
     unsuited = "" if varlen.suits(case) else f"not for {case.dtype} with {case.head_dim} channels a head"
     why = (
-        lacks
-        and f"it has no {lacks}"
-        or unsuited
-        or varlen.lacking
-        or varlen.probe()
-        or "--attention-backend selects it"
+        lacks and f"it has no {lacks}" or unsuited or varlen.lacking or varlen.probe() or "--attention-backend sets it"
     )
     pairs = ", with a mask of all pairs" if chosen is TABLE["attention"][-1] else ""
     return [f"{line}{pairs}, not by {varlen.name}: {why}"]
@@ -203,7 +198,7 @@ def _on(device: str, *dtypes: torch.dtype) -> Callable[[Case], bool]:
     return lambda case: case.device == device and (not dtypes or case.dtype in dtypes)
 
 
-def _several_queries(case: Case) -> bool:
+def _many(case: Case) -> bool:
     """False for the single new token of generation with a cache, where the reference is as fast."""
     return "cached" not in case.features or case.queries > 1
 
@@ -263,8 +258,7 @@ TABLE: dict[str, list[Implementation]] = {
             "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout and caps; skips keys outside the window "
             "and documents before a block's",
             lambda case: (
-                _several_queries(case)
-                and (case.device != "cpu" or case.dropout or case.softcap or case.reach <= EXPLICIT_KEYS)
+                _many(case) and (case.device != "cpu" or case.dropout or case.softcap or case.reach <= EXPLICIT_KEYS)
             ),
             "",
             "explicit",
@@ -276,8 +270,7 @@ TABLE: dict[str, list[Implementation]] = {
             "non-causal attention, of one sequence or over another: as fast as block-causal on CPUs; covers dropout, caps, "
             "and samples of several lengths in one row",
             lambda case: (
-                _several_queries(case)
-                and (case.device != "cpu" or case.dropout or case.softcap or case.keys <= EXPLICIT_KEYS)
+                _many(case) and (case.device != "cpu" or case.dropout or case.softcap or case.keys <= EXPLICIT_KEYS)
             ),
             "",
             "explicit",
@@ -287,7 +280,7 @@ TABLE: dict[str, list[Implementation]] = {
             "sdpa (CPU)",
             attention.sdpa,
             "long sequences without stored scores, a call for each document; non-causal attention",
-            lambda case: _on("cpu")(case) and _several_queries(case),
+            lambda case: _on("cpu")(case) and _many(case),
             "",
             "sdpa",
             EVERYTHING - {"dropout", "scaled_softmax", "softcap", "packed"},

@@ -36,9 +36,8 @@ def block_causal(
     padding=None,
     **_,
 ) -> torch.Tensor:
-    """Explicit causal attention in blocks of queries, each against the keys that any of its queries can see.
-
-    At least half of the scores are never computed. The queries are the last s of the t tokens.
+    """Explicit causal attention in blocks of queries, each against the keys that any of them can see: half of the scores or
+    more are never computed. The queries are the last s of the t tokens.
     """
     assert causal and query.shape[0] <= key.shape[0], "block_causal skips keys after a block of queries"
     blocks = _blocks(query, key, window, documents)
@@ -183,9 +182,8 @@ def _window_bias(n: int, keys: int, window: int, q: int, like: torch.Tensor) -> 
 
 
 def _in_document(starts: torch.Tensor, place: int, first: int, window: Optional[int]) -> torch.Tensor:
-    """[b, n, keys] bool: the key is in the query's document, not after it, and in its window.
-
-    For the n queries from position `place` and the keys from `first` to the last query. starts: [b, n].
+    """[b, n, keys] bool: the key is in the query's document, not after it, and in its window. For the n queries from
+    position `place` and the keys from `first` to the last query. starts: [b, n].
     """
     n = starts.shape[1]
     keys = torch.arange(first, place + n, device=starts.device)
@@ -252,10 +250,9 @@ def sdpa(
     padding=None,
     **_,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs.
-
-    Windows are masks. Each document has its own call; with torch.compile, to avoid recompilation for every sample,
-    documents are a mask of all pairs.
+    """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs. Windows are
+    masks. Each document has its own call; with torch.compile, to avoid recompilation for every sample, documents are a
+    mask.
     """
     s, b, g, q, d = query.shape
     t, heads = key.shape[0], g * q

@@ -169,9 +169,8 @@ def geglu(x: torch.Tensor, approximate: str) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + n/2) of the first n channels of x [s, b, g, q, d].
-
-    cos and sin of the angles are [s, b or 1, 1, 1, n], with equal halves.
+    """Rotate the pairs (i, i + n/2) of the first n channels of x [s, b, g, q, d]; cos, sin: [s, b or 1, 1, 1, n], with
+    equal halves.
     """
     turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turning.chunk(2, -1)

@@ -17,9 +17,8 @@ def parse_any(
     description: str = "",
     recipe: Optional[Recipe] = None,
 ) -> Config:
-    """The settings of a training run.
-
-    recipe: default: that of --model-type. groups: additional groups of settings, for `Config.extra`.
+    """The settings of a training run. recipe: default: that of --model-type. groups: additional groups of settings, for
+    `Config.extra`.
     """
     if recipe is None:
         statement = said(argv).get("model_type")

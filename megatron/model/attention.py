@@ -83,9 +83,8 @@ class ForwardContext:
 
 
 def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
-    """Which keys each query may see, [b, s, t] bool: those of its document that are not after it.
-
-    Takes document ids [s, b] and [t, b]; the queries are the last s tokens.
+    """Which keys each query may see, [b, s, t] bool: those of its document that are not after it; from document ids [s,
+    b] and [t, b]. The queries are the last s tokens.
     """
     s, t = query_documents.shape[0], key_documents.shape[0]
     order = torch.arange(t, device=key_documents.device)
@@ -229,18 +228,16 @@ def attention_core(query, key, value, layer: Attention, context: ForwardContext)
 
 
 def core_of(causal: bool, kernels: Kernels) -> Callable:
-    """`attention_core`, outside the compiled graph for non-causal layers.
-
-    The samples of a batch may be packed into one row (`packed_rows`), and new lengths would trigger recompilation.
+    """`attention_core`, outside the compiled graph for non-causal layers: the samples of a batch may be packed into one row
+    (`packed_rows`), and new lengths would trigger recompilation.
     """
     return torch.compiler.disable(attention_core) if kernels.torch_compile and not causal else attention_core
 
 
 def attention_by_rows(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
-    """Context parallel attention with gathered keys and values.
-
-    Each of the rank's two chunks of queries attends to the keys up to its own end, or to those in its window. The backward
-    pass gathers them again, unless the whole layer is recomputed.
+    """Context parallel attention with gathered keys and values: each of the rank's two chunks of queries attends to the
+    keys up to its end, or to those in its window. The backward pass gathers them again, unless the whole layer is
+    recomputed.
     """
     own = torch.stack((key, value), 2)
     whole = gather_from_context_parallel_region(own, layer.cp)  # [t, b, 2, g/tp, d]
@@ -286,9 +283,8 @@ def weights_kept(layer: Attention, query, s: int, t: int, context: ForwardContex
 def scaled_dot_product_attention(
     query, key, value, layer: Attention, context: ForwardContext, dropout: Optional[DropoutMask] = None
 ) -> torch.Tensor:
-    """softmax(q k) v by the best kernel for the case: [s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d].
-
-    The queries are the last s of the t tokens. dropout: the weights to keep; default: drawn here.
+    """softmax(q k) v by the best kernel for the case: [s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d]. The
+    queries are the last s of the t tokens. dropout: the weights to keep; default: drawn here.
     """
     allowed, window = context.allowed, layer.window
     if window is not None and allowed is not None and context.cache is not None:

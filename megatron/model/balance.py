@@ -7,7 +7,6 @@ from itertools import accumulate
 
 def balanced(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
     """The number of layers of each stage, at least one: minimizes the largest cost of a stage, then the sum of squares.
-
     first, last: additional cost of the first and last stage.
 
     >>> balanced([1.0, 1.0, 1.0, 0.5, 0.5, 0.5], 3)

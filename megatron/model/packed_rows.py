@@ -45,10 +45,8 @@ class PackedRows:
 
     @classmethod
     def of(cls, padding: Optional[torch.Tensor]) -> Optional["PackedRows"]:
-        """Build from [b, s] bool, True at tokens.
-
-        None if all or nearly all rows would stay, if padding does not follow the tokens of each sample, or on other
-        devices, where the row counts would need a synchronization.
+        """Build from [b, s] bool, True at tokens. None if nearly all rows would stay, if padding does not follow the
+        tokens of each sample, or on other devices, where the row counts would need a synchronization.
         """
         if padding is None or padding.device.type != "cpu":
             return None
@@ -78,9 +76,8 @@ class PackedRows:
 
 
 def may_pack(model: Model, kernels: Kernels, training: bool, sequence_parallel: bool) -> bool:
-    """Whether layers with these settings give the same result for packed rows.
-
-    Dropout is drawn by sample and position; sequence parallelism divides a fixed number of rows.
+    """Whether layers with these settings give the same result for packed rows: dropout is drawn by sample and position, and
+    sequence parallelism divides a fixed number of rows.
     """
     drops = training and (model.hidden_dropout > 0 or model.attention_dropout > 0)
     explicit = kernels.attention_backend in ("auto", "explicit")

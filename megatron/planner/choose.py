@@ -40,10 +40,7 @@ class SearchResult:
 
 
 def search_layouts(config: schema.Config) -> SearchResult:
-    """Search the layouts that the settings leave open, on the cluster that they describe.
-
-    Raises SettingsError, first for numbers that do not describe a model and a cluster.
-    """
+    """Search the layouts that the settings leave open, on the cluster that they describe. Raises SettingsError."""
     sized, given = replace(config, batch=batch.smallest(config.batch)), config.given_words
     if wrong := [words for name in schema.GROUPS for words in out_of_range(getattr(sized, name), given).values()]:
         raise refusal(wrong)

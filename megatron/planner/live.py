@@ -80,7 +80,6 @@ def span(
     schedule: str, pp: int, num_microbatches: int, chunks: int, *, backward: float, split: float = 0.5, exact=False
 ) -> float:
     """Time from the first op to the last, if a chunk's forward pass takes 1 and its backward pass `backward`.
-
     split: the fraction of `backward` for the gradient of the inputs. Messages take no time. exact: simulate all ranks.
     """
     whole = 1.0 + backward

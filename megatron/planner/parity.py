@@ -262,11 +262,9 @@ class LayoutDifference:
 
 
 def compare(reference: Trace, other: Trace) -> LayoutDifference:
-    """The differences relative to the reference.
-
-    For a parameter, the RMS of its error over its own RMS, or over the RMS of all parameters if that is larger: Adam moves
-    a parameter by the learning rate however small its gradient, so a parameter whose gradient is only rounding (a key's
-    bias, which softmax ignores) has noise of that size.
+    """The differences relative to the reference. For a parameter, the RMS of its error over its own RMS, or over the RMS
+    of all parameters if that is larger: Adam moves a parameter by the learning rate however small its gradient, so a
+    parameter whose gradient is only rounding (a key's bias, which softmax ignores) has noise of that size.
     """
     assert set(reference.weights) == set(other.weights), set(reference.weights) ^ set(other.weights)
     everything = _rms(torch.cat([weight.flatten() for weight in reference.weights.values()]))

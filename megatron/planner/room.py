@@ -31,9 +31,8 @@ OVERCOMMIT = "--allow-memory-overcommit"
 
 
 def check_room(config: Config, recipe: Recipe, log: Callable[[str], None] = print) -> Optional[SettingsError]:
-    """The error of a memory that is too small, with remedies, for all ranks to raise (`training.build`).
-
-    Raised here if all ranks are on this machine. With --allow-memory-overcommit only a note is logged.
+    """The error of a memory that is too small, with remedies, for all ranks to raise (`training.build`). Raised here if all
+    ranks are on this machine. With --allow-memory-overcommit only a note is logged.
     """
     refusal, here = _refusal_of(config, recipe, log), rank_env.ranks()
     if refusal and here.world_size in (1, here.local_world_size):

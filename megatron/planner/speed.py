@@ -296,9 +296,8 @@ def _arithmetic(job: Job, op: LayerOp, d: Device) -> float:
 
 
 def _tensor_parallel_sums(job: Job, share: RankSetup, ops, cluster: Cluster) -> tuple[int, float]:
-    """Tensor parallel sums of a layer in each direction, and seconds of one, for the mean of their tokens.
-
-    The all-gather for a weight's gradient overlaps with another product.
+    """Tensor parallel sums of a layer in each direction, and seconds of one, for the mean of their tokens. The all-gather
+    for a weight's gradient overlaps with another product.
     """
     collectives = [op for op in ops if isinstance(op, Collective) and op.axis == "tp"]
     sums = max(1, sum(call != "all_gather" for op in collectives for call in op.ahead))

@@ -46,9 +46,8 @@ def kernel(op: str) -> Callable:
 
 
 def probe(op: str) -> str:
-    """Why the Triton kernel of an op cannot be used on the CUDA device; "" if it can.
-
-    For attention: torch's kernel for documents, whose signature and devices differ between releases.
+    """Why the Triton kernel of an op cannot be used on the CUDA device; "" if it can. For attention: torch's kernel for
+    documents, whose signature and devices differ between releases.
     """
     if torch.compiler.is_compiling():
         return RESULTS.get(op, "it was not probed before it was compiled")  # tracing cannot run a probe

@@ -251,10 +251,8 @@ class Bert(LanguageModel):
         return {} if self.binary is None else {FOLLOWS: self._follows(pooled, batch)}
 
     def _follows(self, pooled: torch.Tensor, batch) -> torch.Tensor:
-        """The sum of the second head's losses, each times the number of tokens that count in its sample.
-
-        Divided by all such tokens it is a mean that does not depend on the grouping into micro-batches. Samples without
-        masked tokens do not contribute.
+        """The sum of the second head's losses, each times the number of tokens that count in its sample. Divided by all
+        these tokens, it is a mean that does not depend on micro-batches. Samples without masked tokens do not contribute.
         """
         losses = F.cross_entropy(self.binary(pooled).float(), batch.arrays["is_random"], reduction="none")
         return (losses * batch.loss_mask.sum(0)).sum()

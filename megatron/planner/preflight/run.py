@@ -63,7 +63,7 @@ FORGOTTEN = (
 
 def check_settings(config, inspection: Inspection, cluster: Cluster, source: str, started: int) -> list[Check]:
     """The checks that need no torch."""
-    world = cluster.world_size
+    world, job, layout = cluster.world_size, inspection.job, inspection.layout
     problems = list(inspection.settings)
     if started > 1 and started != world:
         problems.append(f"--world-size {world} is not this job: it has {started} ranks; leave the flag out")
@@ -73,16 +73,14 @@ def check_settings(config, inspection: Inspection, cluster: Cluster, source: str
     refused = [idle[name] for name, one in given.items() if one.value != one.default]
     checks += [Check("settings", "", words, "leave it out, or give what it needs") for words in refused]
     if not checks:
-        checks.append(
-            Check("settings", f"{text.described(inspection.job)}; {inspection.layout.short()} on {world} ranks")
-        )
+        checks.append(Check("settings", f"{text.described(job)}; {layout.short()} on {world} ranks"))
         checks += [Check("settings", f"warning: {words}") for words in idle.values()]
     checks += [Check("files", "", problem) for problem in inspection.files]
-    if inspection.layout and not inspection.files:
+    if layout and not inspection.files:
         checks.append(Check("files", "all files in the settings are here"))
     checks += [Check("memory", "", problem) for problem in inspection.memory]
-    if inspection.layout and not inspection.memory:
-        most = max(fullest(inspection.job, inspection.layout, cluster))
+    if layout and not inspection.memory:
+        most = max(fullest(job, layout, cluster))
         checks.append(
             Check(
                 "memory",
@@ -90,10 +88,10 @@ def check_settings(config, inspection: Inspection, cluster: Cluster, source: str
                 f"({cluster.device.name}, {source})",
             )
         )
-    if inspection.layout and world > 1:
+    if layout and world > 1:
         kind = cluster.device.kind
-        groups = groups_of(inspection.layout, config.model.num_layers, kind == "cuda")
-        slow = slow_start(config, inspection.layout, kind)
+        groups = groups_of(layout, config.model.num_layers, kind == "cuda")
+        slow = slow_start(config, layout, kind)
         took = start_up(groups, kind).total
         summary = f"{groups.most} groups per rank, {groups.in_job:,} in the job; ready in about {took:,.0f} s"
         checks.append(Check("start-up", f"{summary}, by a model{f'; warning: {slow}' * bool(slow)}"))
