@@ -81,7 +81,11 @@ SETTINGS = [  # exit code 3
     ("dump", f"{DUMP} BERT --seq-length 32 --mask-prob 2", "--mask-prob 2.0 must be above 0 and below 1"),
     ("t5", f"{T5} --position-embedding-type relative --relative-attention-num-buckets 3", "must be at least 4"),
     ("t5", f"{T5} --feed-forward-proj gated-gelu --swiglu", "are two activations of the MLP"),
-    ("t5", f"{T5} --scale-tied-output --untie-embeddings-and-output-weights", "--scale-tied-output is for an output"),
+    (
+        "t5",
+        f"{T5} --scale-tied-output --untie-embeddings-and-output-weights",
+        "--scale-tied-output is for a tied output layer",
+    ),
     (
         "t5",
         f"{T5} --pipeline-model-parallel-split-rank 2 {TWO}",
@@ -118,7 +122,7 @@ SETTINGS = [  # exit code 3
     ("t5", f"{READS} --load t5 --mask-prob 0.3", "--mask-prob: 0.15 in the checkpoint, 0.3 now|--override mask-prob"),
     ("bert", f"{BERT} --task-mixture masked=1 lm=1:mood.tsv", "cannot be called 'lm'|'lm loss' is a loss of the model"),
     ("bert", f"{BERT} --task-mixture masked=1 sop=1:mood.tsv --dry-run", "cannot be called 'sop'|give it another name"),
-    ("bert", f"{BERT} --num-tokentypes 1", "told apart by 2; give 2, 0"),
+    ("bert", f"{BERT} --num-tokentypes 1", "need 2 token types; give 2, 0"),
     ("bert", f"{BERT} --position-embedding-type relative", "relative belongs to encoder-decoders"),
     ("bert", f"{BERT} --load bert --bert-no-binary-head", "--bert-binary-head: True in the checkpoint, False now"),
     ("dump", f"--model-type T5 {DATA} --seq-length 32 --train-samples 4", "--model-type T5 needs a tokenizer"),

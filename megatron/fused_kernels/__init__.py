@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table of the ops that have several implementations, what each needs, and how one is picked.
+"""The table of ops with several implementations, with the requirements of each, and the choice between them.
 
 `reference.py` defines every op in plain PyTorch. The table lists faster implementations, best first; `choose_kernel` takes
-the first one that this machine has and that covers the case at hand. `python -m megatron.tools.doctor` prints the table.
+the first one that is available on this machine and covers the case. `python -m megatron.tools.doctor` prints the table.
 
     >>> choose_kernel("attention", Case(device="cpu", dtype=torch.bfloat16, queries=256, keys=256, causal=True)).name
     'block-causal'
@@ -17,27 +17,27 @@ from typing import Optional
 
 import torch
 
-from megatron.fused_kernels import activations, attention, matmul, norms, reference, unordered
+from megatron.fused_kernels import activations, attention, matmul, noncausal, norms, reference
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
 
 @dataclass(frozen=True)
 class Case:
-    """What decides whether an implementation can do it. Of ops other than attention, device and dtype alone.
+    """The properties of a call that decide which implementations can run it; device and dtype for ops other than attention.
 
-    causal:  no query sees a key after it, the queries being the last of the tokens
-    masked:  a mask of all pairs comes besides; of a causal case it takes pairs away within that order
-    documents: of a causal case: samples are packed of documents, and a query sees no key of another one
+    causal:  no query sees a later key; the queries are the last tokens
+    masked:  there is a mask of all pairs; in a causal case it removes pairs in addition to the order
+    documents: in a causal case: documents are packed into samples, and a query sees only keys of its own document
     grouped: several queries share a key and a value
-    scaled_softmax: scores that only fit fp16 when they are divided before and multiplied after
+    scaled_softmax: scores that fit fp16 only if they are divided before and multiplied after
     softcap: scores are capped by a tanh
-    window:  keys before its own that a query sees; None: all
-    unfused: by torch's ops one after the other, as a --no-*-fusion asks
-    head_dim: channels of a head; 0: no more than any kernel takes
-    biased:  something learned is added to scores, as relative positions are
-    padded:  some keys are no tokens, the same ones for all queries of a sample
-    packed:  of a case without order: samples of several lengths lie one after the other in one row; queries and keys are
-             then those of the longest
+    window:  number of keys before its own that a query sees; None: all
+    unfused: only torch's ops, as a --no-*-fusion flag requests
+    head_dim: channels of a head; 0: no more than any kernel supports
+    biased:  a learned bias is added to scores, such as relative positions
+    padded:  some keys are padding, the same ones for all queries of a sample
+    packed:  in a non-causal case: samples of several lengths follow each other in one row; queries and keys are
+             those of the longest
     """
 
     device: str
@@ -60,12 +60,12 @@ class Case:
 
     @property
     def reach(self) -> int:
-        """Most keys that a query sees."""
+        """The largest number of keys that a query sees."""
         return self.keys if self.window is None else min(self.keys, self.window + 1)
 
     @property
-    def asks(self) -> frozenset[str]:
-        """What an implementation has to cover, in the words of `EVERYTHING`."""
+    def features(self) -> frozenset[str]:
+        """The features that an implementation must cover, as in `EVERYTHING`."""
         if self.causal:
             order = "causal" if self.queries == self.keys > 1 else "cached"
         else:
@@ -74,9 +74,9 @@ class Case:
         return frozenset([order, *extras, *(["window"] if self.window is not None else [])])
 
 
-# Which queries see which keys: causal order over whole sequences, causal order of the last tokens over all of them (new
-# tokens over a cache, a chunk of a sequence under context parallelism),
-# or no order, with as many queries as keys or not. Then what a case may have besides.
+# Which queries see which keys: "causal": causal order over whole sequences; "cached": of the last tokens over all of them
+# (new tokens over a cache, a chunk of a sequence under context parallelism); "bidirectional" and "cross": non-causal, with
+# equal or different numbers of queries and keys. EXTRAS can be added to each.
 EXTRAS = tuple("masked documents dropout grouped scaled_softmax softcap unfused biased padded packed".split())
 EVERYTHING = frozenset({*"causal cached bidirectional cross window".split(), *EXTRAS})
 FUSED = EVERYTHING - {"unfused"}
@@ -84,15 +84,15 @@ FUSED = EVERYTHING - {"unfused"}
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op.
+    """An implementation of an op.
 
     run:      the function; its counterpart in `reference` documents the arguments
-    worth:    what it brings, for `doctor`
+    worth:    its benefit, for `doctor`
     suits:    whether it runs, and is worth running, on a device, in a format and at a size
-    lacking:  why it cannot run on this machine ("" where it can)
-    probe:    the same, found out by running it: asked last, when all else fits
-    backend:  the value of --attention-backend that asks for it
-    covers:   what a case may ask for; results of others would be wrong
+    lacking:  why it cannot run on this machine ("" if it can)
+    probe:    the same, from a trial run; called last, if all else fits
+    backend:  the value of --attention-backend that selects it
+    covers:   the supported features of a case; results for others would be wrong
     """
 
     name: str
@@ -105,21 +105,21 @@ class Implementation:
     probe: Callable[[], str] = lambda: ""
 
     def fits(self, case: Case) -> bool:
-        """Whether `choose_kernel` may take it."""
+        """Whether `choose_kernel` may select it."""
         if self.lacking or not self.suits(case):
             return False
-        return (self.covers is EVERYTHING or case.asks <= self.covers) and not self.probe()
+        return (self.covers is EVERYTHING or case.features <= self.covers) and not self.probe()
 
 
 def choose_kernel(op: str, case: Case, backend: str = "auto") -> Implementation:
-    """The best implementation of `op` for `case`; a `backend` other than auto narrows it down if it covers the case."""
+    """The best implementation of `op` for `case`; a `backend` other than auto is preferred if it covers the case."""
     fitting = [entry for entry in TABLE[op] if entry.fits(case)]
-    asked = [entry for entry in fitting if entry.backend == backend]
-    return (asked or fitting)[0]
+    requested = [entry for entry in fitting if entry.backend == backend]
+    return (requested or fitting)[0]
 
 
 def run_probes(op: str) -> None:
-    """Ask of all kernels of an op whether they can be used, before layers that choose among them are compiled."""
+    """Run the probes of all kernels of an op, before layers that choose among them are compiled."""
     for entry in TABLE[op]:
         if not entry.lacking:
             entry.probe()
@@ -130,7 +130,7 @@ def _package(name: str, cuda: str) -> str:
 
 
 def _flash_attn(*orders: str) -> frozenset[str]:
-    """What the flash-attn package covers besides these orders: windows since 2.3, caps since 2.6."""
+    """The features of the flash-attn package, including these orders: windows since 2.3, soft caps since 2.6."""
     try:
         release = tuple(int(part) for part in version("flash_attn").split(".")[:2])
     except (PackageNotFoundError, ValueError):
@@ -139,8 +139,8 @@ def _flash_attn(*orders: str) -> frozenset[str]:
     return frozenset({*orders, "grouped", "unfused"} | {ask for ask, of in newer.items() if release >= of})
 
 
-def told(device: str, dtype: torch.dtype) -> list[str]:
-    """Which kernels of Triton a run will take, and why not others: a line for its log, none on a CPU."""
+def describe_kernels(device: str, dtype: torch.dtype) -> list[str]:
+    """The log line with the Triton kernels of a run, and why others are not used; none on a CPU."""
     if device != "cuda":
         return []
     case, used, others = Case(device, dtype), [], {}
@@ -153,8 +153,8 @@ def told(device: str, dtype: torch.dtype) -> list[str]:
     return ["kernels: " + "; ".join([*([f"{', '.join(used)} in Triton"] if used else []), *words])]
 
 
-def told_of_documents(case: Case, backend: str) -> list[str]:
-    """Which kernel will attend to documents, and why none that is made for them: a line for a run's log, none on a CPU."""
+def describe_document_kernel(case: Case, backend: str) -> list[str]:
+    """The log line with the attention kernel for documents, and why it is not a specialized one; none on a CPU."""
     if case.device != "cuda":
         return []
     chosen = choose_kernel("attention", case, backend)
@@ -162,17 +162,17 @@ def told_of_documents(case: Case, backend: str) -> list[str]:
     [varlen] = [entry for entry in TABLE["attention"] if entry.name == VARLEN]
     if chosen.name in (VARLEN, FLASH_VARLEN):
         return [line]
-    lacks = ", ".join(sorted(case.asks - varlen.covers))
+    lacks = ", ".join(sorted(case.features - varlen.covers))
     unsuited = "" if varlen.suits(case) else f"not for {case.dtype} with {case.head_dim} channels a head"
     why = (
-        lacks and f"it has no {lacks}" or unsuited or varlen.lacking or varlen.probe() or "--attention-backend says so"
+        lacks and f"it has no {lacks}" or unsuited or varlen.lacking or varlen.probe() or "--attention-backend sets it"
     )
     pairs = ", with a mask of all pairs" if chosen is TABLE["attention"][-1] else ""
     return [f"{line}{pairs}, not by {varlen.name}: {why}"]
 
 
 def _eager(case: Case) -> bool:
-    """On CUDA, where torch.compile does not make its own kernels, and no region like `Autocast` looks at torch's ops."""
+    """On CUDA, outside torch.compile, which makes its own kernels, and modes like `Autocast`, which need torch's ops."""
     formats = (torch.float32, torch.bfloat16, torch.float16)
     if case.device != "cuda" or case.dtype not in formats or torch.compiler.is_compiling():
         return False
@@ -180,11 +180,11 @@ def _eager(case: Case) -> bool:
 
 
 TRITON = "Triton"
-VARLEN, FLASH_VARLEN = "varlen (CUDA)", "flash-attn varlen"  # made for documents
+VARLEN, FLASH_VARLEN = "varlen (CUDA)", "flash-attn varlen"  # specialized for documents
 
 
 def _in_triton(op: str, worth: str) -> Implementation:
-    """The row of a kernel in `gpu/`. What it is worth is reckoned in passes over memory; no GPU has measured it yet."""
+    """The row of a kernel in `gpu/`. `worth` is estimated in passes over memory; it was not measured on a GPU yet."""
     lacking = _package("triton", NO_CUDA)
     return Implementation(TRITON, kernel(op), worth, _eager, lacking, covers=FUSED, probe=partial(probe, op))
 
@@ -199,18 +199,18 @@ def _on(device: str, *dtypes: torch.dtype) -> Callable[[Case], bool]:
 
 
 def _many(case: Case) -> bool:
-    """Not the one new token of generation over cached keys, of which the reference is as good."""
-    return "cached" not in case.asks or case.queries > 1
+    """False for the single new token of generation with a cache, where the reference is as fast."""
+    return "cached" not in case.features or case.queries > 1
 
 
 def _documents_on_cuda(case: Case) -> bool:
-    """In a format and of a width that flash attention takes."""
+    """In a format and width that flash attention supports."""
     return case.documents and _HALF_ON_CUDA(case) and case.head_dim <= 256
 
 
 _HALF_ON_CUDA = _on("cuda", torch.bfloat16, torch.float16)
 NO_CUDA = "" if torch.cuda.is_available() else "no CUDA device"
-EXPLICIT_KEYS = 4096  # beyond this the stored weights of explicit attention cost more memory than they save time
+EXPLICIT_KEYS = 4096  # with more keys the stored weights of explicit attention cost more memory than they save time
 
 TABLE: dict[str, list[Implementation]] = {
     "attention": [
@@ -226,7 +226,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation(
             FLASH_VARLEN,
             attention.flash_attn_varlen,
-            "the same for documents: work and memory within each alone",
+            "the same for documents: work and memory only within each",
             lambda case: _documents_on_cuda(case) and not torch.are_deterministic_algorithms_enabled(),
             _package("flash_attn", NO_CUDA),
             "flash",
@@ -235,7 +235,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation(
             VARLEN,
             attention.varlen,
-            "torch's flash attention of documents: work and memory within each alone",
+            "torch's flash attention of documents: work and memory only within each",
             _documents_on_cuda,
             NO_CUDA
             or ("" if importlib.util.find_spec("torch.nn.attention.varlen") else "this torch has no varlen_attn"),
@@ -243,7 +243,7 @@ TABLE: dict[str, list[Implementation]] = {
             frozenset({"causal", "cached", "documents", "grouped", "scaled_softmax", "window", "unfused"}),
             partial(probe, "attention"),
         ),
-        Implementation(  # like flash-attn it keeps scores in fp32, which scaled_softmax asks for
+        Implementation(  # keeps scores in fp32, as flash-attn does and scaled_softmax needs
             "sdpa (CUDA)",
             attention.sdpa,
             "torch's flash, cuDNN or memory-efficient attention: no stored scores; a call for each document",
@@ -255,7 +255,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation(
             "block-causal",
             attention.block_causal,
-            "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout and caps; skips keys out of a window "
+            "on CPUs 2.7 x as fast as sdpa in bf16, 1.2 x in fp32; covers dropout and caps; skips keys outside the window "
             "and documents before a block's",
             lambda case: (
                 _many(case) and (case.device != "cpu" or case.dropout or case.softcap or case.reach <= EXPLICIT_KEYS)
@@ -266,8 +266,8 @@ TABLE: dict[str, list[Implementation]] = {
         ),
         Implementation(
             "block-full",
-            unordered.block_full,
-            "attention without order, of one sequence or over another: on CPUs as block-causal is; covers dropout, caps, "
+            noncausal.block_full,
+            "non-causal attention, of one sequence or over another: as fast as block-causal on CPUs; covers dropout, caps, "
             "and samples of several lengths in one row",
             lambda case: (
                 _many(case) and (case.device != "cpu" or case.dropout or case.softcap or case.keys <= EXPLICIT_KEYS)
@@ -279,7 +279,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation(
             "sdpa (CPU)",
             attention.sdpa,
-            "long sequences without stored scores, a call for each document; attention without causal order",
+            "long sequences without stored scores, a call for each document; non-causal attention",
             lambda case: _on("cpu")(case) and _many(case),
             "",
             "sdpa",
@@ -288,7 +288,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation(
             "reference",
             reference.attention,
-            "covers everything: caches, scaled scores in fp16; all scores at once, documents by a mask of all pairs",
+            "covers everything: caches, scaled scores in fp16; stores all scores, documents by a mask of all pairs",
             backend="explicit",
         ),
     ],
@@ -347,7 +347,7 @@ TABLE: dict[str, list[Implementation]] = {
         Implementation(
             "one buffer",
             activations.geglu,
-            "on CPUs gradients of gates and values are written where the product wants them",
+            "on CPUs gradients of gates and values are written where the product needs them",
             lambda case: case.device == "cpu" and not torch.compiler.is_compiling(),
             covers=FUSED,
         ),

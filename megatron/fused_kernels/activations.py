@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast implementations of gated activations on CPUs. f: width of a gate."""
+"""Fast implementations of gated activations on CPUs. Legend: f width of a gate."""
 
 import torch
 import torch.nn.functional as F
 
 
 def geglu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """`reference.geglu`, whose gradient is written in place: that of gates and that of values are halves of one tensor."""
+    """`reference.geglu`, but the gradients of gates and values are written into the halves of one tensor."""
     return _GeGLU.apply(x, approximate)
 
 

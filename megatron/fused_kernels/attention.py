@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast implementations of `reference.attention`; the table in `__init__.py` says which cases each of them covers.
+"""Fast implementations of `reference.attention`; the table in `__init__.py` specifies the cases that each covers.
 
-Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
+Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries per group, d channels per head.
 query is [s, b, g, q, d], key and value are [t, b, g, d], results [s, b, g q d].
 """
 
@@ -17,7 +17,7 @@ from megatron.fused_kernels.dropout import DropoutMask, numbers
 from megatron.fused_kernels.reference import in_window, visible_keys
 from megatron.settings.kernel_sizes import causal_blocks, first_key
 
-ALIGNED = 64  # places that a block's first key is a multiple of, in tokens: fewer shapes of products to prepare
+ALIGNED = 64  # a block's first key is a multiple of this, in tokens: fewer shapes of products to prepare
 
 
 def block_causal(
@@ -36,10 +36,10 @@ def block_causal(
     padding=None,
     **_,
 ) -> torch.Tensor:
-    """Explicit attention: blocks of queries against the keys up to them, in the window of one of them and in a document of
-    one of them, so half of the scores or more never exist. The queries are the last s of the t tokens.
+    """Explicit causal attention in blocks of queries, each against the keys that any of them can see: half of the scores or
+    more are never computed. The queries are the last s of the t tokens.
     """
-    assert causal and query.shape[0] <= key.shape[0], "keys after a block of queries are never looked at"
+    assert causal and query.shape[0] <= key.shape[0], "block_causal skips keys after a block of queries"
     blocks = _blocks(query, key, window, documents)
     starts = None if documents is None else documents.starts
     more = (bias, padding)
@@ -51,9 +51,9 @@ def block_causal(
 
 
 class QueryBlock(NamedTuple):
-    """Queries from start to stop, and the keys from first to end that any of them sees.
+    """The queries from start to stop, and the keys from first to end that any of them sees.
 
-    apart: some of these keys are of documents before that of one of the queries
+    apart: some of these keys belong to documents before that of one of the queries
     """
 
     start: int
@@ -64,28 +64,28 @@ class QueryBlock(NamedTuple):
 
 
 def _blocks(query, key, window: Optional[int], documents: Optional[Documents]) -> list[QueryBlock]:
-    """The blocks of block-causal attention. For torch.compile documents make no difference but masks: it would compile
-    anew for every sample.
+    """The blocks of block-causal attention. With torch.compile documents only change masks, because different blocks would
+    trigger recompilation for every sample.
     """
     (s, _, _, q, _), past = query.shape, key.shape[0] - query.shape[0]
     least = most = None
     if documents is not None and not torch.compiler.is_compiling():
         least, most = documents.bounds
-    found = []
+    blocks = []
     for start, stop in causal_blocks(s, q):
         first = first_key(past + start, window)
         if least is not None:
             first = max(first, least[start] // ALIGNED * ALIGNED)
         apart = documents is not None and (most is None or most[stop - 1] > first)
-        found.append(QueryBlock(start, stop, first, past + stop, apart))
-    return found
+        blocks.append(QueryBlock(start, stop, first, past + stop, apart))
+    return blocks
 
 
 class _BlockAttention(torch.autograd.Function):
     """Operands are first copied to [b g, s (q), d]: batched products of contiguous matrices are 1.4 x as fast.
 
-    Rows of a group's queries are ordered (s, q), so that a block of positions is one slice of rows. A block sees a slice
-    of the keys: from the first one in the window and in the document of its first query to its own last one.
+    Rows of a group's queries are in the order (s, q), so that a block of positions is one slice of rows. A block sees a
+    slice of the keys: from the first one in the window and document of its first query to its own last one.
     """
 
     @staticmethod
@@ -123,7 +123,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx.save_for_backward(rows, keys, values, *weights, *masks)
         ctx.shape, ctx.scale, ctx.factor = query.shape, scale, None if dropout is None else dropout.factor
         ctx.softcap, ctx.blocks, ctx.bias_shape = softcap, blocks, None if bias is None else bias.shape
-        if dropout is not None:  # of the weights, here applied to what they add up to
+        if dropout is not None:  # the factor of the weights, applied to their sum
             attended.mul_(ctx.factor)
         return _to_sequence_first(attended, query.shape).reshape(s, b, g * q * d)
 
@@ -134,7 +134,7 @@ class _BlockAttention(torch.autograd.Function):
         weights, masks = weights[: len(blocks)], weights[len(blocks) :] or [None] * len(blocks)
         gradient = gradient.view(ctx.shape).permute(1, 2, 0, 3, 4).reshape(b * g, s * q, d)
         gradient = gradient if ctx.factor is None else gradient * ctx.factor
-        # Where the last block touches every key, it comes first, and so writes where the others add.
+        # If the last block covers every key, it comes first and writes; the other blocks add.
         empty = torch.empty_like if blocks[-1].first == 0 else torch.zeros_like
         d_rows, d_keys, d_values = torch.empty_like(rows), empty(keys), empty(values)
         d_bias = rows.new_zeros(ctx.bias_shape, dtype=torch.float32) if ctx.needs_input_grad[10] else None
@@ -148,7 +148,7 @@ class _BlockAttention(torch.autograd.Function):
             if d_bias is not None:
                 own = by_position(d_bias[:, block.start : block.stop, seen], q)
                 add_samples(own, d_scores.view(b, g, -1, q, block.end - block.first))
-            if ctx.softcap is not None:  # the scores are made again: kept, they would be as large as the weights
+            if ctx.softcap is not None:  # scores are recomputed: saved, they would be as large as the weights
                 tanh = scaled_scores(rows[:, mine], keys[:, seen], ctx.scale).div_(ctx.softcap).tanh_()
                 d_scores = d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
             d_rows[:, mine] = torch.bmm(d_scores, keys[:, seen])
@@ -168,12 +168,12 @@ def scaled_scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch
 
 
 def _causal_bias(size: int, q: int, like: torch.Tensor) -> torch.Tensor:
-    """[size q, size]: 0 where the key is not after the query, else -inf; q rows for each position."""
+    """[size q, size]: 0 where the key is not after the query, else -inf; q rows per position."""
     return like.new_full((size, size), float("-inf")).triu(1).repeat_interleave(q, 0)
 
 
 def _window_bias(n: int, keys: int, window: int, q: int, like: torch.Tensor) -> torch.Tensor:
-    """[n q, keys] for n queries, the last of the keys that any of them sees: 0 where one does, else -inf."""
+    """[n q, keys] for n queries, whose positions are the last of the keys: 0 if a query sees the key, else -inf."""
     return (
         like.new_zeros(n, keys)
         .masked_fill_(~in_window(n, keys, window, like.device), float("-inf"))
@@ -182,8 +182,8 @@ def _window_bias(n: int, keys: int, window: int, q: int, like: torch.Tensor) -> 
 
 
 def _in_document(starts: torch.Tensor, place: int, first: int, window: Optional[int]) -> torch.Tensor:
-    """[b, n, keys] bool for the n queries from `place` on and the keys from `first` to the last query: the key is in the
-    query's document, not after it, and in its window. starts: [b, n].
+    """[b, n, keys] bool: the key is in the query's document, not after it, and in its window. For the n queries from
+    position `place` and the keys from `first` to the last query. starts: [b, n].
     """
     n = starts.shape[1]
     keys = torch.arange(first, place + n, device=starts.device)
@@ -199,25 +199,25 @@ def mask_bias(visible: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def by_position(bias: torch.Tensor, q: int) -> torch.Tensor:
-    """[g q, n, t] -> [g, n, q, t], the order in which a block has its rows."""
+    """[g q, n, t] -> [g, n, q, t], the order of a block's rows."""
     return bias.unflatten(0, (-1, q)).transpose(1, 2)
 
 
 def add_samples(total: torch.Tensor, x: torch.Tensor) -> None:
-    """total [...] += the sum of x [b, ...]. On a CPU one by one, which takes a third of the time of torch's sum."""
+    """total [...] += the sum of x [b, ...]. On a CPU one sample at a time, in a third of the time of torch's sum."""
     for sample in x if x.device.type == "cpu" else (x.sum(0),):
         total.add_(sample)
 
 
 def mask_padding(scores: torch.Tensor, padding: torch.Tensor) -> None:
-    """Scores [b g, n, t] of keys that are no tokens become -inf. padding: [b, t] bool, which keys are. Where the host may
-    look, keys before the first such one are not touched.
+    """Set scores [b g, n, t] of padding keys to -inf. padding: [b, t] bool, True at tokens. On a CPU, the leading keys
+    without padding are skipped.
     """
     b, t = padding.shape
     first = 0
     if padding.device.type == "cpu" and not torch.compiler.is_compiling():
-        found = padding.all(0)
-        first = t if found.all() else int(found.int().argmin())
+        tokens = padding.all(0)
+        first = t if tokens.all() else int(tokens.int().argmin())
     if first < t:
         padding = padding[:, first:].unsqueeze(1)
         mask = scores.new_zeros(padding.shape).masked_fill_(~padding, float("-inf"))  # [b, 1, t - first]
@@ -225,7 +225,7 @@ def mask_padding(scores: torch.Tensor, padding: torch.Tensor) -> None:
 
 
 def kept_weights(dropout: DropoutMask, shape, queries: slice, keys: slice) -> torch.Tensor:
-    """Which weights [b g, n q, keys] of these n positions stay, bool, for these keys."""
+    """The dropout mask of weights [b g, n q, keys] of these n positions, bool, for these keys."""
     _, b, g, q, _ = shape
     words = dropout.words.unflatten(1, (g, q))[:, :, :, queries, keys].transpose(2, 3)  # [b, g, n, q, keys]
     return (words >= dropout.threshold).contiguous().view(b * g, -1, keys.stop - keys.start)
@@ -250,9 +250,9 @@ def sdpa(
     padding=None,
     **_,
 ) -> torch.Tensor:
-    """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs. It knows no
-    windows: they are masks. Nor documents: each has a call of its own; for torch.compile, to which every sample would be
-    another program, they are a mask of all pairs.
+    """torch's scaled_dot_product_attention: flash, cuDNN or memory-efficient kernels on CUDA, flash on CPUs. Windows are
+    masks. Each document has its own call; with torch.compile, to avoid recompilation for every sample, documents are a
+    mask.
     """
     s, b, g, q, d = query.shape
     t, heads = key.shape[0], g * q
@@ -261,7 +261,7 @@ def sdpa(
             return _sdpa_of_documents(query, key, value, documents, scale, window)
         allowed = documents.allowed(t)
     mask = blind = None
-    lower = False  # the kernel knows this order by itself
+    lower = False  # whether the kernel has the causal order built in
     if bias is not None or padding is not None:
         mask, blind = _joined_masks(query, t, causal, allowed, window, bias, padding)
     elif allowed is not None:
@@ -269,12 +269,12 @@ def sdpa(
         mask = visible.unsqueeze(1)
     elif window is not None:
         mask = _shared_bias(s, t, window, query.dtype, query.device)
-    elif causal and s != t:  # torch's own causal order has the queries first among the tokens
+    elif causal and s != t:  # torch's own causal order puts the queries first among the tokens
         lower = query.is_cuda and query.dtype != torch.float32
         mask = _lower_right(s, t) if lower else _shared_bias(s, t, t, query.dtype, query.device)
     query = query.permute(1, 2, 3, 0, 4).reshape(b, heads, s, d)
     key, value = (x.permute(1, 2, 0, 3) for x in (key, value))  # [b, g, t, d]
-    if q > 1 and query.is_cuda and mask is not None and not lower:  # no kernel takes both a mask and groups
+    if q > 1 and query.is_cuda and mask is not None and not lower:  # no kernel supports both a mask and groups
         key, value = (x.repeat_interleave(q, 1) for x in (key, value))
         q = 1
     order = dict(attn_mask=mask) if mask is not None else dict(is_causal=causal and s > 1)
@@ -284,7 +284,7 @@ def sdpa(
 
 
 def _joined_masks(query, t: int, causal: bool, allowed, window, bias, padding):
-    """(what is added to scores [b or 1, heads or 1, s, t], queries whose results become zeros or None)."""
+    """(bias or mask of scores [b or 1, heads or 1, s, t], queries with zero results or None)."""
     s, added, blind = query.shape[0], None if bias is None else bias.unsqueeze(0).to(query.dtype), None
     if allowed is not None:
         visible, blind = visible_keys(allowed, causal, window)
@@ -301,7 +301,7 @@ def _joined_masks(query, t: int, causal: bool, allowed, window, bias, padding):
 
 
 def _sdpa_of_documents(query, key, value, documents: Documents, scale: float, window: Optional[int]) -> torch.Tensor:
-    """`sdpa` of each document by itself, and of short neighbours together, under a mask of their own pairs."""
+    """`sdpa` of each document, and of short neighbours together, with a mask of their pairs."""
     of_samples, samples = [], (query.unbind(1), key.unbind(1), value.unbind(1), documents.starts.unbind(0))
     for runs, queries, keys, values, starts in zip(documents.runs, *samples, strict=True):
         queries, starts = (x.split([run.queries for run in runs]) for x in (queries, starts))
@@ -320,18 +320,18 @@ def _sdpa_of_documents(query, key, value, documents: Documents, scale: float, wi
 
 
 def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """Without a copy where there is one."""
+    """Concatenate, without a copy if there is one part."""
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
 def _lower_right(s: int, t: int):
-    """Causal order of the last s of t tokens, as torch's kernels want it."""
-    from torch.nn.attention.bias import causal_lower_right  # takes a second to import: torch._dynamo comes along
+    """Causal order of the last s of t tokens, in torch's form."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo, which takes a second
 
     return causal_lower_right(s, t)
 
 
-@lru_cache(maxsize=2)  # of each length, or both chunks of one: the backward pass of every layer keeps it
+@lru_cache(maxsize=2)  # one length, or both chunks of one: the backward pass of every layer needs it
 def _shared_bias(s: int, t: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[s, t]: 0 where the query sees the key, else -inf."""
     with torch.inference_mode(False):
@@ -353,11 +353,11 @@ def flash_attn(query, key, value, *, scale: float, causal: bool, softcap=None, w
 
 
 def varlen(query, key, value, *, scale: float, documents: Documents, window=None, **_) -> torch.Tensor:
-    """torch's flash attention of documents that lie one after the other."""
-    from torch.nn.attention.varlen import varlen_attn  # takes a second to import: torch._dynamo comes along
+    """torch's flash attention of packed documents."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo, which takes a second
 
-    more = dict(window_size=(-1 if window is None else window, 0))  # the first: causal order without a window
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # later than 2.11; before, groups needed no word
+    more = dict(window_size=(-1 if window is None else window, 0))  # -1: causal order without a window
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # after 2.11; before, groups needed no argument
         more["enable_gqa"] = query.shape[3] > 1
     d, packed = query.shape[-1], _packed(query, key, value)
     if d % 8:  # the kernel reads 16 bytes at a time
@@ -369,7 +369,7 @@ def varlen(query, key, value, *, scale: float, documents: Documents, window=None
 def flash_attn_varlen(
     query, key, value, *, scale: float, documents: Documents, softcap=None, window=None, **_
 ) -> torch.Tensor:
-    """The flash-attn package, of documents that lie one after the other."""
+    """The flash-attn package, for packed documents."""
     from flash_attn import flash_attn_varlen_func
 
     more = {} if window is None else dict(window_size=(window, 0))
@@ -380,7 +380,7 @@ def flash_attn_varlen(
 
 
 def _packed(query, key, value) -> list[torch.Tensor]:
-    """[b s, g q, d] and twice [b t, g, d]: tokens of all samples, one sample after the other."""
+    """[b s, g q, d] and twice [b t, g, d]: the tokens of all samples, one sample after the other."""
     b, d = query.shape[1], query.shape[-1]
     return [x.transpose(0, 1).reshape(b * len(x), -1, d) for x in (query, key, value)]
 

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision op by op (`--amp-level O1`): weights stay in fp32, and each op gets its inputs in the format that it is
-good at.
+"""Mixed precision per op (`--amp-level O1`): weights stay in fp32, and each op converts its inputs to a suitable format.
 
     with Autocast(torch.bfloat16):
         y = linear(norm(x))  # the norm in fp32, the product in bf16
 
-Which op gets which format is a table of names: products in half precision, sums over many elements in fp32, anything else
-as it comes (torch then computes a mixture in fp32). `--amp-custom-black-list` and `--amp-custom-white-list` change it.
-torch shows a mode every call of one of its functions; our own ops show themselves by `@op`.
+A table of names maps ops to formats: products in half precision, sums over many elements in fp32, other ops in the format
+of their inputs (torch computes a mixture in fp32). `--amp-custom-black-list` and `--amp-custom-white-list` change it.
+The mode intercepts every call of a torch function; our own ops take part through `@op`.
 
-This is `torch.autocast` in Python: that one casts inside torch's ops alone, and its table cannot be changed.
+`torch.autocast` does the same, but only inside torch's ops, and its table cannot be changed.
 """
 
 import difflib
@@ -27,8 +26,8 @@ HALF = """linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention
     token_losses""".split()
 FULL = """layer_norm rms_norm softmax log_softmax cross_entropy sum mean prod norm exp expm1 log log2 log10 log1p pow rsqrt
     reciprocal cumsum logsumexp""".split()
-OURS = ("linear_cross_entropy", "token_losses")  # the names of other ops of ours are torch's, too
-# Names of Paddle, whose recipes list them. The softmax of the loss is always computed in fp32.
+OURS = ("linear_cross_entropy", "token_losses")  # ops without a torch function of the same name
+# Paddle's names, which its recipes list. The softmax of the loss is always computed in fp32.
 PADDLE = {
     "lookup_table": ["embedding"],
     "c_embedding": ["embedding"],
@@ -42,23 +41,23 @@ PADDLE = {
 
 
 def op(function: Callable) -> Callable:
-    """Let modes such as `Autocast` see calls of `function` under its name, as they see those of torch's functions."""
+    """Let modes such as `Autocast` intercept calls of `function` by its name, like calls of torch's functions."""
 
     @functools.wraps(function)
-    def shown(*args, **kwargs):
+    def overridable(*args, **kwargs):
         tensors = tuple(arg for arg in args if isinstance(arg, torch.Tensor))
         if has_torch_function(tensors):
-            return handle_torch_function(shown, tensors, *args, **kwargs)
+            return handle_torch_function(overridable, tensors, *args, **kwargs)
         return function(*args, **kwargs)
 
-    return shown
+    return overridable
 
 
 class Autocast(TorchFunctionMode):
-    """A region in which ops get their floating-point tensors in the format that the table says.
+    """A region in which ops get their floating-point tensors in the format of the table.
 
-    half: bf16 or fp16. black: names of ops that compute in fp32 besides those of `FULL`; white: in `half`, besides `HALF`.
-    Raises SettingsError for a name that is no op, and for one that is in both lists.
+    half: bf16 or fp16. black: names of ops that compute in fp32, in addition to `FULL`; white: in `half`, in addition to
+    `HALF`. Raises SettingsError for an unknown op, and for one in both lists.
     """
 
     def __init__(self, half: torch.dtype, black: Iterable[str] = (), white: Iterable[str] = ()):
@@ -81,7 +80,7 @@ class Autocast(TorchFunctionMode):
 
 
 def autocast_of(precision: schema.Precision) -> Autocast | None:
-    """The region that the settings ask for; None where weights themselves have the format of `--precision` (O2)."""
+    """The region that the settings select; None if weights themselves have the format of `--precision` (O2)."""
     if precision.amp_level == "O2" or precision.precision == "fp32":
         return None
     half = dict(bf16=torch.bfloat16, fp16=torch.float16)[precision.precision]
@@ -97,8 +96,8 @@ def _cast(value, wanted: torch.dtype):
 
 
 def _names(which: str, words: Iterable[str]) -> set[str]:
-    """Names of torch for the words of a list, with commas or without, in Paddle's spelling or torch's."""
-    found = set()
+    """torch's names for a list of ops, with or without commas, in Paddle's spelling or torch's."""
+    result = set()
     for word in ",".join(words).replace(",", " ").split():
         name = word.removesuffix("_v2").removesuffix("_v3")
         name = name.removeprefix("elementwise_").removeprefix("reduce_")
@@ -110,5 +109,5 @@ def _names(which: str, words: Iterable[str]) -> set[str]:
                     f"--amp-custom-{which}-list: torch has no op '{name}'"
                     + (f"; did you mean {close[0]}?" if close else "")
                 )
-        found.update(names)
-    return found
+        result.update(names)
+    return result

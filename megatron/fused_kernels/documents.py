@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents packed into samples, as kernels of attention are told of them: where each begins, instead of a tensor of all
+"""Documents packed into samples, in the form for attention kernels: their start positions, instead of a mask of all
 pairs of query and key. Memory is linear in the sequence.
 
 Legend: s queries, which are the last of t keys, b samples.
@@ -16,7 +16,7 @@ from megatron.settings.kernel_sizes import JOINED
 
 
 class Part(NamedTuple):
-    """Neighbouring keys of a sample, and the last of them that are queries, too. documents: how many begin among them."""
+    """Consecutive keys of a sample; the last `queries` of them are also queries. documents: how many begin among them."""
 
     queries: int
     keys: int
@@ -25,17 +25,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Which keys the queries of one call of attention may see: those of their own document, up to their own.
+    """The documents of one attention call: a query sees the keys of its own document, up to its own.
 
     starts       [b, s] int32: the first key of each query's document, counted among the t keys
-    query_edges  [n + 1] int32: where each document begins among all b s queries, sample after sample, and their number
-    key_edges    [n + 1] int32: the same among all b t keys. What flash attention calls cu_seqlens. Keys that no query
-                 can see because their documents ended before are a document of no queries
-    longest      most queries and most keys of a document
-    on_host      `starts` in the host's memory: a kernel that leaves out blocks has to know them before it is launched
-    parts        of each sample its documents, in order
+    query_edges  [n + 1] int32: the start of each document among all b s queries, sample after sample, and their number
+    key_edges    [n + 1] int32: the same among all b t keys; cu_seqlens of flash attention. Keys that no query
+                 can see, because their documents ended before, are a document without queries
+    longest      largest number of queries and of keys of a document
+    on_host      `starts` in CPU memory: a kernel that skips blocks needs them before its launch
+    parts        the documents of each sample, in order
 
-    Made on the host, and copied to the device without waiting (`of`), once for all layers of a pass.
+    Built on the host by `of` and copied to the device asynchronously, once for all layers of a pass.
     """
 
     starts: torch.Tensor
@@ -47,12 +47,12 @@ class Documents:
 
     @classmethod
     def of(cls, starts: np.ndarray, device, *, rows: Optional[tuple[int, int]] = None, first: int = 0) -> "Documents":
-        """Of whole samples, or of the queries of some rows of them over the keys from `first` to the last of these.
+        """Build for whole samples, or for the queries of some rows over the keys from `first` to the last of these rows.
 
-        starts: [b, whole s] int32, the first place of each token's document; rows: [start, stop) of the queries
+        starts: [b, whole s] int32, the first position of each token's document; rows: [start, stop) of the queries
 
-        >>> found = Documents.of(np.array([[0, 0, 2, 2, 2, 5]]), "cpu", rows=(3, 6))
-        >>> found.starts.tolist(), found.query_edges.tolist(), found.key_edges.tolist(), found.longest
+        >>> tail = Documents.of(np.array([[0, 0, 2, 2, 2, 5]]), "cpu", rows=(3, 6))
+        >>> tail.starts.tolist(), tail.query_edges.tolist(), tail.key_edges.tolist(), tail.longest
         ([[2, 2, 5]], [0, 0, 2, 3], [0, 2, 5, 6], (2, 3))
         """
         start, stop = rows or (0, starts.shape[1])
@@ -71,29 +71,29 @@ class Documents:
 
     @cached_property
     def bounds(self) -> tuple[list[int], list[int]]:
-        """Of each query the least and the greatest of the samples' first keys."""
+        """For each query the minimum and maximum over samples of its first key."""
         return self.on_host.min(0).tolist(), self.on_host.max(0).tolist()
 
     @cached_property
     def runs(self) -> tuple[tuple[Part, ...], ...]:
-        """`parts`, of which neighbours are joined while they have no more than `JOINED` keys together."""
+        """`parts`, with neighbours joined while they have at most `JOINED` keys together."""
         return tuple(_joined(sample) for sample in self.parts)
 
     def allowed(self, t: int) -> torch.Tensor:
-        """[b, s, t] bool: the key is in the query's document, or after the query. Of kernels that know masks alone."""
+        """[b, s, t] bool: the key is in the query's document, or after the query. For kernels that only support masks."""
         return torch.arange(t, device=self.starts.device) >= self.starts.unsqueeze(-1)
 
     def together(self) -> torch.Tensor:
-        """[b, t, t] bool: both are of the same document. Of whole sequences, without order."""
+        """[b, t, t] bool: both are in the same document. For whole sequences and non-causal attention."""
         return self.starts.unsqueeze(-1) == self.starts.unsqueeze(-2)
 
     def places(self) -> torch.Tensor:
-        """[b, t] int64: the place of each token in its document."""
+        """[b, t] int64: the position of each token in its document."""
         return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
 
 
 def starts_of(document_ids: torch.Tensor) -> np.ndarray:
-    """[b, s] int32 for ids [s, b], of which equal ones stand side by side. Reads them: waits for another device."""
+    """Start positions [b, s] int32 from ids [s, b], equal within a document. On a GPU this synchronizes."""
     ids = document_ids.t().cpu().numpy()
     places = np.zeros(ids.shape, np.int32)
     places[:, 1:] = np.where(ids[:, 1:] != ids[:, :-1], np.arange(1, ids.shape[1], dtype=np.int32), 0)
@@ -101,21 +101,21 @@ def starts_of(document_ids: torch.Tensor) -> np.ndarray:
 
 
 def _parts(starts: np.ndarray, past: int) -> tuple[Part, ...]:
-    """The documents of a sample. starts: [t], of each key, may be negative; past: keys before the first query."""
+    """The documents of a sample. starts: [t], for each key, may be negative; past: keys before the first query."""
     t = len(starts)
     begins = np.flatnonzero(starts == np.arange(t))
-    seen = begins[begins > max(int(starts[past]), 0)]  # documents behind that of the first query
+    seen = begins[begins > max(int(starts[past]), 0)]  # documents after that of the first query
     edges = np.unique(np.concatenate(([0, max(int(starts[past]), 0)], seen, [t])))
     queries = np.diff(np.maximum(edges, past))
     return tuple(Part(*sizes) for sizes in zip(queries.tolist(), np.diff(edges).tolist()))
 
 
 def _joined(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    found: list[Part] = []
+    result: list[Part] = []
     for part in parts:
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if last and last.queries and last.keys + part.keys <= JOINED:
-            found[-1] = Part(*(mine + other for mine, other in zip(last, part)))
+            result[-1] = Part(*(mine + other for mine, other in zip(last, part)))
         else:
-            found.append(part)
-    return tuple(found)
+            result.append(part)
+    return tuple(result)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout by a given mask of random words."""
+"""Dropout with a given mask of random words."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import torch
 
 
 class DropoutMask(NamedTuple):
-    """What dropout keeps of a tensor: elements whose word [as the tensor, int16] is at least `threshold`; they are
+    """The elements that dropout keeps: those with a word [shape of the tensor, int16] of at least `threshold`; they are
     multiplied by `factor`.
     """
 
@@ -16,12 +16,12 @@ class DropoutMask(NamedTuple):
     factor: float
 
     def mask(self) -> torch.Tensor:
-        """The elements that stay, bool."""
+        """The kept elements, bool."""
         return self.words >= self.threshold
 
 
 def drop(x: torch.Tensor, keep: DropoutMask) -> torch.Tensor:
-    """x after dropout; only the mask is kept for the backward pass."""
+    """x after dropout; only the mask is saved for the backward pass."""
     return _Masked.apply(x, keep.mask(), keep.factor)
 
 
@@ -40,9 +40,9 @@ class _Masked(torch.autograd.Function):
 def _masked(x: torch.Tensor, mask: torch.Tensor, factor: float) -> torch.Tensor:
     if x.device.type == "cpu":
         return (x * numbers(mask, x.dtype)).mul_(factor)
-    return torch.ops.aten.native_dropout_backward(x, mask, factor)  # despite its name, the product in one kernel
+    return torch.ops.aten.native_dropout_backward(x, mask, factor)  # despite its name, this product in one kernel
 
 
 def numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 and 1 for a bool mask: on CPUs torch turns int8 into floats 3 to 8 times as fast as bool."""
+    """A bool mask as 0 and 1: on CPUs torch converts int8 to floats 3 to 8 times as fast as bool."""
     return mask.view(torch.int8).to(dtype)

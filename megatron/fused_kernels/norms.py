@@ -12,8 +12,8 @@ def apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, e
 
 
 def exact_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """LayerNorm on CPUs in half precision. torch's own kernel adds up the gradients of weight and bias in that format:
-    7 % of them is lost over 4096 tokens. Here they are matrix products, which add up in fp32.
+    """LayerNorm on CPUs in half precision, with exact gradients of weight and bias. torch's own kernel sums these in half
+    precision: 7 % is lost over 4096 tokens. Here they are matrix products, which sum in fp32.
     """
     return _LayerNorm.apply(x, weight, bias, epsilon)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op that has fast implementations, in plain PyTorch: these functions define what those compute.
+"""Definitions in plain PyTorch of every op that has fast implementations.
 
-Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries of a group, d channels of a head.
+Legend: s new tokens, t all tokens, b micro-batch, g key-value groups, q queries per group, d channels per head.
 """
 
 from collections.abc import Callable
@@ -33,18 +33,18 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention of query [s, b, g, q, d] over key, value [t, b, g, d] -> [s, b, g q d].
 
-    causal:    no query sees a key after it, the queries being the last s <= t of the tokens. Without it every query
+    causal:    no query sees a later key; the queries are the last s <= t of the tokens. Otherwise every query
                sees every key, and s and t are independent: bidirectional self-attention, or cross-attention
-    allowed:   [b, s, t] bool, which pairs may see each other besides; a query that then sees no key gets zeros, and
-               gives no gradient
-    documents: a query sees keys of its own document alone, here by a mask of all pairs. Without causal order b is 1, these
-               are the samples of a micro-batch, and bias is [g q, places, places] within one of them
-    dropout:   which weights stay, [b, g q, s, t]
+    allowed:   [b, s, t] bool, an additional mask of pairs; a query without visible keys gets zeros, and
+               no gradient
+    documents: a query sees only keys of its own document, here by a mask of all pairs. In a non-causal case b is 1, these
+               are the samples of a micro-batch, and bias is [g q, positions, positions] within one of them
+    dropout:   mask of weights, [b, g q, s, t]
     score_divisor: keeps scores in the range of fp16: they are divided by it and multiplied again in the fp32 softmax
     softcap:   scores become softcap x tanh(score / softcap)
-    window:    of a causal case: a query sees its own key and at most this many before it
-    bias:      [g q, s, t], added to scaled scores, behind a cap
-    padding:   [b, t] bool: which keys are tokens; at least one of each sample, and before each of its queries where causal
+    window:    in a causal case: a query sees its own key and at most this many before it
+    bias:      [g q, s, t], added to scaled scores, after a cap
+    padding:   [b, t] bool, True at tokens; at least one per sample, and in a causal case up to each of its queries
     """
     s, b, g, q, d = query.shape
     t = key.shape[0]
@@ -89,10 +89,10 @@ def in_window(s: int, t: int, window: int, device) -> torch.Tensor:
 def visible_keys(
     allowed: torch.Tensor, causal: bool, window: Optional[int] = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a softmax may look at, [b, s, t] bool, and queries whose results become zeros, [s, b, 1] bool.
+    """The mask for a softmax, [b, s, t] bool, and the queries whose results must be zero, [s, b, 1] bool.
 
-    Those are the queries that see no key. In the first tensor they see all keys: a softmax over none is NaN, and so
-    would be every gradient behind it.
+    Those are the queries that see no key. In the mask they see all keys: a softmax over nothing is NaN, and so are
+    all gradients after it.
     """
     s, t = allowed.shape[1:]
     if causal:
@@ -126,7 +126,7 @@ def add_layer_norm(
     epsilon: float,
     norm: Callable = layer_norm,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + branch, its LayerNorm): a branch joins the residual stream, the next one begins. norm: computes the second."""
+    """(x + branch, its LayerNorm): the end of one branch of the residual stream and the start of the next."""
     total = x + branch
     return total, norm(total, weight, bias, epsilon)
 
@@ -134,7 +134,7 @@ def add_layer_norm(
 def add_rms_norm(
     x: torch.Tensor, branch: torch.Tensor, weight: torch.Tensor, epsilon: float, norm: Callable = rms_norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + branch, its RMSNorm). norm: computes the second."""
+    """(x + branch, its RMSNorm)."""
     total = x + branch
     return total, norm(total, weight, epsilon)
 
@@ -152,25 +152,25 @@ def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh form of x [..., f] + bias [f]."""
+    """GELU (tanh form) of x [..., f] + bias [f]."""
     return gelu(x + bias, "tanh")
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) x value of x [..., 2 f], in which gates come first (arXiv:2002.05202) -> [..., f]."""
+    """silu(gate) x value of x [..., 2 f] = (gate, value) (arXiv:2002.05202) -> [..., f]."""
     gate, value = x.chunk(2, -1)
     return F.silu(gate) * value
 
 
 def geglu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """gelu(gate) x value of x [..., 2 f], in which gates come first -> [..., f]. approximate: none, or tanh."""
+    """gelu(gate) x value of x [..., 2 f] = (gate, value) -> [..., f]. approximate: none, or tanh."""
     gate, value = x.chunk(2, -1)
     return gelu(gate, approximate) * value
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [s, b, g, q, d] with the pairs (i, i + n/2) of the first n channels of d turned by angles whose cos and sin are
-    [s, b or 1, 1, 1, n]; both halves of these are the same.
+    """Rotate the pairs (i, i + n/2) of the first n channels of x [s, b, g, q, d]; cos, sin: [s, b or 1, 1, 1, n], with
+    equal halves.
     """
     turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turning.chunk(2, -1)
@@ -179,13 +179,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class VocabularyPart(NamedTuple):
-    """Which rows of the vocabulary logits belong to, and what a token's loss is.
+    """The rows of the vocabulary that logits belong to, and the terms of a token's loss.
 
-    first:      number of the first row
-    real:       how many rows are no padding; they come first
-    label:      share of the target that is the label's; everywhere: that of each real row of the vocabulary
+    first:      index of the first row
+    real:       number of rows without padding; they come first
+    label:      share of the target at the label; everywhere: share at each real row of the vocabulary
     softcap:    logits become softcap x tanh(logit / softcap)
-    z_loss:     weight of the square of log sum exp in what gradients are of
+    z_loss:     weight of the square of log sum exp in the gradients
     """
 
     first: int
@@ -204,13 +204,13 @@ def cross_entropy(
     scale: Optional[torch.Tensor] = None,
     out: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [c] and log sum exp [c] of logits [c, v/tp] of any format, which are lost, and int64 labels [c]. fp32 inside.
+    """Losses [c] and log sum exp [c] of logits [c, v/tp] of any format, which are overwritten, and int64 labels [c].
 
     join:  (log sum exp of the part, mean of its logits under the target), [c, 1] each -> those of the whole vocabulary;
            None: the part is the whole
-    scale: [c], what gradients are multiplied by
-    out:   [c, v/tp] for the gradients of losses and weighted z-losses: without these and caps (softmax - target) x scale;
-           None: not wanted
+    scale: [c], factor of gradients
+    out:   [c, v/tp] for the gradients of losses and weighted z-losses: (softmax - target) x scale without these and caps;
+           None: no gradients
     """
     logits, slope = logits.float(), None
     if part.softcap is not None:
@@ -231,7 +231,7 @@ def cross_entropy(
         return (log_sum - target).squeeze(1), log_sum.squeeze(1)
     if join:
         probabilities = logits.sub_(log_sum).exp_()
-    else:  # one pass; the sum is read off the largest probability, which is far from underflow
+    else:  # one pass; the sum follows from the largest probability, which is far from underflow
         largest = logits.amax(1, keepdim=True)
         probabilities = torch.softmax(logits, 1)
         log_sum = largest - probabilities.amax(1, keepdim=True).log()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a training of any model: which recipe it is for, and the settings read with that."""
+"""Parse the command line of a training run of any model: find its recipe, then read the settings with it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ def parse_any(
     description: str = "",
     recipe: Optional[Recipe] = None,
 ) -> Config:
-    """The settings of a training. recipe: that of --model-type if not given; groups: more groups of settings, for
+    """The settings of a training run. recipe: default: that of --model-type. groups: additional groups of settings, for
     `Config.extra`.
     """
     if recipe is None:
@@ -26,15 +26,15 @@ def parse_any(
     of_model = {"model_type": recipe.model_type}
     own = recipe.defaults
 
-    def found(statements):
+    def with_type(statements):
         return of_model | dict(own(statements))
 
-    defaults = found if callable(own) else of_model | dict(own)
+    defaults = with_type if callable(own) else of_model | dict(own)
     return recipe.normalize_config(parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults))
 
 
 def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:
-    """(the settings of a training of whatever --model-type says, a tool's own `options` next to them)."""
+    """(settings of a training run of the model in --model-type, a tool's own `options`)."""
     config = parse_any(argv, {"options": options}, description)
     own = {name: group for name, group in config.extra.items() if name != "options"}
     return replace(config, extra=own), config.extra["options"]

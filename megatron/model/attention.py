@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal self-attention: grouped queries, rotary positions, query-key norm, documents apart, sliding windows, soft caps,
-cached keys and values; of sequences that ranks of context parallelism share, with the others' keys or the others' rows.
+"""Causal self-attention with grouped queries, rotary positions, query-key norm, separate documents, sliding windows, soft
+caps and a key-value cache. Ranks of context parallelism share sequences by gathering keys or by exchanging rows for heads.
 
 Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
-of a group, d channels of a head, tp ranks that divide the groups, cp ranks that divide the tokens: s is what a rank has
+per group, d channels per head, tp ranks that divide the groups, cp ranks that divide the tokens: s is one rank's part
 of t = s cp.
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fused_kernels import Case, choose_kernel, told_of_documents
+from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
@@ -42,21 +42,21 @@ from megatron.settings.schema import Config, Kernels, Model
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What all blocks of one forward pass share.
+    """The inputs that all blocks share in one forward pass.
 
     batch     the `MicroBatch`; None in inference
-    samples   [b] places in the order of training, for dropout; None in inference
+    samples   [b] positions in the order of training samples, for dropout; None in inference
     angles    cos and sin of RoPE, or None
-    documents which keys queries see where samples are packed of documents; None for plain causal attention. Of whole
-              sequences, also where this rank has some rows of them. Without order: which rows are a sample's
+    documents the keys that each query sees if documents are packed into samples, for whole sequences, even if this rank
+              has only some rows; None: plain causal attention. For non-causal layers: the sample of each row
               (`packed_rows`)
-    of_chunks the same of the rank's two chunks of rows, by window: each one's queries over the keys that are sliced for it
-    allowed   [b, s, t] bool: query may see key. In inference, where prompts are padded
+    of_chunks the same for the rank's two chunks of rows, by window: each chunk's queries over the keys sliced for it
+    allowed   [b, s, t] bool: query may see key. In inference, if prompts are padded
     cache     keys and values of earlier tokens, or None
-    region    makes the context that recomputation happens in
+    region    returns the context manager for recomputation
     bias      [heads/tp, s, t], added to scores: relative positions; or None
-    padding   [b, t] bool: which keys are tokens, at least one of each sample; None: all
-    drawn     (queries, keys) of a sample that dropout is drawn for, where rows that fill up lie behind them; None: all
+    padding   [b, t] bool: True for keys that are tokens, at least one per sample; None: all
+    drawn     (queries, keys) of a sample that dropout is drawn for, if padding rows follow them; None: all
     """
 
     samples: Optional[torch.Tensor] = None
@@ -73,18 +73,18 @@ class ForwardContext:
 
     @property
     def loss_mask(self) -> Optional[torch.Tensor]:
-        """[s, b] float32; None where every position counts, and in inference."""
+        """[s, b] float32; None if every position counts, and in inference."""
         return None if self.batch is None else self.batch.loss_mask
 
     @property
     def num_tokens(self) -> Optional[torch.Tensor]:
-        """Tokens of the micro-batch that count, an fp32 scalar; None in inference."""
+        """Tokens of the micro-batch that count in the loss, an fp32 scalar; None in inference."""
         return None if self.batch is None else self.batch.num_tokens
 
 
 def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
-    """[b, s, t] bool from document ids [s, b] and [t, b]: same document, and the key not after the query; the queries are
-    the last s tokens.
+    """Which keys each query may see, [b, s, t] bool: those of its document that are not after it; from document ids [s,
+    b] and [t, b]. The queries are the last s tokens.
     """
     s, t = query_documents.shape[0], key_documents.shape[0]
     order = torch.arange(t, device=key_documents.device)
@@ -93,13 +93,13 @@ def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) ->
 
 
 def chunk_keys(chunk: tuple[int, int], window: Optional[int]) -> slice:
-    """The keys that the queries of a chunk of rows are given: up to its own end, and no more than a window before it."""
+    """The keys for the queries of a chunk of rows: up to the end of the chunk, from at most a window before its start."""
     start, stop = chunk
     return slice(0 if window is None else max(0, start - window), stop)
 
 
 def documents_of_chunks(starts: np.ndarray, cp: Axis, windows: set[Optional[int]], device) -> dict:
-    """`ForwardContext.of_chunks` for starts [b, t] of the documents of whole samples."""
+    """`ForwardContext.of_chunks` from the start positions [b, t] of documents in whole samples."""
     chunks = own_chunks(starts.shape[1], cp.rank, cp.size)
     return {
         window: tuple(
@@ -110,18 +110,18 @@ def documents_of_chunks(starts: np.ndarray, cp: Axis, windows: set[Optional[int]
 
 
 def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
-    """Of the keys that each query may see [b, s, t], its own and the `window` last ones before it.
+    """Restrict the allowed keys [b, s, t] of each query to itself and the `window` last ones before it.
 
-    What lies between in a cache, but is not seen, such as the padding of prompts, does not count.
+    Keys in a cache that are not seen, such as padding of prompts, do not count.
     """
     return allowed & (allowed.flip(-1).cumsum(-1).flip(-1) <= window + 1)
 
 
 class Attention(nn.Module):
-    """[s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`.
+    """Self-attention, [s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`.
 
-    cp: ranks that share each sequence; by_heads: they exchange rows for heads, instead of gathering keys and values;
-    gather_again: these are gathered in the backward pass, too, instead of kept.
+    cp: ranks that share each sequence; by_heads: they exchange rows for heads instead of gathering keys and values;
+    gather_again: keys and values are gathered again in the backward pass instead of being kept.
     """
 
     causal = True  # no query sees a key after it
@@ -183,11 +183,11 @@ class Attention(nn.Module):
         return self.project(attended, x)
 
     def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """What the heads found, [s, b, g/tp q d], as what the layer adds, [s, b, h]. x: the layer's input."""
+        """Project the attention output [s, b, g/tp q d] to [s, b, h]. x: the layer's input, for variants."""
         return self.output(attended)
 
     def _query_key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[s, b, h] -> [s, b, g/tp, n, d] of n = q queries, 1 key, 1 value; by one product, or three."""
+        """[s, b, h] -> [s, b, g/tp, n, d] with n = q queries, 1 key, 1 value; by one product, or three."""
         if not self.fuse_qkv:
             return self.qkv.parts(x, (self.queries, 1, 1))
         qkv = self.qkv(x)
@@ -196,8 +196,8 @@ class Attention(nn.Module):
         return qkv.split((self.queries, 1, 1), 3)
 
 
-def told_of_kernel(config: Config, facts: Facts, device: str) -> list[str]:
-    """Which kernel attends in a run whose samples are packed of documents; a line for its log, or none."""
+def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
+    """The log line with the attention kernel of a run that packs documents into samples; else none."""
     model, precision = config.model, config.precision.precision
     if not (config.data.reset_attention_mask and hasattr(facts, "attention_kernel")):
         return []
@@ -216,7 +216,7 @@ def told_of_kernel(config: Config, facts: Facts, device: str) -> list[str]:
         documents=True,
         head_dim=model.head_dim,
     )
-    return told_of_documents(case, config.kernels.attention_backend)
+    return describe_document_kernel(case, config.kernels.attention_backend)
 
 
 def attention_core(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
@@ -228,15 +228,16 @@ def attention_core(query, key, value, layer: Attention, context: ForwardContext)
 
 
 def core_of(causal: bool, kernels: Kernels) -> Callable:
-    """`attention_core`; of compiled layers without order, as a call out of their graphs: samples of a batch may lie in one
-    row (`packed_rows`), and it would be compiled anew for their lengths.
+    """`attention_core`, outside the compiled graph for non-causal layers: the samples of a batch may be packed into one row
+    (`packed_rows`), and new lengths would trigger recompilation.
     """
     return torch.compiler.disable(attention_core) if kernels.torch_compile and not causal else attention_core
 
 
 def attention_by_rows(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
-    """Keys and values of all ranks of cp are gathered; each of the two chunks of queries attends to the keys up to its own
-    end, or to those of them that are in its window. For the backward pass they are gathered again, unless all of this is.
+    """Context parallel attention with gathered keys and values: each of the rank's two chunks of queries attends to the
+    keys up to its end, or to those in its window. The backward pass gathers them again, unless the whole layer is
+    recomputed.
     """
     own = torch.stack((key, value), 2)
     whole = gather_from_context_parallel_region(own, layer.cp)  # [t, b, 2, g/tp, d]
@@ -254,7 +255,7 @@ def attention_by_rows(query, key, value, layer: Attention, context: ForwardConte
 
 
 def attention_by_heads(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
-    """Ranks of cp exchange rows for heads: each attends with all rows of some groups (Ulysses, arXiv:2309.14509)."""
+    """Context parallelism that exchanges rows for heads: a rank has all rows of some (Ulysses, arXiv:2309.14509)."""
     qkv = torch.cat((query, key.unsqueeze(3), value.unsqueeze(3)), 3)  # [s, b, g/tp, q + 2, d]
     query, key, value = rows_to_heads(qkv, layer.cp).split((layer.queries, 1, 1), 3)  # [t, b, g/(tp cp), ...]
     attended = scaled_dot_product_attention(query, key.squeeze(3), value.squeeze(3), layer, context)
@@ -262,12 +263,12 @@ def attention_by_heads(query, key, value, layer: Attention, context: ForwardCont
 
 
 def _divided_by_both(tp: Axis, cp: Axis) -> Axis:
-    """The ranks that heads are divided by when those of cp divide what a rank of tp has."""
+    """The axis that divides heads over cp within each rank of tp."""
     return Axis("heads", tuple(range(tp.size * cp.size)), tp.rank * cp.size + cp.rank)
 
 
 def weights_kept(layer: Attention, query, s: int, t: int, context: ForwardContext) -> Optional[DropoutMask]:
-    """Which attention weights [b, g/tp q, s, t] dropout keeps, of queries [any, b, g/tp, q, d]; None: it drops none."""
+    """The dropout mask of attention weights [b, g/tp q, s, t] for queries [any, b, g/tp, q, d]; None: no dropout."""
     if not (layer.dropout.p > 0 and layer.training):
         return None
     _, b, g, q, _ = query.shape
@@ -282,8 +283,8 @@ def weights_kept(layer: Attention, query, s: int, t: int, context: ForwardContex
 def scaled_dot_product_attention(
     query, key, value, layer: Attention, context: ForwardContext, dropout: Optional[DropoutMask] = None
 ) -> torch.Tensor:
-    """[s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d] by the best kernel for the case. The queries are the last
-    s of the t tokens. dropout: which weights stay; default: it is drawn here.
+    """softmax(q k) v by the best kernel for the case: [s, b, g/tp, q, d] over [t, b, g/tp, d] -> [s, b, g/tp q d]. The
+    queries are the last s of the t tokens. dropout: the weights to keep; default: drawn here.
     """
     allowed, window = context.allowed, layer.window
     if window is not None and allowed is not None and context.cache is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of the network: attention, then MLP, each behind a norm and added to the residual stream (pre-LN)."""
+"""One transformer layer: attention, then MLP, each after a norm and added to the residual stream (pre-LN)."""
 
 from typing import Optional
 
@@ -17,11 +17,11 @@ from megatron.settings.schema import Kernels, Model
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out. A variant of it is a subclass
-    that puts other classes in their place, or adds up differently (docs/extending.md).
+    """A pre-LN layer: x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out.
 
-    layer: its place in the whole network, from 0. weights: `layer_weights(...)`. recompute: what is computed again in the
-    backward pass; "full" is up to the caller. cp, by_heads: see `Attention`.
+    A variant is a subclass with other classes for the parts, or another `forward` (docs/extending.md).
+    layer: its index in the whole network, from 0. weights: `layer_weights(...)`. recompute: the part that is recomputed
+    in the backward pass; the caller handles "full". cp, by_heads: see `Attention`.
     """
 
     attention_class: type[Attention] = Attention
@@ -78,7 +78,7 @@ class Block(nn.Module):
         return self.mlp_dropout.add(x, self.mlp(normal), context.samples)
 
     def attention_part(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """dropout(attention(norm(x))), for variants that add up differently"""
+        """dropout(attention(norm(x))), for variants with another sum"""
         return self.attention_dropout(self._attended(x, context), context.samples)
 
     def mlp_part(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:

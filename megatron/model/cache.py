@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of the tokens seen so far, so that generation computes each token once."""
+"""The key-value cache, so that generation computes each token only once."""
 
 from typing import Optional
 
@@ -7,10 +7,10 @@ import torch
 
 
 class Cache:
-    """Room for `capacity` tokens of `batch` sequences; layers fill it, and `logits` moves `length` on.
+    """Keys and values of up to `capacity` tokens of `batch` sequences; layers fill it, and `logits` advances `length`.
 
-    Which cached tokens a new one may see follows from `document_ids`, as in training: a sequence that was padded
-    gives its padding another id than its text. Two prompts, of 3 and 2 tokens, padded on the left, then one token:
+    The cached tokens that a new one may see follow from `document_ids`, as in training: padding of a sequence has another
+    id than its text. Two prompts, of 3 and 2 tokens, padded on the left, then one token:
 
         cache = Cache(capacity=64, batch=2)
         documents, positions = [[0, 1], [0, 0], [0, 0]], [[0, 0], [1, 0], [2, 1]]  # as tensors [s, b]
@@ -37,7 +37,7 @@ class Cache:
         return self._keys[layer][:end], self._values[layer][:end]
 
     def reorder(self, order: torch.Tensor) -> None:
-        """Sequence n goes on from what was kept of sequence order[n]; there may be more of them than before."""
+        """Sequence n continues from the cache of sequence order[n]; the number of sequences may increase."""
         for store in (self._keys, self._values):
             for layer, kept in store.items():
                 if len(order) == self.batch:
@@ -47,7 +47,7 @@ class Cache:
         self.batch = len(order)
 
     def extend_documents(self, document_ids: Optional[torch.Tensor], s: int) -> Optional[torch.Tensor]:
-        """Add the ids [s, b] of new tokens, None meaning 0; returns those of all, None while none were given."""
+        """Add the ids [s, b] of new tokens, None meaning 0; returns those of all tokens; None if none were given yet."""
         if self._document_ids is None:
             if document_ids is None:
                 return None

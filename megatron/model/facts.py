@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model says of itself without being built: weights, arithmetic, memory, messages. Needs no torch.
+"""A static description of a model: weights, FLOPs, memory and messages, without building it. Needs no torch.
 
-The planner, the check before a launch, parameter counts, FLOP rates and the proof that all ranks hold the whole model
-ask a model's `Facts`, and none of them knows which model it is. A new kind of layer is a module, and here a table of
+The planner, the preflight check, parameter counts, FLOP rates and the check that all ranks hold the whole model
+use a model's `Facts`, and none of them depends on the type of model. A new kind of layer is a module, and here a table of
 weights and a list of ops:
 
     class MyFacts(Facts):
         def layer_weights(self, kind, sequence_parallel): ...     # the table of a layer's weights
         def layer_ops(self, share, kind): ...                     # products, kernels, collectives: sizes on one rank
 
-Memory, workspace, FLOPs, messages and time of a layer follow from its list, with whatever of it is recomputed.
+Memory, workspace, FLOPs, messages and time of a layer follow from its list, for any recomputation.
 
-Legend: n tokens of a micro-batch (s x b), h hidden, v vocabulary, tp ranks that divide each matrix. Under sequence
-parallelism what lies between layers is cut by tp.
+Legend: n tokens of a micro-batch (s x b), h hidden, v vocabulary, tp ranks that divide each matrix. With sequence
+parallelism, activations between layers are divided by tp.
 """
 
 import math
@@ -44,7 +44,7 @@ Bytes = Counter  # kind -> bytes
 
 
 class LayerDesign(NamedTuple):
-    """What layers that are alike have in common. kind: `Facts.layer_kind`; products: `Facts.products`."""
+    """A group of identical layers. kind: `Facts.layer_kind`; products: `Facts.products`."""
 
     kind: str
     products: Chosen = ()
@@ -52,50 +52,50 @@ class LayerDesign(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a language model: embedding, layers, final norm, output layer and loss.
+    """The facts of a language model: embedding, layers, final norm, output layer and loss.
 
     settings: its shape. vocab_size: rows of the embedding before padding.
-    A subclass says `layer_weights` and `layer_ops`; whatever else differs may be overridden.
+    A subclass defines `layer_weights` and `layer_ops`, and may override the other methods.
     """
 
     settings: Model
     vocab_size: int
 
     name = "language model"
-    sequences = 1  # that each sample has
+    sequences = 1  # per sample
 
-    # ---- what a model has to say ------------------------------------------------------------------------------------
+    # ---- required methods -------------------------------------------------------------------------------------------
 
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
         """The weights of a layer."""
         raise NotImplementedError
 
     def layer_ops(self, share: RankSetup, kind: str) -> Sequence[LayerOp]:
-        """The ops of a layer, in order."""
+        """The ops of a layer's forward pass, in order."""
         raise NotImplementedError
 
-    # ---- what it may say otherwise ----------------------------------------------------------------------------------
+    # ---- optional methods -------------------------------------------------------------------------------------------
 
     def layer_kind(self, layer: int) -> str:
-        """Layers of one kind are alike."""
+        """The kind of a layer; layers of one kind have equal weights and ops."""
         return "layer"
 
     @property
     def layer_kinds(self) -> frozenset[str]:
-        """The kinds of its layers."""
+        """The kinds of all layers."""
         return _kinds(self)
 
     def divisible_by_tp(self) -> dict[str, int]:
-        """What tensor parallelism divides: words -> number."""
+        """The sizes that tensor parallelism divides: name -> number."""
         return {"ffn": self.settings.ffn_size}
 
     @property
     def has_shape(self) -> bool:
-        """Whether its settings describe a model at all: rules say what is wrong, and others need not divide by zero."""
+        """Whether the settings describe a valid shape; if not, rules report why, and other methods may fail."""
         return True
 
     def shrunk(self, num_layers: int, tp: int) -> Model:
-        """Settings of the same kind of model, as small as can be, for `tp` tensor parallel ranks."""
+        """The settings of the smallest model of the same kind, for `tp` tensor parallel ranks."""
         m, s = self.settings, 8 * max(2, tp)
         return replace(
             m,
@@ -113,7 +113,7 @@ class Facts:
         return dict(extra)
 
     def describe(self, count: str) -> str:
-        """The model in a line, for the log; count: its parameters in words."""
+        """A line about the model for the log; count: its number of parameters in words."""
         m = self.settings
         return (
             f"{self.name} of {count} parameters: {m.num_layers} layers, hidden {m.hidden_size}, "
@@ -121,11 +121,11 @@ class Facts:
         )
 
     def shares_heads(self, tp: int, cp: int) -> bool:
-        """Whether ranks that share sequences may exchange rows for heads."""
+        """Whether context parallel ranks can exchange rows for heads."""
         return False
 
     def message(self, share: RankSetup) -> tuple[int, ...]:
-        """Shape of what goes from stage to stage: the hidden states."""
+        """The shape of the hidden states that one pipeline stage sends to the next."""
         return (
             self._between(share, self.settings.seq_length // share.cp),
             share.micro_batch_size,
@@ -133,7 +133,7 @@ class Facts:
         )
 
     def message_of(self, parallel: Parallel, micro_batch_size: int) -> tuple[int, ...]:
-        """The same of so many samples, whatever each of them has of sequences."""
+        """`message` for a number of samples, each of which may have several sequences."""
         return self.message(
             RankSetup(
                 tp=parallel.tensor_model_parallel_size,
@@ -144,42 +144,43 @@ class Facts:
         )
 
     def embedded_tokens(self, share: RankSetup) -> int:
-        """Tokens of a micro-batch that the first stage embeds, as many as a rank has of them."""
+        """Tokens of a micro-batch that the first stage embeds on each rank."""
         return self.loss_tokens(share)
 
     def loss_tokens(self, share: RankSetup) -> int:
-        """Tokens of a micro-batch that the output layer and the loss see, as many as a rank has of them."""
+        """Tokens of a micro-batch that reach the output layer and the loss on each rank."""
         return self.settings.seq_length // share.cp * share.micro_batch_size
 
     def score_sums(self, share: RankSetup) -> Optional[tuple[int, ...]]:
-        """Of a model that gives each sample a few scores: bytes of each sum over tensor parallel ranks that a micro-batch's
-        need, forward and backward. None: its output layer looks at all tokens, and is divided by vocabulary among them.
+        """Bytes of each tensor parallel sum of a micro-batch, for a model with a few scores per sample.
+
+        None: the output layer applies to all tokens and is divided by vocabulary.
         """
         return None
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def products(self, layer: int) -> Chosen:
-        """Its linear layers whose products are not made plainly (--linear), each with its kind."""
+        """The linear layers of a layer with another product (--linear), each with its kind."""
         if self.settings.linear is None:
             return ()
         return chosen_of(self.settings, layer, self.layer_weights(self.layer_kind(layer), False))
 
     def design_of(self, layer: int) -> LayerDesign:
-        """What it is: layers of one design have the same weights and do the same."""
+        """The design of a layer: layers of one design have equal weights and equal ops."""
         return LayerDesign(self.layer_kind(layer), self.products(layer))
 
     def design_weights(self, design: LayerDesign, sequence_parallel: bool) -> Table:
-        """The weights of a layer of this design: those of its kind, and those that kinds of linear layers bring."""
+        """The weights of a layer of this design: those of its kind, and those added by kinds of linear layers."""
         return with_own_weights(self.settings, self.layer_weights(design.kind, sequence_parallel), design.products)
 
     def layer_table(self, layer: int, sequence_parallel: bool) -> Table:
-        """All weights of a layer, by its number."""
+        """All weights of a layer, by its index."""
         return self.design_weights(self.design_of(layer), sequence_parallel)
 
     @property
     def brought(self) -> set[str]:
-        """The full names of the weights that kinds of linear layers bring."""
+        """The full names of the weights that kinds of linear layers add."""
         if self.settings.linear is None:
             return set()
         tables = {n: self.layer_weights(self.layer_kind(n), False) for n in range(self.num_layers)}
@@ -202,7 +203,7 @@ class Facts:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer's weight is the embedding's."""
+        """Whether the output layer shares the embedding's weight."""
         return not self.settings.untie_embeddings_and_output_weights
 
     def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
@@ -221,12 +222,12 @@ class Facts:
 
     @property
     def whole(self) -> list[Unit]:
-        """All units."""
+        """All units of the model."""
         return self.units(range(self.num_layers), True, True)
 
     @property
     def weights(self) -> dict[str, Placement]:
-        """All weights and buffers of the whole model by their full names: what a checkpoint holds."""
+        """All weights and buffers of the whole model by their full names: the tensors of a checkpoint."""
         return logical(self.whole)
 
     @property
@@ -237,27 +238,27 @@ class Facts:
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 
     def flops(self) -> float:
-        """Model FLOPs of one token of training: forward, and twice that backward.
+        """Model FLOPs per token of training: the forward pass, and twice that for the backward pass.
 
-        Those of matrix products, two per multiply-add, as in arXiv:2104.04473 (appendix) and Megatron-LM's own
-        throughput: attention over the whole sequence, causal or not.
+        Counts matrix products, two FLOPs per multiply-add, as arXiv:2104.04473 (appendix) and Megatron-LM's
+        throughput do: attention over the whole sequence, causal or not.
         """
         layers = sum(map(self.layer_flops, range(self.num_layers)))
         return 3.0 * (layers / self.seq_length + self.output_flops)
 
     def layer_flops(self, layer: int, causal: float = 1.0) -> float:
-        """FLOPs of a layer's forward pass for a sequence. causal: the share of causal attention that counts."""
+        """FLOPs of a layer's forward pass for a sequence. causal: the fraction of causal attention that counts."""
         return _layer_flops(self, self.layer_kind(layer), causal)
 
     @property
     def output_flops(self) -> float:
-        """FLOPs of what stands behind the final norm, for one token, forward."""
+        """FLOPs after the final norm, per token, forward."""
         return 2.0 * self.settings.hidden_size * self.vocab_size
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def layer_saved_bytes(self, share: RankSetup, kind: str, granularity: str = "") -> Bytes:
-        """Bytes that the forward pass of a layer keeps for the backward pass, with `granularity` of it recomputed."""
+        """Bytes that a layer's forward pass saves for the backward pass, with recomputation of `granularity`."""
         kept, inside = Bytes(), False
         for op in self.layer_ops(share, kind):
             if isinstance(op, Collective):
@@ -265,13 +266,13 @@ class Facts:
             again = op.runs_again(granularity)
             if not again:
                 kept[op.name] += op.kept
-            elif not inside:  # the input of all that runs again from here
+            elif not inside:  # the input of a run of recomputed ops
                 kept[op.name if granularity == CORE else "inputs of recomputed layers"] += op.given
             inside = again
         return kept
 
     def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
-        """Bytes that embedding, and final norm with output layer and loss keep."""
+        """Bytes that the embedding, and the final norm with output layer and loss, save for the backward pass."""
         kept = Bytes()
         if first:
             x = Residual(self.settings, share, self.embedded_tokens(share))
@@ -283,54 +284,53 @@ class Facts:
         return kept
 
     def layer_workspace(self, share: RankSetup, kind: str, granularity: str = "", together: int = 1) -> int:
-        """Most bytes that a layer's backward pass needs beside what is kept; `together` layers are recomputed at a time."""
+        """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""
         ops = self.layer_ops(share, kind)
         most = max(op.workspace for op in ops)
         again = lambda op: op.runs_again(granularity) or isinstance(op, Collective)
         first = next((at for at, op in enumerate(ops) if op.runs_again(granularity)), len(ops))
         stop = first + sum(1 for _ in takewhile(again, ops[first:]))
-        stop += granularity == ATTENTION  # with the dropout that follows
+        stop += granularity == ATTENTION  # includes the dropout that follows
         return most + (together if granularity == LAYER else 1) * sum(op.kept for op in ops[first:stop])
 
     def deferred_saved_bytes(self, share: RankSetup, kind: str) -> int:
-        """Bytes of a layer whose products for weights' gradients are deferred (zero-bubble W): their inputs, and the
-        gradients of their outputs.
-        """
+        """Bytes of a layer with deferred weight gradients (zero-bubble W): inputs and output gradients of products."""
         products = [op for op in self.layer_ops(share, kind) if isinstance(op, Product)]
         return sum(op.kept + op.rows * op.outputs * op.times * share.element for op in products)
 
     def message_bytes(self, share: RankSetup) -> int:
-        """Bytes of what goes from stage to stage."""
+        """Bytes of a message between pipeline stages."""
         return math.prod(self.message(share)) * share.element
 
     # ---- the loss ---------------------------------------------------------------------------------------------------
 
     def vocabulary_rows(self, tp: int) -> int:
-        """Rows of the embedding on each tensor parallel rank, padding included."""
+        """Rows of the embedding on each tensor parallel rank, with padding."""
         return vocab_embedding(self.settings, self.vocab_size)["weight"].local_shape({"tp": tp})[0]
 
     def loss_chunks(self, share: RankSetup) -> int:
-        """Chunks of tokens that the loss of a micro-batch is computed in."""
+        """The number of chunks of tokens in the loss of a micro-batch."""
         n, (chunk, block) = self.loss_tokens(share), self._chunks(share)
         return sum(-(-min(block, n - start) // chunk) for start in range(0, n, block))
 
     def loss_saved_bytes(self, share: RankSetup) -> int:
-        """What the fused output layer and loss keep: gradients of its input [n, h] and its weight [v/tp, h]; in place of
-        the latter, while its product waits, the two that are multiplied.
+        """Bytes that the fused output layer and loss save: gradients of the input [n, h] and the weight [v/tp, h].
+
+        If the product of the weight's gradient is deferred, its two factors are saved instead.
         """
         n, row = self.loss_tokens(share), self.settings.hidden_size * share.element
         return n * row + (self.loss_deferred(share) or self.vocabulary_rows(share.tp) * row)
 
     def loss_deferred(self, share: RankSetup) -> int:
-        """Bytes from which the output weight's gradient is made in the backward pass, or later: the input and the
-        gradients of all logits, [n, h + v/tp]. 0: they are too many to be kept, and it is made in the forward pass.
+        """Bytes of the factors of the output weight's gradient, if the backward pass computes it: input and logit gradients
+        [n, h + v/tp]. 0: they are too large to keep, and the forward pass computes it.
         """
         n = self.loss_tokens(share)
         wanted = n * (self.settings.hidden_size + self.vocabulary_rows(share.tp)) * share.element
         return wanted if n <= self._chunks(share).block else 0
 
     def loss_workspace(self, share: RankSetup) -> int:
-        """Most bytes of logits and their gradients at a time, beside what is kept."""
+        """Peak bytes of logits and their gradients, in addition to saved ones."""
         n, rows, (chunk, block) = self.loss_tokens(share), self.vocabulary_rows(share.tp), self._chunks(share)
         # In fp32: the logits, their gradients, one for the ops in between, and the slopes of their caps.
         logits = (4 if self.settings.final_logit_softcapping else 3) * 4 * min(n, chunk) * rows
@@ -342,10 +342,10 @@ class Facts:
     def _chunks(self, share: RankSetup) -> LossChunks:
         return LossChunks.of(self.vocabulary_rows(share.tp), share.element, share.device, share.chunk)
 
-    # ---- words for these --------------------------------------------------------------------------------------------
+    # ---- helpers ----------------------------------------------------------------------------------------------------
 
     def _between(self, share: RankSetup, tokens: int) -> int:
-        """Of these tokens, those that a rank holds between layers."""
+        """The number of these tokens that a rank holds between layers."""
         return tokens // (share.tp if share.sp else 1)
 
 
@@ -362,8 +362,8 @@ def _parameters(facts: Facts) -> int:
 @lru_cache(maxsize=1024)
 def _layer_flops(facts: Facts, kind: str, causal: float) -> float:
     ops = facts.layer_ops(RankSetup(), kind)
-    found = sum(op.flops * (causal if isinstance(op, CoreAttention) and op.causal else 1.0) for op in ops)
-    # A variant may have a matrix that no op names: each token is multiplied with it.
+    named = sum(op.flops * (causal if isinstance(op, CoreAttention) and op.causal else 1.0) for op in ops)
+    # A variant may have matrices without an op: each multiplies every token.
     matrices = sum(math.prod(p.shape) for p in facts.layer_weights(kind, False).values() if p.decay and not p.buffer)
     matrices -= sum(op.inputs * op.outputs * op.times for op in ops if isinstance(op, Product))
-    return found + 2.0 * max(0, matrices) * facts.seq_length
+    return named + 2.0 * max(0, matrices) * facts.seq_length

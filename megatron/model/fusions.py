@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops of a model are computed by fused kernels, as `--no-bias-dropout-fusion` and its like say."""
+"""Enable or disable fused kernels in a model (`--no-bias-dropout-fusion` and other fusion flags)."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from megatron.settings.schema import Kernels
 
 
 def choose_fusions(model: nn.Module, kernels: Kernels) -> None:
-    """Tell the modules that name a setting as their `fusion` whether to compute `unfused`."""
+    """Set `unfused` of the modules that name a setting as their `fusion`."""
     for module in model.modules():
         if fusion := getattr(module, "fusion", None):
             module.unfused = not getattr(kernels, fusion)

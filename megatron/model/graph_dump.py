@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs that `--torch-compile` makes of layers, as code to read (`--dump-graph DIR`)."""
+"""Dump the graphs that `--torch-compile` makes of layers as readable code (`--dump-graph DIR`)."""
 
 import itertools
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from functools import cache
 from pathlib import Path
 
 
-@cache  # of a process: its pipeline chunks count their graphs together
+@cache  # per process: its pipeline chunks share one count of graphs
 def dumping_backend(folder: str, rank: int, then: Callable | None = None) -> Callable:
-    """A backend for torch.compile that writes each graph to DIR/rank_R/graph_NNN.py and compiles it as torch does without.
+    """A backend for torch.compile that writes each graph to DIR/rank_R/graph_NNN.py, then compiles it as usual.
 
-    A file has the forward pass of a graph with the shapes of its tensors, as it was traced: one for each piece of code,
-    and one more whenever shapes or modes are others. Those of an earlier run go. Raises OSError.
+    A file holds the traced forward pass of a graph with the shapes of its tensors. There is one for each piece of code,
+    and another for each new shape or mode. Files of an earlier run are removed. Raises OSError.
 
-    then: a backend instead of torch's default, inductor
+    then: the backend to compile with (default: torch's default, inductor)
     """
     own, numbers = Path(folder) / f"rank_{rank}", itertools.count()
     own.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What language models have in common: embedding, layers, final norm, output layer and loss; whole, or the part of it
-that a pipeline stage holds.
+"""The base class of language models: embedding, layers, final norm, output layer and loss, or a pipeline stage of them.
 
 Legend: s sequence, b micro-batch, h hidden, v vocabulary, tp ranks that divide each matrix. Activations are [s, b, h],
-or [s/tp, b, h] between layers under sequence parallelism; s is what a rank has of a sequence that ranks of cp share.
+or [s/tp, b, h] between layers with sequence parallelism. With context parallelism, s is one rank's part of a sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,16 +35,16 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Config, Kernels, Model, Recompute
 
-LOSS, TOKENS = "lm loss", "tokens"  # what the sums of a last stage are called
+LOSS, TOKENS = "lm loss", "tokens"  # names of the sums of a last stage
 Sums = dict[str, torch.Tensor]  # name -> fp32 scalar
 
 
 def sum_over_tokens(values: torch.Tensor, loss_mask: Optional[torch.Tensor], part: nn.Module) -> torch.Tensor:
-    """The sum over the tokens that count of what a layer has for each, for the sums that it returns beside x.
+    """The sum of a layer's per-token values over the tokens that count, for the sums that it returns with x.
 
-    values:    [s, b], or [s/tp, b] under sequence parallelism; equal on all tp ranks otherwise
-    loss_mask: [s, b], or None where every token counts (`ForwardContext.loss_mask`)
-    part:      the layer, whose `tp` and `sequence_parallel` say which it is
+    values:    [s, b], or [s/tp, b] with sequence parallelism; equal on all tp ranks otherwise
+    loss_mask: [s, b], or None if every token counts (`ForwardContext.loss_mask`)
+    part:      the layer; its `tp` and `sequence_parallel` select between the two
     """
     values, cut = values.float(), part.sequence_parallel and part.tp.size > 1
     if loss_mask is not None:
@@ -56,22 +55,20 @@ def sum_over_tokens(values: torch.Tensor, loss_mask: Optional[torch.Tensor], par
 class LanguageModel(nn.Module):
     """The layers `layers` (default: all) of a model, with the embedding if `first` and norm, output and loss if `last`.
 
-    A subclass makes a layer (`build_layer`), and may give all layers of a pass something in common (`context`). Layers may
-    return sums over tokens beside x; those of one name are added up, and any stage returns them.
+    A subclass builds a layer (`build_layer`), and may define an input that all layers share (`context`). Layers may
+    return sums over tokens with x; those of one name are added up, and any stage returns them.
 
     Parameters are created empty, from the tables of `facts.units`: `mpu.random.init_parameter` fills them as
-    `mpu.placement.placements(model)` says. They are named by logical, global names (`blocks.17.mlp.up.weight`), so a
-    stage of any layout names them alike. A last stage that is not the first holds a copy of a tied
-    `embedding.word.weight`.
+    `mpu.placement.placements(model)` specifies. They have logical, global names (`blocks.17.mlp.up.weight`), which are
+    the same in every layout. A last stage that is not the first holds a copy of a tied `embedding.word.weight`.
 
-    units: what the stage holds. dtype: the format of weights and of what goes from stage to stage. autocast: other
-    formats inside, op by op. cp_comm_type: how ranks of `mesh.cp` share attention, one word for all layers or one for each.
+    units: the weights of the stage. dtype: the format of weights and of messages between stages. autocast: other
+    formats per op. cp_comm_type: how ranks of `mesh.cp` share attention, one value for all layers or one for each.
     """
 
-    weight_grad_store: Optional[WeightGradStore] = (
-        None  # of the output layer; set by `deferred_wgrad.attach_weight_grad_store`
-    )
-    # Of an evaluation that looks at each sample (`training.measures`): called on the last stage with the micro-batch and
+    # Of the output layer; set by `deferred_wgrad.attach_weight_grad_store`.
+    weight_grad_store: Optional[WeightGradStore] = None
+    # For evaluations that need each sample (`training.measures`): called on the last stage with the micro-batch and
     # the cross-entropy of each token, [s, b] fp32, unmasked.
     collect: Optional[Callable[[Any, torch.Tensor], None]] = None
 
@@ -95,7 +92,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         model = facts.settings
         layers = range(model.num_layers) if layers is None else layers
-        self.region = nullcontext if autocast is None else lambda: autocast  # that the layers run in
+        self.region = nullcontext if autocast is None else lambda: autocast  # around all layers
         self.facts, self.first, self.last, self.tp, self.vocab_size = facts, first, last, mesh.tp, facts.vocab_size
         self.cp, self.cp_comm_type = mesh.cp, tuple(cp_comm_type)
         self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
@@ -111,7 +108,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(n): self.build_layer(n, tables[f"blocks.{n}"], granularity[n]) for n in layers}
         )
-        self.overlap = autocast is None  # as that of `ColumnParallelLinear`, of the output layer
+        self.overlap = autocast is None  # as in `ColumnParallelLinear`, for the output layer
         for module in self.blocks.modules() if autocast else ():
             if hasattr(module, "overlap"):
                 module.overlap = False
@@ -123,7 +120,7 @@ class LanguageModel(nn.Module):
             for block in self.blocks.values():
                 block.compile(**more)
         if last:
-            self.final_norm = None  # of layers that end with a norm
+            self.final_norm = None  # for layers that end with a norm
             if "final_norm" in tables:
                 kind = NORMS[model.normalization]
                 self.final_norm = kind(tables["final_norm"], model.norm_epsilon, **self.factory_kwargs)
@@ -140,7 +137,7 @@ class LanguageModel(nn.Module):
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":
-        """What all settings of a run say. stage: the keywords layers, first, last, dtype, device."""
+        """Build a stage from all settings of a run. stage: the keywords layers, first, last, dtype, device."""
         return cls(
             facts,
             mesh,
@@ -152,21 +149,22 @@ class LanguageModel(nn.Module):
             **stage,
         )
 
-    # ---- what a model says -------------------------------------------------------------------------------------------
+    # ---- methods for subclasses --------------------------------------------------------------------------------------
 
     def build_layer(self, layer: int, weights: Table, granularity: str) -> nn.Module:
-        """Layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}). It keeps the
-        shape of x. granularity: of recomputation.
+        """Build layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}).
+
+        It keeps the shape of x. granularity: of recomputation.
         """
         raise NotImplementedError
 
     def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
-        """What turns tokens into hidden states. Its `word` may be the output layer's, too, on a last stage alone."""
+        """The module that embeds tokens. The output layer may share its `word`, on a last stage without other parts."""
         settings = self.facts.settings
         return Embedding(settings, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
 
     def context(self, batch) -> Any:
-        """What all layers of a pass share, from its micro-batch."""
+        """The input that all layers of a pass share, from the micro-batch."""
         return batch
 
     # ---- passes -----------------------------------------------------------------------------------------------------
@@ -174,10 +172,10 @@ class LanguageModel(nn.Module):
     def forward(self, x: Optional[torch.Tensor], batch):
         """One micro-batch through these layers.
 
-        x: None on the first stage, else what the stage before returned, [s, b, h]. batch: a `MicroBatch`.
-        Returns [s, b, h], or on the last stage (None, {"lm loss": sum of masked losses, "tokens": how many count}),
-        fp32 scalars, with --z-loss-coeff also "z loss", whose gradient comes with that of the first. With sums of the
-        layers: (that, {name: sum}) on any stage.
+        x: None on the first stage, else the output of the previous stage, [s, b, h]. batch: a `MicroBatch`.
+        Returns [s, b, h], or on the last stage (None, {"lm loss": sum of masked losses, "tokens": number that count}),
+        fp32 scalars. With --z-loss-coeff there is also "z loss"; the gradient of the first includes it. If layers
+        return sums: (that, {name: sum}) on any stage.
         """
         with self.region():
             x, sums = self._hidden(x, batch, gather=not self.overlap)
@@ -207,13 +205,13 @@ class LanguageModel(nn.Module):
         return None, {LOSS: loss, TOKENS: batch.num_tokens, **({Z_LOSS: z} if self.z_loss else {}), **sums}
 
     def counted(self, x: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
-        """(hidden states [n, h], labels [n], what each counts [n] or None) of the output layer's input [s, b, h]."""
+        """(hidden states [n, h], labels [n], weights in the loss [n] or None) from the output layer's input [s, b, h]."""
         mask = None if batch.loss_mask is None else batch.loss_mask.reshape(-1)
         return x.flatten(0, 1), batch.labels.reshape(-1), mask
 
     @torch.no_grad()
     def token_losses(self, x: Optional[torch.Tensor], batch) -> torch.Tensor:
-        """As `forward`, but the last stage returns the cross-entropy of each token, [s, b] fp32, unmasked."""
+        """Like `forward`, but the last stage returns the cross-entropy of each token, [s, b] fp32, unmasked."""
         with self.region():
             x, _ = self._hidden(x, batch)
             return self._token_losses(x, batch) if self.last else x
@@ -233,7 +231,7 @@ class LanguageModel(nn.Module):
         return losses.view(batch.labels.shape)
 
     def _collected(self, x: torch.Tensor, batch) -> Sums:
-        """The sums of an evaluation in which somebody looks at each token's loss."""
+        """The sums of an evaluation with `collect`."""
         losses = self._token_losses(self.gather_input(x, self.tp) if self.overlap else x, batch)
         self.collect(batch, losses)
         counted = losses if batch.loss_mask is None else losses * batch.loss_mask
@@ -243,7 +241,7 @@ class LanguageModel(nn.Module):
     def _hidden(self, x, batch, gather: bool = True) -> tuple[torch.Tensor, Sums]:
         """The micro-batch up to the output layer: [s, b, h], whole along s on the last stage; and sums of the layers.
 
-        gather: False where the output layer gathers its input and reduces the gradient by itself.
+        gather: False if the output layer itself gathers its input and reduces the gradient.
         """
         x, sums = self.trunk(x, batch)
         if not self.last:
@@ -253,18 +251,18 @@ class LanguageModel(nn.Module):
         return (self.gather_input(x, self.tp) if gather else x), sums
 
     def head_sums(self, x: torch.Tensor, batch) -> Sums:
-        """Sums over tokens of heads other than the output layer, from the last stage's states [s, b, h], or [s/tp, b, h]
-        under sequence parallelism.
-        """
+        """Sums over tokens of heads other than the output layer, from the last stage's states [s or s/tp, b, h]."""
         return {}
 
     def word_states(self, x: torch.Tensor) -> torch.Tensor:
-        """What the output layer multiplies, of the last stage's hidden states."""
+        """The input of the output layer, from the last stage's hidden states."""
         return x
 
     def trunk(self, x: Optional[torch.Tensor], batch) -> tuple[torch.Tensor, Sums]:
-        """The micro-batch through embedding, layers and final norm: what goes on to the next stage, or on the last stage
-        the hidden states before any head, [s, b, h], or [s/tp, b, h] under sequence parallelism; and sums of the layers.
+        """Run the micro-batch through embedding, layers and final norm; returns the result and the sums of the layers.
+
+        The result is the message to the next stage, or on the last stage the hidden states before any head, [s, b, h],
+        or [s/tp, b, h] with sequence parallelism.
         """
         if self.first:
             positions = self.positions(len(batch.tokens), batch.position_ids)
@@ -275,18 +273,18 @@ class LanguageModel(nn.Module):
         return (x if self.final_norm is None else self.final_norm(x)), sums
 
     def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
-        """[s, b] as given, or [s, 1] counted on from `start`; of a shared sequence those of the rows that the rank has."""
+        """[s, b] as given, or [s, 1] counted from `start`; with context parallelism those of the rank's rows."""
         if position_ids is not None:
             return position_ids
         counted = torch.arange(start, start + s * self.cp.size, device=next(self.parameters()).device)
         return own_rows(counted, self.cp).unsqueeze(1)
 
     def by_heads(self, layer: int) -> bool:
-        """Whether ranks of context parallelism exchange rows for heads in a layer."""
+        """Whether context parallel ranks exchange rows for heads in a layer."""
         return self.cp.size > 1 and self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0] == "a2a"
 
     def run_layers(self, x: torch.Tensor, context) -> tuple[torch.Tensor, Sums]:
-        """[s, b, h] through all layers, in groups that are recomputed together; and their sums."""
+        """Run [s, b, h] through all layers, in groups that are recomputed together; returns it and the layers' sums."""
         sums: Sums = {}
         for group in self.recompute_groups:
             if group.granularity == "full":
@@ -307,7 +305,7 @@ class LanguageModel(nn.Module):
                 x, own = x
                 sums = sums | {name: sums[name] + value if name in sums else value for name, value in own.items()}
             if getattr(x, "shape", None) != shape:
-                raise _other_shape(n, x, shape)
+                raise _shape_error(n, x, shape)
         return x, sums
 
     @property
@@ -317,22 +315,22 @@ class LanguageModel(nn.Module):
 
     @property
     def output_bias(self) -> Optional[torch.Tensor]:
-        """[v/tp], added to logits; None: nothing is."""
+        """[v/tp], added to logits; None: no bias."""
         return None
 
 
-def _other_shape(layer: int, found: Any, shape: torch.Size) -> SettingsError:
-    """The error for a layer that returned `found` where it was given x of a shape: fewer tokens would be trained on."""
-    told = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+def _shape_error(layer: int, returned: Any, shape: torch.Size) -> SettingsError:
+    """The error for a layer that did not keep the shape of x: training would use fewer tokens."""
+    got = list(returned.shape) if isinstance(returned, torch.Tensor) else type(returned).__name__
     return SettingsError(
-        f"blocks.{layer} returned {told} for {list(shape)}",
-        "a layer keeps the shape of x: each token has its place in it, and so has its label",
-        "return x of the shape that came, or (x, {name: sum}): docs/extending.md#a-model",
+        f"blocks.{layer} returned {got} for {list(shape)}",
+        "a layer must keep the shape of x: each token has its place in it, and so has its label",
+        "return x with the shape of the input, or (x, {name: sum}): docs/extending.md#a-model",
     )
 
 
 class Embedding(nn.Module):
-    """Tokens and positions -> [s, b, h] (or [s/tp, b, h]). A last stage with a tied output has the word table alone."""
+    """Tokens and positions -> [s, b, h] (or [s/tp, b, h]). A last stage with a tied output has only the word table."""
 
     def __init__(
         self, model: Model, mesh: Mesh, tables: dict[str, Table], seed: int, sequence_parallel: bool, **factory_kwargs

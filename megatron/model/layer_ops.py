@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer as the list of its ops: matrix products, kernels between them, collectives. Needs no torch.
+"""A layer as a list of ops: matrix products, kernels between them, collectives. Needs no torch.
 
-Each op has its sizes on one rank, for one micro-batch. What a layer keeps and sends, how many FLOPs it has and how long it
-takes are sums over its list, for every model (`model/facts.py`, `planner`). An MLP, of n tokens and a width of f:
+Each op has its sizes on one rank, for one micro-batch. The memory, messages, FLOPs and time of a layer
+are sums over its list, for every model (`model/facts.py`, `planner`). An MLP with n tokens and width f:
 
     x.norm()                        Kernel      keeps its input
     *x.column("mlp", f / tp)        Collective  gathers the input (sequence parallelism), or sums the input's gradient
@@ -10,9 +10,9 @@ takes are sums over its list, for every model (`model/facts.py`, `planner`). An 
     Kernel("mlp", kept=..., ...)    Kernel      GeLU
     *x.row("mlp", f / tp)           Product     [n, f / tp] x [f / tp, h]
                                     Collective  sums the output
-    x.add()                         Kernel      dropout, and the sum with what the norm was given
+    x.add()                         Kernel      dropout, and the sum with the norm's input
 
-Lists of layers with experts, with latent attention and with a scan: `tests/models/test_made_up_layers.py`.
+Examples with experts, latent attention and a scan: `tests/models/test_made_up_layers.py`.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,13 @@ from megatron.settings.schema import Model
 
 @dataclass(frozen=True)
 class RankSetup:
-    """How a rank works on the model: its part of each layer and of each sequence, the samples of a pass, number format,
-    kernels.
+    """The sizes and formats of one rank's work: its part of layers and sequences, micro-batch, precision, kernels.
 
-    micro_batch_size: sequences of a pass, as many as its samples have (`Facts.sequences`).
+    micro_batch_size: sequences per pass, over all sequences of a sample (`Facts.sequences`).
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
-    is for comparisons: attention whose scores are whole, as other suites have it. plain_softmax:
+    is for comparisons: attention that stores all scores, as in other suites. plain_softmax:
     --no-masked-softmax-fusion. cp: ranks that share each sequence; by_heads: they exchange rows for heads (--cp-comm-type
-    a2a), instead of gathering keys and values. documents: samples are packed of them (--reset-attention-mask).
+    a2a) instead of gathering keys and values. documents: they are packed into samples (--reset-attention-mask).
     """
 
     tp: int = 1
@@ -48,14 +47,14 @@ class RankSetup:
     documents: bool = False
 
     def norm_bytes(self, model: Model, number: int, width: int, shared_input: bool = False) -> int:
-        """Bytes that a norm of `number` elements keeps: its input, unless others keep it, and statistics of each row."""
+        """Bytes that a norm of `number` elements saves: its input, unless another op saves it, and statistics per row."""
         rows, own = number // width, 0 if shared_input else number * self.element
         if model.normalization == "LayerNorm":
             return 2 * rows * (4 if self.device == "cuda" else self.element) + own
         return 4 * rows + own
 
 
-# --recompute-granularity, each with more ops than the one before it. Of the attention half, the sum that ends it is none.
+# --recompute-granularity: each includes the ops of the one before. The sum after attention belongs to none but the last.
 _, CORE, ATTENTION, LAYER = GRANULARITIES = ("", "core_attn", "full_attn", "full")
 
 
@@ -63,11 +62,11 @@ _, CORE, ATTENTION, LAYER = GRANULARITIES = ("", "core_attn", "full_attn", "full
 class LayerOp:
     """An op of a layer's forward pass.
 
-    name:      of what it keeps, in the ledger of memory
-    kept:      bytes for the backward pass
-    given:     bytes of its input, kept instead where recomputation begins with it
-    workspace: bytes that its backward pass needs beside what is kept
-    again:     the least granularity of recomputation that repeats it; "": the backward pass always does
+    name:      of its saved tensors, in memory reports
+    kept:      bytes saved for the backward pass
+    given:     bytes of its input, saved instead if recomputation begins here
+    workspace: bytes that its backward pass needs in addition to saved ones
+    again:     the smallest recomputation granularity that repeats it; "": the backward pass always repeats it
     """
 
     name: str
@@ -77,16 +76,16 @@ class LayerOp:
     workspace: int = 0
     again: str = LAYER
 
-    flops = 0.0  # of the forward pass, as throughputs are counted
+    flops = 0.0  # of the forward pass, as throughput counts them
 
     def runs_again(self, granularity: str) -> bool:
-        """Whether recomputation of this granularity repeats it."""
+        """Whether recomputation of this granularity repeats the op."""
         return GRANULARITIES.index(self.again) <= GRANULARITIES.index(granularity)
 
 
 @dataclass(frozen=True)
 class Product(LayerOp):
-    """A matrix product, [rows, inputs] x [inputs, outputs]; times: as many of them, such as those of experts."""
+    """A matrix product, [rows, inputs] x [inputs, outputs]; times: number of such products, for example of experts."""
 
     rows: int
     inputs: int
@@ -100,7 +99,7 @@ class Product(LayerOp):
 
 @dataclass(frozen=True)
 class Kernel(LayerOp):
-    """What lies between products. moved: elements that it reads and writes; starts: kernels that it launches."""
+    """An op between products. moved: elements that it reads and writes; starts: kernels that it launches."""
 
     _: KW_ONLY
     moved: float = 0
@@ -110,12 +109,12 @@ class Kernel(LayerOp):
 
 @dataclass(frozen=True)
 class CoreAttention(Kernel):
-    """softmax(q k) v; `flops` are those of all pairs of query and key.
+    """softmax(q k) v; `flops` count all pairs of query and key.
 
     kernel:  flash, block-causal, or reference, which stores scores
-    pairs:   of query and key, of all heads; twice those that are computed where order or a window leaves out others
+    pairs:   pairs of query and key, of all heads; twice the computed ones if causal order or a window skips some
     widths:  channels of a head's keys, and of its values
-    dropout: whether weights are dropped; causal: whether no query sees a key after it
+    dropout: whether weights are dropped; causal: whether no query sees a later key
     """
 
     kernel: str
@@ -128,10 +127,10 @@ class CoreAttention(Kernel):
 
 @dataclass(frozen=True)
 class Collective(LayerOp):
-    """What the `ranks` of an axis send each other: `size` bytes of the whole tensor in each call.
+    """Communication between the `ranks` of an axis: each call covers `size` bytes of the whole tensor.
 
     ahead, back: calls of the forward and of the backward pass (all_reduce, all_gather, reduce_scatter, all_to_all)
-    beside:      those of the backward pass that run beside a product
+    overlapped:  those of the backward pass that overlap with a product
     """
 
     axis: str
@@ -139,14 +138,14 @@ class Collective(LayerOp):
     size: int
     ahead: tuple[str, ...] = ()
     back: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    overlapped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Residual:
-    """The hidden states between branches, [tokens, h], as a rank has them, and the ops that read them and add to them.
+    """The hidden states between branches, [tokens, h], on one rank, and the ops that read them and add to them.
 
-    tokens: that products see; under sequence parallelism a rank has 1 / tp of them between branches.
+    tokens: inputs of products; with sequence parallelism a rank has 1 / tp of them between branches.
     """
 
     model: Model
@@ -171,7 +170,7 @@ class Residual:
         return Kernel("norms", kept=kept, given=self.nbytes, moved=2 * self.elements, again=again)
 
     def column(self, name: str, outputs: int, times: int = 1, *, keeps: bool = True, again: str = LAYER):
-        """A column-parallel product. keeps: its input, which no other op keeps."""
+        """A column-parallel product. keeps: whether it saves its input (no other op does)."""
         kept = self.nbytes if keeps else 0
         product = Product(name, self.tokens, self.h, outputs, times, kept=kept, given=kept, again=again)
         return replace(self.copied, again=again), product
@@ -182,19 +181,19 @@ class Residual:
         return Product(name, self.tokens, inputs, self.h, kept=kept, given=kept, again=again), self.summed
 
     def add(self) -> Kernel:
-        """x + dropout(...), with the starts of all kernels of its branch."""
+        """x + dropout(...), with the kernel launches of the whole branch."""
         drops = self.model.hidden_dropout > 0
         return Kernel("dropout masks", kept=self.elements * drops, moved=self.elements * (3 + 0.5 * drops), starts=15)
 
     @property
     def copied(self) -> Collective:
-        """To products that are divided over tp (`mpu.mappings`)."""
+        """The collective before products that are divided over tp (`mpu.mappings`)."""
         calls = (("all_gather",), ("reduce_scatter",), ("all_gather",)) if self.share.sp else ((), ("all_reduce",))
         return self._sent(*calls)
 
     @property
     def summed(self) -> Collective:
-        """From products that are divided over tp."""
+        """The collective after products that are divided over tp."""
         return self._sent(*((("reduce_scatter",), ("all_gather",)) if self.share.sp else (("all_reduce",),)))
 
     def _sent(self, *calls: tuple[str, ...]) -> Collective:
@@ -202,8 +201,8 @@ class Residual:
 
 
 def ops_again(ops: Sequence[LayerOp], granularity: str) -> list[LayerOp]:
-    """Of the ops of layers that are recomputed together, those that run again: up to the last that keeps something."""
-    found = [op for op in ops if op.runs_again(granularity)]
-    while granularity == LAYER and found and not found[-1].kept:
-        found.pop()
-    return found
+    """The ops of jointly recomputed layers that run again: up to the last one that saves something."""
+    again = [op for op in ops if op.runs_again(granularity)]
+    while granularity == LAYER and again and not again[-1].kept:
+        again.pop()
+    return again

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers make their products in another way: `--linear PATTERN=KIND`. Needs no torch.
+"""Select linear layers with another kind of product: `--linear PATTERN=KIND`. Needs no torch.
 
-A pattern, as of a shell, is compared with the layer's name in the whole model, `blocks.3.mlp.up`, and with every end of
-it behind a dot: `mlp.*` is `mlp.up` and `mlp.down` of all blocks, `blocks.[01].*` all of two blocks. Of several that match
-a layer the last one counts. A kind is a row of `Recipe.linears`, or `plain`.
+A shell pattern is compared with the layer's full name, `blocks.3.mlp.up`, and with every suffix after a dot: `mlp.*`
+matches `mlp.up` and `mlp.down` of all blocks, `blocks.[01].*` all layers of two blocks. If several match,
+the last one applies. A kind is a row of `Recipe.linears`, or `plain`.
 
     >>> chosen("mlp.*=mask, blocks.0.*=plain", 1, ["attention.qkv", "mlp.up", "mlp.down"])
     (('mlp.up', 'mask'), ('mlp.down', 'mask'))
@@ -29,56 +29,56 @@ Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
 
 
 class LinearChoice(NamedTuple):
-    """A part of --linear."""
+    """One PATTERN=KIND of --linear."""
 
     pattern: str
     kind: str
 
     def matches(self, name: str) -> bool:
-        """Whether it says something of the layer of this name, `blocks.3.mlp.up`."""
+        """Whether the pattern matches a layer's full name, such as `blocks.3.mlp.up`."""
         parts = name.split(".")
         return any(fnmatchcase(".".join(parts[start:]), self.pattern) for start in range(len(parts)))
 
 
 @lru_cache(maxsize=64)
 def choices(text: str) -> tuple[LinearChoice, ...]:
-    """The parts of --linear. Raises SettingsError for one that says no pattern or no kind."""
-    found = []
+    """Parse --linear. Raises SettingsError for a part without pattern or kind."""
+    result = []
     for part in text.replace(",", " ").split():
         pattern, _, kind = part.rpartition("=")
         if not pattern or not kind:
             raise SettingsError(f"--linear {text}: '{part}' is not PATTERN=KIND, such as mlp.*=mask")
-        found.append(LinearChoice(pattern, kind))
-    return tuple(found)
+        result.append(LinearChoice(pattern, kind))
+    return tuple(result)
 
 
 def chosen(text: str | None, layer: int, names: Iterable[str]) -> Chosen:
-    """(name, kind) of the linear layers `names` of a block that --linear picks; text: what it says."""
+    """(name, kind) of a block's linear layers `names` that --linear selects; text: its value."""
     return _chosen(text, layer, tuple(names)) if text else ()
 
 
 @lru_cache(maxsize=4096)
 def _chosen(text: str, layer: int, names: tuple[str, ...]) -> Chosen:
-    found = []
+    pairs = []
     for name in names:
         kinds = [PLAIN, *(choice.kind for choice in choices(text) if choice.matches(f"blocks.{layer}.{name}"))]
         if kinds[-1] != PLAIN:
-            found.append((name, kinds[-1]))
-    return tuple(found)
+            pairs.append((name, kinds[-1]))
+    return tuple(pairs)
 
 
 def linear_layers(table: Table) -> list[str]:
-    """The linear layers of a block's table of weights."""
+    """The linear layers in a block's table of weights."""
     return [name.removesuffix(WEIGHT) for name, placed in table.items() if name.endswith(WEIGHT) and placed.matrices]
 
 
 def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:
-    """`chosen` of a block with this table."""
+    """`chosen` for a block with this table."""
     return chosen(settings.linear, layer, linear_layers(table))
 
 
 def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
-    """A block's table with the weights that kinds bring, each beside its layer's."""
+    """A block's table with the weights that kinds of linear layers add, each next to its layer's."""
     for name, kind in picked:
         own = settings.own_linears[kind].own_weights(settings, table[name + WEIGHT])
         table = {**table, **add_prefix(name, own)}
@@ -86,7 +86,7 @@ def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
 
 
 def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
-    """What is wrong with --linear. tables: gives the weights of each block, by its number."""
+    """The problems of --linear, as messages. tables: returns the weights of each block, by its index."""
     if settings.linear is None:
         return []
     try:
@@ -111,7 +111,7 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:
-    """Setting of a kind -> what it needs for an effect: that --linear names the kind."""
+    """Setting of a kind -> its condition for having an effect: --linear names the kind."""
     users: dict[str, list[str]] = {}
     for kind, product in settings.own_linears.items():
         for one in fields(product.group) if product.group else ():

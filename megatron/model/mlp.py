@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The feed-forward half of a block: GeLU, squared ReLU (arXiv:2109.08668) or gated SiLU (SwiGLU, arXiv:2002.05202)."""
+"""The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668) or gated SiLU (SwiGLU, arXiv:2002.05202)."""
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from megatron.settings.schema import Model
 
 
 class MLP(nn.Module):
-    """[s, b, h] -> [s, b, h] through a width of `ffn_size`, divided over tp.
+    """[s, b, h] -> [s, b, h] through a hidden layer of width `ffn_size`, divided over tp.
 
     weights: `model.weights.mlp(...)`. unfused: activations by torch's ops (--no-bias-swiglu-fusion).
     """
@@ -39,6 +39,6 @@ class MLP(nn.Module):
             return F.relu(self.up(x)).square()
         if self.approximate == "tanh" and self.up.bias is not None:
             kernel = choose_kernel("bias_gelu", Case(x.device.type, x.dtype)).run
-            if kernel is not reference.bias_gelu:  # for that one the product adds the bias, at no cost
+            if kernel is not reference.bias_gelu:  # the reference: the product adds the bias at no cost
                 return kernel(self.up(x, add_bias=False), self.up.bias)
         return reference.gelu(self.up(x), self.approximate)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerNorm and RMSNorm over the last dim, with fp32 arithmetic inside whatever the format of the activations.
+"""LayerNorm and RMSNorm over the last dim, computed in fp32 for any activation format.
 
-Called with a branch, a norm adds it to x first, and returns the sum with its norm: one kernel, where there is one.
-unfused: without kernels that are not torch's (--no-persist-layer-norm).
+With a second argument, a norm first adds it to x, and returns both the sum and its norm, in one kernel if there is one.
+unfused: only torch's kernels (--no-persist-layer-norm).
 """
 
 from functools import partial

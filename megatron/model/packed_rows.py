@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of a padded micro-batch in one row, sample after sample, without most of its padding: what a layer that looks
-both ways computes on a CPU. Nothing that counts depends on what padding becomes, so these places are zeros afterwards.
+"""Pack the tokens of a padded micro-batch into one row without most of the padding, for non-causal layers on a CPU.
+
+The loss does not depend on outputs at padding, so these are set to zero.
 
     >>> rows = PackedRows.of(torch.arange(256) < torch.tensor([[256], [70]]))
     >>> rows.pack(torch.ones(256, 2, 8)).shape, rows.padding.sum()
@@ -8,7 +9,7 @@ both ways computes on a CPU. Nothing that counts depends on what padding becomes
     >>> rows.unpack(torch.ones(384, 1, 8)).sum((0, 2))
     tensor([2048., 1024.])
 
-Legend: s places, b samples, n rows that are left, h width.
+Legend: s positions, b samples, n kept rows, h width.
 """
 
 from dataclasses import dataclass, replace
@@ -21,18 +22,18 @@ from megatron.fused_kernels.documents import Documents
 from megatron.model.attention import ForwardContext
 from megatron.settings.schema import Kernels, Model
 
-ROUND = 64  # samples keep a multiple of so many places: a product of a new shape takes milliseconds to prepare
-WORTH = 0.95  # of all rows: with more left than that, moving them costs what it saves
+ROUND = 64  # each sample keeps a multiple of this many rows: a product of a new shape takes milliseconds to prepare
+WORTH = 0.95  # of all rows: if more are kept, packing costs what it saves
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Which rows of [s, b, ...] are kept, and what attention has to know of them.
+    """The kept rows of [s, b, ...], and the inputs of attention over them.
 
-    index      [n] int64: the kept rows' numbers among the s b rows, sample after sample
-    places     [n] int64: of each row its place in the sample
-    documents  which rows are a sample's, as if samples were the documents of one sequence
-    padding    [1, n] bool: rows that are tokens; None: all
+    index      [n] int64: indices of the kept rows among the s b rows, sample after sample
+    places     [n] int64: the position of each row in its sample
+    documents  the sample of each row, as if samples were the documents of one sequence
+    padding    [1, n] bool: True for rows that are tokens; None: all
     shape      (s, b)
     """
 
@@ -44,8 +45,8 @@ class PackedRows:
 
     @classmethod
     def of(cls, padding: Optional[torch.Tensor]) -> Optional["PackedRows"]:
-        """From [b, s] bool, which places are tokens. None where all or nearly all rows would stay, on other devices, which
-        would have to wait for the numbers, and where padding is not behind the tokens of each sample.
+        """Build from [b, s] bool, True at tokens. None if nearly all rows would stay, if padding does not follow the
+        tokens of each sample, or on other devices, where the row counts would need a synchronization.
         """
         if padding is None or padding.device.type != "cpu":
             return None
@@ -61,22 +62,22 @@ class PackedRows:
         return cls(places * b + samples, places, documents, None if tokens.all() else tokens, (s, b))
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] -> [n, 1, h]"""
+        """[s, b, h] -> [n, 1, h]."""
         return _Pack.apply(x, self.index)
 
     def unpack(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, 1, h] -> [s, b, h], zeros where nothing was kept"""
+        """[n, 1, h] -> [s, b, h], zero at dropped rows."""
         return _Unpack.apply(x, self.index, self.shape)
 
     def context(self, context: ForwardContext) -> ForwardContext:
-        """What layers share over packed rows."""
+        """The context of layers over packed rows."""
         angles = context.angles and tuple(part[self.places] for part in context.angles)
         return replace(context, angles=angles, padding=self.padding, documents=self.documents)
 
 
 def may_pack(model: Model, kernels: Kernels, training: bool, sequence_parallel: bool) -> bool:
-    """Whether layers of these settings give the same for packed rows. Dropout is drawn by sample and place; sequence
-    parallelism divides a fixed number of rows.
+    """Whether layers with these settings give the same result for packed rows: dropout is drawn by sample and position, and
+    sequence parallelism divides a fixed number of rows.
     """
     drops = training and (model.hidden_dropout > 0 or model.attention_dropout > 0)
     explicit = kernels.attention_backend in ("auto", "explicit")

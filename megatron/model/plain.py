@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `torch.nn.Module` that knows nothing of this suite, as a model to pretrain: on one process, or with data
-parallelism and ZeRO, which need to know no more of it than its parameters.
+"""Pretrain an ordinary `torch.nn.Module` as a model, on one process or with data parallelism and ZeRO.
 
     def recipe():
         return plain_recipe("my_module", MyModel, build_datasets)   # MyModel(config, vocab_size)
 
-Its forward takes (None, MicroBatch) and returns (None, {"lm loss": sum over tokens, "tokens": how many}). Layers
-that are to be divided over tensor parallel ranks, or dealt out to pipeline stages, need placements and facts:
-docs/extending.md.
+Its forward takes (None, MicroBatch) and returns (None, {"lm loss": sum over tokens, "tokens": their number}). Tensor
+and pipeline parallelism need placements and facts: docs/extending.md.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +21,7 @@ from megatron.mpu.placement import Constant, Normal, Own, Placement, elements, p
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Config
 
-MODULE, SUITE = INITS = ("module", "suite")  # whose initial values a plain module has
+MODULE, SUITE = INITS = ("module", "suite")  # the source of a plain module's initial values
 NEEDS = "give its layers placements and the model facts (docs/extending.md), or leave the flag out"
 
 
@@ -32,10 +30,10 @@ def plain_recipe(model_type: str, build: Callable, build_datasets: Callable, *, 
 
     model_type: the name of the module with a function `recipe()` that returns this
     build:      (config, vocab_size) -> torch.nn.Module
-    init:       "module": initial values are those that `build` gives, after torch.manual_seed(--seed), on every rank; each
-                has the whole module in the memory of its CPU until they are read.
-                "suite": `build` runs on the meta device, and values are drawn as `as_stage` says, a unit at a time
-    more:       further fields of the `Recipe`: groups, defaults, sums
+    init:       "module": the initial values are those of `build`, after torch.manual_seed(--seed), on every rank; each
+                keeps the whole module in CPU memory until they are read.
+                "suite": `build` runs on the meta device, and values are drawn as in `as_stage`, one unit at a time
+    more:       other fields of the `Recipe`: groups, defaults, sums
 
     Sizes that all models have (--num-layers ...) are 1 by default: the module may read them from `config.model`.
     """
@@ -72,9 +70,10 @@ def plain_recipe(model_type: str, build: Callable, build_datasets: Callable, *, 
 def build_stage(
     build: Callable[[], torch.nn.Module], init_std: float, *, init: str = SUITE, seed: int = 1234
 ) -> torch.nn.Module:
-    """What `build` makes, with a placement for each parameter: on the CPU, with values that it draws from torch's
-    generator as `seed` sets it ("module"), or on the meta device ("suite"). Raises SettingsError for buffers that it
-    makes there.
+    """Build a module with a placement for each parameter.
+
+    "module": on the CPU, with values that `build` draws from torch's generator after `seed`; "suite": on the meta device.
+    Raises SettingsError for buffers that it makes there.
     """
     if init == MODULE:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -87,10 +86,11 @@ def build_stage(
 
 
 def as_stage(module: torch.nn.Module, init_std: float = 0.02, init: str = SUITE) -> torch.nn.Module:
-    """The module, with `placements` of the parameters in each of its parts that lists none: nothing cuts them, matrices are
-    decayed, and those that ask for no gradient are frozen. They keep their own values ("module"), or matrices are drawn
-    from N(0, init_std), of the others biases are 0 and weights 1 ("suite"). Matrices to optimizers that know such are the
-    weights of linear layers in `blocks`.
+    """Add `placements` to each part of the module that has none for its parameters.
+
+    Nothing divides them, matrices have weight decay, and parameters without gradient are frozen. They keep their own values
+    ("module"), or matrices are drawn from N(0, init_std), biases are 0 and other vectors 1 ("suite"). Optimizers for
+    matrices apply to the weights of linear layers in `blocks`.
     """
     layers = getattr(module, "blocks", None)
     within = set(layers.modules()) if isinstance(layers, torch.nn.Module) else set()
@@ -106,7 +106,7 @@ def as_stage(module: torch.nn.Module, init_std: float = 0.02, init: str = SUITE)
 
 
 def refuse_split(config: Config) -> None:
-    """Raise SettingsError for settings that divide or change what is inside the model: a plain module would ignore them."""
+    """Raise SettingsError for settings that divide or change the inside of the model, which a plain module would ignore."""
     p, granularity = config.parallel, config.recompute.recompute_granularity
     given = {
         f"--tensor-model-parallel-size {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
@@ -121,14 +121,14 @@ def refuse_split(config: Config) -> None:
     if wrong:
         raise SettingsError(
             f"{', '.join(wrong)}: this model is a plain torch.nn.Module",
-            "it trains on one process or with data parallelism: nothing says how its layers are divided or recomputed, and "
-            "its loss is its own",
+            "it trains on one process or with data parallelism: it does not define how its layers are divided or "
+            "recomputed, and computes its loss itself",
             NEEDS,
         )
 
 
 def _placement(name: str, parameter: torch.nn.Parameter, std: float, inner: bool) -> Placement:
-    """Of a parameter of which nothing else is known; inner: but that it is a linear layer's, between others."""
+    """The default placement of a parameter; inner: it belongs to a linear layer in `blocks`."""
     matrix, shape = parameter.dim() > 1, tuple(parameter.shape)
     init = Normal(std) if matrix else Constant(float("bias" not in name))
     return Placement(
@@ -142,7 +142,7 @@ def _placement(name: str, parameter: torch.nn.Parameter, std: float, inner: bool
 
 @dataclass(frozen=True, eq=False)
 class PlainFacts(Facts):
-    """Of a plain module: its parameters, and nothing of what is inside. table: all of them, by name."""
+    """The facts of a plain module: only its parameters. table: all of them, by name."""
 
     table: Mapping[str, Placement] = field(default_factory=dict)
 
@@ -160,13 +160,13 @@ class PlainFacts(Facts):
         return f"{self.name} of {count} parameters, sequence {self.seq_length}, vocabulary {self.vocab_size}"
 
     def flops(self) -> float:
-        """Two for each parameter and token forward, and twice that backward."""
+        """Two per parameter and token forward, and twice that backward."""
         return 6.0 * self.parameters
 
     def units(self, layers, first: bool, last: bool, sequence_parallel: bool = False):
         raise SettingsError(
-            "this model is a plain torch.nn.Module: memory, time and messages of its layers are not known",
-            "--dry-run, --preflight and searches of a layout ask a model's facts for them",
+            "this model is a plain torch.nn.Module: memory, time and messages of its layers are unknown",
+            "--dry-run, --preflight and layout searches need a model's facts",
             NEEDS,
         )
 

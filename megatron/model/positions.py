@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a token's position enters: a learned table added to the embedding, or rotations of queries and keys (RoPE)."""
+"""Position embeddings: a learned table added to token embeddings, or rotation of queries and keys (RoPE)."""
 
 import math
 
@@ -14,7 +14,7 @@ from megatron.settings.schema import Model
 
 
 class LearnedPositions(nn.Module):
-    """Position ids -> vectors of a learned table [positions, h]. weights: `model.weights.positions(...)`."""
+    """A learned table of position embeddings [positions, h]. weights: `model.weights.positions(...)`."""
 
     def __init__(self, weights: Table, *, dtype=None, device=None):
         super().__init__()
@@ -25,11 +25,11 @@ class LearnedPositions(nn.Module):
 
 
 class Rotary:
-    """Rotation of pairs of channels by position x frequency (RoFormer, arXiv:2104.09864).
+    """Rotary position embedding: rotates pairs of channels by position x frequency (RoFormer, arXiv:2104.09864).
 
-    Channel i is paired with channel i + n/2 of the n = `rotary_percent` x head_dim that are rotated, as in Megatron-LM and
-    in Hugging Face's Llama; the rest pass. Frequencies may be scaled for longer sequences than they were made for
-    (`scaled_frequencies`), and YaRN stretches what is rotated.
+    Channel i is paired with channel i + n/2 of the n = `rotary_percent` x head_dim rotated ones, as in Megatron-LM and
+    in Hugging Face's Llama; the rest are unchanged. Frequencies may be scaled for sequences longer than the original
+    length (`scaled_frequencies`), and YaRN also scales the rotated channels.
     """
 
     def __init__(self, model: Model):
@@ -50,13 +50,13 @@ class Rotary:
 
 
 def scaled_frequencies(frequencies: torch.Tensor, model: Model) -> torch.Tensor:
-    """Rotary frequencies [n/2] in radians a token, as the settings scale them."""
+    """Rotary frequencies [n/2] in radians per token, scaled as the settings specify."""
     if model.rotary_seq_len_interpolation_factor is not None:
         return frequencies / model.rotary_seq_len_interpolation_factor
     if model.use_rope_scaling:
         low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
         turns = model.rope_scaling_original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: turns often enough in the original length
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: enough turns in the original length
         return frequencies * (kept + (1 - kept) / model.rope_scaling_factor)
     if model.rope_type == "yarn":
         kept = 1 - _yarn_ramp(len(frequencies), model).to(frequencies)
@@ -65,11 +65,11 @@ def scaled_frequencies(frequencies: torch.Tensor, model: Model) -> torch.Tensor:
 
 
 def _yarn_ramp(half: int, model: Model) -> torch.Tensor:
-    """[half]: 0 for channels that turn more than beta_fast times in the original length, 1 for those that turn less than
-    beta_slow times, and a line between.
+    """YaRN's ramp [half]: 0 for channels with more than beta_fast turns in the original length, 1 for those with fewer than
+    beta_slow turns, and linear between.
     """
 
-    def channel(turns: float) -> float:  # where a frequency turns so often
+    def channel(turns: float) -> float:  # index of the frequency with this many turns
         waves = model.yarn_original_max_position_embeddings / (2 * math.pi * turns)
         return half * math.log(waves) / math.log(model.rotary_base)
 

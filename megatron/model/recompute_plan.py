@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers are computed again in the backward pass, and which of them together: pure, for model and planner."""
+"""The layers that are recomputed in the backward pass, and their groups. Pure; used by the model and the planner."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -9,7 +9,7 @@ from megatron.settings.schema import Recompute
 
 
 class RecomputeGroup(NamedTuple):
-    """Consecutive layers that run as one; `granularity`: what of them is computed again, "" for nothing."""
+    """Consecutive layers that run together; `granularity` of their recomputation, "" for none."""
 
     layers: tuple[int, ...]
     granularity: str
@@ -20,10 +20,10 @@ class RecomputeGroup(NamedTuple):
 
 
 def recompute_groups(layers: Sequence[int], settings: Recompute) -> list[RecomputeGroup]:
-    """The layers of a stage (by their number in the whole network) in order, grouped.
+    """Group the layers of a stage (by their index in the whole network), in order.
 
-    `--no-recompute-layers` counts over the whole network; `--recompute-method block --recompute-num-layers 2` are the
-    first two layers of this stage, those that are exempt included.
+    `--no-recompute-layers` counts over the whole network; `--recompute-method block --recompute-num-layers 2` selects the
+    first two layers of this stage, including exempt ones.
 
     >>> from megatron.settings.schema import Recompute
     >>> for group in recompute_groups(range(4, 8), Recompute("full", recompute_num_layers=2, no_recompute_layers="0,5")):

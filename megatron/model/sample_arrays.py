@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sample of a model consists of, where that is not one row of token numbers. Needs no torch.
+"""The arrays of a sample, for models whose samples are not one row of token ids. Needs no torch.
 
-A recipe names the arrays (`Recipe.arrays`); its datasets give dicts of them, the loader checks each and makes a micro-batch
-of them: `MicroBatch.arrays`, with the sequence first.
+A recipe names the arrays (`Recipe.arrays`). Its datasets return dicts of them; the loader checks each and collects them in
+`MicroBatch.arrays`, with the sequence dim first.
 """
 
 from dataclasses import dataclass
 from typing import Optional
 
-LABELS, LOSS_MASK = "labels", "loss_mask"  # what every such sample has
+LABELS, LOSS_MASK = "labels", "loss_mask"  # required in every such sample
 
 
 @dataclass(frozen=True)
 class SampleArray:
     """One array of a sample.
 
-    length: how many numbers; 0: one number, which stands for the whole sample
-    below:  whole numbers from 0 to below this
-    mask:   finite numbers from 0 instead: what each place counts
+    length: number of elements; 0: a single number for the whole sample
+    below:  integers from 0 to this number, exclusive
+    mask:   instead, finite numbers from 0: the weight of each position in the loss
     """
 
     length: int
@@ -29,6 +29,6 @@ class SampleArray:
         return (self.length,) if self.length else ()
 
     def words(self) -> str:
-        """What it holds, for messages."""
+        """Its content in words, for messages."""
         what = "numbers from 0" if self.mask else f"whole numbers from 0 to {self.below - 1:,}"
         return f"{self.length} {what}" if self.length else f"one of the {what}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forward pass of a stage keeps for the backward pass: bytes by kind, as the model's facts say of its parts.
+"""Activation memory of a stage: bytes that its forward pass saves for the backward pass, by kind, from the model's facts.
 
 Tests compare with `torch.autograd.graph.saved_tensors_hooks`.
 """
@@ -14,7 +14,7 @@ from megatron.settings.schema import Recompute
 
 
 def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
-    """Of one pass of a micro-batch through the layers of a stage (their numbers in the whole network)."""
+    """Bytes saved in one pass of a micro-batch through the layers of a stage (by their index in the whole network)."""
     facts, share, kept = job.facts, layout.rank_setup(job), Bytes()
     for (kind, granularity), count in repeated(facts, layout.recompute, layers, together=True).items():
         for name, size in facts.layer_saved_bytes(share, kind, granularity).items():
@@ -24,7 +24,7 @@ def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bo
 
 
 def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together: bool = False) -> Counter:
-    """(kind, granularity of recomputation) -> layers. together: a group that is recomputed as one counts once."""
+    """(kind, granularity of recomputation) -> number of layers. together: a group that is recomputed as one counts once."""
     counts = Counter()
     for group in recompute_groups(layers, settings):
         members = group.layers[:1] if together and group.granularity == "full" else group.layers
@@ -33,14 +33,14 @@ def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together:
 
 
 def deferred(job: Job, layout: Layout, layers: Sequence[int]) -> int:
-    """Bytes of these layers' inputs and output gradients whose products are deferred (zero-bubble W)."""
+    """Bytes of the inputs and output gradients of these layers' deferred products (zero-bubble W)."""
     share = layout.rank_setup(job)
     kinds = Counter(map(job.facts.layer_kind, layers))
     return sum(count * job.facts.deferred_saved_bytes(share, kind) for kind, count in kinds.items())
 
 
 def workspace(job: Job, layout: Layout, layers: Sequence[int]) -> int:
-    """Most bytes that the backward pass of one of these layers needs beside what is kept."""
+    """Peak bytes that the backward pass of one of these layers needs in addition to saved ones."""
     r, share = layout.recompute, layout.rank_setup(job)
     together = (r.recompute_num_layers or 1) if r.recompute_method != "block" else 1
     kinds = set(map(job.facts.layer_kind, layers))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Back-of-an-envelope answers: bytes of a number of parameters, and the fewest devices that hold them.
+"""Quick estimates from a number of parameters: bytes of training state, and the fewest devices that hold them.
 
 >>> f"{100e9 * 4 / 2**30:.1f} GiB"
 '372.5 GiB'
@@ -11,7 +11,7 @@ import math
 
 from megatron.telemetry.figures import WIDTH, count, sentence, table
 
-STATES = (  # what, bytes of a parameter
+STATES = (  # description, bytes per parameter
     ("weights in bf16 or fp16", 2),
     ("weights in fp32", 4),
     ("gradients in fp32", 4),
@@ -30,7 +30,7 @@ def least_devices(size: float, memory: float) -> tuple[int, int]:
 
 
 def states(parameters: float, memory: float, width: int = WIDTH) -> str:
-    """How many devices hold a training's state, then a table of what is in it, in GB and GiB."""
+    """The number of devices that hold a training's state, then a table of its parts in GB and GiB."""
     rows = []
     for what, each in STATES:
         size = parameters * each
@@ -44,12 +44,12 @@ def states(parameters: float, memory: float, width: int = WIDTH) -> str:
     return f"{sentence(verdict, width)}\n\n{table(rows, head, width=width)}"
 
 
-CHECKPOINT, TRAINING = 12, 18  # bytes of a parameter: see STATES
-SHARDED = {0: 0, 1: 12, 2: 16, 3: 18}  # ZeRO stage -> how many of TRAINING's bytes all ranks share
+CHECKPOINT, TRAINING = 12, 18  # bytes per parameter: see STATES
+SHARDED = {0: 0, 1: 12, 2: 16, 3: 18}  # ZeRO stage -> the part of TRAINING that is divided among all ranks
 
 
 def fewest(parameters: float, memory: float, width: int = WIDTH) -> str:
-    """The fewest devices, in a sentence."""
+    """A sentence with the fewest devices."""
     words = []
     for what, each in (
         ("weights and moments in fp32", CHECKPOINT),
@@ -62,35 +62,35 @@ def fewest(parameters: float, memory: float, width: int = WIDTH) -> str:
 
 
 def divisions(parameters: float, memory: float, world: int) -> list[tuple[int, int, int, float]]:
-    """[(model parallel size, data parallel size, ZeRO stage, bytes of a rank)] whose state fits, best first.
+    """[(model parallel size, data parallel size, ZeRO stage, bytes per rank)] that fit, best first.
 
-    Model parallel sizes are powers of two; of each the lowest stage that fits. Little sharding comes before much, then
-    little model parallelism: both cost communication.
+    Model parallel sizes are powers of two, each with the lowest stage that fits. The order is by stage, then by model
+    parallel size: both cost communication.
 
     >>> divisions(100e9, 31e9, 64)[:2]
     [(64, 1, 0, 28125000000.0), (1, 64, 3, 28125000000.0)]
     """
-    found = []
+    result = []
     for model in (2**n for n in range(world.bit_length()) if world % 2**n == 0):
         for stage, shared in SHARDED.items():
             size = parameters * ((TRAINING - shared) / model + shared / world)
             if size <= memory:
-                found.append((model, world // model, stage, size))
+                result.append((model, world // model, stage, size))
                 break
-    return sorted(found, key=lambda one: (one[2], one[0]))
+    return sorted(result, key=lambda one: (one[2], one[0]))
 
 
 def on_ranks(parameters: float, memory: float, world: int) -> str:
-    """What so many ranks make of it: the part of a checkpoint that each writes, and the divisions that fit."""
+    """The estimate for a number of ranks: the part of a checkpoint that each writes, and the divisions that fit."""
     size = parameters * CHECKPOINT / world
     text = f"on {world:,} ranks: {size / 1e9:,.3f} GB ({size / 2**30:,.3f} GiB) of a checkpoint from each\n"
-    found = divisions(parameters, memory, world)
-    if not found:
+    fitting = divisions(parameters, memory, world)
+    if not fitting:
         return text + sentence(f"training in bf16 does not fit: {fewest(parameters, memory)}")
-    rows = [[model, data, stage, f"{each / 1e9:,.1f}"] for model, data, stage, each in found]
+    rows = [[model, data, stage, f"{each / 1e9:,.1f}"] for model, data, stage, each in fitting]
     return text + table(rows, ["model parallel", "data parallel", "ZeRO stage", "GB of state a rank, in bf16"])
 
 
 def days(parameters: float, tokens: float, flops: float, share: float, devices: int) -> float:
-    """Days of a training of 6 x parameters x tokens FLOPs on devices of `flops`, of which `share` is reached."""
+    """Days of a training of 6 x parameters x tokens FLOPs on devices that reach `share` of `flops`."""
     return 6 * parameters * tokens / (flops * share * devices) / 86400

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the settings of a training to its best layout: for the planner's command, --auto-parallel and
+"""Choose the best layout for the settings of a training: for the planner's command, --auto-parallel and
 --micro-batch-size auto.
 """
 
@@ -17,7 +17,7 @@ from megatron.planner.layout import Job, Layout
 from megatron.planner.problems import inspect, memory_problems, refusal
 from megatron.planner.search import NOT_OFFLOADED, Plan, SearchedPlans, Space, divisors, search
 from megatron.planner.speed import Cluster
-from megatron.planner.text import parts, plans, resting_on, sizes
+from megatron.planner.text import parts, plans, sizes, speeds_note
 from megatron.settings import batch, schema
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.rules import out_of_range
@@ -27,21 +27,20 @@ from megatron.training import rules
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A search and what it was for."""
+    """The plans of a search, and its inputs."""
 
-    found: SearchedPlans
+    searched: SearchedPlans
     job: Job
     cluster: Cluster
     parameters: int
-    source: str  # of the cluster's figures
+    source: str  # of the cluster's speeds
     remarks: list[str]
     seconds: float
-    kept: list[str]  # words of the command that the search kept
+    kept: list[str]  # given flags that the search kept
 
 
-def find(config: schema.Config) -> SearchResult:
-    """Search the layouts that settings leave open, on the cluster that they describe. Raises SettingsError, first of all
-    for numbers that describe no model and no cluster."""
+def search_layouts(config: schema.Config) -> SearchResult:
+    """Search the layouts that the settings leave open, on the cluster that they describe. Raises SettingsError."""
     sized, given = replace(config, batch=batch.smallest(config.batch)), config.given_words
     if wrong := [words for name in schema.GROUPS for words in out_of_range(getattr(sized, name), given).values()]:
         raise refusal(wrong)
@@ -49,20 +48,20 @@ def find(config: schema.Config) -> SearchResult:
     return _searched(config, cluster, source, space_of(config, cluster), kept(config))
 
 
-def find_micro_batch(config: schema.Config) -> SearchResult:
-    """Every size of --micro-batch-size auto in the layout that the other settings describe.
+def search_micro_batch(config: schema.Config) -> SearchResult:
+    """Evaluate every size for --micro-batch-size auto in the layout of the other settings.
 
-    Raises SettingsError with everything that is wrong with them.
+    Raises SettingsError with all problems of the settings.
     """
     cluster, source = target.cluster_of(config)
-    if found := rules.check(config, cluster.world_size):
-        raise refusal(found)
+    if problems := rules.check(config, cluster.world_size):
+        raise refusal(problems)
     settings = rules.filled(replace(config, batch=batch.smallest(config.batch)), cluster.world_size)
     layout = Layout.of(settings, cluster.world_size)
     if config.batch.local_batch_size and not config.batch.global_batch_size:
         config = replace(config, batch=replace(config.batch, global_batch_size=settings.batch.global_batch_size))
     global_batch = _global_batch(config)
-    own = layout.pipeline(config.model.num_layers).custom  # a schedule in a file is for one number of micro-batches
+    own = layout.pipeline(config.model.num_layers).custom  # a schedule file is for one number of micro-batches
     each = (config.batch.global_batch_size or config.planner.max_global_batch_size) // layout.dp
     only = tuple(
         replace(layout, micro_batch_size=size)
@@ -73,10 +72,9 @@ def find_micro_batch(config: schema.Config) -> SearchResult:
     if not only:
         number = config.batch.gradient_accumulation_steps or (own.num_microbatches if own else 1)
         raise SettingsError(
-            f"--micro-batch-size auto: no size of it makes {number} micro-batch{'es' * (number > 1)} of "
+            f"--micro-batch-size auto: no size gives {number} micro-batch{'es' * (number > 1)} of "
             f"{each} samples for each of {layout.dp} data parallel ranks",
-            do="change the global batch, or "
-            "leave out --gradient-accumulation-steps or a --pipeline-schedule of your own",
+            do="change the global batch, or leave out --gradient-accumulation-steps or a --pipeline-schedule file",
         )
     return _searched(settings, cluster, source, Space(**global_batch, only=only))
 
@@ -86,16 +84,16 @@ def _searched(
 ) -> SearchResult:
     job, remark = target.job_of(config, cluster)
     started = time.perf_counter()
-    found = search(job, cluster, space)
+    searched = search(job, cluster, space)
     count = job.facts.parameters
     remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
     if cluster.device.assumed:
         remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
-    return SearchResult(found, job, cluster, count, source, remarks, time.perf_counter() - started, list(held))
+    return SearchResult(searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held))
 
 
 def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
-    """Defaults of Megatron's that cost a GPU more than any layout can save, for whoever did not mean them."""
+    """Notes on defaults of Megatron-LM that cost more on a GPU than any layout can save."""
     speeds = cluster.device.flops
     if job.device == "cuda" and job.precision == "fp32" and "bf16" in speeds and "fp32" in speeds:
         times = f"{speeds['bf16'] / speeds['fp32']:.0f} times as fast with --bf16"
@@ -108,7 +106,7 @@ def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
         )
 
 
-# Setting of a layout -> what of the search it narrows, with its own value.
+# Setting of a layout -> field of the search space that it fixes to its value.
 AXES = dict(
     tensor_model_parallel_size="tp",
     pipeline_model_parallel_size="pp",
@@ -130,11 +128,11 @@ NARROWING |= {"context_parallel_size", "cp_comm_type", "micro_batch_size", "glob
 
 
 def kept(config: schema.Config) -> list[str]:
-    """What somebody said of the layout, which a search keeps. Raises SettingsError for what it cannot keep."""
+    """The given flags of a layout, which a search keeps. Raises SettingsError for flags that it cannot keep."""
     given = [one for name in sorted(LAYOUT) if (one := config.given(name))]
     if odd := [one.words for one in given if one.name not in NARROWING and one.is_request]:
         raise SettingsError(
-            f"{', '.join(odd)}: a search of layouts does not know {'it' if len(odd) == 1 else 'them'}",
+            f"{', '.join(odd)}: a search of layouts does not support {'it' if len(odd) == 1 else 'them'}",
             do="leave that out, or give the whole layout instead of --auto-parallel",
         )
     open_size = lambda one: one.name == "micro_batch_size" and one.value == schema.AUTO
@@ -142,7 +140,7 @@ def kept(config: schema.Config) -> list[str]:
 
 
 def space_of(config: schema.Config, cluster: Cluster) -> Space:
-    """What settings leave open: what somebody gave of a layout is kept, also where it is a default."""
+    """The search space of the settings: layout settings that the user gave are fixed, even at their defaults."""
     p, b, o = config.parallel, config.batch, config.optimizer
     if b.rampup_batch_size:
         raise SettingsError(
@@ -172,7 +170,7 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
 
 
 def _global_batch(config: schema.Config) -> dict[str, Optional[int]]:
-    """The part of a `Space` that says how many samples a step has."""
+    """The part of a `Space` with the samples per step."""
     given = dict(global_batch=config.batch.global_batch_size, max_global_batch=config.planner.max_global_batch_size)
     if not any(given.values()):
         raise SettingsError(
@@ -184,20 +182,20 @@ def _global_batch(config: schema.Config) -> dict[str, Optional[int]]:
 
 
 def nothing_fits(outcome: SearchResult) -> SettingsError:
-    """The error for a search without a plan: by how much it failed, and what would help."""
-    found, cluster = outcome.found, outcome.cluster
+    """The error for a search without a plan: how much memory is missing, and what would help."""
+    searched, cluster = outcome.searched, outcome.cluster
     held = f" with {', '.join(outcome.kept)}" if outcome.kept else ""
-    if not found.rejected:
+    if not searched.rejected:
         return SettingsError(
             f"no layout of {cluster.world_size} ranks is possible{held}",
-            "; ".join(found.impossible[:5]),
+            "; ".join(searched.impossible[:5]),
             f"choose another number of ranks or another batch{', or leave out some of these flags' if held else ''}",
         )
     each = 18 if outcome.job.element == 2 else 16
     least, power = least_devices(each * outcome.parameters * 1.1, cluster.device.memory_bytes * 0.85)
-    closest = found.rejected[0]
+    closest = searched.rejected[0]
     return SettingsError(
-        f"none of {found.looked_at:,} layouts{held} fits {cluster.world_size} x {cluster.device.memory_gb:g} GB",
+        f"none of {searched.num_layouts:,} layouts{held} fits {cluster.world_size} x {cluster.device.memory_gb:g} GB",
         f"the closest, {closest.layout.short()} with recomputation of "
         f"{closest.layout.recompute.recompute_granularity or 'nothing'}, is {closest.why()}",
         f"state alone, {each} bytes a parameter, needs about {max(least, cluster.world_size + 1)} such devices "
@@ -206,7 +204,7 @@ def nothing_fits(outcome: SearchResult) -> SettingsError:
 
 
 def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[str]:
-    """What the rules of a training say against a plan; data and length of training are not its business."""
+    """The violations of a plan by the rules of a training, apart from its data and length."""
     data = schema.Data(mock_data=True)
     tokenizer = schema.TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=plan.job.facts.vocab_size)
     settings = replace(
@@ -222,54 +220,54 @@ def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[s
 
 
 def automatic(config: schema.Config, log) -> tuple[schema.Config, list[Plan], SearchResult]:
-    """(settings with what they leave open chosen, the best plans, the search). Says why.
+    """(settings with the open ones chosen, the best plans, the search). Logs the reasons.
 
-    --auto-parallel leaves the layout open, --micro-batch-size auto the micro-batch alone.
+    --auto-parallel leaves the layout open, --micro-batch-size auto only the micro-batch.
     """
     if not config.planner.auto_parallel:
         return _micro_batch(config, log)
-    outcome = find(config)
-    found, cluster = outcome.found, outcome.cluster
-    if not found.plans:
+    outcome = search_layouts(config)
+    searched, cluster = outcome.searched, outcome.cluster
+    if not searched.plans:
         raise nothing_fits(outcome)
-    best, width, pace = found.plans[0], _width(config), resting_on(cluster)
+    best, width, speeds = searched.plans[0], _width(config), speeds_note(cluster)
     log(
         sentence(
-            f"--auto-parallel: {found.looked_at:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
-            f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), {found.too_large:,} do not fit; "
+            f"--auto-parallel: {searched.num_layouts:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
+            f"{cluster.device.memory_gb:.1f} GB, {outcome.source}), {searched.too_large:,} do not fit; "
             f"in {outcome.seconds:.2f} s",
             width,
         )
     )
-    log(plans(found, cluster, 5, width))
+    log(plans(searched, cluster, 5, width))
     if outcome.kept:
         log(sentence(f"kept as given: {', '.join(outcome.kept)}", width))
     log(sentence(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}", width))
-    log(f"because it is expected to be the fastest: {seconds(best.step.seconds)} a step {pace}")
+    log(f"because it is expected to be the fastest: {seconds(best.step.seconds)} a step {speeds}")
     log(parts(best.step, cluster, width))
-    return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
+    return in_layout(config, best.layout, best.job.global_batch), searched.plans, outcome
 
 
 def _micro_batch(config: schema.Config, log) -> tuple[schema.Config, list[Plan], SearchResult]:
-    outcome = find_micro_batch(config)
-    found, cluster = outcome.found, outcome.cluster
-    if not found.plans:
-        least = min((one.layout for one in found.rejected), key=lambda layout: layout.micro_batch_size)
+    outcome = search_micro_batch(config)
+    searched, cluster = outcome.searched, outcome.cluster
+    if not searched.plans:
+        least = min((one.layout for one in searched.rejected), key=lambda layout: layout.micro_batch_size)
         [problem] = memory_problems(
             replace(outcome.job, global_batch=least.micro_batch_size * least.dp), least, cluster
         )
         raise SettingsError(f"--micro-batch-size auto: even {least.micro_batch_size} is {problem}")
-    best, width = found.plans[0], _width(config)
-    log(f"--micro-batch-size auto: {best.layout.micro_batch_size} is expected to be the fastest {resting_on(cluster)}")
+    best, width = searched.plans[0], _width(config)
+    log(f"--micro-batch-size auto: {best.layout.micro_batch_size} is expected to be the fastest {speeds_note(cluster)}")
     log(
         sentence(
-            f"  of what divides {best.job.global_batch // best.layout.dp} samples a rank and fits "
+            f"  of the divisors of {best.job.global_batch // best.layout.dp} samples per rank that fit in "
             f"{best.layout.short()} on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB, {outcome.source})",
             width,
         )
     )
-    log(sizes(found, cluster, width))
-    return in_layout(config, best.layout, best.job.global_batch), found.plans, outcome
+    log(sizes(searched, cluster, width))
+    return in_layout(config, best.layout, best.job.global_batch), searched.plans, outcome
 
 
 def _width(config: schema.Config) -> int:
@@ -277,7 +275,7 @@ def _width(config: schema.Config) -> int:
 
 
 def in_layout(config: schema.Config, layout: Layout, global_batch: int) -> schema.Config:
-    """Settings of a training with what was found in place of what they left open."""
+    """The settings of a training with the search result for the open ones."""
     if config.planner.auto_parallel:
         return layout.applied(config, global_batch)
     sizes = dict(micro_batch_size=layout.micro_batch_size, global_batch_size=global_batch)
@@ -285,7 +283,7 @@ def in_layout(config: schema.Config, layout: Layout, global_batch: int) -> schem
 
 
 def chosen_flags(config: schema.Config, layout: Layout, global_batch: int) -> str:
-    """The flags that say what was found."""
+    """The flags of the search result."""
     words = layout.flags() if config.planner.auto_parallel else ["--micro-batch-size", str(layout.micro_batch_size)]
     return " ".join([*words, "--global-batch-size", str(global_batch)])
 
@@ -293,19 +291,19 @@ def chosen_flags(config: schema.Config, layout: Layout, global_batch: int) -> st
 def resolve_open_settings(config: schema.Config, log) -> tuple[schema.Config, list[str]]:
     """Choose open settings for a report: (config, problems that prevent the choice).
 
-    A micro-batch size that cannot be chosen is 1; the report gives the reason with all other problems.
+    If no micro-batch size can be chosen, it is 1; the report gives the reason with all other problems.
     """
     if not rules.layout_is_open(config):
         return config, []
     try:
-        found = automatic(config, log)[0]
+        chosen = automatic(config, log)[0]
         log("")
-        return found, []
+        return chosen, []
     except SettingsError as error:
         if config.planner.auto_parallel:
             raise
         one = replace(config, batch=batch.smallest(config.batch))
         cluster = target.cluster_of(config)[0]
-        told = inspect(one, cluster).problems
-        untold = [words for words in rules.check(config, cluster.world_size) if words not in told]
-        return one, untold or ([] if told else [str(error)])
+        reported = inspect(one, cluster).problems
+        others = [words for words in rules.check(config, cluster.world_size) if words not in reported]
+        return one, others or ([] if reported else [str(error)])

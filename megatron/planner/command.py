@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as something to run: the command line that asks for it, and a script around that."""
+"""A plan as a command line to run, and a script with it."""
 
 import shlex
 
 from megatron.model.recipe import command_of, recipe_of
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
-from megatron.planner.text import resting_on
+from megatron.planner.text import speeds_note
 from megatron.settings import schema
 from megatron.settings.presets import preset
 from megatron.settings.spelling import settings_of
@@ -15,16 +15,14 @@ from megatron.telemetry.figures import WIDTH, seconds, size
 
 
 def training_flags(config: schema.Config, always: tuple[str, ...] = ()) -> list[str]:
-    """The flags of every setting that somebody gave, that is not at its default, or that is `always` said, apart from those
-    of the planner.
-    """
+    """The flags of all settings that were given, differ from their defaults, or are in `always`, without the planner's."""
     words, own = [], config.groups
     groups = schema.GROUPS | recipe_of(config).setting_groups
     for setting in settings_of({name: group for name, group in groups.items() if name != "planner"}):
         value, said = getattr(own[setting.group], setting.name), config.said(setting.name)
         default = said.value if said and said.source == SaidBy.RECIPE else setting.default
         if setting.name == "model_name_or_path" and preset(str(value)):
-            continue  # what it stands for is said flag by flag
+            continue  # its settings are flags of their own
         if setting.name != "model_type" and (value != default or setting.name in always or config.given(setting.name)):
             words += setting.words(value)
     return words
@@ -36,7 +34,7 @@ def planned_flags(config: schema.Config, plan: Plan) -> list[str]:
 
 
 def launcher(cluster: Cluster) -> list[str]:
-    """What starts the ranks."""
+    """The command that starts the ranks."""
     nodes = max(1, cluster.world_size // cluster.local_size)
     if cluster.world_size == 1:
         return ["python"]
@@ -58,9 +56,9 @@ def launcher(cluster: Cluster) -> list[str]:
 
 
 def command_line(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
-    """Ready for the shell, as many flags a line as fit."""
+    """The command line for a shell, with as many flags per line as fit."""
     start = [f'"{word}"' if word.startswith("$") else word for word in launcher(cluster)]
-    pieces = [[*start, command_of(config.model.model_type)]]  # a flag with its values each
+    pieces = [[*start, command_of(config.model.model_type)]]  # one flag with its values each
     for word in planned_flags(config, plan):
         if word.startswith("--"):
             pieces.append([word])
@@ -76,18 +74,18 @@ def command_line(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
     return " \\\n    ".join(lines)
 
 
-ROOM = WIDTH - len("     \\")  # characters of a line between its indentation and the backslash behind it
+ROOM = WIDTH - len("     \\")  # characters of a line between its indentation and the backslash
 
 
 def script(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
-    """A bash script that trains in a plan's layout and passes further flags on."""
+    """A bash script that trains in a plan's layout and passes additional flags on."""
     nodes = max(1, cluster.world_size // cluster.local_size)
     tokens = plan.step.tokens_per_second(plan.job)
     head = [
         "#!/usr/bin/env bash",
         f"# {cluster.world_size} x {cluster.device.name} on {nodes} node{'s' * (nodes > 1)}: {plan.layout.short()}",
         f"# predicted: {size(plan.bytes)} on the fullest rank (written by megatron.tools.plan)",
-        f"# expected: {seconds(plan.step.seconds)} a step, {tokens:,.0f} tokens/s {resting_on(cluster)}",
+        f"# expected: {seconds(plan.step.seconds)} a step, {tokens:,.0f} tokens/s {speeds_note(cluster)}",
     ]
     if nodes > 1:
         head.append("# On every node: NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT of the first node.")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank runs on: memory, arithmetic, links. A table of known devices, and files that `plan --calibrate` writes.
+"""The device of a rank: memory, speeds, links. A table of known devices, and files that `plan --calibrate` writes.
 
     >>> find("A100-80GB").memory_bytes / 2**30, find("A100-80GB").peak("bf16") / 1e12
     (80.0, 312.0)
 
-Link speeds are per device and direction, as data sheets give them (NVLink; one 200 or 400 Gbit/s adapter a device).
-Efficiencies are assumptions until somebody calibrates: the share of the peak that large matrix products reach.
+Link speeds are per device and direction, from data sheets (NVLink; one 200 or 400 Gbit/s adapter per device).
+Efficiencies, the fraction of peak that large matrix products reach, are assumed until they are calibrated.
 """
 
 import json
@@ -25,19 +25,19 @@ GIB = 2**30
 class Device:
     """One rank's device.
 
-    flops:         FLOP/s that large matrix products reach, by precision; rows: half of that is reached at so many rows,
+    flops:         FLOP/s that large matrix products reach, by precision; rows: half of that is reached with this many rows,
                    columns or terms of a sum
-    attention:     FLOP/s that attention reaches, by precision, causal halves counted in full
-    bandwidth:     bytes/s of reading or writing its memory
-    unfused:       elementwise work as a multiple of what fused kernels would read and write
+    attention:     FLOP/s that attention reaches, by precision, counting all pairs also in causal attention
+    bandwidth:     bytes/s of reads or writes of its memory
+    unfused:       elementwise traffic as a multiple of that of fused kernels
     inner, outer:  bytes/s of a link inside a node and between nodes, per device and direction
-    latency:       seconds of a collective of nothing, for each doubling of the ranks
+    latency:       seconds of an empty collective, for each doubling of the ranks
     host:          bytes/s between device and host
     """
 
     name: str
     kind: str = "cuda"
-    memory_gb: float = 80.0  # of 1e9 bytes, as --device-memory-gb
+    memory_gb: float = 80.0  # of 1e9 bytes, as in --device-memory-gb
     flops: dict = field(default_factory=dict, hash=False)
     attention: dict = field(default_factory=dict, hash=False)
     rows: float = 96.0
@@ -46,11 +46,11 @@ class Device:
     inner: float = 250e9
     outer: float = 20e9
     latency: float = 12e-6
-    launch: float = 4e-6  # seconds of starting an op
+    launch: float = 4e-6  # seconds to launch an op
     host: float = 20e9
     context_gb: float = 1.2  # driver, libraries and their workspaces
-    communication_gb: float = 0.4  # a communication library's buffers, for each axis of more than one rank
-    assumed: bool = True  # nothing here was measured
+    communication_gb: float = 0.4  # buffers of a communication library, for each axis of more than one rank
+    assumed: bool = True  # False if the speeds were measured
 
     @property
     def memory_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may fill: drivers take some of what a data sheet promises, and no estimate is exact."""
+        """The bytes that a plan may use: drivers reserve some of the data sheet's memory, and estimates are not exact."""
         return int(0.97 * self.memory_bytes)
 
     @property
@@ -70,7 +70,7 @@ class Device:
         return int(self.communication_gb * GIB)
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of the data sheet, or what was measured where there is none."""
+        """FLOP/s of the data sheet, or the measured ones if there is none."""
         return peak_flops(self.name, precision) or self.flops.get(precision) or max(self.flops.values())
 
     def reached(self, precision: str, smallest: float) -> float:
@@ -79,7 +79,7 @@ class Device:
         return best * smallest / (smallest + self.rows)
 
 
-# Name: memory in GiB, memory GB/s, NVLink or PCIe GB/s, adapter GB/s. Peaks are those of `peak_flops.PEAK_TFLOPS`.
+# Name: memory in GiB, memory GB/s, NVLink or PCIe GB/s, adapter GB/s. Peaks are in `peak_flops.PEAK_TFLOPS`.
 TABLE = {
     "V100-16GB": (16, 900, 130, 10),
     "V100-32GB": (32, 900, 130, 10),
@@ -104,16 +104,16 @@ TABLE = {
     "MI300X-192GB": (192, 5300, 300, 42),
 }
 
-REACHED = dict(linear=0.8, attention=0.45)  # of the peak
+REACHED = dict(linear=0.8, attention=0.45)  # of the peak, assumed
 
 
-DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|sxm\d?|hbm\d?e?")  # of the names that drivers give
+DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|sxm\d?|hbm\d?e?")  # in the names that drivers report
 
 
 def find(name: str) -> Device:
-    """A device of the table by its name, a part of it that fits one model alone, or the name that its driver gives.
+    """A device of the table by its name, a part of it that matches one model only, or the name from its driver.
 
-    Of several memories the largest. Raises UsageError that lists what there is.
+    Of several memory sizes the largest. Raises UsageError with the known names.
 
     >>> find("h100").name, find("A100").name, find("NVIDIA A100-SXM4-40GB").name
     ('H100-80GB', 'A100-80GB', 'A100-40GB')
@@ -125,12 +125,12 @@ def find(name: str) -> Device:
     exact = [key for key in fits if known[key] == wanted or known[key][: len(wanted)] == wanted]
     fits = exact or fits if wanted else []
     if len({key.rpartition("-")[0] for key in fits}) > 1:
-        raise UsageError(f"--device-name {name} could be {', '.join(fits)}", do="say more of its name")
+        raise UsageError(f"--device-name {name} could be {', '.join(fits)}", do="give more of its name")
     if not fits:
         raise UsageError(
             f"--device-name {name} is not in the table{did_you_mean(name, TABLE)}",
             f"known: {', '.join(TABLE)}",
-            "say --device-memory-gb, or measure: python -m megatron.tools.plan --calibrate FILE",
+            "give --device-memory-gb, or measure: python -m megatron.tools.plan --calibrate FILE",
         )
     return _of_table(fits[-1])
 
@@ -151,7 +151,7 @@ def _of_table(name: str) -> Device:
 
 
 def cpu(cores: int = 1, memory_gb: float = 8.0) -> Device:
-    """A rank on some cores of a CPU, before anybody has measured it."""
+    """A rank on some cores of a CPU, with assumed speeds."""
     return Device(
         "cpu",
         "cpu",
@@ -173,7 +173,7 @@ def cpu(cores: int = 1, memory_gb: float = 8.0) -> Device:
 def choose(
     name: Optional[str], memory_gb: Optional[float], calibration: Optional[str] = None, kind: str = "cuda"
 ) -> Device:
-    """The device that flags describe: by name, from a calibration file, else an A100 (or a CPU); `memory_gb` wins."""
+    """The device of the flags: by name, from a calibration file, else an A100 (or a CPU). `memory_gb` overrides its own."""
     if calibration:
         device = read(calibration)
     elif name:
@@ -184,11 +184,11 @@ def choose(
 
 
 def read(path: str) -> Device:
-    """What `plan --calibrate` wrote. Raises DataError."""
+    """Read a file of `plan --calibrate`. Raises DataError."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
         known = {f.name for f in fields(Device)}
-        device = Device(**{key: value for key, value in found["device"].items() if key in known})
+        device = Device(**{key: value for key, value in record["device"].items() if key in known})
         _check(device)
         return device
     except OSError as error:
@@ -196,12 +196,12 @@ def read(path: str) -> Device:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(
-            f"{path} is no calibration", why, "python -m megatron.tools.plan --calibrate FILE writes one"
+            f"{path} is not a calibration file", why, "python -m megatron.tools.plan --calibrate FILE writes one"
         ) from error
 
 
 def _check(device: Device) -> None:
-    """Raise ValueError for what no measurement can have found, so that nothing is divided by it later."""
+    """Raise ValueError for values that no measurement can give, before anything is divided by them."""
     speeds = {
         f"{name} of {kind}": speed
         for name in ("flops", "attention")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--dry-run`: everything that can be known of a training before a device is touched, and every problem at once."""
+"""`--dry-run`: report all properties and all problems of a training that are known without a device."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from megatron.planner.memory import MemoryReport, memory_report, on_disk
 from megatron.planner.problems import inspect, prefixes, refusal
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster, step
-from megatron.planner.startup import groups_of, slow_start, told
+from megatron.planner.startup import describe_groups, groups_of, slow_start
 from megatron.planner.traffic import transfers
 from megatron.settings import batch, schema
 from megatron.settings.spelling import settings_of
@@ -24,25 +24,25 @@ from megatron.training import rules
 
 
 def dry_run(config: schema.Config, log=print) -> None:
-    """Say what the settings would do, the verdict first. Raises SettingsError with every violation if they cannot work."""
+    """Report what the settings would do, the verdict first. Raises SettingsError with all problems."""
     chosen: list[str] = []
     config, unresolved = resolve_open_settings(config, chosen.append)
     cluster, source = target.cluster_of(config)
     width = WIDE if config.planner.wide else WIDTH
-    found = inspect(config, cluster)
-    problems = unresolved + found.problems
-    wrong = f"{several(len(problems), 'thing')} cannot work; the end says what"
-    log(f"dry run: {wrong if problems else 'nothing was found that cannot work'}")
-    if found.resolved:
-        plan, needed = _plan(found.job, found.layout, cluster)
+    inspection = inspect(config, cluster)
+    problems = unresolved + inspection.problems
+    wrong = f"{several(len(problems), 'problem')}, listed at the end"
+    log(f"dry run: {wrong if problems else 'no problems found'}")
+    if inspection.resolved:
+        plan, needed = _plan(inspection.job, inspection.layout, cluster)
         log(f"{text.verdict(plan, cluster)}\n")
         for line in filter(None, chosen):
             log(line)
-        remarks = [found.remark] * bool(found.remark) + rules.remarks(config, cluster.world_size)
-        for section in _sections(found.resolved, plan, needed, cluster, source, width):
+        remarks = [inspection.remark] * bool(inspection.remark) + rules.remarks(config, cluster.world_size)
+        for section in _sections(inspection.resolved, plan, needed, cluster, source, width):
             log(section + "\n")
-        slow = slow_start(found.resolved, found.layout, cluster.device.kind)
-        for remark in [*remarks, *_far(found.layout, cluster), *[slow] * bool(slow)]:
+        slow = slow_start(inspection.resolved, inspection.layout, cluster.device.kind)
+        for remark in [*remarks, *_far(inspection.layout, cluster), *[slow] * bool(slow)]:
             log(sentence(f"note: {remark}", width))
         for warning in rules.idle(config, cluster.world_size).values():
             log(sentence(f"warning: {warning}", width))
@@ -51,7 +51,7 @@ def dry_run(config: schema.Config, log=print) -> None:
 
 
 def _plan(job: Job, layout: Layout, cluster: Cluster) -> tuple[Plan, list[MemoryReport]]:
-    """The layout with its time, and the memory of each pipeline rank."""
+    """The plan of the layout, and the memory of each pipeline rank."""
     needed = [memory_report(job, layout, cluster.device, rank) for rank in range(layout.pp)]
     worst = max(needed, key=lambda one: one.total)
     return Plan(layout, job, step(job, layout, cluster), worst.total, worst.rank), needed
@@ -67,7 +67,7 @@ def _sections(
     if cluster.world_size > 1:
         groups = groups_of(layout, job.facts.num_layers, cluster.device.kind == "cuda")
         buffers = max(one.device.get("communication buffers", 0) for one in needed)
-        yield "\n".join(sentence(line, width) for line in told(groups, cluster.device, buffers))
+        yield "\n".join(sentence(line, width) for line in describe_groups(groups, cluster.device, buffers))
     yield _stages(job, layout, needed, cluster, width)
     shown = needed if layout.pp <= 4 else [needed[n] for n in sorted({0, plan.rank, layout.pp - 1})]
     head = f"memory of a rank on {cluster.device.name} ({cluster.device.memory_gb:.1f} GB), predicted"
@@ -84,26 +84,26 @@ def _sections(
 
 
 def _far(layout: Layout, cluster: Cluster) -> list[str]:
-    """What works, and is slow for the distance between ranks."""
+    """Notes on a layout that works, but is slow because of the distance between ranks."""
     if layout.tp <= cluster.local_size:
         return []
     return [
-        f"--tensor-model-parallel-size {layout.tp} reaches over machines of {cluster.local_size} ranks: four messages of "
+        f"--tensor-model-parallel-size {layout.tp} spans machines of {cluster.local_size} ranks: four messages of "
         f"each layer and micro-batch cross the network; up to {cluster.local_size} they stay inside a machine"
     ]
 
 
 def _changed(config: schema.Config) -> list[str]:
-    """The settings that are not at their defaults, a group a line."""
+    """The settings that are not at their defaults, one group per line."""
     lines = []
     for name, own in config.groups.items():
-        told = [
+        words = [
             f"{s.name}={s.word(getattr(own, s.name))}"
             for s in settings_of({name: type(own)})
             if getattr(own, s.name) not in (s.default, None)
         ]
-        lines += [f"  {name}: {', '.join(told)}"] if told and name not in ("planner",) else []
-    return ["settings that are not defaults:", *lines]
+        lines += [f"  {name}: {', '.join(words)}"] if words and name not in ("planner",) else []
+    return ["settings other than defaults:", *lines]
 
 
 def _topology(layout: Layout, cluster: Cluster, width: int) -> str:
@@ -123,7 +123,7 @@ def _topology(layout: Layout, cluster: Cluster, width: int) -> str:
 
 
 def _stages(job: Job, layout: Layout, needed, cluster: Cluster, width: int) -> str:
-    """Which layers lie where, and how full that makes the rank."""
+    """The layers and the memory of each pipeline rank."""
     from megatron.planner.parameters import rank_units
 
     pipeline, rows = layout.pipeline(job.facts.num_layers), []
@@ -152,11 +152,11 @@ def _range(layers: range) -> str:
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else (str(layers[0]) if layers else "none")
 
 
-FEW, MUCH = 4, 1 << 16  # micro-batches of a picture that has little room; columns of one that is never cut
+FEW, MUCH = 4, 1 << 16  # micro-batches of a narrow diagram; columns of one that is never cut
 
 
 def _schedule(job: Job, layout: Layout, width: int) -> str:
-    """A diagram of a short step, and the gaps of the real one."""
+    """A diagram of a short step, in place of the real one."""
     pipeline, num_microbatches = layout.pipeline(job.facts.num_layers), layout.num_microbatches(job)
     short = pipeline.custom.num_microbatches if pipeline.custom else min(num_microbatches, 2 * layout.pp)
     head = f"schedule {layout.schedule}, {num_microbatches} micro-batches a step"
@@ -192,11 +192,11 @@ def _data(config: schema.Config, job: Job, layout: Layout) -> Iterator[str]:
         return
     held = 0
     for prefix in given:
-        found = _tokens(prefix)
-        held += found or 0
-        yield f"  {prefix}: {'not here' if found is None else f'{count(found)} tokens'}"
+        tokens = _tokens(prefix)
+        held += tokens or 0
+        yield f"  {prefix}: {'not here' if tokens is None else f'{count(tokens)} tokens'}"
     if held:
-        yield f"  {wanted / held:.2f} epochs of all of it, before --split takes its part"
+        yield f"  {wanted / held:.2f} epochs of all of it, before --split"
 
 
 def _tokens(prefix: str) -> int | None:
@@ -220,7 +220,7 @@ def _checkpoints(config: schema.Config, job: Job, cluster: Cluster, layout: Layo
 
 
 def _files(config: schema.Config, job: Job, layout: Layout, cluster: Cluster) -> str:
-    """What --nvme-offload-dir has to hold."""
+    """The size of the files in --nvme-offload-dir."""
     copies = 1 + config.checkpoint.async_save
     most = max(on_disk(job, layout, rank, copies) for rank in range(layout.pp))
     node = most * min(cluster.local_size, cluster.world_size)
@@ -232,13 +232,13 @@ def _files(config: schema.Config, job: Job, layout: Layout, cluster: Cluster) ->
 
 
 def _time(config: schema.Config, plan: Plan, cluster: Cluster, width: int) -> Iterator[str]:
-    found, rests = plan.step, text.resting_on(cluster)
+    timed, note = plan.step, text.speeds_note(cluster)
     steps = batch.total_iterations(config.batch, plan.layout.dp)
-    yield f"expected: {seconds(found.seconds)} a step {rests}"
-    yield text.parts(found, cluster, width)
-    rate = f"{found.tflops_per_rank(cluster.world_size):.4g} TFLOP/s a rank"
-    yield f"bubble {found.bubble:.1%} of the passes; {rate} {rests}"
+    yield f"expected: {seconds(timed.seconds)} a step {note}"
+    yield text.parts(timed, cluster, width)
+    rate = f"{timed.tflops_per_rank(cluster.world_size):.4g} TFLOP/s a rank"
+    yield f"bubble {timed.bubble:.1%} of the passes; {rate} {note}"
     yield from text.pace(plan, cluster, None)
-    yield f"{steps:,} steps: {seconds(steps * found.seconds)} {rests}"
+    yield f"{steps:,} steps: {seconds(steps * timed.seconds)} {note}"
     if cluster.device.assumed:
-        yield "--calibration FILE puts measured speeds in their place (docs/planning.md)"
+        yield "--calibration FILE replaces assumed speeds by measured ones (docs/planning.md)"

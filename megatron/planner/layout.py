@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is planned: a `Job` (what is trained, on what kind of device) in a `Layout` (how ranks share it).
+"""The input of the planner: a `Job` (model, batch, device type) and a `Layout` (how ranks share it).
 
-Both are small frozen records, so that a search can make a hundred thousand of them; `Layout.of` reads one from the
-settings of a run, `Layout.flags` says it in flags. Numbers of tokens, bytes and FLOPs are per rank unless said otherwise.
+Both are small frozen records, so that a search can make a hundred thousand of them. `Layout.of` reads one from the
+settings of a run, `Layout.flags` returns its flags. Numbers of tokens, bytes and FLOPs are per rank unless noted otherwise.
 
     >>> layout = Layout(tp=8, pp=16, micro_batch_size=1, sp=True, recompute=Recompute("core_attn"))
     >>> " ".join(layout.flags())
@@ -28,17 +28,17 @@ ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, whatever the layout.
+    """A training without its layout.
 
     facts:    the model
-    device:   "cuda" or "cpu": which kernels run, and what they keep
+    device:   "cuda" or "cpu": selects the kernels, and what they save
     backend:  --attention-backend
     chunk:    --cross-entropy-chunk
     plain_softmax: --no-masked-softmax-fusion
-    moments:  numbers that the optimizer keeps of each weight, beside it
-    matrix_moments: and of a matrix of a linear layer, if it treats those by themselves
-    ns_steps: steps of the iteration by which it orthogonalises them
-    selection: which weights are trained
+    moments:  optimizer moments per weight
+    matrix_moments: the same for a matrix of a linear layer, if the optimizer treats those separately
+    ns_steps: Newton-Schulz steps that orthogonalize them
+    selection: the trained weights
     """
 
     facts: Facts
@@ -47,7 +47,7 @@ class Job:
     device: str = "cuda"
     backend: str = "auto"
     documents: bool = False  # --reset-attention-mask
-    mixed: bool = False  # --amp-level O1: weights in fp32, and here all activations too, which is a little too many
+    mixed: bool = False  # --amp-level O1: weights in fp32, and here all activations too, which overestimates slightly
     chunk: Optional[int] = None
     moments: int = 2
     matrix_moments: Optional[int] = None
@@ -57,7 +57,7 @@ class Job:
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
-        """The job that settings describe. Raises SettingsError where they freeze what is not there, or everything."""
+        """The job of the settings. Raises SettingsError if they freeze missing weights, or all weights."""
         selection = Selection.of(config.optimizer)
         if selection:
             selection.check(facts.weights)
@@ -85,7 +85,7 @@ class Job:
     def rank_setup(
         self, tp: int = 1, sp: bool = False, micro_batch_size: int = 1, cp: int = 1, by_heads: bool = False
     ) -> RankSetup:
-        """How a rank works on the model in a layout."""
+        """The sizes and formats of a rank's work in a layout."""
         kernels = (self.backend, self.chunk, self.plain_softmax)
         shared = (cp, cp > 1 and by_heads, self.documents)
         sequences = micro_batch_size * self.facts.sequences
@@ -103,15 +103,15 @@ def _of_matrices(settings: Optimizer) -> tuple[Optional[int], int]:
 class Layout:
     """How ranks share a job.
 
-    shard:         ranks that share one set of optimizer shards, those of cp with them; 1 with ZeRO stage 0
-    chunks:        model chunks of a rank (virtual pipeline stages)
+    shard:         ranks that share one set of optimizer shards, including those of cp; 1 with ZeRO stage 0
+    chunks:        model chunks per rank (virtual pipeline stages)
     stage_layers:  layers of each stage, as in --pipeline-stage-layers; None: even
-    offload:       share of the optimizer state that lives in the host's memory
-    disk:          share that lives in files
-    overlap:       data parallel communication runs beside computation
+    offload:       fraction of the optimizer state in host memory
+    disk:          fraction in files
+    overlap:       data parallel communication overlaps with computation
     cp:            ranks that share each sequence
-    by_heads:      they exchange rows for heads in every layer (--cp-comm-type a2a); otherwise, and where layers differ,
-                   they are taken to gather keys and values in all
+    by_heads:      they exchange rows for heads in every layer (--cp-comm-type a2a); otherwise, and if layers differ,
+                   the planner assumes that all layers gather keys and values
     """
 
     tp: int = 1
@@ -131,7 +131,7 @@ class Layout:
     overlap: bool = False
     cp: int = 1
     by_heads: bool = False
-    parallel: Optional[Parallel] = None  # the settings it was read from, which may say more
+    parallel: Optional[Parallel] = None  # the settings that it was read from, which may be more detailed
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> "Layout":
@@ -160,7 +160,7 @@ class Layout:
             p.overlap_grad_reduce,
             cp,
             cp > 1 and set(p.cp_comm_types) == {"a2a"},
-            replace(p, cp_comm_type=p.cp_comm_type and tuple(p.cp_comm_type)),  # of a list there is no hash
+            replace(p, cp_comm_type=p.cp_comm_type and tuple(p.cp_comm_type)),  # a list has no hash
         )
 
     @property
@@ -169,30 +169,30 @@ class Layout:
 
     @property
     def replicate(self) -> int:
-        """Ranks that have the same shards."""
+        """Ranks with the same shards."""
         return self.weight_ranks // self.shard
 
     @property
     def weight_ranks(self) -> int:
-        """Ranks that have the same weights and see other tokens: those of data and of context parallelism."""
+        """Ranks with the same weights and other tokens: those of data and context parallelism."""
         return self.dp * self.cp
 
     def rank_setup(self, job: Job) -> RankSetup:
-        """How each rank works on the job's model."""
+        """The sizes and formats of a rank's work on the job's model."""
         return job.rank_setup(self.tp, self.sp, self.micro_batch_size, self.cp, self.by_heads)
 
     def num_microbatches(self, job: Job) -> int:
-        """Micro-batches of a step on each rank."""
+        """Micro-batches per step on each rank."""
         return job.global_batch // (self.micro_batch_size * self.dp)
 
     def pipeline(self, num_layers: int) -> Pipeline:
-        """Which layers lie where."""
+        """The pipeline: the layers of each stage and rank."""
         if self.parallel:
             return Pipeline.of(self.parallel, num_layers)
         return _pipeline(self.pp, self.chunks, self.schedule, self.stage_layers, num_layers)
 
     def _parallel(self) -> Parallel:
-        told = self.chunks > 1 and self.chunks != default_chunks(self.schedule)
+        explicit = self.chunks > 1 and self.chunks != default_chunks(self.schedule)
         return Parallel(
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
@@ -200,7 +200,7 @@ class Layout:
             pipeline_model_parallel_size=self.pp,
             sequence_parallel=self.sp,
             pipeline_schedule=self.schedule,
-            num_virtual_stages_per_pipeline_rank=self.chunks if told else None,
+            num_virtual_stages_per_pipeline_rank=self.chunks if explicit else None,
             pipeline_stage_layers=self.stage_layers,
             sharding_stage=self.zero,
             sharding_degree=self.shard // self.cp if self.zero and self.shard != self.weight_ranks else None,
@@ -209,7 +209,7 @@ class Layout:
         )
 
     def settings(self) -> dict[str, object]:
-        """The settings of a run in this layout, but for its global batch."""
+        """The settings of a run in this layout, without its global batch."""
         return dict(
             **vars(self._parallel()),
             **vars(self.recompute),
@@ -221,12 +221,12 @@ class Layout:
         )
 
     def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
-        """Settings of a run with this layout in place of their own."""
+        """The settings of a run, with this layout in place of their own."""
         made, own = vars(self._parallel()), config.parallel
-        same_way = self.cp > 1 and self.by_heads == (set(own.cp_comm_types) == {"a2a"})  # in the words that were given
+        same_way = self.cp > 1 and self.by_heads == (set(own.cp_comm_types) == {"a2a"})  # then keep the given words
         kept = {"distributed_backend", "distributed_timeout_minutes", "pipeline_timeline", "print_topology"}
         kept |= {"cp_comm_type"} if same_way else set()
-        kept |= {name for name in made if config.given(name)}  # to which a search keeps, in other words perhaps
+        kept |= {name for name in made if config.given(name)}  # the search keeps these, maybe in other words
         if config.given("num_layers_per_virtual_pipeline_stage"):
             kept.add("num_virtual_stages_per_pipeline_rank")
         return config.derive(
@@ -237,14 +237,14 @@ class Layout:
         )
 
     def flags(self) -> list[str]:
-        """The command line that asks for this layout."""
+        """The flags of this layout."""
         made = self.settings()
         known = [one for one in settings_of(GROUPS) if one.name in made]
-        said = [one for one in known if made[one.name] != one.default or one.name == "micro_batch_size"]
-        return [word for one in said for word in one.words(made[one.name])]
+        chosen = [one for one in known if made[one.name] != one.default or one.name == "micro_batch_size"]
+        return [word for one in chosen for word in one.words(made[one.name])]
 
     def short(self) -> str:
-        """One word for tables, such as tp8sp-pp16vp2-dp4-zero1."""
+        """A short name for tables, such as tp8sp-pp16vp2-dp4-zero1."""
         parts = [f"tp{self.tp}{'sp' * self.sp}"] * (self.tp > 1)
         parts += [f"cp{self.cp}{'a2a' * self.by_heads}"] * (self.cp > 1)
         if self.pp > 1:

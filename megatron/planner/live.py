@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline schedule keeps alive, and how long it takes: counts that hold for any number of micro-batches.
+"""The activations that a pipeline schedule holds, and its length, for any number of micro-batches.
 
-Schedules are periodic once they are warm, so long ones are looked at through shorter ones: the most that is alive at a
-time is reached within a few rounds, and the span grows by the same amount with each further round.
+Warm schedules are periodic, so long ones are extrapolated from shorter ones: the maximum of held activations is
+reached within a few rounds, and each further round adds the same time.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map, 
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 
-LARGE = 16  # ranks of a V; what more of them hold is read off so many
+LARGE = 16  # ranks of a V-shaped schedule that are simulated; larger ones are extrapolated
 
-Held = tuple[tuple[int, ...], tuple[int, ...]]  # of each chunk: passes between F and B (or I), and between I and W
+Held = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: passes between F and B (or I), and between I and W
 
 
 def most_held(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int) -> tuple[Held, ...]:
-    """The counts of what a rank holds at its fullest moments; none of them is below another in every place."""
+    """The counts at a rank's fullest moments; none of them is below another in every place."""
     if schedule == "gpipe":
         return (((num_microbatches,) * chunks, (0,) * chunks),)
     if is_file(schedule):
         return _most_held(schedule, pp, num_microbatches, chunks, rank)
-    if pp > LARGE and SCHEDULES[schedule].stages is v_shaped:  # which are found by simulation: that takes long
+    if pp > LARGE and SCHEDULES[schedule].stages is v_shaped:  # needs a simulation, which takes long
         place = min(LARGE - 1, rank * LARGE // pp)
         few = _most_held(schedule, LARGE, min(max(1, num_microbatches * LARGE // pp), 3 * LARGE + 3), chunks, place)
         return tuple(tuple(tuple(-(-n * pp // LARGE) for n in side) for side in held) for held in few)
@@ -52,7 +52,7 @@ def _most_held(schedule: str, pp: int, num_microbatches: int, chunks: int, rank:
 
 
 def ops_of(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int) -> Sequence[Op]:
-    """The ops of a rank, of a named schedule or of a file."""
+    """The ops of a rank in a named schedule or a schedule file."""
     if is_file(schedule):
         return read_schedule(schedule).plan[rank]
     return make_schedule(schedule, rank, pp, num_microbatches, chunks)
@@ -60,27 +60,27 @@ def ops_of(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int
 
 @lru_cache(maxsize=8192)
 def starts(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int, among: tuple[int, ...]) -> int:
-    """How often in a step the rank begins to work on some of its chunks while it holds nothing of any of them."""
+    """How often per step the rank starts work on some of its chunks while it holds no activations of them."""
     if schedule == "gpipe" or pp == 1:
         return 1 if schedule == "gpipe" else num_microbatches
     if pp > LARGE and not is_file(schedule) and SCHEDULES[schedule].stages is v_shaped:
         few = max(1, num_microbatches * LARGE // pp)
-        found = starts(schedule, LARGE, few, chunks, min(LARGE - 1, rank * LARGE // pp), among)
-        return found if found == 1 else found + num_microbatches - few
+        count = starts(schedule, LARGE, few, chunks, min(LARGE - 1, rank * LARGE // pp), among)
+        return count if count == 1 else count + num_microbatches - few
     short = min(num_microbatches, 3 * pp + 3)
-    held = found = 0
+    held = count = 0
     for op in ops_of(schedule, pp, short, chunks, rank):
         if op.chunk in among and op.kind != "W":
-            found += op.kind == "F" and held == 0
+            count += op.kind == "F" and held == 0
             held += 1 if op.kind == "F" else -1
-    return found if found == 1 or is_file(schedule) else found + num_microbatches - short
+    return count if count == 1 or is_file(schedule) else count + num_microbatches - short
 
 
 def span(
     schedule: str, pp: int, num_microbatches: int, chunks: int, *, backward: float, split: float = 0.5, exact=False
 ) -> float:
-    """Time from the first op to the last, where a chunk's forward pass takes 1 and its backward pass `backward`, of which
-    `split` is the gradient of the inputs. Messages take no time. exact: simulate as many ranks as there are.
+    """Time from the first op to the last, if a chunk's forward pass takes 1 and its backward pass `backward`.
+    split: the fraction of `backward` for the gradient of the inputs. Messages take no time. exact: simulate all ranks.
     """
     whole = 1.0 + backward
     if pp == 1:
@@ -89,13 +89,13 @@ def span(
         return (num_microbatches * chunks + pp - 1) * whole
     if is_file(schedule) or exact and num_microbatches <= 4 * pp:
         return _span(schedule, pp, num_microbatches, chunks, backward, split)
-    if not exact and pp > SMALL:  # gaps grow with the number of ranks, and with nothing else
+    if not exact and pp > SMALL:  # gaps grow only with the number of ranks
         fewer = max(1, round(num_microbatches * SMALL / pp))
         small = span(schedule, SMALL, fewer, chunks, backward=backward, split=split)
         return num_microbatches * chunks * whole + (small - fewer * chunks * whole) * (pp - 1) / (SMALL - 1)
     if num_microbatches <= 4 * pp:
         return _span(schedule, pp, num_microbatches, chunks, backward, split)
-    # A round is pp micro-batches: what one more of them adds is what each further one adds.
+    # A round is pp micro-batches; each further round adds the same time.
     near = 2 * pp + num_microbatches % pp
     short, longer = (_span(schedule, pp, m, chunks, backward, split) for m in (near, near + pp))
     return short + (longer - short) * (num_microbatches - near) / pp
@@ -112,12 +112,12 @@ def sharded_span(
     sharding: Sharding,
     exact: bool = False,
 ) -> float:
-    """Time from the first op of a step to the last reduction, as `simulate` has it with this `sharding`; no update.
+    """Time from the first op of a step to the last reduction, as in `simulate` with this `sharding`; without the update.
 
-    With ZeRO 2 and 3 a rank communicates during its passes, which take longer: the span is that of these. What comes
-    before the first pass and behind the last is the same for any number of micro-batches. Of several chunks, messages that
-    are longer than passes are counted as if their passes followed each other at once, which is a little pessimistic.
-    exact: for these times and so many ranks, not for rounded ones and fewer.
+    With ZeRO 2 and 3 a rank communicates during its passes, so the span is computed with longer passes. The time
+    before the first pass and after the last does not depend on the number of micro-batches. With several chunks, messages
+    longer than a pass are counted as if their passes followed each other directly, which is slightly pessimistic.
+    exact: for these times and all ranks, not for rounded times and fewer ranks.
     """
     f, stretched = sharding.stretched("F", forward), sharding.stretched
     if is_split(schedule):
@@ -128,11 +128,11 @@ def sharded_span(
     ratio, split = (b / f, i / b) if exact else (round(4 * b / f) / 4, round(8 * i / b) / 8)
     units = span(schedule, pp, num_microbatches, chunks, backward=ratio, split=split if w else 0.5, exact=exact)
     length = max(num_microbatches * chunks * (f + b), units * (f + b) / (1 + ratio))
-    return before(sharding, chunks, forward) + length + behind(sharding, chunks, last)
+    return gather_delay(sharding, chunks, forward) + length + reduce_delay(sharding, chunks, last)
 
 
-def before(sharding: Sharding, chunks: int, forward: float) -> float:
-    """By how much gatherings of ZeRO 1 and 2 hold up the first passes of the chunks."""
+def gather_delay(sharding: Sharding, chunks: int, forward: float) -> float:
+    """The delay of the chunks' first passes by all-gathers of ZeRO 1 and 2."""
     if sharding.zero not in (1, 2):
         return 0.0
     if not sharding.gather_overlap:
@@ -141,8 +141,8 @@ def before(sharding: Sharding, chunks: int, forward: float) -> float:
     return held + (chunks - 1) * max(0.0, sharding.gather - forward)
 
 
-def behind(sharding: Sharding, chunks: int, backward: float) -> float:
-    """By how much reductions of ZeRO 0 and 1 end later than the last passes of the chunks. backward: one of these."""
+def reduce_delay(sharding: Sharding, chunks: int, backward: float) -> float:
+    """The time of reductions of ZeRO 0 and 1 after the chunks' last passes. backward: time of one such pass."""
     if sharding.zero > 1:
         return 0.0
     if not sharding.reduce_overlap:
@@ -154,7 +154,7 @@ def behind(sharding: Sharding, chunks: int, backward: float) -> float:
     return free - chunks * backward
 
 
-SMALL = 6  # ranks that a search simulates instead of more
+SMALL = 6  # ranks that a search simulates; more are extrapolated
 
 
 @lru_cache(maxsize=8192)
@@ -171,5 +171,5 @@ def _span(schedule: str, pp: int, num_microbatches: int, chunks: int, backward: 
 
 
 def is_split(schedule: str) -> bool:
-    """Whether gradients of weights come in passes of their own."""
+    """Whether weight gradients have separate passes."""
     return read_schedule(schedule).split if is_file(schedule) else SCHEDULES[schedule].split

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of one rank, entry by entry: what it holds all the time, what a step adds at its fullest moment.
+"""The memory of one rank, item by item: permanent state, and the additional memory of a step at its peak.
 
-The first entries are exact: they are what `optimizer/zero.py` allocates (tests/planner/test_truth.py compares them
-with runs). Activations are within 5 % of what autograd keeps (tests/planner/test_activations.py).
-Workspaces, buffers and the allowance for fragmentation are estimates on the safe side.
+The permanent items are exact: the allocations of `optimizer/zero.py` (tests/planner/test_truth.py compares them
+with runs). Activations are within 5 % of the tensors that autograd saves (tests/planner/test_activations.py).
+Workspaces, buffers and the allowance for fragmentation are conservative estimates.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ FRAGMENTATION = dict(cuda=0.05, cpu=0.0)  # of activations, workspaces and buffe
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one pipeline rank, on its device, in the host's memory, and in files of optimizer state."""
+    """Bytes of one pipeline rank: on its device, in host memory, and in files of optimizer state."""
 
     rank: int
     device: dict[str, int] = field(default_factory=dict)
@@ -40,9 +40,9 @@ class MemoryReport:
 def state(
     job: Job, layout: Layout, rank: int, shard_rank: Optional[int] = None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that are there all the time (on the device, on the host): weights, gradients, optimizer state.
+    """Bytes of permanent state (on the device, on the host): weights, gradients, optimizer state.
 
-    shard_rank: the place on the shard axis; without it the one that holds most, which is the last: matrices come first
+    shard_rank: index on the shard axis; default: the last, which has most, because matrices come first
     """
     place = layout.shard - 1 if shard_rank is None else shard_rank
     return _state(rank_units(job, layout, rank), job, layout, place, job.device == "cuda")
@@ -66,7 +66,7 @@ def _state(units: Units, job: Job, layout: Layout, place: int, cuda: bool):
         device["gradients"] += 4 * whole
     if not keeps_all:
         same = element == 4 and not (layout.param_offload and cuda)
-        low = ((0 if same else here) + away + filed + frozen // layout.shard) * element  # what stage 3 gathers from
+        low = ((0 if same else here) + away + filed + frozen // layout.shard) * element  # the shards to gather
         (host if layout.param_offload and cuda else device)["weights"] += low
     device["optimizer moments"] = 4 * moments * here - _spared(units, job, layout, place)
     if units.buffers:
@@ -81,11 +81,11 @@ def _state(units: Units, job: Job, layout: Layout, place: int, cuda: bool):
 
 
 def _spared(units: Units, job: Job, layout: Layout, place: int) -> int:
-    """Bytes of state that matrices do not have and other weights do."""
+    """Bytes of optimizer state that matrices need less than other weights."""
     if job.matrix_moments is None:
         return 0
-    found = sum(count * unit.in_matrices(place, layout.shard) for unit, count in units.counts.items())
-    return 4 * (job.moments - job.matrix_moments) * found
+    elements = sum(count * unit.in_matrices(place, layout.shard) for unit, count in units.counts.items())
+    return 4 * (job.moments - job.matrix_moments) * elements
 
 
 def on_disk(job: Job, layout: Layout, rank: int, copies: int = 1) -> int:
@@ -95,38 +95,38 @@ def on_disk(job: Job, layout: Layout, rank: int, copies: int = 1) -> int:
 
 
 def _planes(job: Job, layout: Layout) -> int:
-    """Numbers of each element in a file: moments, and main weights unless weights that are there anyway are the same."""
+    """Numbers per element in a file: moments, and main weights unless they equal other weights in memory."""
     same = job.element == 4 and (layout.zero == 3 or layout.shard == 1)
     return job.moments if same else job.moments + 1
 
 
 def _shares(units: Units, layout: Layout) -> tuple[int, int]:
-    """Elements of a rank's shard on the host and on disk: whole units, the first on the host, the next on disk."""
+    """Elements of a rank's shard on the host and on disk, in whole units: the first on the host, the next on disk."""
     away = _first_units(units, layout.shard, layout.offload)
     return away, _first_units(units, layout.shard, layout.offload + layout.disk) - away
 
 
 def _first_units(units: Units, shard: int, fraction: float) -> int:
-    """Elements of the first units that are together at least `fraction` of a rank's shard."""
-    total, found = units.padded(shard) // shard, 0
+    """Elements of the first units that together are at least `fraction` of a rank's shard."""
+    total, elements = units.padded(shard) // shard, 0
     if fraction == 0 or fraction >= 1:
         return total if fraction else 0
     for unit in units:
-        if found >= fraction * total:
+        if elements >= fraction * total:
             break
-        found += unit.padded(shard) // shard
-    return found
+        elements += unit.padded(shard) // shard
+    return elements
 
 
 def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
-    """`state`, and the buffers that go with the ZeRO stage: (on the device, on the host)."""
+    """`state`, and the buffers of the ZeRO stage: (on the device, on the host)."""
     held, host = state(job, layout, rank)
     units = rank_units(job, layout, rank)
     return held | {"gathered weights": _gathered(units, job, layout), "gradient buffers": _buffers(units, layout)}, host
 
 
 def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:
-    """What a step adds whatever the ZeRO stage, at its fullest moment; and its activations by kind."""
+    """The peak memory of a step in addition to state, for any ZeRO stage; and its activations by kind."""
     kept = _kept(job, layout, rank)
     loss = kept.pop("output layer and loss", 0)
     last = rank == layout.pipeline(job.facts.num_layers).stages[-1][0]
@@ -137,10 +137,10 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     entries = {
         "activations": sum(kept.values()),
         "logits": loss + most,
-        "workspace": max(0, layer - most),  # no layer works while the loss does
+        "workspace": max(0, layer - most),  # no layer computes during the loss
         "pipeline buffers": _messages(job, layout, rank),
     }
-    # Behind the passes, when none of this is there.
+    # The update comes after the passes, when none of this is allocated.
     entries["workspace"] += max(0, whole_matrices(units, job, layout) - sum(entries.values()))
     entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
     entries["communication buffers"] = device.communication_bytes * sum(
@@ -151,17 +151,15 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
 
 
 def whole_matrices(units: Units, job: Job, layout: Layout) -> int:
-    """What an update needs that orthogonalises matrices: a unit gathered, its directions, and one of its tensors as it is
-    worked on.
-    """
-    found = [unit for unit in units.counts if unit.matrices] if job.matrix_moments is not None else []
-    unit = max((unit.padded(layout.shard) for unit in found), default=0)
-    tensor = max((slot.size for unit in found for slot in unit.slots if slot.matrices), default=0)
+    """Bytes of an update that orthogonalizes matrices: a gathered unit, its directions, and the workspace of one tensor."""
+    gathered = [unit for unit in units.counts if unit.matrices] if job.matrix_moments is not None else []
+    unit = max((unit.padded(layout.shard) for unit in gathered), default=0)
+    tensor = max((slot.size for unit in gathered for slot in unit.slots if slot.matrices), default=0)
     return 4 * layout.tp * (2 * unit + 6 * tensor)
 
 
 def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> MemoryReport:
-    """Everything that a pipeline rank needs at its fullest moment of a step."""
+    """The memory of a pipeline rank at the peak of a step."""
     held, host = static_memory(job, layout, rank)
     entries, kept = step_memory(job, layout, device, rank)
     device_entries = {name: size for name, size in (held | entries).items() if size}
@@ -169,9 +167,11 @@ def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> Me
 
 
 def certain(job: Job, layout: Layout, rank: int, state_alone: bool = False) -> tuple[int, int]:
-    """Bytes that a pipeline rank takes at least, (on its device, on the host): state, and at the fullest moment of a step
-    what is kept, with the larger of the logits and what is recomputed. Not what `memory_report` estimates: workspaces,
-    buffers, fragmentation, and what a process or a driver takes; nor attention within documents, which may be short.
+    """A lower bound of a pipeline rank's memory (on its device, on the host).
+
+    Counts state, and at the peak of a step saved activations with the larger of the logits and recomputed activations. It
+    leaves out the estimates of `memory_report`: workspaces, buffers, fragmentation, process and driver; and attention
+    within documents, which may be short.
     """
     held, host = state(job, layout, rank)
     least, on_host = sum(held.values()), sum(host.values())
@@ -189,7 +189,7 @@ def certain(job: Job, layout: Layout, rank: int, state_alone: bool = False) -> t
 
 
 def _kept(job: Job, layout: Layout, rank: int) -> Counter:
-    """Activations by kind at the fullest moment."""
+    """Activations by kind at the peak."""
     pipeline = layout.pipeline(job.facts.num_layers)
     last = len(pipeline.stages) - 1
     stages = pipeline.stages_of(rank)
@@ -217,7 +217,7 @@ def _product(a: int, b: int) -> int:
 
 
 def _gathered(units: Units, job: Job, layout: Layout) -> int:
-    """ZeRO 3: the units that are used all over a chunk, and one layer, or two when the next is on its way."""
+    """ZeRO 3: the units that are used throughout a chunk, and one layer, or two while the next one is gathered."""
     if layout.zero < 3:
         return 0
     others = units.others.padded(layout.shard) + units.others.padded_frozen(layout.shard)
@@ -225,7 +225,7 @@ def _gathered(units: Units, job: Job, layout: Layout) -> int:
 
 
 def _buffers(units: Units, layout: Layout) -> int:
-    """ZeRO 2 and 3: gradients of a unit between its first gradient and its reduction, with the piece that comes back."""
+    """ZeRO 2 and 3: gradients of a unit between its first gradient and its reduction, with the reduced piece."""
     if layout.zero < 2:
         return 0
     others = units.others.padded(layout.shard)
@@ -234,7 +234,7 @@ def _buffers(units: Units, layout: Layout) -> int:
 
 
 def _messages(job: Job, layout: Layout, rank: int) -> int:
-    """Messages that are posted, arrive or leave. gloo never says that one is gone: outputs wait for their gradient."""
+    """Messages that are posted, arrive or leave. gloo does not report completion: outputs are held until their gradient."""
     if layout.pp == 1:
         return 0
     waiting = 3 + layout.chunks

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many weights a rank holds, unit by unit: the arithmetic of `optimizer/units.py` on a model's tables of weights.
+"""The number of weights on a rank, unit by unit: the arithmetic of `optimizer/units.py` on a model's tables of weights.
 
-Elements, not bytes. Tests hold it equal to what a run allocates.
+In elements, not bytes. Tests compare it with the allocations of a run.
 """
 
 import math
@@ -19,8 +19,8 @@ from megatron.planner.layout import Job, Layout
 
 
 class ParameterSize(NamedTuple):
-    """A parameter: its elements on one tp rank, whether it is decayed, the axes over which its gradient is partial, and
-    (rows, columns) of the whole matrices that it is of, if it is a linear layer's.
+    """A parameter: its elements on one tp rank, whether it has weight decay, the axes over which its gradient is partial,
+    and (rows, columns) of its whole matrices, if it belongs to a linear layer.
     """
 
     size: int
@@ -30,10 +30,10 @@ class ParameterSize(NamedTuple):
 
 
 class UnitSizes(NamedTuple):
-    """A unit's parameters as they lie. name: its name, or of a layer its kind; ends: see `model.weights.Unit`.
+    """A unit's parameters in memory order. name: its name, or the kind of a layer; ends: see `model.weights.Unit`.
 
-    slots:   those that are trained, which have gradients and optimizer state
-    frozen:  the others, a unit of their own in memory
+    slots:   trained parameters, which have gradients and optimizer state
+    frozen:  frozen parameters, a separate unit in memory
     buffers: bytes of buffers that training changes
     """
 
@@ -45,11 +45,11 @@ class UnitSizes(NamedTuple):
     buffers: int = 0
 
     def padded(self, pieces: int) -> int:
-        """Elements of the unit's buffer of what is trained when `pieces` ranks shard it."""
+        """Elements of the buffer of trained parameters if `pieces` ranks shard it."""
         return _padded(self.slots, pieces)
 
     def padded_frozen(self, pieces: int) -> int:
-        """Of what is frozen."""
+        """The same for frozen parameters."""
         return _padded(self.frozen, pieces)
 
     @property
@@ -58,37 +58,37 @@ class UnitSizes(NamedTuple):
         return [shape for slot in self.slots for shape in slot.matrices]
 
     def in_matrices(self, rank: int, pieces: int) -> int:
-        """Elements in the shard of `rank` of `pieces` that are of matrices, each with its padding."""
+        """Elements of matrices, with their padding, in the shard of `rank` of `pieces`."""
         size = self.padded(pieces) // pieces
-        low, high, at, found = size * rank, size * (rank + 1), 0, 0
+        low, high, at, elements = size * rank, size * (rank + 1), 0, 0
         for slot in self.slots:
             stop = at + aligned(slot.size)
-            found += max(0, min(high, stop) - max(low, at)) if slot.matrices else 0
+            elements += max(0, min(high, stop) - max(low, at)) if slot.matrices else 0
             at = stop
-        return found
+        return elements
 
     @property
     def exact(self) -> int:
-        """Elements without padding, frozen ones too."""
+        """Elements without padding, including frozen ones."""
         return sum(slot.size for slot in (*self.slots, *self.frozen))
 
     def partial(self, axis: str, rank: int, pieces: int) -> int:
-        """Elements in the shard of `rank` of `pieces` whose gradients are partial sums over an axis."""
+        """Elements in the shard of `rank` of `pieces` with gradients that are partial sums over an axis."""
         size = self.padded(pieces) // pieces
-        low, high, at, found = size * rank, size * (rank + 1), 0, 0
+        low, high, at, elements = size * rank, size * (rank + 1), 0, 0
         for slot in self.slots:
             if axis in slot.partial:
-                found += max(0, min(high, at + slot.size) - max(low, at))
+                elements += max(0, min(high, at + slot.size) - max(low, at))
             at += aligned(slot.size)
-        return found
+        return elements
 
 
 class Units(tuple):
-    """The units of a rank, in order; figures of the whole are computed once."""
+    """The units of a rank, in order, with cached totals."""
 
     @cached_property
     def others(self) -> "Units":
-        """Those that are no layers."""
+        """The units that are not layers."""
         return Units(unit for unit in self if not unit.layer)
 
     @cached_property
@@ -97,7 +97,7 @@ class Units(tuple):
         return Units(unit for unit in self if unit.layer)
 
     def largest_layer(self, pieces: int, frozen: bool = False) -> int:
-        """Elements of the largest layer's buffer. frozen: with what of it is frozen."""
+        """Elements of the largest layer's buffer. frozen: including its frozen parameters."""
         return max(
             (unit.padded(pieces) + (unit.padded_frozen(pieces) if frozen else 0) for unit in set(self.layers)),
             default=0,
@@ -110,7 +110,7 @@ class Units(tuple):
 
     @cached_property
     def counts(self) -> Counter:
-        """Unit -> how many there are of it."""
+        """Unit -> number of equal ones."""
         return Counter(self)
 
     @cached_property
@@ -118,13 +118,13 @@ class Units(tuple):
         return {}
 
     def padded(self, pieces: int) -> int:
-        """Elements of the buffer that holds all of them when `pieces` ranks shard it."""
+        """Elements of all buffers of trained parameters if `pieces` ranks shard them."""
         if pieces not in self._sizes:
             self._sizes[pieces] = sum(count * unit.padded(pieces) for unit, count in self.counts.items())
         return self._sizes[pieces]
 
     def padded_frozen(self, pieces: int) -> int:
-        """Elements of the buffer that holds all that is frozen."""
+        """Elements of all buffers of frozen parameters."""
         return sum(count * unit.padded_frozen(pieces) for unit, count in self.counts.items() if unit.frozen)
 
     @cached_property
@@ -133,7 +133,7 @@ class Units(tuple):
         return sum(count * unit.buffers for unit, count in self.counts.items())
 
 
-LayerOf = tuple[LayerDesign, frozenset[str]]  # the design of a layer, and the names of its weights that are frozen
+LayerOf = tuple[LayerDesign, frozenset[str]]  # the design of a layer, and the names of its frozen weights
 
 
 def rank_units(job: Job, layout: Layout, rank: int) -> Units:
@@ -147,7 +147,7 @@ def rank_units(job: Job, layout: Layout, rank: int) -> Units:
 
 @lru_cache(maxsize=65536)
 def layers_of(facts: Facts, selection: Selection, layers: Sequence[int]) -> tuple[LayerOf, ...]:
-    """What layers of these numbers are."""
+    """The designs and frozen weights of these layers."""
     return tuple(_layer_of(facts, selection, n) for n in layers)
 
 
@@ -168,7 +168,7 @@ def layer_sizes(facts: Facts, layer: LayerOf, tp: int, sp: bool) -> UnitSizes:
 def _units(
     facts: Facts, selection: Selection, tp: int, sp: bool, stages: tuple[tuple[tuple[LayerOf, ...], bool, bool], ...]
 ) -> Units:
-    """stages: of each chunk its layers, whether it is the first, the last."""
+    """stages: per chunk its layers, whether it is the first, the last."""
     first, last = any(stage[1] for stage in stages), any(stage[2] for stage in stages)
     held = facts.units((), first, last, sp)
     layers = [layer_sizes(facts, layer, tp, sp) for own, _, _ in stages for layer in own]
@@ -197,12 +197,12 @@ def _sizes(
     kept = {key: placed for key, placed in parameters.items() if key in frozen}
     buffers = (placed for placed in table.values() if placed.buffer)
     size = sum(math.prod(one.local_shape({"tp": tp})) * BUFFER_BYTES[one.buffer.dtype] for one in buffers)
-    # Of a buffer there is a copy, from before the step.
+    # A buffer has a copy, from before the step.
     return UnitSizes(name, _slots(trained, tp, shared), layer, ends, _slots(kept, tp), 2 * size)
 
 
 def _slots(table: Table, tp: int, shared: tuple[str, ...] = ()) -> tuple[ParameterSize, ...]:
-    """Decayed weights first, as `optimizer.units.flat_units_of` has them."""
+    """Decayed weights first, as in `optimizer.units.flat_units_of`."""
     slots = [
         ParameterSize(
             math.prod(placed.local_shape({"tp": tp})),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a layout compute the same training? Train a few steps of it and of one process, and compare everything.
+"""Compare layouts: train a few steps in a layout and in one process, and compare losses, gradient norms and weights.
 
-Every layout starts from the same weights, sees the same samples and draws the same dropout masks (mpu/random.py), so what
-is left between two of them is rounding. `trace` runs a layout on forked gloo ranks of this machine, `compare` says how far
-two traces are apart: in loss, in gradient norm and in every logical parameter.
+Every layout starts from the same weights and uses the same samples and dropout masks (mpu/random.py), so the remaining
+differences are rounding. `trace` runs a layout on forked gloo ranks of this machine; `compare` returns the differences of
+two traces: in loss, in gradient norm and in every logical parameter.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from megatron.settings.batch import full_size
 from megatron.settings.schema import Profiling
 from megatron.training.rules import resolve
 
-# Largest relative differences after ten AdamW steps that are rounding. bf16 rounds activations to 3 digits, and sums in
-# another order round differently.
+# The largest relative differences after ten AdamW steps that count as rounding. bf16 rounds activations to 3 digits, and
+# sums in another order round differently.
 TOLERANCE = dict(
     fp32=dict(loss=1e-5, norm=1e-3, weight=1e-4),
     bf16=dict(loss=5e-3, norm=1e-1, weight=3e-1),
@@ -38,7 +38,7 @@ TOLERANCE = dict(
 
 @dataclass(frozen=True)
 class TestedLayout:
-    """How ranks share the work, as `tp2sp-pp2vp2-dp2-zero1` says it; tokens in any order, hyphens as you like.
+    """A layout in short form, such as `tp2sp-pp2vp2-dp2-zero1`; tokens in any order, hyphens optional.
 
     >>> parse_layout("pp2-tp2sp").world_size
     4
@@ -54,7 +54,7 @@ class TestedLayout:
     sp: bool = False
     a2a: bool = False
     schedule: str = ""
-    own: bool = False  # it is the layout of the flags, which say more than the tokens can
+    own: bool = False  # from the command's flags, which may be more detailed
 
     @property
     def world_size(self) -> int:
@@ -62,7 +62,7 @@ class TestedLayout:
 
     @property
     def stages(self) -> int:
-        """Parts that the layers are cut into; the V-shaped schedules have two on each rank."""
+        """Number of pipeline stages; the V-shaped schedules have two on each rank."""
         return self.pp * (2 if self.schedule in ("zb-v", "v-half") else self.vp)
 
 
@@ -79,8 +79,8 @@ TOKENS = re.compile(rf"(tp|cp|pp|vp|dp|zero)(\d+)|(sp|a2a)|({'|'.join(SCHEDULE_T
 
 
 def parse_layout(text: str) -> TestedLayout:
-    """Read a layout. Raises ValueError, naming what cannot be read."""
-    at, found = 0, {}
+    """Parse a layout. Raises ValueError for unknown or repeated tokens."""
+    at, fields = 0, {}
     while at < len(text):
         match = TOKENS.match(text, at)
         if not match:
@@ -91,17 +91,17 @@ def parse_layout(text: str) -> TestedLayout:
         name, number, sequence, schedule = match.groups()
         key, value = (name, int(number)) if name else (sequence, True) if sequence else ("schedule", schedule)
         if match[0] != "-":
-            if key in found:
-                raise ValueError(f"layout '{text}' says {key} twice")
-            found[key] = SCHEDULE_TOKENS.get(value, value)
+            if key in fields:
+                raise ValueError(f"layout '{text}' has {key} twice")
+            fields[key] = SCHEDULE_TOKENS.get(value, value)
         at = match.end()
-    if found.get("zero", 0) not in ZERO_STAGES:
-        raise ValueError(f"zero{found['zero']} in layout '{text}': the stages are {', '.join(map(str, ZERO_STAGES))}")
-    return TestedLayout(text, **found)
+    if fields.get("zero", 0) not in ZERO_STAGES:
+        raise ValueError(f"zero{fields['zero']} in layout '{text}': the stages are {', '.join(map(str, ZERO_STAGES))}")
+    return TestedLayout(text, **fields)
 
 
 def layout_of(config: schema.Config, world_size: int) -> TestedLayout:
-    """The layout that a training command asks for on this many ranks."""
+    """The layout of a training command on this many ranks."""
     p = config.parallel
     tp, cp, pp = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
     layout = TestedLayout(
@@ -125,11 +125,11 @@ def layout_of(config: schema.Config, world_size: int) -> TestedLayout:
 def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
     """Unresolved settings of a run -> resolved settings of the same run in this layout.
 
-    Raises SettingsError with everything that makes the layout impossible.
+    Raises SettingsError with all problems of the layout.
     """
     parallel = config.parallel if layout.own else _parallel(config, layout)
     parallel = replace(parallel, data_parallel_size=None, dp_degree=None, pipeline_timeline=None)
-    # Muon's products would else differ by rounding to bf16.
+    # Otherwise Muon's products would differ by rounding to bf16.
     exact = dict(muon_fp32_matmul_prec="highest") if knows_matrices(config.optimizer) else {}
     quiet = dict(
         checkpoint=schema.Checkpoint(),
@@ -155,7 +155,7 @@ def one_process(config: schema.Config) -> schema.Config:
 
 
 def one_batch(config: schema.Config, layouts: Sequence[TestedLayout]) -> schema.Config:
-    """The settings with a global batch that all of these layouts can have, where its size follows from the ranks."""
+    """The settings with a global batch for all of these layouts, if its size would depend on the ranks."""
     batch, sizes = config.batch, {layout.dp for layout in layouts}
     if batch.micro_batch_size != schema.AUTO:
         whole = batch.global_batch_size or math.lcm(*(full_size(batch, dp) for dp in sizes))
@@ -164,7 +164,7 @@ def one_batch(config: schema.Config, layouts: Sequence[TestedLayout]) -> schema.
 
 
 def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
-    """What the tokens say; layers are split evenly, whatever the flags say of other stages."""
+    """The settings of the tokens; layers are split evenly, even if the flags set other stages."""
     return replace(
         config.parallel,
         tensor_model_parallel_size=layout.tp,
@@ -187,9 +187,9 @@ def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a few steps of training were."""
+    """The results of a few steps of training."""
 
-    losses: list[float]  # of each step every sum that the recipe names, as a mean over tokens
+    losses: list[float]  # for each step every sum of the recipe, as a mean over tokens
     norms: list[float]
     weights: dict[str, torch.Tensor]  # logical parameters after the last step, fp32
     seconds: float
@@ -208,7 +208,7 @@ def trace(config: schema.Config, recipe: Recipe, world_size: int, steps: int, ti
 
 
 def preload(config: schema.Config) -> None:
-    """Import here what each forked rank would otherwise import for itself: modules that torch leaves until their use."""
+    """Import modules that torch loads on first use, before forking, instead of once per rank."""
     recipe = recipe_of(config)
     recipe.build_model(config, Mesh(), 8, layers=range(0), dtype=torch.float32, device="meta")
     late = [
@@ -225,13 +225,13 @@ def preload(config: schema.Config) -> None:
 
 
 def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int):
-    """([(loss, norm, seconds) of each step], pieces of the weights that this rank holds)."""
+    """([(loss, norm, seconds) of each step], this rank's pieces of the weights)."""
     import time
 
     from megatron.training.build import build_run
     from megatron.training.step import train_step
 
-    seen = []
+    results = []
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         run = build_run(config, recipe)
         run.pending.defers_host_sync = False  # each step ends before the next
@@ -240,15 +240,15 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int)
         for _ in range(steps):
             start = time.perf_counter()
             step = train_step(run)
-            seen.append((tuple(step.losses.values()), step.grad_norm, time.perf_counter() - start))
+            results.append((tuple(step.losses.values()), step.grad_norm, time.perf_counter() - start))
         pieces = [piece._replace(tensor=piece.tensor.clone()) for piece in run.optimizer.pieces(moments=False)]
         run.close()
-    return seen, pieces
+    return results, pieces
 
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """How far a layout is from the reference: largest relative differences, and the parameter that differs most."""
+    """The difference of a layout from the reference: largest relative differences, and the parameter that differs most."""
 
     loss: float
     norm: float
@@ -256,15 +256,15 @@ class LayoutDifference:
     worst: str
 
     def passes(self, precision: str) -> bool:
-        """Whether this is rounding. Written so that NaN fails."""
+        """Whether the differences are rounding. Written so that NaN fails."""
         limits = TOLERANCE[precision]
         return self.loss <= limits["loss"] and self.norm <= limits["norm"] and self.weight <= limits["weight"]
 
 
 def compare(reference: Trace, other: Trace) -> LayoutDifference:
-    """Differences relative to the reference. A parameter's is the RMS of its error over its own RMS, or over the RMS of
-    all parameters where that is larger: Adam moves a parameter by the learning rate however small its gradient, so one
-    whose gradient is itself rounding (a key's bias, which softmax ignores) is noise of that size and no more.
+    """The differences relative to the reference. For a parameter, the RMS of its error over its own RMS, or over the RMS
+    of all parameters if that is larger: Adam moves a parameter by the learning rate however small its gradient, so a
+    parameter whose gradient is only rounding (a key's bias, which softmax ignores) has noise of that size.
     """
     assert set(reference.weights) == set(other.weights), set(reference.weights) ^ set(other.weights)
     everything = _rms(torch.cat([weight.flatten() for weight in reference.weights.values()]))

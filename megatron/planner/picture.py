@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best plans as a picture: what fills a device, and what fills a step."""
+"""A chart of the best plans: the memory of a device and the time of a step, by kind."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from megatron.errors import SettingsError, StorageError
 from megatron.planner.memory import memory_report
 from megatron.planner.search import Plan
 from megatron.planner.speed import Cluster
-from megatron.planner.text import recomputed, resting_on
+from megatron.planner.text import recomputed, speeds_note
 from megatron.telemetry.drawing import INK, SOFT, new_figure, plain, svg_of
 
-SMALL = 0.02  # kinds that are nowhere more than this share of the longest bar are drawn as one: "other"
+SMALL = 0.02  # kinds that never exceed this fraction of the longest bar are drawn as one: "other"
 BAR, WIDTH = 0.42, 8.0  # inches: height of a bar, width of the picture
 
-# A colour is one kind of bytes or of seconds, and of nothing else: blues are state, greens what passes leave behind,
-# violets buffers, browns what is always there; time is red to yellow. Each reads on a light and on a dark ground.
+# Each colour stands for one kind of memory or of time: blues are state, greens activations, violets buffers, browns fixed
+# costs; time is red to yellow. Each is readable on light and on dark backgrounds.
 COLOURS = {
     "weights": "#1e40af",
     "gradients": "#3b82f6",
@@ -43,10 +43,10 @@ COLOURS = {
 
 
 def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
-    """Write a picture of the plans, in the format that the name of the file ends with (.svg, .png, .pdf).
+    """Draw a chart of the plans, in the format of the file's extension (.svg, .png, .pdf).
 
-    Above, the memory of each plan's fullest rank by kind, beside what the device has; below, a step's seconds.
-    Raises SettingsError without matplotlib or for a format that it does not know, StorageError where writing fails.
+    Above, the memory of each plan's fullest rank by kind, with the device's memory; below, a step's seconds.
+    Raises SettingsError without matplotlib or for an unknown format, StorageError if writing fails.
     """
     figure = new_figure(WIDTH, 3.2 + 2 * BAR * (len(plans) + 1), "--picture")
     memory, time = figure.subplots(2, 1)
@@ -59,7 +59,7 @@ def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
     memory.axvline(cluster.device.memory_bytes / 1e9, color=INK, linestyle="--", linewidth=1)
     memory.set_xlabel(f"GB on the fullest rank; dashed: {cluster.device.name}, {cluster.device.memory_gb:.1f} GB")
     _bars(time, [plan.step.parts for plan in plans], names)
-    time.set_xlabel(f"seconds of a step {resting_on(cluster)}")
+    time.set_xlabel(f"seconds of a step {speeds_note(cluster)}")
     figure.suptitle(f"{cluster.world_size} ranks, global batch {plans[0].job.global_batch}", color=INK)
     try:
         if path.endswith(".svg"):
@@ -68,7 +68,7 @@ def draw(plans: Sequence[Plan], cluster: Cluster, path: str) -> None:
         else:
             figure.savefig(path)
     except ValueError as error:
-        raise SettingsError(f"--picture {path}: this format cannot be drawn", str(error), "say .svg or .png") from None
+        raise SettingsError(f"--picture {path}: this format cannot be drawn", str(error), "use .svg or .png") from None
     except OSError as error:
         raise StorageError(f"cannot write --picture {path}", error.strerror) from error
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A search as plain data: what --json prints, and --parallel-plan takes."""
+"""A search result as JSON, for --json and --parallel-plan."""
 
 from dataclasses import asdict
 
@@ -15,8 +15,8 @@ from megatron.settings.schema import Config
 
 
 def record(config: Config, outcome: SearchResult, top: int, rejected: int, command: str) -> dict:
-    """Everything that the terminal shows, the full ledgers, and the settings of each plan for a training of `config`."""
-    found, cluster = outcome.found, outcome.cluster
+    """Everything that the terminal shows, full memory and traffic reports, and the settings of each plan for `config`."""
+    searched, cluster = outcome.searched, outcome.cluster
     return dict(
         world_size=cluster.world_size,
         local_world_size=cluster.local_size,
@@ -25,16 +25,16 @@ def record(config: Config, outcome: SearchResult, top: int, rejected: int, comma
         parameters=outcome.parameters,
         vocab_size=outcome.job.facts.vocab_size,
         remarks=outcome.remarks,
-        layouts=found.looked_at,
-        too_large=found.too_large,
+        layouts=searched.num_layouts,
+        too_large=searched.too_large,
         seconds=round(outcome.seconds, 3),
         command=command,
-        plans=[_plan(config, plan, outcome) for plan in found.plans[:top]],
+        plans=[_plan(config, plan, outcome) for plan in searched.plans[:top]],
         rejected=[
             dict(layout=r.layout.short(), flags=r.layout.flags(), bytes_over=r.over, rank=r.rank, why=r.why())
-            for r in found.rejected[:rejected]
+            for r in searched.rejected[:rejected]
         ],
-        impossible=found.impossible,
+        impossible=searched.impossible,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can be said against a command before it is started: for --dry-run and --preflight."""
+"""Find all problems of a command before it is started, for --dry-run and --preflight."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -26,11 +26,11 @@ from megatron.training import rules
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """The problems of a command, and its job and layout.
 
-    settings:  what cannot work, whatever the machines; files: what the settings name and is not here, or damaged
+    settings:  invalid settings; files: named files that are missing or damaged
     memory:    why it does not fit into the device
-    resolved:  the settings with derived values, None (as job and layout are) where they do not describe a layout
+    resolved:  the settings with derived values; None, as job and layout are, if they do not describe a layout
     """
 
     settings: list[str]
@@ -47,18 +47,18 @@ class Inspection:
 
 
 def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
-    """Look at everything at once."""
-    found = rules.check(config, cluster.world_size)
+    """Check settings, files and memory; collects all problems instead of stopping at the first."""
+    violations = rules.check(config, cluster.world_size)
     if _shapeless(config, cluster.world_size):
-        return Inspection(found, file_problems(config), [])
+        return Inspection(violations, file_problems(config), [])
     resolved = rules.filled(config, cluster.world_size)
     try:
         layout = Layout.of(resolved, cluster.world_size)
-    except SettingsError as error:  # a schedule in a file
-        return Inspection([*found, str(error)], file_problems(config), [])
+    except SettingsError as error:  # of a schedule file
+        return Inspection([*violations, str(error)], file_problems(config), [])
     job, remark = target.job_of(resolved, cluster, layout.dp)
     return Inspection(
-        found + checkpoint_problems(resolved),
+        violations + checkpoint_problems(resolved),
         file_problems(config),
         memory_problems(job, layout, cluster),
         resolved,
@@ -69,12 +69,12 @@ def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
 
 
 def checkpoint_problems(resolved: schema.Config) -> list[str]:
-    """Why the checkpoint in --load is none that a run with these settings can go on from, as far as settings tell."""
+    """Why a run with these settings cannot resume from the checkpoint in --load, as far as settings show."""
     c = resolved.checkpoint
     try:
         record = saved_record(c.load, c.ckpt_step)[1] if c.load and not c.finetune else None
     except (Damaged, OSError):
-        record = None  # a run that has not saved yet, or what loading will say
+        record = None  # a run that has not saved yet; or loading will report the error
     try:
         if record is not None:
             refuse_another_run(resolved, record["config"], same_words=True)
@@ -84,14 +84,14 @@ def checkpoint_problems(resolved: schema.Config) -> list[str]:
 
 
 def refusal(problems: list[str]) -> SettingsError:
-    """One error for all of them."""
+    """One error for all problems."""
     if len(problems) == 1:
         return SettingsError(problems[0])
-    return SettingsError(f"{len(problems)} things cannot work:{numbered(problems)}")
+    return SettingsError(f"{len(problems)} problems:{numbered(problems)}")
 
 
 def _shapeless(config: schema.Config, world: int) -> bool:
-    """Whether the settings do not even describe a layout whose memory could be told."""
+    """Whether the settings describe no layout, so that its memory cannot be estimated."""
     m, p, b = config.model, config.parallel, config.batch
     tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     ranks = tp * p.pipeline_model_parallel_size * cp
@@ -118,18 +118,18 @@ VOCABULARIES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
 def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
-    """(flag, path) of every file of data and vocabulary that the settings name."""
+    """(flag, path) of every data and vocabulary file in the settings."""
     from megatron.data.formats import endings_of
 
-    for flag, found in blends(config.data):
-        yield from ((flag, prefix + ending) for prefix in found for ending in reversed(endings_of(prefix)))
+    for flag, paths in blends(config.data):
+        yield from ((flag, prefix + ending) for prefix in paths for ending in reversed(endings_of(prefix)))
     for name in VOCABULARIES:
         if path := getattr(_named(config.tokenizer), name):
             yield _flag(name), path
 
 
 def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
-    """The tokenizer with the files behind a folder or a name. What lacks them is told by `_vocabulary`."""
+    """The tokenizer with the files of its folder or name. `_vocabulary` reports missing ones."""
     from megatron.tokenizer import tokenizer_type as type_of
     from megatron.tokenizer.named import with_files
 
@@ -147,8 +147,8 @@ def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
 
 
 def prefixes(words: list[str]) -> list[str]:
-    """The prefixes of a blend without their weights; none of a blend that makes no sense: the rules say why."""
-    from megatron.data.blend import parse_blend  # they import numpy, for which a search of layouts need not wait
+    """The prefixes of a blend without their weights; none of an invalid blend, which the rules report."""
+    from megatron.data.blend import parse_blend  # imports numpy, which a search of layouts does not need
     from megatron.data.indexed import bare_prefix
 
     try:
@@ -158,23 +158,23 @@ def prefixes(words: list[str]) -> list[str]:
 
 
 def file_problems(config: schema.Config) -> list[str]:
-    """Data, vocabulary and checkpoints that the settings name and that are not here, damaged or of another vocabulary."""
-    from megatron.data.indexed import bare_prefix, why_missing  # they import numpy, for which a search need not wait
+    """Data, vocabulary and checkpoints of the settings that are missing, damaged or of another vocabulary."""
+    from megatron.data.indexed import bare_prefix, why_missing  # imports numpy, which a search does not need
 
     lost = [(flag, path) for flag, path in named_files(config) if not location(path).exists()]
-    found, told = [], set()
+    problems, reported = [], set()
     for flag, path in lost:
         prefix = bare_prefix(path)
         if prefix == path:
-            found.append(f"{flag}: there is no {path}")
-        elif prefix not in told:
+            problems.append(f"{flag}: there is no {path}")
+        elif prefix not in reported:
             lacking = " and no ".join(other for _, other in lost if bare_prefix(other) == prefix != other)
             why = f"there is no {lacking}; preprocess_data.py writes them"
-            found.append(f"{flag}: {'; '.join(why_missing(prefix)) if location(prefix).is_file() else why}")
-            told.add(prefix)
+            problems.append(f"{flag}: {'; '.join(why_missing(prefix)) if location(prefix).is_file() else why}")
+            reported.add(prefix)
     untracked = missing_tracker(config.logging)
     return (
-        found
+        problems
         + ([_one_line(untracked)] if untracked else [])
         + _damaged(config)
         + _vocabulary(config, bool(lost))
@@ -183,11 +183,11 @@ def file_problems(config: schema.Config) -> list[str]:
 
 
 def _damaged(config: schema.Config) -> list[str]:
-    """Folders without token files, and token files that are there and not what their index says."""
+    """Folders without token files, and token files that do not match their index."""
     from megatron.data.blend import without_folders
     from megatron.data.formats import endings_of, is_folder, open_tokens
 
-    found = []
+    problems = []
     words = (
         word for f in fields(schema.Data) if f.name.endswith("data_path") for word in getattr(config.data, f.name) or ()
     )
@@ -195,20 +195,20 @@ def _damaged(config: schema.Config) -> list[str]:
         try:
             without_folders([folder])
         except (DataError, OSError) as error:
-            found.append(_one_line(error))
+            problems.append(_one_line(error))
     for flag, prefix in dict.fromkeys((flag, prefix) for flag, prefixes in blends(config.data) for prefix in prefixes):
         if "://" in prefix or not all(Path(prefix + ending).exists() for ending in endings_of(prefix)):
             continue
         try:
             if not open_tokens(prefix).sequence_lengths.sum():
-                found.append(f"{flag}: {prefix} has no tokens")
+                problems.append(f"{flag}: {prefix} has no tokens")
         except (Failure, OSError, ValueError) as error:
-            found.append(f"{flag}: {_one_line(error)}")
-    return found
+            problems.append(f"{flag}: {_one_line(error)}")
+    return problems
 
 
 def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
-    """A vocabulary that cannot be read, or is not the one that data were made with."""
+    """The problem of a vocabulary that cannot be read, or differs from the data's."""
     t = config.tokenizer
     if lost or not any(getattr(t, name) for name in VOCABULARIES):
         return []
@@ -216,7 +216,7 @@ def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
     from megatron.tokenizer import build_tokenizer
 
     kind = t.tokenizer_type or tokenizer_type(t, config.data)
-    paths = [prefix for _, found in blends(config.data) for prefix in found if "://" not in prefix]
+    paths = [prefix for _, blend in blends(config.data) for prefix in blend if "://" not in prefix]
     try:
         refuse_other_vocabulary(paths, build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None))
     except (DataError, SettingsError) as error:
@@ -225,23 +225,23 @@ def _vocabulary(config: schema.Config, lost: bool) -> list[str]:
 
 
 def _folders(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
-    """Folders of checkpoints that cannot be read from or written to. metrics: the run's metrics.jsonl."""
-    found = []
+    """Problems of checkpoint folders that cannot be read or written. metrics: the run's metrics.jsonl."""
+    problems = []
     if c.load and not any(location(c.load).glob("iter_*")):
-        found += _nothing_to_load(c, metrics)
+        problems += _nothing_to_load(c, metrics)
     for flag, folder in (("--save", c.save), ("--save-mirror", c.save_mirror)):
         if not folder or isinstance(location(folder), UrlPath):
             continue
         existing = next((p for p in (Path(folder), *Path(folder).parents) if p.exists()), None)
         if existing and not existing.is_dir():
-            found.append(f"{flag} {folder}: {existing} is a file; give a folder")
-    return found
+            problems.append(f"{flag} {folder}: {existing} is a file; give a folder")
+    return problems
 
 
 def _nothing_to_load(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
-    """What is wrong with a `--load` that holds no checkpoint."""
+    """The problem of a `--load` folder without a checkpoint."""
     if any(location(c.load).glob("release")):
-        from megatron.checkpoint.folder import megatron_format_problem  # it imports torch
+        from megatron.checkpoint.folder import megatron_format_problem  # imports torch
 
         if problem := megatron_format_problem(location(c.load)):
             return [problem]
@@ -266,12 +266,12 @@ def _flag(name: str) -> str:
 
 
 def fullest(job: Job, layout: Layout, cluster: Cluster) -> list[int]:
-    """Bytes that each pipeline rank needs at its fullest moment."""
+    """Bytes that each pipeline rank needs at its peak."""
     return [memory.memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
 
 
 def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
-    """Whether a pipeline rank needs more than a device has, and what would help; one sentence, or none."""
+    """One sentence if a pipeline rank needs more memory than the device has, with remedies; else none."""
     needed, capacity = fullest(job, layout, cluster), cluster.device.usable_bytes
     over = [rank for rank, size in enumerate(needed) if size > capacity]
     if not over:
@@ -288,7 +288,7 @@ def memory_problems(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
 def remedies(
     job: Job, layout: Layout, needed: Callable[[Layout], int], capacity: float, others: tuple[str, ...] = ()
 ) -> str:
-    """Changes of one setting, the cheapest first, after which it fits. needed: bytes of a layout; others: further ones."""
+    """Changes of one setting after which it fits, the cheapest first. needed: bytes of a layout; others: more remedies."""
     full = schema.Recompute(recompute_granularity="full")
     tries = {
         "--recompute-granularity core_attn": replace(layout, recompute=schema.Recompute("core_attn")),
@@ -304,14 +304,14 @@ def remedies(
         del tries["--recompute-granularity core_attn"]
     if layout.weight_ranks == 1 or layout.zero:
         del tries["--use-distributed-optimizer"], tries["--sharding-stage 3"]
-    if job.matrix_moments is not None:  # orthogonalised on the device
+    if job.matrix_moments is not None:  # orthogonalized on the device
         tries = {words: other for words, other in tries.items() if not other.offload}
     good, met = [], [layout]
     for words, other in tries.items():
         if other not in met and (most := needed(other)) <= capacity:
             good.append(f"{words} ({most / 1e9:.1f} GB)")
         met.append(other)
-    search = "python -m megatron.tools.plan with the same flags searches what does"
+    search = "python -m megatron.tools.plan with the same flags searches a layout that fits"
     less = "more ranks for --pipeline-model-parallel-size, or a smaller --hidden-size or --num-layers"
     good = [*good[:2], *others]
     return f"{' or '.join(good)} would fit" if good else f"{less}; {search}"

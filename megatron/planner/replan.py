@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that has lost ranks, laid out on those that are left, at the same global batch. No torch.
+"""Lay out a job that has lost ranks on the remaining ones, with the same global batch. Needs no torch.
 
-Tensor and pipeline parallel sizes stay where a number of ranks allows it, and data parallel shrinks. Where none does, they
-are made smaller: the layout with the most ranks whose memory suffices, as the planner counts it, and of those the one
-nearest to what was. A checkpoint loads into any.
+Tensor and pipeline parallel sizes are kept if a number of ranks allows it, and data parallel shrinks. Otherwise
+they get smaller: the planner takes the layout with the most ranks that fits in memory, and of those the one
+nearest to the previous one. A checkpoint loads into any layout.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ SPLITS = (
 
 
 def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]:
-    """The most ranks below `now` on which the job can run with the same global batch, and the command for them.
+    """The largest number of ranks below `now` for the job with the same global batch, and the command for it.
 
-    Raises SettingsError when no number of ranks down to `least` works, with the reasons for the largest.
+    Raises SettingsError if no number down to `least` works, with the reasons for the largest.
     """
     config = config_of(words)
     if config is None:
-        raise SettingsError("the settings of the job cannot be read, so it cannot be laid out anew")
+        raise SettingsError("the settings of the job cannot be read, so it cannot be laid out again")
     nodes, each = shape_of(words)
     if nodes > 1 and not is_srun(words):
         raise SettingsError(
@@ -44,19 +44,19 @@ def fewer_ranks(words: list[str], now: int, least: int) -> tuple[int, list[str]]
             do="supervise the job from one place: supervise ... -- srun ... torchrun ...",
         )
     size = _resolved(config, now).batch.global_batch_size
-    if config.planner.parallel_plan:  # it is for as many ranks as there were
+    if config.planner.parallel_plan:  # it is for the previous number of ranks
         words = [*without(words, "--parallel-plan"), *Layout.of(_resolved(config, now), now).flags()]
         config = config_of(words)
     asserted = ("--data-parallel-size", "--local-batch-size", "--gradient-accumulation-steps")
     words = with_flag(without(words, *asserted), "--global-batch-size", str(size))
-    divisible = value_of(words, *RANKS) is not None  # the ranks of one machine
+    divisible = value_of(words, *RANKS) is not None  # the ranks are on one machine
     numbers = [ranks for ranks in range(now - 1, least - 1, -1) if ranks % each == 0 or ranks < each and divisible]
     why: list[str] = []
     for ranks in numbers:
-        found = check(config_of(words), ranks)
-        if not found:
+        problems = check(config_of(words), ranks)
+        if not problems:
             return ranks, with_ranks(words, ranks)
-        why = why or found
+        why = why or problems
     need = needed(config, now)
     for ranks in numbers:
         for changed in _layouts(words, config, ranks):
@@ -92,13 +92,13 @@ def _layouts(words: list[str], config: Config, ranks: int) -> Iterator[list[str]
 
 
 def fits(config: Config, ranks: int, enough: float) -> bool:
-    """Whether a rank's memory suffices: the device's, or what the job has had (`enough`) where that was more."""
+    """Whether a rank's memory suffices: the device's, or what the job needed before (`enough`) if that was more."""
     cluster, _ = cluster_of(_on(config, ranks))
     return needed(config, ranks) <= max(enough, cluster.device.usable_bytes)
 
 
 def needed(config: Config, ranks: int) -> float:
-    """Bytes of the fullest rank; 0 where the planner has no figures for such settings."""
+    """Bytes of the fullest rank; 0 if the planner has no estimate for such settings."""
     try:
         config = _resolved(config, ranks)
         cluster, _ = cluster_of(_on(config, ranks))
@@ -110,7 +110,7 @@ def needed(config: Config, ranks: int) -> float:
 
 
 def _resolved(config: Config, ranks: int) -> Config:
-    """The settings on this many ranks, with the smallest micro-batch where the job chooses it itself."""
+    """The settings on this many ranks, with the smallest micro-batch if the job chooses it itself."""
     return resolve(replace(config, batch=smallest(config.batch)), ranks)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before ranks join: is there room for what this training is certain to need? Otherwise the kernel, or the device, ends it
-in its first steps, without a word about which setting is too large.
+"""Check, before ranks join, that memory suffices for the certain minimum of a training. Otherwise the kernel or the device
+would end it in its first steps, without naming the setting that is too large.
 
-What counts is a lower bound (`memory.certain`): estimates on the safe side would refuse what trains. Each rank decides from
-the same settings, those of a node about all of them together, and before any of them takes memory. All ranks of one machine
-come to the same, and end there. On several machines one may have too little while the others wait for it to join: then
-ranks join first, and `training.build` ends all of them.
+The check uses a lower bound (`memory.certain`): conservative estimates would refuse jobs that train. Each rank decides from
+the same settings, for all ranks of its node together, before any of them allocates memory. On one machine all ranks
+come to the same result and stop. With several machines, one may have too little memory while the others wait for it to
+join: then ranks join first, and `training.build` stops all of them.
 """
 
 import time
@@ -24,15 +24,15 @@ from megatron.settings.schema import Config
 from megatron.telemetry.figures import several
 from megatron.telemetry.host_memory import available_memory, total_memory
 
-MANY_TOKENS = 300_000  # a vocabulary whose files need not be read where even this one fits
-DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # without one of these torch sees no GPU
-PATIENCE = 5  # seconds that the memory of a job which has just ended may take to come back
+MANY_TOKENS = 300_000  # a large vocabulary; if this fits, vocabulary files need not be read
+DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # without any of these torch has no GPU
+PATIENCE = 5  # seconds to wait until the memory of a job that has just ended is free
 OVERCOMMIT = "--allow-memory-overcommit"
 
 
 def check_room(config: Config, recipe: Recipe, log: Callable[[str], None] = print) -> Optional[SettingsError]:
-    """Why a memory of this rank is too small, with what would fit: for all ranks to raise (`training.build`). Raised here
-    where this machine has all of them. A note where too little is allowed.
+    """The error of a memory that is too small, with remedies, for all ranks to raise (`training.build`). Raised here if all
+    ranks are on this machine. With --allow-memory-overcommit only a note is logged.
     """
     refusal, here = _refusal_of(config, recipe, log), rank_env.ranks()
     if refusal and here.world_size in (1, here.local_world_size):
@@ -60,8 +60,8 @@ def _refusal_of(config: Config, recipe: Recipe, log: Callable[[str], None]) -> O
 
 @dataclass(frozen=True)
 class Demand:
-    """What training is certain to need of the memories that this rank uses. jobs: those that it may be; state_alone: what a
-    step adds follows from texts, not from settings.
+    """The minimum that training needs of the memories of this rank. jobs: the possible ones; state_alone: the memory of a
+    step depends on texts, not on settings.
     """
 
     jobs: tuple[Job, ...]
@@ -73,17 +73,17 @@ class Demand:
     def of(
         cls, config: Config, recipe: Recipe, device: str, here: rank_env.Ranks, tokens: Optional[int] = None
     ) -> Optional["Demand"]:
-        """tokens: of the vocabulary (default: those of its files). None where the model's facts cannot say."""
+        """tokens: of the vocabulary (default: those of its files). None if the model's facts cannot predict memory."""
         try:
             layout = Layout.of(config, here.world_size)
             job = Job.of(config, recipe.facts(config, tokens or vocabulary_of(config)[0]), dp=layout.dp, device=device)
-            open_ = config.precision.precision == "auto"  # measured later: bf16 may be what is faster
+            open_ = config.precision.precision == "auto"  # chosen later by a measurement: bf16 if it is faster
             jobs = (job, replace(job, precision="bf16")) if open_ else (job,)
-            found = cls(jobs, layout, here, recipe.predicts(config) == "state")
-            found.on_host(layout)
-        except Exception:  # of facts of a user's own: an error is raised where they are needed
+            demand = cls(jobs, layout, here, recipe.predicts(config) == "state")
+            demand.on_host(layout)
+        except Exception:  # in a user's facts: the error is raised when they are used
             return None
-        return found
+        return demand
 
     def on_device(self, layout: Layout) -> int:
         """Bytes of this rank's GPU."""
@@ -97,7 +97,7 @@ class Demand:
         return self._least(lambda job: sum(sum(certain(job, layout, at, self.state_alone)[kinds]) for at in stages))
 
     def _stage(self, rank: int) -> int:
-        """The pipeline rank of a rank: its slowest axis."""
+        """The pipeline rank of a rank; pp is the slowest axis."""
         return rank * self.layout.pp // self.here.world_size
 
     def _least(self, needed: Callable[[Job], int]) -> int:
@@ -106,7 +106,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Lack:
-    """A memory that is too small. of: its name; by: layout -> bytes that it needs; free: bytes now; total: of all."""
+    """A memory that is too small. of: its name; by: layout -> needed bytes; free: bytes now; total: all bytes."""
 
     of: str
     needed: int
@@ -119,18 +119,18 @@ class Lack:
 
 
 def _lacking(demand: Optional[Demand]) -> Optional[Lack]:
-    """The memory that is too small; None where all suffice, or nobody can say."""
+    """The memory that is too small; None if all suffice, or it is unknown."""
     if demand is None:
         return None
-    found = []
+    memories = []
     if demand.jobs[0].device == "cuda":
         import torch
 
         at = demand.here.local_rank
-        if at < torch.cuda.device_count():  # otherwise joining says what is wrong
-            found.append((f"GPU {at}", demand.on_device, *torch.cuda.mem_get_info(at)))
-    found.append(("this machine's memory", demand.on_host, available_memory(None), total_memory()))
-    for of, by, free, total in found:
+        if at < torch.cuda.device_count():  # otherwise joining reports the problem
+            memories.append((f"GPU {at}", demand.on_device, *torch.cuda.mem_get_info(at)))
+    memories.append(("this machine's memory", demand.on_host, available_memory(None), total_memory()))
+    for of, by, free, total in memories:
         if free is not None and (needed := by(demand.layout)) > free:
             return Lack(of, needed, by, free, total or free)
     return None
@@ -139,15 +139,15 @@ def _lacking(demand: Optional[Demand]) -> Optional[Lack]:
 def _refusal(demand: Demand, lack: Lack) -> SettingsError:
     job, layout, ranks = demand.jobs[0], demand.layout, demand.here.local_world_size or 1
     who = "this rank" if "GPU" in lack.of else several(ranks, "rank")
-    said = f"predicted for weights, gradients, optimizer state and activations of {who}; a run takes more than that"
-    error = SettingsError(str(lack), said, f"{_what_fits(demand, lack, job, layout)}; {OVERCOMMIT} starts all the same")
-    error.about = "too little memory"  # free bytes are others on each rank
+    why = f"predicted for weights, gradients, optimizer state and activations of {who}; a run needs more than that"
+    error = SettingsError(str(lack), why, f"{_what_fits(demand, lack, job, layout)}; {OVERCOMMIT} starts it anyway")
+    error.about = "too little memory"  # free bytes differ between ranks
     return error
 
 
 def _what_fits(demand: Demand, lack: Lack, job: Job, layout: Layout) -> str:
     """Changes of a setting after which it fits."""
-    from megatron.planner.problems import remedies  # it imports what reads checkpoints
+    from megatron.planner.problems import remedies  # imports readers of checkpoints
 
     length = job.facts.settings.seq_length
     while (length := length // 2) >= 64:
@@ -160,7 +160,7 @@ def _what_fits(demand: Demand, lack: Lack, job: Job, layout: Layout) -> str:
 
 
 def _has_gpu(wanted: str) -> bool:
-    """Whether training will be on a GPU; torch is asked where it may see one."""
+    """Whether training will run on a GPU; imports torch only if there is a driver."""
     if wanted == "cpu" or not any(Path(driver).exists() for driver in DRIVERS):
         return False
     import torch

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout of a job on a cluster: what fits, how fast it is, and why the rest does not.
+"""Search all layouts of a job on a cluster: those that fit, their speed, and why the others do not fit.
 
-The grid is walked in full: tp, pp, model chunks, schedule, sequence parallel, micro-batch, recomputation, ZeRO stage,
-sharding degree, offload. What does not depend on the inner choices is computed outside their loops, so that a hundred
-thousand layouts take seconds. The best ones are then refined: layers that need no recomputation, uneven stages.
+The search covers the full grid: tp, pp, model chunks, schedule, sequence parallel, micro-batch, recomputation, ZeRO stage,
+sharding degree, offload. Figures that do not depend on inner choices are computed outside their loops, so that a hundred
+thousand layouts take seconds. The best ones are then refined: layers without recomputation, uneven stages.
 """
 
 import heapq
@@ -22,16 +22,16 @@ from megatron.settings.schema import Recompute
 
 GRANULARITIES = (None, "core_attn", "full_attn", "full")
 NOT_OFFLOADED = (0.0, 0.0, False)
-REFINED = 40  # best plans that are refined
+REFINED = 40  # number of best plans to refine
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched. A value narrows an axis to it; None leaves it free.
+    """The search space. A value fixes an axis; None leaves it free.
 
-    replicas: copies of each shard, as --dp-degree counts; chunk_layers: layers of a model chunk
-    offload: (share of the optimizer's state in the host's memory, share on disk, whether shards of parameters are there)
-    overlap: whether data parallel communication runs next to computation
+    replicas: copies of each shard, as in --dp-degree; chunk_layers: layers of a model chunk
+    offload: (fraction of optimizer state in host memory, fraction on disk, whether parameter shards are in host memory)
+    overlap: whether data parallel communication overlaps with computation
     """
 
     global_batch: Optional[int] = None
@@ -54,18 +54,18 @@ class Space:
     offload: Optional[tuple[float, float, bool]] = None
     overlap: Optional[bool] = None
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
-    host_bytes: Optional[int] = None  # memory of the host for each rank
+    host_bytes: Optional[int] = None  # host memory per rank
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with what it needs and brings."""
+    """A layout with its memory and time."""
 
     layout: Layout
     job: Job
     step: StepTime
     bytes: int  # of the fullest pipeline rank
-    rank: int  # which one that is
+    rank: int  # the fullest pipeline rank
 
     @property
     def per_sample(self) -> float:
@@ -73,14 +73,14 @@ class Plan:
 
     @property
     def order(self) -> tuple:
-        """Least time for a sample first; of equals the one with fewer features, then with less memory."""
+        """Least time per sample first; of equal ones fewer features first, then less memory."""
         lay = self.layout
         return (round(self.per_sample, 12), lay.offload, lay.zero, lay.tp * lay.cp * lay.pp, lay.chunks, self.bytes)
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that does not fit, by how many bytes, where."""
+    """A layout that does not fit, by how many bytes, and where."""
 
     layout: Layout
     over: int
@@ -94,53 +94,53 @@ class Rejected:
 
 @dataclass
 class SearchedPlans:
-    """Outcome of a search: plans from best to worst, the closest rejected ones, and what never came into question."""
+    """The result of a search: plans from best to worst, the closest rejected layouts, and impossible sizes."""
 
     plans: list[Plan] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     impossible: list[str] = field(default_factory=list)
-    looked_at: int = 0
+    num_layouts: int = 0
     too_large: int = 0
 
 
 def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> SearchedPlans:
-    """All plans of `job` (whose global batch `space` decides) on `cluster`; `keep` best and closest ones are told."""
+    """All plans of `job` (with the global batch of `space`) on `cluster`; returns the `keep` best and closest ones."""
     if space.only:
         return _of(job, cluster, space)
-    found = SearchedPlans()
+    result = SearchedPlans()
     good, close = _Shortlist(keep), _Shortlist(keep)
-    for base, sized in _bases(job, cluster, space, found):
-        _try_shardings(base, sized, cluster, space, found, good, close)
+    for base, sized in _bases(job, cluster, space, result):
+        _try_shardings(base, sized, cluster, space, result, good, close)
     best = _in_order(_plan(*entry, cluster) for entry in good.entries())
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster, space)]
-    found.plans = _different(_in_order(best + refined))
-    found.rejected = [Rejected(*entry) for entry in close.entries()]
-    return found
+    result.plans = _different(_in_order(best + refined))
+    result.rejected = [Rejected(*entry) for entry in close.entries()]
+    return result
 
 
 def _of(job: Job, cluster: Cluster, space: Space) -> SearchedPlans:
-    """The layouts that `space` names, each by itself."""
-    found, most = SearchedPlans(looked_at=len(space.only)), space.global_batch or space.max_global_batch
+    """Evaluate the layouts in `space.only`."""
+    result, most = SearchedPlans(num_layouts=len(space.only)), space.global_batch or space.max_global_batch
     for layout in space.only:
         sized = replace(
             job, global_batch=most // (layout.micro_batch_size * layout.dp) * layout.micro_batch_size * layout.dp
         )
         plan, lacking = evaluate(sized, layout, cluster)
-        found.plans += [plan] if plan else []
-        found.rejected += [lacking] if lacking else []
-    found.too_large = len(found.rejected)
-    found.plans = _in_order(found.plans)
-    found.rejected.sort(key=lambda one: one.over)
-    return found
+        result.plans += [plan] if plan else []
+        result.rejected += [lacking] if lacking else []
+    result.too_large = len(result.rejected)
+    result.plans = _in_order(result.plans)
+    result.rejected.sort(key=lambda one: one.over)
+    return result
 
 
 def _in_order(plans: Iterable[Plan]) -> list[Plan]:
-    """From best to worst."""
+    """Sort plans from best to worst."""
     return sorted(plans, key=lambda plan: plan.order)
 
 
 def _different(plans: list[Plan]) -> list[Plan]:
-    """The best of those that only differ in how many share state, or in what is computed again."""
+    """The best plan of each set that differs only in sharding degree or recomputation."""
     seen: dict[tuple, Plan] = {}
     for plan in plans:
         lay = plan.layout
@@ -163,7 +163,7 @@ def _different(plans: list[Plan]) -> list[Plan]:
 
 
 class _Shortlist:
-    """The `size` entries with the lowest costs. Entries are what it takes to make a plan: making one takes longer."""
+    """The `size` entries with the lowest costs. Entries are the inputs of a plan, because building plans is slow."""
 
     def __init__(self, size: int):
         self.size, self.heap, self.limit, self.count = size, [], float("inf"), 0
@@ -182,16 +182,16 @@ class _Shortlist:
 # The grid -------------------------------------------------------------------------------------------------------------
 
 
-def _bases(job: Job, cluster: Cluster, space: Space, found: SearchedPlans) -> Iterator[tuple[Layout, Job]]:
+def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> Iterator[tuple[Layout, Job]]:
     """Layouts without sharding, each with the job at its global batch."""
     world = cluster.world_size
-    for tp in _tensor_sizes(job, cluster, space, found):
+    for tp in _tensor_sizes(job, cluster, space, result):
         for cp, by_heads in _context_sizes(job, tp, world // tp, space):
-            for pp in _pipeline_sizes(job, world // (tp * cp), space, found):
+            for pp in _pipeline_sizes(job, world // (tp * cp), space, result):
                 dp = world // (tp * cp * pp)
                 if space.dp not in (None, dp):
                     continue
-                for micro, batch in _batches(job, dp, space, found):
+                for micro, batch in _batches(job, dp, space, result):
                     sized = replace(job, global_batch=batch)
                     for schedule, chunks, layers in _arrangements(job, pp, batch // (micro * dp), space):
                         for sp in (False, True) if tp > 1 and job.facts.seq_length // cp % tp == 0 else (False,):
@@ -203,22 +203,22 @@ def _bases(job: Job, cluster: Cluster, space: Space, found: SearchedPlans) -> It
                                 yield replace(base, recompute=recompute), sized
 
 
-SHARED_TOKENS = 4096  # that a rank is to have at least of a sequence before a search lets ranks share it
+SHARED_TOKENS = 4096  # a search uses context parallelism only if each rank has at least this many tokens of a sequence
 
 
 def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[int, bool]]:
-    """(ranks that share a sequence, whether they exchange rows for heads): all ways for long sequences, else one rank."""
-    s, found = job.facts.seq_length, []
+    """(ranks that share a sequence, whether they exchange rows for heads): all for long sequences, else one rank."""
+    s, options = job.facts.seq_length, []
     for cp in [space.cp] if space.cp else divisors(ranks):
         if ranks % cp or cp > 1 and (s % (2 * cp) or not space.cp and s // cp < SHARED_TOKENS):
             continue
         ways = [False] + [True] * (cp > 1 and job.facts.shares_heads(tp, cp))
-        found += [(cp, way) for way in ways if cp == 1 or space.by_heads in (None, way)]
-    return found
+        options += [(cp, way) for way in ways if cp == 1 or space.by_heads in (None, way)]
+    return options
 
 
 def _recomputations(share: RankSetup, job: Job, space: Space) -> list[Recompute]:
-    """What may be recomputed: attention where the model has some, softmax(q k) v where its kernel keeps scores."""
+    """The granularities of recomputation: attention if the model has some, softmax(q k) v if its kernel stores scores."""
     if space.recompute is not None:
         return [space.recompute]
     ops = (op for kind in job.facts.layer_kinds for op in job.facts.layer_ops(share, kind))
@@ -227,15 +227,15 @@ def _recomputations(share: RankSetup, job: Job, space: Space) -> list[Recompute]
     return [Recompute(one) for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
 
 
-def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: SearchedPlans) -> list[int]:
+def _tensor_sizes(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> list[int]:
     sizes = []
     for tp in [space.tp] if space.tp else divisors(cluster.world_size):
         if tp > cluster.local_size and not space.tp:
-            found.impossible.append(f"tp {tp} and more: beyond the {cluster.local_size} ranks of a node")
+            result.impossible.append(f"tp {tp} and more: beyond the {cluster.local_size} ranks of a node")
             break
         bad = [f"{value} {name}" for name, value in job.facts.divisible_by_tp().items() if value % tp]
         if bad or cluster.world_size % tp:
-            found.impossible.append(
+            result.impossible.append(
                 f"tp {tp}: {' and '.join(bad) or f'{cluster.world_size} ranks'} cannot be divided by it"
             )
         else:
@@ -243,23 +243,23 @@ def _tensor_sizes(job: Job, cluster: Cluster, space: Space, found: SearchedPlans
     return sizes
 
 
-def _pipeline_sizes(job: Job, ranks: int, space: Space, found: SearchedPlans) -> Iterator[int]:
+def _pipeline_sizes(job: Job, ranks: int, space: Space, result: SearchedPlans) -> Iterator[int]:
     for pp in [space.pp] if space.pp else divisors(ranks):
         if ranks % pp:
             continue
         if pp > job.facts.num_layers:
             reason = f"pp {pp} and more: there are {job.facts.num_layers} layers"
-            found.impossible += [reason] * (reason not in found.impossible)
+            result.impossible += [reason] * (reason not in result.impossible)
             return
         yield pp
 
 
-def _batches(job: Job, dp: int, space: Space, found: SearchedPlans) -> Iterator[tuple[int, int]]:
-    """(micro-batch, global batch) that `dp` ranks can do."""
+def _batches(job: Job, dp: int, space: Space, result: SearchedPlans) -> Iterator[tuple[int, int]]:
+    """(micro-batch, global batch) that are possible on `dp` data parallel ranks."""
     most = space.global_batch or space.max_global_batch
     if dp > most or (space.global_batch and most % dp):
         reason = f"dp {dp}: a global batch of {most} cannot be divided by it"
-        found.impossible += [reason] * (reason not in found.impossible)
+        result.impossible += [reason] * (reason not in result.impossible)
         return
     for micro in [space.micro_batch_size] if space.micro_batch_size else _powers(most // dp):
         batch = most if space.global_batch else most // (micro * dp) * micro * dp
@@ -292,24 +292,24 @@ def _arrangements(job: Job, pp: int, num_microbatches: int, space: Space) -> Ite
 
 
 def _with_stages(layers: str, pp: int, space: Space) -> Iterator[tuple[str, int, str]]:
-    """`_arrangements` with the stages that somebody gave."""
+    """`_arrangements` with the given stages."""
     stages = layers.count(",") + 1
     if stages % pp == 0 and space.chunks in (None, stages // pp):
         for name in [space.schedule] if space.schedule else ["1f1b", "zb-h1"] if stages == pp else ["interleaved"]:
             yield name, stages // pp, layers
 
 
-def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found: SearchedPlans, good, close) -> None:
-    """The base with each way to share or offload its state."""
+def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, result: SearchedPlans, good, close) -> None:
+    """Evaluate the base with each way to shard or offload its state."""
     device, ranks = cluster.device, _fullest(base, job)
     room = [device.usable_bytes - sum(memory.step_memory(job, base, device, rank)[0].values()) for rank in ranks]
     work, num_microbatches = speed.passes(job, base, cluster), base.num_microbatches(job)
     for (zero, shard, offload), held, host, once in _options(base, job, cluster, space, tuple(ranks)):
-        found.looked_at += 1
+        result.num_layouts += 1
         over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))
         away = host - space.host_bytes if space.host_bytes else 0
         if over > 0 or away > 0:
-            found.too_large += 1
+            result.too_large += 1
             if max(over, away) < close.limit:
                 close.offer(
                     max(over, away),
@@ -319,9 +319,8 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
                     away > over,
                 )
             continue
-        if (
-            work.length + once.after_reductions
-        ) / job.global_batch >= good.limit:  # without any message it would be too slow
+        without_messages = work.length + once.after_reductions
+        if without_messages / job.global_batch >= good.limit:
             continue
         cost = speed.seconds(work, base, num_microbatches, once) / job.global_batch
         if cost < good.limit:
@@ -329,10 +328,9 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, found
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
-    """For each sharing of the state: (choice, bytes of each rank, most bytes on the host, what else a step has)."""
-    key = replace(
-        base, micro_batch_size=base.num_microbatches(job), recompute=Recompute()
-    )  # what these figures depend on
+    """For each sharding of the state: (choice, bytes of each rank, most bytes on the host, communication once per step)."""
+    # Only with the inputs of these figures, for the cache.
+    key = replace(base, micro_batch_size=base.num_microbatches(job), recompute=Recompute())
     return _options_of(
         key, replace(job, global_batch=key.micro_batch_size * key.micro_batch_size * base.dp), cluster, space, ranks
     )
@@ -340,11 +338,11 @@ def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tupl
 
 @lru_cache(maxsize=4096)
 def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:
-    found = []
+    options = []
     for choice in _state_choices(base, space):
         layout = _shared(base, *choice, space, cluster.device)
         held = [memory.static_memory(job, layout, rank) for rank in ranks]
-        found.append(
+        options.append(
             (
                 choice,
                 [sum(own.values()) for own, _ in held],
@@ -352,7 +350,7 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
                 speed.step_communication(job, layout, cluster),
             )
         )
-    return found
+    return options
 
 
 def _shared(base: Layout, zero: int, shard: int, offload: float, space: Space, device) -> Layout:
@@ -368,7 +366,7 @@ def _plan(layout: Layout, job: Job, size: int, rank: int, cluster: Cluster) -> P
 def _state_choices(base: Layout, space: Space) -> Iterator[tuple[int, int, float]]:
     shards = [n for n in divisors(base.dp) if space.shard in (None, n)]
     for zero in [space.zero] if space.zero is not None else range(4):
-        # On one rank a stage that somebody asks for divides nothing.
+        # On one rank a requested stage divides nothing.
         alone = base.weight_ranks == 1 and (space.zero or space.shard)
         for n in [1] if zero == 0 and space.shard in (None, 1) else shards if zero else []:
             shard = 1 if zero == 0 else n * base.cp
@@ -382,7 +380,7 @@ def _state_choices(base: Layout, space: Space) -> Iterator[tuple[int, int, float
 
 
 def _fullest(layout: Layout, job: Job) -> list[int]:
-    """Pipeline ranks one of which needs most: the first has most micro-batches, the last the loss, others more layers."""
+    """Candidates for the fullest pipeline rank: the first has most micro-batches, the last the loss, others more layers."""
     pipeline = layout.pipeline(job.facts.num_layers)
     sizes = [len(layers) for layers in pipeline.layers]
     heaviest = pipeline.stages[max(range(len(sizes)), key=sizes.__getitem__)][0]
@@ -393,7 +391,7 @@ def _fullest(layout: Layout, job: Job) -> list[int]:
 
 
 def evaluate(job: Job, layout: Layout, cluster: Cluster) -> tuple[Optional[Plan], Optional[Rejected]]:
-    """One layout by itself: its plan, or what it lacks."""
+    """Evaluate one layout: its plan, or why it does not fit."""
     totals = [memory.memory_report(job, layout, cluster.device, rank).total for rank in range(layout.pp)]
     worst = max(range(layout.pp), key=totals.__getitem__)
     over = totals[worst] - cluster.device.usable_bytes
@@ -402,7 +400,7 @@ def evaluate(job: Job, layout: Layout, cluster: Cluster) -> tuple[Optional[Plan]
 
 
 def _refined(plan: Plan, cluster: Cluster, space: Space) -> Iterator[Plan]:
-    """Variants that are better: layers spared from recomputation, stages with layers by their work."""
+    """Better variants of a plan: with layers spared from recomputation, or stages balanced by work."""
     spared = _spared(plan, cluster) if space.recompute is None else None
     balanced = _balanced(plan, cluster) if space.stage_layers is None and space.chunk_layers is None else None
     for better in (spared, balanced):
@@ -411,31 +409,31 @@ def _refined(plan: Plan, cluster: Cluster, space: Space) -> Iterator[Plan]:
 
 
 def _spared(plan: Plan, cluster: Cluster) -> Optional[Plan]:
-    """The most layers of each stage kept that memory allows."""
+    """The plan with the largest number of layers per stage spared from recomputation that fits in memory."""
     layout = plan.layout
     if layout.recompute.recompute_granularity is None:
         return None
     stages = layout.pipeline(plan.job.facts.num_layers).layers
-    low, high, best = 0, max(map(len, stages)) - 1, None  # with all of them spared it is another plan
+    low, high, best = 0, max(map(len, stages)) - 1, None  # with all layers spared it is another plan
     while low < high:
         count = (low + high + 1) // 2
         exempt = ",".join(str(n) for layers in stages for n in layers[:count])
-        found, _ = evaluate(
+        spared, _ = evaluate(
             plan.job, replace(layout, recompute=replace(layout.recompute, no_recompute_layers=exempt)), cluster
         )
-        if found:
-            low, best = count, found
+        if spared:
+            low, best = count, spared
         else:
             high = count - 1
     return best
 
 
 def _balanced(plan: Plan, cluster: Cluster) -> Optional[Plan]:
-    """Fewer layers where the embedding or the loss are."""
+    """The plan with fewer layers on the stages of the embedding and the loss."""
     layout, job = plan.layout, plan.job
     if layout.pp == 1 or layout.recompute.no_recompute_layers:
         return None
-    if len(job.facts.layer_kinds) > 1:  # layers of unequal work
+    if len(job.facts.layer_kinds) > 1:  # layers with unequal work
         layers = fastest(job, layout, cluster)
         return evaluate(job, in_stages(layout, layers), cluster)[0] if layers != layout.stage_layers else None
     if layout.chunks > 1:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shrunk job of a training: the same command with every parallel feature still on, small enough for one CPU.
+"""Shrink a training to one CPU: the same command with every parallel feature enabled, on a tiny model and few ranks.
 
     175 B on 128 ranks, tp 8 pp 16, 96 layers x 12288   ->   16 thousand parameters on 4 ranks, tp 2 pp 2, 4 layers x 32
 
-An axis of more than one rank has two. Layers, widths, batch and steps shrink to the least that still takes every branch
-of the code that the real job takes: several layers a stage, groups of recomputed layers, uneven stages, heads that share
-keys, padded vocabulary rows, more micro-batches than stages. Data are synthetic, nothing is saved. Pure.
+Axes of more than one rank get two. Layers, widths, batch and steps shrink to the minimum that still covers every branch
+of the code of the real job: several layers per stage, groups of recomputed layers, uneven stages, heads that share
+keys, padded vocabulary rows, more micro-batches than stages. Data are synthetic, and nothing is saved. Pure.
 
     >>> from megatron.settings.schema import GROUPS, Config, Model
     >>> config = Config(**{name: group() for name, group in GROUPS.items() if name != "model"}, model=Model(96, 12288, 96))
@@ -40,15 +40,15 @@ from megatron.settings.schema import (
 )
 from megatron.training.rules import layout_is_open, resolve
 
-RANKS = 8  # what a shrunk job may have: four axes of two would be 16, five 32
+RANKS = 8  # limit for a shrunk job: four axes of two would need 16, five 32
 VOCABULARY = 125  # odd, so that every tensor parallel size pads it
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-LEARNING_RATE = 1e-3  # at least: with less, a wrong gradient hardly moves a weight in a few steps
+LEARNING_RATE = 1e-3  # minimum: with less, a wrong gradient hardly changes a weight in a few steps
 
 
 @dataclass(frozen=True)
 class ShrunkJob:
-    """A shrunk job, as unresolved settings and ranks, and which features of the original it could not keep, in words."""
+    """A shrunk job: unresolved settings, ranks, and the features of the original that it does not cover, in words."""
 
     config: Config
     world_size: int
@@ -57,7 +57,7 @@ class ShrunkJob:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a shrunk job must be divisible by: ranks of each axis, stages of the pipeline, layers of the fullest stage."""
+    """The sizes of a shrunk job: ranks of each axis, stages of the pipeline, layers of the fullest stage."""
 
     tp: int = 1
     pp: int = 1
@@ -68,7 +68,7 @@ class Sizes:
 
 
 def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = RANKS) -> ShrunkJob:
-    """The shrunk job of a job of `world_size` ranks in whose settings nothing is wrong (`rules.check`), resolved or not."""
+    """The shrunk job of a valid job (`rules.check`) of `world_size` ranks, with resolved or unresolved settings."""
     p, lost = config.parallel, []
     pipeline = Pipeline.of(p, config.model.num_layers)
     tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
@@ -130,7 +130,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
 
 
 def shrunk_jobs_of(config: Config, world_size: int, steps: int = 3) -> list[ShrunkJob]:
-    """The shrunk job; and where it cannot have all axes, one without tensor parallelism, which has the others."""
+    """The shrunk job; if it cannot have all axes, also one without tensor parallelism, which has the others."""
     shrunk, p = shrunk_job_of(config, world_size, steps), config.parallel
     tp = p.tensor_model_parallel_size
     if not shrunk.lost or tp == 1:
@@ -140,7 +140,7 @@ def shrunk_jobs_of(config: Config, world_size: int, steps: int = 3) -> list[Shru
 
 
 def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = None, steps: int = 10) -> Config:
-    """The same kind of model, batch and curves with as little work as `sizes` allow, on synthetic data and the CPU."""
+    """The same kind of model, batch and schedules with the least work that `sizes` allow, on synthetic data and the CPU."""
     batch = _batch(config.batch, sizes, num_microbatches or max(2, sizes.pp), steps)
     guard, facts = config.guard, facts_of(config, VOCABULARY)
     model = facts.shrunk(sizes.stages * sizes.layers, sizes.tp * sizes.cp)
@@ -177,20 +177,20 @@ def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = Non
         logging=Logging(log_interval=1, seed=config.logging.seed, debug=config.logging.debug),
         planner=Planner(),
         profiling=Profiling(),
-        statements={},  # nobody gave what is left: nothing of it is to be said
+        statements={},  # the remaining settings were not given by the user: no messages about them
     )
 
 
 def reduced(before: Config, after: Config) -> list[str]:
-    """What a shrunk job changed, a line for each group of settings: `model: num_layers 96 -> 4, ...`."""
+    """The changes of a shrunk job, a line per group of settings: `model: num_layers 96 -> 4, ...`."""
     lines = []
     for group, kind in GROUPS.items():
         pairs = [
             (f.name, getattr(getattr(before, group), f.name), getattr(getattr(after, group), f.name))
             for f in fields(kind)
         ]
-        told = [f"{name} {_word(old)} -> {_word(new)}" for name, old, new in pairs if old != new]
-        lines += [f"{group}: {', '.join(told)}"] if told and group != "planner" else []
+        changes = [f"{name} {_word(old)} -> {_word(new)}" for name, old, new in pairs if old != new]
+        lines += [f"{group}: {', '.join(changes)}"] if changes and group != "planner" else []
     return lines
 
 
@@ -201,7 +201,7 @@ def _word(value) -> str:
 
 
 def _of_layers(words: Optional[list[str]], num_layers: int) -> Optional[list[str]]:
-    """One word for all layers, or one for each of fewer layers, so that all words occur as far as there are layers."""
+    """One word for all layers, or one for each of fewer layers, so that all words occur if there are enough layers."""
     if words is None or len(words) == 1:
         return words
     different = list(dict.fromkeys(words))
@@ -212,7 +212,7 @@ def _of_layers(words: Optional[list[str]], num_layers: int) -> Optional[list[str
 
 
 def _stages(p: Parallel, pipeline: Pipeline, sizes: Sizes, chunks: int) -> tuple[Parallel, int]:
-    """The settings that deal out layers, in the same words as the original's, and the number of layers."""
+    """The settings for layers and stages, with the same flags as the original, and the number of layers."""
     each, number = sizes.layers, sizes.stages
     virtual = replace(
         p,
@@ -231,14 +231,14 @@ def _stages(p: Parallel, pipeline: Pipeline, sizes: Sizes, chunks: int) -> tuple
         )
         return replace(virtual, **ends), sum(counts)
     embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
-    each = max(each, 2) if embedding or loss else each  # so that no stage goes without layers that had some
+    each = max(each, 2) if embedding or loss else each  # every stage that had layers keeps some
     if virtual.num_layers_per_virtual_pipeline_stage:
         virtual = replace(virtual, num_layers_per_virtual_pipeline_stage=each)
     return virtual, max(1, number * each - embedding - loss)
 
 
 def _like(counts: list[int], number: int) -> list[int]:
-    """So many small counts in the same order of size as those at the same places of a longer list.
+    """Shrink a list of counts to `number` small ones with the same order of sizes.
 
     >>> _like([5, 6, 6, 6, 6, 6, 6, 3], 4), _like([1, 2, 2, 1], 2), _like([0, 4, 4, 4], 2)
     ([2, 3, 3, 1], [1, 2], [0, 2])
@@ -248,12 +248,12 @@ def _like(counts: list[int], number: int) -> list[int]:
         chosen[-1] = min(set(counts) - set(chosen), key=lambda n: (n == 0, n))
     levels = sorted(set(chosen) - {0})
     small = {n: at + 1 for at, n in enumerate(levels)} | {0: 0}
-    found = [small[n] for n in chosen]
-    return [2 * n for n in found] if max(found) == 1 < max(counts) else found
+    result = [small[n] for n in chosen]
+    return [2 * n for n in result] if max(result) == 1 < max(counts) else result
 
 
 def _recompute(r: Recompute, stage: int, num_layers: int, each: int) -> Recompute:
-    """stage: layers of the original's fullest stage; num_layers, each: the shrunk job's layers, in all and of a stage."""
+    """stage: layers of the original's fullest stage; num_layers, each: the shrunk job's layers, in total and per stage."""
     size, exempt = r.recompute_num_layers, r.exempt_layers
     if size:
         size = (each if size >= stage else max(1, each - 1)) if r.recompute_method == "block" else min(size, each)
@@ -265,7 +265,7 @@ def _recompute(r: Recompute, stage: int, num_layers: int, each: int) -> Recomput
 
 
 def _num_microbatches(num_microbatches: int, pipeline: Pipeline, pp: int) -> int:
-    """Micro-batches of a step on each rank: fewer than the pipeline has ranks, as many, or more, as the original has."""
+    """Micro-batches per step and rank: fewer than pipeline ranks, as many, or more, as in the original."""
     if pipeline.custom and pp == pipeline.pp:
         return pipeline.custom.num_microbatches
     if pipeline.pp == 1:
@@ -299,7 +299,7 @@ def _batch(b: Batch, sizes: Sizes, num_microbatches: int, steps: int) -> Batch:
 
 
 def without_traces(guard: Guard) -> Guard:
-    """Guards that neither read nor write files of the real run."""
+    """The guard settings without files of the real run."""
     on_spike = "continue" if guard.on_spike == "rollback" else guard.on_spike
     return replace(
         guard, kill_switch_file=None, heartbeat_dir=None, on_spike=on_spike, iterations_to_skip=None, override=None
@@ -307,7 +307,7 @@ def without_traces(guard: Guard) -> Guard:
 
 
 def gentle(p: Precision) -> Precision:
-    """fp16 starts with a loss scale that a few steps do not spend on overflows."""
+    """Start fp16 with a loss scale that does not overflow in the first steps."""
     if p.precision != "fp16":
         return p
     return replace(p, initial_loss_scale=min(p.initial_loss_scale, 256.0), min_loss_scale=min(p.min_loss_scale, 1.0))
@@ -335,9 +335,9 @@ def _optimizer(o: Optimizer, batch: Batch, steps: int) -> Optimizer:
 
 
 def original(config: Config, log) -> tuple[Config, int]:
-    """(the command that is to be shrunk, its ranks): with the layout that --auto-parallel finds, and without need of files.
+    """(the command to shrink, its ranks), with the layout that --auto-parallel finds, and without required files.
 
-    Raises SettingsError with everything that cannot work.
+    Raises SettingsError with all problems.
     """
     world_size = asked_ranks(config)
     config = without_files(config)
@@ -351,7 +351,7 @@ def original(config: Config, log) -> tuple[Config, int]:
 
 
 def asked_ranks(config: Config) -> int:
-    """Ranks of the real job: --world-size, else as data parallelism is asserted, else the fewest that there can be."""
+    """Ranks of the real job: --world-size, else from the asserted data parallel size, else the smallest possible number."""
     p = config.parallel
     least = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
     dp = p.asserted_data_parallel or p.sharding_degree or (2 if p.sharding_stage else 1)
@@ -359,7 +359,7 @@ def asked_ranks(config: Config) -> int:
 
 
 def without_files(config: Config) -> Config:
-    """The same settings with synthetic data and numbers for text where they name none: a shrunk job needs no files."""
+    """The settings with synthetic data and no tokenizer if they name none: a shrunk job needs no files."""
     data, t, batch = config.data, config.tokenizer, config.batch
     if not (data.mock_data or any(getattr(data, name) for name in PATHS)):
         data = replace(data, mock_data=True)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a step takes: arithmetic at the speed the device reaches, memory traffic, messages, and the schedule's gaps.
+"""Estimate the time of a step: arithmetic at the device's speed, memory traffic, messages, and gaps of the schedule.
 
-A pass of one layer is the sum of its matrix products (at a speed that falls with the smallest dim), its attention core,
-its elementwise work (bytes over bandwidth), the starts of its ops, and its tensor parallel collectives. Stages put passes
-together; the schedule, simulated with the gatherings and reductions of data parallelism as its ops, puts stages together;
-the update comes behind it.
+The pass of a layer is the sum of its matrix products (slower if the smallest dim is small), its attention core,
+its elementwise work (bytes over bandwidth), kernel launches, and tensor parallel collectives. Stages sum passes.
+The schedule is simulated with the data parallel all-gathers and reductions as ops; the update follows it.
 """
 
 from dataclasses import dataclass
@@ -25,42 +24,55 @@ from megatron.planner.traffic import Transfer, once_a_step
 from megatron.planner.unequal import unequal_span
 from megatron.settings.schema import Recompute
 
+# Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/planning.md#how-far-to-trust-it.
 DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
+HOST_MEMORY = 20e9  # bytes/s of the host's memory in an offloaded update: assumed
+OVERLAPPED_SHARE = 0.7  # of messages that can overlap with passes, if these are long enough: assumed
+CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU over that of half of the pairs at full speed: assumed
+EMBEDDING_MOVES = 4  # elements per embedded element, in either direction (row, position, dropout): estimated
+LOSS_BYTES = 4 * 4  # per logit, 4 moves in fp32: estimated
+SCORE_MOVES, DROPOUT_MOVES = 4, 2  # per stored attention score, and of its dropout, in either direction: estimated
+UPDATE_BYTES, MOMENT_BYTES = (
+    14,
+    8,
+)  # main weight and moment read and written, gradient read, bf16 weight written: counted
+OFFLOAD_BYTES, OFFLOAD_MOMENT_BYTES = 12, 4  # per parameter and per moment in an offloaded update: estimated
+FILE_BYTES = 8  # an fp32 number in a file, read and written: counted
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and how many of them share a node: ranks that are neighbours talk over its links."""
+    """Devices, and how many of them share a node: neighbouring ranks use the links inside a node."""
 
     device: Device
     world_size: int
     local_size: int = 8
 
     def seconds(self, op: str, size: int, calls: int, ranks: int, stride: int) -> float:
-        """Time of collectives of `size` bytes in `calls` calls over `ranks` ranks that are `stride` apart."""
+        """Seconds of collectives with `size` bytes in `calls` calls over `ranks` ranks with distance `stride`."""
         if ranks == 1 or size == 0:
             return 0.0
         d = self.device
         if op == "send":
             return size / (d.inner if stride < self.local_size else d.outer) + calls * d.latency
         link = d.inner
-        if ranks * stride > self.local_size:  # rings leave the node by the adapters of all of its ranks of this group
+        if ranks * stride > self.local_size:  # rings leave the node through the adapters of all its ranks in this group
             link = min(link, d.outer * max(1, self.local_size // stride))
         # A ring moves (ranks - 1) / ranks of the tensor, twice for an all-reduce.
         share = (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
         steps = (ranks - 1).bit_length()
-        if op != "all_reduce":  # which has trees; the rings of the others pass every node in turn
+        if op != "all_reduce":  # all-reduce has trees; the rings of the others pass every node in turn
             steps += max(0, ranks * stride // self.local_size - 1)
         return share * size / link + calls * steps * d.latency
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one iteration, and what they are made of: of the pipeline's passes as a mean over its ranks."""
+    """Seconds of one iteration, and its parts; passes are the mean over pipeline ranks."""
 
     seconds: float
     parts: dict[str, float]
-    bubble: float  # share of the pipeline's time in which ranks wait, for the schedule and for slower stages
+    bubble: float  # fraction of the pipeline's time in which ranks wait, for the schedule and for slower stages
     flops: float  # model FLOPs of all ranks
 
     def tokens_per_second(self, job: Job) -> float:
@@ -72,7 +84,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one micro-batch through something: forward, backward, and of these communication over tp, over cp."""
+    """Seconds of one micro-batch: forward, backward, and their communication over tp (`waiting`) and cp (`sharing`)."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -88,7 +100,7 @@ class Pass:
         )
 
     def times(self, count: float) -> "Pass":
-        """So many of them."""
+        """The sum of `count` equal passes."""
         return Pass(count * self.forward, count * self.backward, count * self.waiting, count * self.sharing)
 
     @property
@@ -98,8 +110,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """The passes of a step, all chunks as slow as those of the slowest rank: seconds of one of a chunk, with its message
-    to the next stage, and of all of them.
+    """The passes of a step if all chunks were as slow as those of the slowest rank: seconds of a chunk's passes, with the
+    message to the next stage, and the length of all passes.
     """
 
     forward: float
@@ -108,7 +120,7 @@ class Work:
 
 
 def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
-    """The time of one iteration: the schedule on a clock, with each stage's own times."""
+    """The time of one iteration: a simulation of the schedule with each stage's own times."""
     stages, message = _stage_passes(job, layout, cluster), _message(job, layout, cluster)
     num_microbatches, own = layout.num_microbatches(job), step_communication(job, layout, cluster)
     times = [(one.forward + message, one.backward + message) for one in stages]
@@ -117,7 +129,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     )
     length = clock(Sharding(0))
     total = max(length, clock(own.sharding)) + own.after_reductions
-    each = sum(stages, Pass()).times(num_microbatches / layout.pp)  # of a rank, as a mean
+    each = sum(stages, Pass()).times(num_microbatches / layout.pp)  # mean over ranks
     messages = 2 * num_microbatches * layout.chunks * message
     waiting = length - each.both - messages
     parts = {
@@ -134,7 +146,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
 
 
 def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommunication") -> float:
-    """Of a step with these passes and these messages, as their simulation has it (`live.sharded_span`)."""
+    """The time of a step with these passes and messages, estimated by `live.sharded_span`."""
     span = sharded_span(
         layout.schedule,
         layout.pp,
@@ -153,28 +165,28 @@ def useful_flops(job: Job) -> float:
 
 
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
-    """A micro-batch through each layer by itself, forward and backward."""
+    """Seconds of a micro-batch through each layer, forward and backward."""
     facts, granularity, share = job.facts, layout.recompute.recompute_granularity or "", layout.rank_setup(job)
     one = lambda layer: _stage(job, share, (((facts.layer_kind(layer), granularity), 1),), False, False, cluster).both
     return [one(layer) for layer in range(facts.num_layers)]
 
 
 def end_costs(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, float]:
-    """What the first and the last stage do for a micro-batch beside their layers."""
+    """Seconds of a micro-batch in the first and in the last stage, without their layers."""
     share = layout.rank_setup(job)
     return _stage(job, share, (), True, False, cluster).both, _stage(job, share, (), False, True, cluster).both
 
 
 def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
-    """A micro-batch through one layer, forward and backward, with what the first or last stage does beside."""
+    """Seconds of a micro-batch through one layer, forward and backward, with the ends of the first or last stage."""
     layer = ((job.facts.layer_kind(0), layout.recompute.recompute_granularity or ""), 1)
     return _stage(job, layout.rank_setup(job), (layer,), first, last, cluster).both
 
 
 def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
-    """All passes of a step, as if they were all that ranks do, of even stages as long as the slowest.
+    """The passes of a step, with all stages as slow as the slowest, and without data parallel messages.
 
-    A search compares thousands of layouts by this, which is a little pessimistic, before it times the best by `step`.
+    A search compares thousands of layouts by this slightly pessimistic estimate, before it times the best ones with `step`.
     """
     slow = _slowest(job, layout, cluster)
     message = _message(job, layout, cluster)
@@ -192,7 +204,7 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
 
 
 def _stage_passes(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
-    """A micro-batch through each stage, without messages from stage to stage."""
+    """A micro-batch through each stage, without messages between stages."""
     share, facts = layout.rank_setup(job), job.facts
     cut = layout.pipeline(facts.num_layers).layers
     kinds = [(_layers(facts, layout.recompute, layers), n == 0, n == len(cut) - 1) for n, layers in enumerate(cut)]
@@ -201,7 +213,7 @@ def _stage_passes(job: Job, layout: Layout, cluster: Cluster) -> list[Pass]:
 
 
 def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
-    """A chunk of the rank that works longest, of its chunks' mean length: it sets the pace of all."""
+    """The mean chunk of the slowest rank, which limits the speed of all."""
     share = layout.rank_setup(job)
     of_ranks = _stages(job.facts, layout.pipeline(job.facts.num_layers), layout.recompute)
     took = {stage: _stage(job, share, *stage, cluster) for stage in set(chain.from_iterable(of_ranks))}
@@ -210,7 +222,7 @@ def _slowest(job: Job, layout: Layout, cluster: Cluster) -> Pass:
 
 
 def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[tuple]:
-    """Of the pipeline ranks that differ, the stages: (layers by kind and recomputation, is it the first, the last)."""
+    """The stages of each different pipeline rank: (layers by kind and recomputation, whether it is the first, the last)."""
     last = len(pipeline.stages) - 1
     kinds = [(_layers(facts, settings, layers), n == 0, n == last) for n, layers in enumerate(pipeline.layers)]
     return frozenset(tuple(sorted(map(kinds.__getitem__, pipeline.stages_of(rank)))) for rank in range(pipeline.pp))
@@ -223,7 +235,7 @@ def _layers(facts: Facts, settings: Recompute, layers: range) -> tuple[tuple[tup
 
 @lru_cache(maxsize=65536)
 def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
-    """layers: ((kind, granularity of recomputation), how many), ..."""
+    """layers: ((kind, granularity of recomputation), count), ..."""
     total, sp = Pass(), share.sp
     for (kind, granularity), count in layers:
         total += _layer(job, share, kind, granularity, cluster).times(count)
@@ -232,28 +244,28 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
         n = facts.embedded_tokens(share)
         tp_seconds = _tensor_parallel_seconds(job, share, cluster, n)
         total += Pass(
-            4 * n * h * e / d.bandwidth + tp_seconds,
-            4 * n * h * e / d.bandwidth + tp_seconds * sp,
+            EMBEDDING_MOVES * n * h * e / d.bandwidth + tp_seconds,
+            EMBEDDING_MOVES * n * h * e / d.bandwidth + tp_seconds * sp,
             tp_seconds * (1 + sp),
         )
-    if last and facts.score_sums(share) is None:  # a few scores cost nothing
+    if last and facts.score_sums(share) is None:  # the cost of a few scores is ignored
         n, rows = facts.loss_tokens(share), facts.vocabulary_rows(share.tp)
         tp_seconds = _tensor_parallel_seconds(job, share, cluster, n)
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
-        softmax = 4 * 4 * n * rows * d.unfused / d.bandwidth
-        # The loss makes its gradients at once, but for that of the weight.
+        softmax = LOSS_BYTES * n * rows * d.unfused / d.bandwidth
+        # The loss computes its gradients in the forward pass, except the weight's.
         total += Pass(2 * product + softmax + tp_seconds * sp, product + tp_seconds, tp_seconds * (1 + sp))
     return total
 
 
 def layer_seconds(job: Job, cluster: Cluster) -> float:
-    """The forward pass of one layer on one rank, for a micro-batch of one."""
+    """Seconds of the forward pass of one layer on one rank, with a micro-batch of one."""
     return _layer(job, job.rank_setup(), job.facts.layer_kind(0), "", cluster).forward
 
 
 @lru_cache(maxsize=65536)
 def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Cluster) -> Pass:
-    """A micro-batch through a layer: its ops one after another, and those again that are recomputed."""
+    """A micro-batch through a layer: its ops one after another, and recomputed ones again."""
     ops, d = job.facts.layer_ops(share, kind), cluster.device
     kernels = [op for op in ops if isinstance(op, Kernel)]
     elementwise = d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
@@ -262,7 +274,7 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     repeated = work if granularity == LAYER else sum(_arithmetic(job, op, d) for op in again)
     sums, each = _tensor_parallel_sums(job, share, ops, cluster)
     messages = sums * (granularity == LAYER)
-    if granularity == ATTENTION:  # no sum runs again; what is gathered counts as one
+    if granularity == ATTENTION:  # no sum runs again; an all-gather counts as one
         messages = share.sp * sum(isinstance(op, CoreAttention) for op in again)
     others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
     sent = lambda op, calls: sum(cluster.seconds(call, op.size, 1, op.ranks, share.tp) for call in calls)
@@ -284,39 +296,40 @@ def _arithmetic(job: Job, op: LayerOp, d: Device) -> float:
 
 
 def _tensor_parallel_sums(job: Job, share: RankSetup, ops, cluster: Cluster) -> tuple[int, float]:
-    """Tensor parallel sums of a layer each way, and seconds of one, of their tokens as a mean. What a product gathers for
-    its weight's gradient runs beside another product.
+    """Tensor parallel sums of a layer in each direction, and seconds of one, for the mean of their tokens. The all-gather
+    for a weight's gradient overlaps with another product.
     """
-    found = [op for op in ops if isinstance(op, Collective) and op.axis == "tp"]
-    sums = max(1, sum(call != "all_gather" for op in found for call in op.ahead))
+    collectives = [op for op in ops if isinstance(op, Collective) and op.axis == "tp"]
+    sums = max(1, sum(call != "all_gather" for op in collectives for call in op.ahead))
     row = job.facts.settings.hidden_size * job.element
-    tokens = sum(op.size for op in found) // (2 * sums * row)
+    tokens = sum(op.size for op in collectives) // (2 * sums * row)
     return sums, _tensor_parallel_seconds(job, share, cluster, tokens)
 
 
 def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster, tokens: int) -> float:
-    """Seconds of one tensor parallel sum of the hidden states of so many tokens."""
+    """Seconds of one tensor parallel sum of the hidden states of these tokens."""
     size = tokens * job.facts.settings.hidden_size * job.element
-    # Under sequence parallelism a sum comes as two halves (reduce-scatter and gathering), which are counted as one each.
+    # With sequence parallelism a sum has two halves (reduce-scatter and all-gather), which are counted as one each.
     op = "all_gather" if share.sp else "all_reduce"
     return cluster.seconds(op, (2 if share.sp else 1) * size, 2 if share.sp else 1, share.tp, 1)
 
 
 def _core(job: Job, core: CoreAttention, device: Device) -> float:
-    """Seconds of attention between its two linear layers."""
+    """Seconds of attention without its linear layers."""
     reached = device.attention.get(job.precision) or min(device.attention.values())
     work = 2.0 * core.pairs * sum(core.widths)
     if core.kernel == "flash":
         return work / 2 / reached
-    half = core.kernel == "block-causal"  # of the scores never exists
+    half = core.kernel == "block-causal"  # half of the scores are not computed
     if half and job.device == "cpu" and not core.dropout:
-        return work / 2 / reached * 1.2
-    moved = device.unfused * int(core.pairs) * job.element * (4 + 2 * core.dropout) / device.bandwidth
+        return work / 2 / reached * CPU_BLOCKS
+    moves = SCORE_MOVES + DROPOUT_MOVES * core.dropout
+    moved = device.unfused * int(core.pairs) * job.element * moves / device.bandwidth
     return (work / device.reached(job.precision, min(core.widths)) + moved) / (2 if half else 1)
 
 
 def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
-    """One message to the next stage. Neighbouring stages are tp x cp x dp ranks apart."""
+    """Seconds of a message to the next stage. Neighbouring stages are tp x cp x dp ranks apart."""
     if layout.pp == 1:
         return 0.0
     return cluster.seconds(
@@ -327,25 +340,22 @@ def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
 # Once a step ----------------------------------------------------------------------------------------------------------
 
 
-OVERLAPPED_SHARE = 0.7  # of messages that may run beside passes, where these are long enough
-
-
 class StepCommunication(NamedTuple):
-    """What a step of a pipeline rank has besides its passes."""
+    """The communication and update of a pipeline rank once per step."""
 
-    sharding: Sharding  # gatherings and reductions of a chunk, and the update
-    after_reductions: float  # seconds behind the last reduction: the update, and sums that wait for all gradients
+    sharding: Sharding  # all-gathers and reductions of a chunk, and the update
+    after_reductions: float  # seconds after the last reduction: the update, and sums that wait for all gradients
 
 
 def step_communication(job: Job, layout: Layout, cluster: Cluster) -> StepCommunication:
-    """Of the first or the last pipeline rank: the one that takes longer."""
+    """The communication of the first or the last pipeline rank, whichever takes longer."""
     num_microbatches = layout.num_microbatches(job)
-    found = (_once(job, layout, cluster, rank) for rank in sorted({0, layout.pp - 1}))
-    return max(found, key=lambda own: own.after_reductions + layout.chunks * _sent(own.sharding, num_microbatches))
+    ends = (_once(job, layout, cluster, rank) for rank in sorted({0, layout.pp - 1}))
+    return max(ends, key=lambda own: own.after_reductions + layout.chunks * _sent(own.sharding, num_microbatches))
 
 
 def _sent(sharding: Sharding, num_microbatches: int) -> float:
-    """Seconds of a chunk's gatherings and reductions in a step."""
+    """Seconds of a chunk's all-gathers and reductions in a step."""
     gathers = {0: 0, 3: 2 * num_microbatches}.get(sharding.zero, 1)
     return sharding.gather * gathers + sharding.reduce * (num_microbatches if sharding.zero >= 2 else 1)
 
@@ -370,7 +380,7 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
 
 
 def _place(transfer: Transfer, layout: Layout) -> str:
-    """Whether a message gathers parameters or reduces gradients, unit by unit; or comes when all of these are done."""
+    """Whether a message gathers parameters or reduces gradients, unit by unit, or is sent after all of these."""
     if transfer.axis == "shard" and transfer.what != "matrices":
         return "gather" if transfer.op == "all_gather" else "reduce"
     return "reduce" if transfer.axis == "replicate" and layout.shard == 1 else "later"
@@ -379,16 +389,17 @@ def _place(transfer: Transfer, layout: Layout) -> str:
 def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     units, device = rank_units(job, layout, rank), cluster.device
     own = units.padded(layout.shard) // layout.shard
-    moved, away = 14 + 8 * job.moments, 12 + 4 * job.moments  # bytes of an element: moments are read and written
+    moved = UPDATE_BYTES + MOMENT_BYTES * job.moments
+    away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * job.moments
     update = moved * own / device.bandwidth + away * own * layout.offload / device.host
-    update += away * own * layout.offload * (device.kind == "cuda") / 20e9  # the host's own memory
-    filed = 8 * (1 + job.moments) * own * layout.disk
-    update += _orthogonalising(units, job, layout, device)
+    update += away * own * layout.offload * (device.kind == "cuda") / HOST_MEMORY
+    filed = FILE_BYTES * (1 + job.moments) * own * layout.disk
+    update += _orthogonalizing(units, job, layout, device)
     return update + filed * min(cluster.local_size, cluster.world_size) / DISK
 
 
-def _orthogonalising(units: Units, job: Job, layout: Layout, device: Device) -> float:
-    """Seconds of the rank that has most to do: the matrices of a unit are divided among ranks of tp and of shards."""
+def _orthogonalizing(units: Units, job: Job, layout: Layout, device: Device) -> float:
+    """Seconds of the busiest rank: the matrices of a unit are divided among ranks of tp and of shards."""
     total = 0.0
     for unit, count in units.counts.items() if job.ns_steps else ():
         each = []
@@ -411,7 +422,7 @@ def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
 
 
 def split_even(costs: list[float], layers: int) -> list[int]:
-    """Layers of each stage so that the slowest stage is as fast as can be. costs: of each stage's ends, in layers.
+    """Layers of each stage that minimize the time of the slowest stage. costs: of each stage's ends, in layers.
 
     >>> split_even([0.0, 0.0, 0.0, 1.4], 8)
     [2, 3, 2, 1]

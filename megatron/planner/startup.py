@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of ranks of a job, counted without making any, and how long it takes until they are there.
+"""The process groups of a job, counted without creating any, and an estimate of the time until they are ready.
 
-The counts are exact: what `Mesh` and `open_channels` make (tests/mpu/test_groups.py counts them in a run). Seconds are
-a model. Of it, what a CPU has was measured (`benchmarks/startup.py`, docs/launching.md says on what); what NCCL does was
-not: its figures are what users of it reported.
+The counts are exact: the groups that `Mesh` and `open_channels` create (tests/mpu/test_groups.py counts them in a run).
+Seconds come from a model. Its CPU figures were measured (`benchmarks/startup.py`, machine in docs/launching.md); its NCCL
+figures were not: they come from reports of users.
 """
 
 import math
@@ -22,12 +22,12 @@ from megatron.telemetry.figures import several, size
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of ranks that a job makes beside that of all ranks.
+    """The process groups of a job, without the group of all ranks.
 
-    axes:      what a group is for -> (groups of the job, ranks of each)
-    channels:  of a pipeline rank -> channels that it sends or receives on; empty where messages need no group (gloo)
-    pipelines: of the job
-    silent:    of `axes`, those without a communicator
+    axes:      purpose of a group -> (groups in the job, ranks of each)
+    channels:  per pipeline rank: channels that it sends or receives on; empty if messages need no group (gloo)
+    pipelines: in the job
+    silent:    those of `axes` without a communicator
     """
 
     world_size: int
@@ -38,15 +38,15 @@ class Groups:
 
     @property
     def pp(self) -> int:
-        """Ranks of a pipeline."""
+        """Ranks per pipeline."""
         return self.world_size // self.pipelines
 
     def of_rank(self, stage: int) -> int:
-        """Groups that a pipeline rank makes, the number of calls of `new_group`."""
+        """Groups that a pipeline rank creates: its calls of `new_group`."""
         return sum(self._has(name, stage) for name in self.axes) + self._channels(stage)
 
     def communicators(self, stage: int) -> list[int]:
-        """Ranks of each communicator that a pipeline rank has with NCCL, that of all ranks first; channels have two."""
+        """Ranks of each NCCL communicator of a pipeline rank, that of all ranks first; channels have two."""
         if self.world_size == 1:
             return []
         talk = [size for name, (_, size) in self.axes.items() if name not in self.silent and self._has(name, stage)]
@@ -54,12 +54,12 @@ class Groups:
 
     @property
     def most(self) -> int:
-        """Groups of the rank that makes the most."""
+        """Groups of the rank that creates the most."""
         return max(map(self.of_rank, range(self.pp)))
 
     @property
     def in_job(self) -> int:
-        """Different groups of the whole job."""
+        """Number of different groups in the whole job."""
         return sum(number for number, _ in self.axes.values()) + self.pipelines * sum(self.channels) // 2
 
     def _has(self, name: str, stage: int) -> bool:
@@ -70,7 +70,7 @@ class Groups:
 
 
 def count(mesh: Mesh, stages: StageMap = (), nccl: bool = True) -> Groups:
-    """The groups of a job, seen from its first rank, which is in one group of every axis. stages: of its pipeline."""
+    """The groups of a job, from its first rank, which is in one group of every axis. stages: of its pipeline."""
     world, pp = mesh.world_size, mesh.pp.size
     axes = {}
     for ranks, names in mesh.own_groups():
@@ -96,22 +96,22 @@ def groups_of(layout: Layout, num_layers: int, nccl: bool) -> Groups:
     return count(mesh, layout.pipeline(num_layers).stages, nccl)
 
 
-# Measured on two cores, torch 2.13 (benchmarks/startup.py): operations a second that one TCP store answers; seconds of a
-# connection to it, and how much longer the slowest takes, since torch tries again after five; of a message of gloo's to
-# each other member of a group when it is made, sixteen ranks a core.
+# Measured on two cores, torch 2.13 (benchmarks/startup.py): operations per second of one TCP store; seconds of a
+# connection to it, and the additional time of the slowest, because torch retries after five; seconds of a gloo message to
+# each other member of a group when it is created, with sixteen ranks per core.
 STORE_RATE, CONNECTION, LATE, GLOO_MEMBER = 30_000, 0.5e-3, 5.0, 0.016
-JOINING = 4  # operations of a rank that joins
-# Until a rank has imported what it needs: on this CPU measured; with a CUDA context and libraries on a file system that
-# many nodes share, assumed.
+JOINING = 4  # store operations of a rank that joins
+# Until a rank has imported its modules: on this CPU measured; with a CUDA context and libraries on a file system shared by
+# many nodes, assumed.
 PROCESS = dict(cpu=5.0, cuda=20.0)
-# Of a communicator of NCCL's, assumed: 2.5 s (nccl#1646, eight ranks, kernels loaded before) to 6 s (nccl#534), and a
-# ring of all members, in which 2.5 minutes pass at "thousands" of GPUs (nccl#1156), most of it in other things.
+# NCCL communicators, assumed: 2.5 s (nccl#1646, eight ranks, kernels already loaded) to 6 s (nccl#534), and a
+# ring of all members, which takes 2.5 minutes at "thousands" of GPUs (nccl#1156), most of it for other work.
 COMMUNICATOR, RING_MEMBER, PAIR = 3.0, 1e-3, 0.5
 
 
 @dataclass(frozen=True)
 class StartUp:
-    """Seconds from the start of the processes until all groups can be used; data and checkpoint come on top."""
+    """Seconds from the start of the processes until all groups are ready, without data and checkpoint."""
 
     parts: dict[str, float]
 
@@ -121,13 +121,13 @@ class StartUp:
 
     @property
     def waited(self) -> float:
-        """The longest that a rank may wait for another meanwhile, which --distributed-timeout-minutes bounds: one rank
-        starts twice as slowly as the others, and the store is asked by all at once."""
+        """The longest time that a rank may wait for another, which --distributed-timeout-minutes must exceed: one rank
+        starts twice as slowly as the others, and all ranks query the store together."""
         return self.parts["processes"] + self.parts["rendezvous"] + self.parts["groups"]
 
 
 def start_up(groups: Groups, kind: str) -> StartUp:
-    """The model. kind: of device, "cuda" or "cpu"."""
+    """Estimate the start-up time. kind: of device, "cuda" or "cpu"."""
     world = groups.world_size
     parts = dict(processes=PROCESS[kind], rendezvous=0.0, groups=0.0, channels=0.0)
     if world == 1:
@@ -140,32 +140,32 @@ def start_up(groups: Groups, kind: str) -> StartUp:
     fullest = max((groups.communicators(stage) for stage in range(groups.pp)), key=len)
     collective = [size for size in fullest if size > 2 or size == world]
     pairs = len(fullest) - len(collective)
-    keys = world * len(fullest) / STORE_RATE  # each member reads its communicator's id, all of one server
+    keys = world * len(fullest) / STORE_RATE  # each member reads its communicator's id from the same server
     parts["groups"] = keys + sum(COMMUNICATOR + size * RING_MEMBER for size in collective)
     parts["channels"] = pairs * PAIR
     return StartUp(parts)
 
 
-def told(groups: Groups, device: Device, buffers: int = 0) -> Iterator[str]:
-    """Groups and start-up in sentences. buffers: bytes that the memory ledger has for communication on the fullest rank."""
+def describe_groups(groups: Groups, device: Device, buffers: int = 0) -> Iterator[str]:
+    """Groups and start-up in sentences. buffers: predicted communication buffers of the fullest rank, bytes."""
     if groups.world_size == 1:
         return
-    found, nccl, most = start_up(groups, device.kind), device.kind == "cuda", max(groups.channels, default=0)
-    each = f"groups: {groups.most} a rank beside that of all ranks, {groups.in_job:,} in the job"
-    each += f", {several(most, 'channel')} of a rank between stages among them" if most else ""
+    estimate, nccl, most = start_up(groups, device.kind), device.kind == "cuda", max(groups.channels, default=0)
+    each = f"groups: {groups.most} per rank in addition to that of all ranks, {groups.in_job:,} in the job"
+    each += f", including {several(most, 'channel')} per rank between stages" if most else ""
     if nccl:
         communicators = max(len(groups.communicators(stage)) for stage in range(groups.pp))
-        each += f"; {communicators} NCCL communicators a rank, for which {size(buffers)} are assumed"
+        each += f"; {communicators} NCCL communicators per rank, for which {size(buffers)} are assumed"
     yield each
     basis = "assumed" if nccl or device.assumed else "measured elsewhere"
-    yield f"start-up: groups can be used after about {found.total:,.0f} s (a model, {basis})"
-    parts = ", ".join(f"{name} {value:,.0f} s" for name, value in found.parts.items() if value >= 0.5)
+    yield f"start-up: groups are ready after about {estimate.total:,.0f} s (a model, {basis})"
+    parts = ", ".join(f"{name} {value:,.0f} s" for name, value in estimate.parts.items() if value >= 0.5)
     yield f"  {parts} ({basis})"
-    yield "  data and checkpoint come on top"
+    yield "  without data and checkpoint"
 
 
 def slow_start(config: Config, layout: Layout, kind: str) -> str:
-    """What to say of --distributed-timeout-minutes if ranks may well wait longer for each other at the start; "" if not."""
+    """A note if ranks may wait longer for each other at the start than --distributed-timeout-minutes; else ""."""
     groups, minutes = (
         groups_of(layout, config.model.num_layers, kind == "cuda"),
         config.parallel.distributed_timeout_minutes,

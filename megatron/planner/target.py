@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is planned for: the cluster, the job and the vocabulary that settings, environment and this machine describe."""
+"""The target of a plan: the cluster, the job and the vocabulary of the settings, the environment and this machine."""
 
 import math
 import os
@@ -25,7 +25,7 @@ GPT2_VOCABULARY = 50257
 
 
 def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Cluster, str]:
-    """(the cluster, a sentence that says where its figures come from)."""
+    """(the cluster, a description of the source of its figures)."""
     asked, here = config.planner, rank_env.ranks(env)
     world = asked.world_size or here.world_size
     local = asked.local_world_size or here.local_world_size or math.gcd(world, 8)
@@ -37,7 +37,7 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Clu
 
 
 def device_memory(asked: Planner, env: Mapping[str, str] = os.environ) -> Optional[float]:
-    """GB that somebody said a device has: the flag's, else the environment's. Raises UsageError."""
+    """The given memory of a device in GB: the flag's, else the environment's. Raises UsageError."""
     text = env.get("DEVICE_MEMORY_GB")
     if asked.device_memory_gb is not None or not text:
         return asked.device_memory_gb
@@ -51,18 +51,18 @@ def device_memory(asked: Planner, env: Mapping[str, str] = os.environ) -> Option
 
 
 def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: int) -> tuple[Device, str]:
-    """elsewhere: the ranks are not those of this machine."""
+    """elsewhere: the ranks are not on this machine."""
     asked, wanted = config.planner, config.kernels.device
     if asked.calibration:
-        found = devices.choose(None, memory, asked.calibration)
+        device = devices.choose(None, memory, asked.calibration)
         meant = "cpu" if (asked.device_name or wanted).lower() == "cpu" else "cuda"
-        if (asked.device_name or wanted != "auto") and found.kind != meant:
+        if (asked.device_name or wanted != "auto") and device.kind != meant:
             flag = f"--device-name {asked.device_name}" if asked.device_name else f"--device {wanted}"
             raise SettingsError(
-                f"{asked.calibration} was measured on {found.name} ({found.kind}), and {flag} is another",
+                f"{asked.calibration} was measured on {device.name} ({device.kind}), and {flag} is another",
                 do=f"leave {flag} out, or measure such a device: plan --calibrate FILE",
             )
-        return found, f"measured: {asked.calibration}"
+        return device, f"measured: {asked.calibration}"
     if asked.device_name and asked.device_name.lower() != "cpu":
         return devices.choose(asked.device_name, memory), "from the table of devices"
     if asked.device_name or wanted == "cpu":
@@ -76,7 +76,7 @@ def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: 
 
 
 def device_by_flags(config: Config, env: Mapping[str, str] = os.environ) -> Device:
-    """What `cluster_of` finds, but the same on all ranks: of this machine it counts whether there is a GPU."""
+    """The device as in `cluster_of`, but equal on all ranks: of this machine it only uses whether there is a GPU."""
     asked, wanted = config.planner, config.kernels.device
     if asked.calibration:
         return devices.choose(None, None, asked.calibration)
@@ -93,7 +93,7 @@ def this_cpu(memory: Optional[float], local: int) -> Device:
 
 
 def installed_gpu() -> Optional[Device]:
-    """The first GPU that the driver's own tool tells of; None without one."""
+    """The first GPU that the driver's tool lists; None without one."""
     tool = shutil.which("nvidia-smi")
     if not tool:
         return None
@@ -113,7 +113,7 @@ def installed_gpu() -> Optional[Device]:
 
 
 def vocabulary_of(config: Config) -> tuple[int, str]:
-    """(tokens before padding, a remark or ""): from the tokenizer if its files are here, else what the flags say."""
+    """(tokens before padding, a remark or ""): from the tokenizer if its files are here, else from the flags."""
     t = config.tokenizer
     numbers = t.tokenizer_type == "NullTokenizer" or (
         t.tokenizer_type is None and not (t.vocab_file or t.tokenizer_model)

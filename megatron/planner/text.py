@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans, ledgers and traffic as tables and sentences for a terminal.
+"""Plans, memory reports and traffic as tables and sentences for a terminal.
 
-`width` is in columns (`telemetry.figures.WIDTH`, or WIDE for --wide). Memory is arithmetic; a time rests on the speeds of a
-device, and every line with one says whether those are assumed or measured (`basis`).
+`width` is in columns (`telemetry.figures.WIDTH`, or WIDE for --wide). Memory is exact arithmetic; times depend on the
+speeds of a device, and every line with a time states whether those are assumed or measured (`basis`).
 """
 
 from collections.abc import Sequence
@@ -16,40 +16,39 @@ from megatron.telemetry.figures import WIDTH, count, part_of, seconds, sentence,
 
 
 def basis(cluster: Cluster) -> str:
-    """What the speeds are that times rest on."""
+    """The source of the speeds: "assumed" or "measured"."""
     return "assumed" if cluster.device.assumed else "measured"
 
 
-def resting_on(cluster: Cluster) -> str:
-    """The same, to follow a time."""
+def speeds_note(cluster: Cluster) -> str:
+    """A note on the source of the speeds, to follow a time."""
     return f"(speeds are {basis(cluster)})"
 
 
 def recomputed(plan: Plan) -> str:
-    """What is computed again, in a word or two."""
+    """The recomputation of a plan in a word or two."""
     r = plan.layout.recompute
     spared = f" but {len(r.exempt_layers)}" if r.no_recompute_layers else ""
     return (r.recompute_granularity or "-") + spared
 
 
 def verdict(plan: Plan, cluster: Cluster) -> str:
-    """Whether a plan fits, and its pace, in two lines."""
+    """Whether a plan fits, and its speed, in two lines."""
     room = part_of(plan.bytes, cluster.device.memory_bytes)
     pace = f"{seconds(plan.step.seconds)} a step, {count(plan.step.tokens_per_second(plan.job))} tokens/s"
-    return f"  memory: {room} on the fullest rank, predicted\n  time: {pace} {resting_on(cluster)}"
+    return f"  memory: {room} on the fullest rank, predicted\n  time: {pace} {speeds_note(cluster)}"
 
 
 def devices(cluster: Cluster, source: str) -> str:
-    """What a cluster has, and where its figures come from."""
+    """The devices of a cluster, and the source of their speeds."""
     device = cluster.device
     return f"{cluster.world_size} x {device.name} of {device.memory_gb:.1f} GB, {cluster.local_size} a node ({source})"
 
 
-def plans(found: SearchedPlans, cluster: Cluster, most: int, width: int = WIDTH) -> str:
-    """The ranked table. What is the same for all and needs no mention is left out; so are, where it gets narrow, the
-    columns that matter least."""
+def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WIDTH) -> str:
+    """The table of ranked plans. Columns that are idle in all rows are left out, in a narrow terminal also minor ones."""
     rows = []
-    for number, plan in enumerate(found.plans[:most], 1):
+    for number, plan in enumerate(searched.plans[:most], 1):
         step, lay = plan.step, plan.layout
         rows.append(
             {
@@ -74,67 +73,67 @@ def plans(found: SearchedPlans, cluster: Cluster, most: int, width: int = WIDTH)
     return table(cells, head, left, width, spare=("stages", "offload", "bubble", "TFLOP/s", "batch", "recompute"))
 
 
-IDLE = ("recompute", "offload", "stages")  # columns that are nothing where all say "-"
+IDLE = ("recompute", "offload", "stages")  # columns to leave out if all rows have "-"
 
 
-def rejected(found: SearchedPlans, most: int, width: int = WIDTH) -> str:
-    """The closest layouts that do not fit, and what never came into question."""
+def rejected(searched: SearchedPlans, most: int, width: int = WIDTH) -> str:
+    """The closest layouts that do not fit, and the impossible ones."""
     rows = [
         [r.layout.short(), r.layout.micro_batch_size, r.layout.recompute.recompute_granularity or "-", r.why()]
-        for r in found.rejected[:most]
+        for r in searched.rejected[:most]
     ]
     head = ["layout", "micro", "recompute", "why not"]
     lines = [table(rows, head, left=(0, 2, 3), width=width, spare=("recompute",))] if rows else []
-    return "\n".join(lines + [sentence(reason, width) for reason in found.impossible[:most]])
+    return "\n".join(lines + [sentence(reason, width) for reason in searched.impossible[:most]])
 
 
-def sizes(found: SearchedPlans, cluster: Cluster, width: int = WIDTH) -> str:
-    """Plans of one layout by micro-batch, around the best: what each needs and takes, and why larger ones cannot be."""
-    fit = sorted(found.plans, key=lambda plan: plan.layout.micro_batch_size)
-    at = fit.index(found.plans[0])
+def sizes(searched: SearchedPlans, cluster: Cluster, width: int = WIDTH) -> str:
+    """The plans of one layout by micro-batch, around the best: memory and time of each, and why larger ones do not fit."""
+    fit = sorted(searched.plans, key=lambda plan: plan.layout.micro_batch_size)
+    at = fit.index(searched.plans[0])
     rows = [
         [
             f"{plan.layout.micro_batch_size}:",
             size(plan.bytes),
             f"{seconds(plan.step.seconds)} a step",
             f"{plan.step.tokens_per_second(plan.job):,.0f} tokens/s",
-            resting_on(cluster),
+            speeds_note(cluster),
         ]
         for plan in fit[max(0, at - 3) : at + 3]
     ]
     lines = table(rows[1:], rows[0], width=width - 2).splitlines()
-    if found.rejected:
-        least = min(found.rejected, key=lambda one: one.layout.micro_batch_size)
-        all_above = len(found.rejected) > 1 and fit[-1].layout.micro_batch_size < least.layout.micro_batch_size
+    if searched.rejected:
+        least = min(searched.rejected, key=lambda one: one.layout.micro_batch_size)
+        all_above = len(searched.rejected) > 1 and fit[-1].layout.micro_batch_size < least.layout.micro_batch_size
         lines.append(f"{least.layout.micro_batch_size}{' and more' * all_above}: {least.why()}")
     return "\n".join(f"  {line}" for line in lines)
 
 
-def memory_tables(found: Sequence[MemoryReport], capacity: int, width: int = WIDTH) -> str:
-    """A column for each pipeline rank."""
-    names = list(dict.fromkeys(name for one in found for name in one.device))
-    rows = [[name, *[size(one.device.get(name, 0)) for one in found]] for name in names]
+def memory_tables(reports: Sequence[MemoryReport], capacity: int, width: int = WIDTH) -> str:
+    """The memory table, with a column for each pipeline rank."""
+    names = list(dict.fromkeys(name for one in reports for name in one.device))
+    rows = [[name, *[size(one.device.get(name, 0)) for one in reports]] for name in names]
     rows += [
-        [f"  {kind}", *[size(one.activations.get(kind, 0)) for one in found]]
-        for kind in dict.fromkeys(kind for one in found for kind in one.activations)
+        [f"  {kind}", *[size(one.activations.get(kind, 0)) for one in reports]]
+        for kind in dict.fromkeys(kind for one in reports for kind in one.activations)
     ]
     at = names.index("activations") + 1 if "activations" in names else len(names)
     rows = rows[:at] + rows[len(names) :] + rows[at : len(names)]
-    rows.append(["all together", *[size(one.total) for one in found]])
-    rows.append(["of the device", *[f"{one.total / capacity:.0%}" for one in found]])
-    if any(one.host for one in found):
-        rows.append(["on the host", *[size(sum(one.host.values())) for one in found]])
-    return table(rows, ["memory of pipeline rank", *[f"{one.rank}" for one in found]], width=width)
+    rows.append(["total", *[size(one.total) for one in reports]])
+    rows.append(["of the device", *[f"{one.total / capacity:.0%}" for one in reports]])
+    if any(one.host for one in reports):
+        rows.append(["on the host", *[size(sum(one.host.values())) for one in reports]])
+    return table(rows, ["memory of pipeline rank", *[f"{one.rank}" for one in reports]], width=width)
 
 
-def traffic(found: Sequence[Transfer], width: int = WIDTH) -> str:
-    """Of one step of one rank."""
-    rows = [[t.op, t.axis, t.what, size(t.bytes), f"{t.calls:,}", "beside" if t.beside else ""] for t in found]
+def traffic(transfers: Sequence[Transfer], width: int = WIDTH) -> str:
+    """The traffic of one step of one rank."""
+    rows = [[t.op, t.axis, t.what, size(t.bytes), f"{t.calls:,}", "overlapped" if t.beside else ""] for t in transfers]
     return table(rows, ["collective", "axis", "of what", "a step", "calls", ""], left=(0, 1, 2, 5), width=width)
 
 
 def parts(step: StepTime, cluster: Cluster, width: int = WIDTH) -> str:
-    """What a step's time is made of."""
+    """The parts of a step's time."""
     rows = [
         [name, seconds(value), f"{value / step.seconds:.0%}", basis(cluster)]
         for name, value in sorted(step.parts.items(), key=lambda item: -item[1])
@@ -144,19 +143,19 @@ def parts(step: StepTime, cluster: Cluster, width: int = WIDTH) -> str:
 
 
 def pace(plan: Plan, cluster: Cluster, tokens: float | None) -> list[str]:
-    """Tokens a day, and days to a budget."""
-    each, rests = plan.step.tokens_per_second(plan.job), resting_on(cluster)
-    lines = [f"{each:,.0f} tokens/s, {count(each * 86400)} tokens a day {rests}"]
+    """Tokens per day, and days for a number of tokens."""
+    each, note = plan.step.tokens_per_second(plan.job), speeds_note(cluster)
+    lines = [f"{each:,.0f} tokens/s, {count(each * 86400)} tokens a day {note}"]
     if tokens:
         hours = tokens / each / 3600 * cluster.world_size
         steps = tokens / (plan.job.global_batch * plan.job.facts.sample_tokens)
-        lines.append(f"{count(tokens)} tokens: {seconds(tokens / each)}, {count(hours)} device hours {rests}")
+        lines.append(f"{count(tokens)} tokens: {seconds(tokens / each)}, {count(hours)} device hours {note}")
         lines.append(f"{count(tokens)} tokens: {steps:,.0f} steps of {plan.job.global_batch:,} samples")
     return lines
 
 
 def described(job: Job) -> str:
-    """The model in a line, and how much of it is trained, where that is not all of it."""
+    """The model in a line, with its trained and frozen parameters if some are frozen."""
     trained, frozen = job.selection.sizes(job.facts.weights)
     part = f"; {count(trained)} parameters are trained, {count(frozen)} are frozen" if frozen else ""
     return f"{job.facts.describe(count(job.facts.parameters))}, {job.precision}{part}"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--auto-parallel and --micro-batch-size auto on the ranks that there are: the first rank searches, all take its answer,
-and --tune-steps asks the machine itself about the best three.
+"""--auto-parallel and --micro-batch-size auto on running ranks: the first rank searches, and all use its result. With
+--tune-steps the best three layouts are timed on the machine.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from megatron.training.build import build_run
 from megatron.training.rules import resolve
 from megatron.training.step import train_step
 
-TRIED = 3  # layouts that --tune-steps times
+TRIED = 3  # number of layouts that --tune-steps times
 
 
 @contextlib.contextmanager
 def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
-    """Settings with what they leave open chosen, unresolved, as they came. All ranks together.
+    """The unresolved settings with the open ones chosen. All ranks together.
 
-    The ranks join here and part behind the training: a process group that is made anew would meet addresses of the old.
+    The ranks join here and leave after the training: a second process group could connect to addresses of the first.
     """
     asked = config.parallel
     context = initialize.join_job(
@@ -42,7 +42,7 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
         if context.is_rank_zero:
             print(words, flush=True)
 
-    # Every rank could search by itself, but what a rank sees of its node's memory is its own.
+    # Only one rank searches, because ranks can see different amounts of node memory.
     layouts = _broadcast(_search(config, log) if context.is_rank_zero else None, context)
     if isinstance(layouts, Exception):
         initialize.leave_job(context)
@@ -55,7 +55,7 @@ def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
 
 
 def _search(config: schema.Config, log):
-    """The best layouts with their global batches; or the error, for all ranks to end with."""
+    """The best layouts with their global batches; or the error, for all ranks to raise."""
     try:
         _, plans, _ = automatic(config, log)
     except Exception as error:
@@ -70,9 +70,9 @@ def _broadcast(answer, context: initialize.RankContext):
 def _timed(
     config: schema.Config, recipe: Recipe, layouts: list[tuple[Layout, int]], context: initialize.RankContext, log
 ):
-    """The layouts from the one that really is the fastest for a sample on."""
-    log(f"--tune-steps {config.planner.tune_steps}: the best {len(layouts)} for real")
-    found, world_size = [], context.mesh.world_size
+    """The layouts, sorted by their measured time per sample."""
+    log(f"--tune-steps {config.planner.tune_steps}: measuring the best {len(layouts)}")
+    timed, world_size = [], context.mesh.world_size
     for layout, batch in layouts:
         settings = _lasting(resolve(_quiet(in_layout(config, layout, batch)), world_size))
         seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
@@ -81,15 +81,15 @@ def _timed(
             f"{layout.recompute.recompute_granularity or 'nothing'}: {figures.seconds(seconds)} a step, "
             f"{figures.seconds(seconds / batch)} a sample"
         )
-        found.append((seconds / batch, len(found), (layout, batch)))
-    found.sort(key=lambda entry: entry[:2])
-    layout, batch = found[0][-1]
+        timed.append((seconds / batch, len(timed), (layout, batch)))
+    timed.sort(key=lambda entry: entry[:2])
+    layout, batch = timed[0][-1]
     log(f"chosen on {world_size} ranks: {chosen_flags(config, layout, batch)}")
-    return [entry[-1] for entry in found]
+    return [entry[-1] for entry in timed]
 
 
 def _quiet(config: schema.Config) -> schema.Config:
-    """The same training without a trace: nothing is saved, loaded or logged."""
+    """The same training without side effects: nothing is saved, loaded or logged."""
     logging = replace(
         config.logging,
         log_interval=10**9,
@@ -107,7 +107,7 @@ def _quiet(config: schema.Config) -> schema.Config:
 
 
 def _lasting(config: schema.Config) -> schema.Config:
-    """The same training, of at least as many steps as are timed: it has samples for no more than its own."""
+    """The same training with at least as many steps as are timed, because it has samples only for its own steps."""
     batch, steps = config.batch, config.planner.tune_steps + 1
     if batch.train_iters is not None:
         return replace(config, batch=replace(batch, train_iters=max(batch.train_iters, steps)))
@@ -117,7 +117,7 @@ def _lasting(config: schema.Config) -> schema.Config:
 
 
 def _seconds_of_a_step(config: schema.Config, recipe: Recipe, steps: int) -> float:
-    """The fastest of some steps behind a first one; what the first rank measured."""
+    """The fastest of some steps after a first one, measured on the first rank."""
     times = []
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         run = build_run(config, recipe)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a pipeline's passes take whose stages differ: the schedule on a clock, with every stage's own times.
+"""The length of a pipeline step with unequal stages: a simulation of the schedule with every stage's own times.
 
-As in `live.py`, many micro-batches are read off few, and many ranks off `FEW`. Both are held to `simulate`.
+As in `live.py`, many micro-batches and more than `FEW` ranks are extrapolated. Tests compare with `simulate`.
 """
 
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import dependencies, stage_map
 from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate
-from megatron.planner.live import before, behind, is_split
+from megatron.planner.live import gather_delay, is_split, reduce_delay
 
-FEW = 16  # ranks that are put on the clock instead of more
+FEW = 16  # ranks that are simulated; more are extrapolated
 
 Both = tuple[float, float]  # seconds of a stage's forward and backward pass
 
 
 class _Step(NamedTuple):
-    """An op on the clock."""
+    """An op in the simulation."""
 
     rank: int
     cost: tuple[int, str]  # stage, kind
-    need: int  # the op of another rank that it waits for; -1: none
+    need: int  # index of the op on another rank that it waits for; -1: none
 
 
 def unequal_span(
     schedule: str, pp: int, num_microbatches: int, chunks: int, stages: Sequence[Both], sharding: Sharding
 ) -> float:
-    """Seconds from the first op of a step to the last reduction. stages: each one's passes, in order.
+    """Seconds from the first op of a step to the last reduction. stages: the passes of each, in order.
 
-    Gatherings and reductions are taken as in `live.sharded_span`.
+    All-gathers and reductions are treated as in `live.sharded_span`.
     """
     split, passes = is_split(schedule), []
     for forward, backward in stages:
@@ -42,9 +42,9 @@ def unequal_span(
         else:
             passes.append((first, sharding.stretched("B", backward), 0.0))
     mean = [sum(one) / len(stages) for one in zip(*passes)]
-    last = mean[2] if split else mean[1]  # of what comes at the end
+    last = mean[2] if split else mean[1]  # the kind of the last passes
     length = _length(schedule, pp, num_microbatches, chunks, tuple(passes))
-    return before(sharding, chunks, mean[0]) + length + behind(sharding, chunks, last)
+    return gather_delay(sharding, chunks, mean[0]) + length + reduce_delay(sharding, chunks, last)
 
 
 @lru_cache(maxsize=65536)
@@ -59,14 +59,14 @@ def _length(schedule: str, pp: int, num_microbatches: int, chunks: int, passes: 
         return num_microbatches * slowest + gaps * (pp - 1) / (FEW - 1)
     if is_file(schedule) or num_microbatches <= 5 * pp:
         return _clocked(schedule, pp, num_microbatches, chunks, passes)
-    # A round is pp micro-batches. Once the slowest rank sets the pace a further one takes as long as it does there.
+    # A round is pp micro-batches. Once the slowest rank limits the speed, each round adds its time.
     near = 3 * pp + num_microbatches % pp
     short, longer = (_clocked(schedule, pp, m, chunks, passes) for m in (near, near + pp))
     return short + max(longer - short, pp * slowest) * (num_microbatches - near) / pp
 
 
 def _slowest(schedule: str, pp: int, chunks: int, passes: Sequence) -> float:
-    """Seconds of a micro-batch through all stages of the rank that takes longest."""
+    """Seconds of a micro-batch through all stages of the slowest rank."""
     stages = read_schedule(schedule).stages if is_file(schedule) else stage_map(schedule, pp, chunks)
     ranks = [0.0] * pp
     for (rank, _), own in zip(stages, passes, strict=True):
@@ -75,7 +75,7 @@ def _slowest(schedule: str, pp: int, chunks: int, passes: Sequence) -> float:
 
 
 def _sample(passes: tuple, number: int) -> tuple:
-    """So many of the stages: the first, the last, and some between."""
+    """A sample of the stages: the first, the last, and some between."""
     last = len(passes) - 1
     return tuple(passes[round(n * last / (number - 1))] for n in range(number))
 
@@ -94,15 +94,15 @@ def _clocked(schedule: str, pp: int, num_microbatches: int, chunks: int, passes:
 
 @lru_cache(maxsize=64)
 def _steps(schedule: str, pp: int, num_microbatches: int, chunks: int) -> tuple[_Step, ...]:
-    """The ops of all ranks, each behind what it waits for."""
+    """The ops of all ranks, each after the ops that it waits for."""
     if is_file(schedule):
         own = read_schedule(schedule)
         plan, stages = own.plan, own.stages
     else:
         plan, stages = make_rank_schedules(schedule, pp, num_microbatches, chunks), stage_map(schedule, pp, chunks)
     order, stage_of = list(simulate(plan, stages)), {place: stage for stage, place in enumerate(stages)}
-    at, found = {op: number for number, op in enumerate(order)}, []
-    for rank, op in order:  # of its own rank an op waits for those before it, in any case
+    at, steps = {op: number for number, op in enumerate(order)}, []
+    for rank, op in order:  # the clock of its own rank includes earlier ops
         others = [at[need] for need in dependencies(op, rank, stages) if need[0] != rank]
-        found.append(_Step(rank, (stage_of[rank, op.chunk], op.kind), others[0] if others else -1))
-    return tuple(found)
+        steps.append(_Step(rank, (stage_of[rank, op.chunk], op.kind), others[0] if others else -1))
+    return tuple(steps)

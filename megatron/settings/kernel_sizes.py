@@ -7,7 +7,7 @@ CHUNK_BYTES = dict(cpu=4 << 20, cuda=512 << 20)  # of a chunk's fp32 logits: in 
 JOINED = 256  # keys of neighbouring documents that a kernel looks at together, under a mask: a call for each costs more
 BLOCK_BYTES = 128 << 20  # of logits by one product, and of their gradients, which wait for the next one
 
-UNORDERED_ROWS = 512  # of queries in a block of attention without order
+NONCAUSAL_ROWS = 512  # of queries in a block of non-causal attention
 
 
 class LossChunks(NamedTuple):

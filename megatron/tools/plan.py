@@ -126,12 +126,12 @@ def _calibrate(path: str) -> None:
 
 
 def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
-    from megatron.planner.choose import find, nothing_fits, plan_problems
+    from megatron.planner.choose import nothing_fits, plan_problems, search_layouts
     from megatron.planner.command import command_line, script
     from megatron.planner.plan_json import record
 
-    outcome = find(config)
-    found, cluster = outcome.found, outcome.cluster
+    outcome = search_layouts(config)
+    found, cluster = outcome.searched, outcome.cluster
     best = found.plans[0] if found.plans else None
     for problem in plan_problems(config, best, cluster) if best else ():
         raise SettingsError(problem)
@@ -172,21 +172,21 @@ def _show(outcome, asked: PlanOptions, wide: bool) -> None:
     from megatron.planner import text
     from megatron.telemetry.figures import WIDE, WIDTH, seconds, sentence
 
-    found, cluster, width = outcome.found, outcome.cluster, WIDE if wide else WIDTH
+    found, cluster, width = outcome.searched, outcome.cluster, WIDE if wide else WIDTH
     best = found.plans[0] if found.plans else None
-    fit = found.looked_at - found.too_large
+    fit = found.num_layouts - found.too_large
     if best:
         print(sentence(f"the best of {fit:,} layouts that fit: {best.layout.short()}", width))
         print(text.verdict(best, cluster))
     else:
-        none = "none within memory" if found.looked_at else "none is possible"
-        print(f"nothing fits: {found.looked_at:,} layouts of {cluster.world_size:,} ranks, {none}")
+        none = "none within memory" if found.num_layouts else "none is possible"
+        print(f"nothing fits: {found.num_layouts:,} layouts of {cluster.world_size:,} ranks, {none}")
     print()
     for line in (text.described(outcome.job), text.devices(cluster, outcome.source)):
         print(sentence(line, width))
     for remark in outcome.remarks:
         print(sentence(f"note: {remark}", width))
-    print(f"{found.looked_at:,} layouts looked at in {seconds(outcome.seconds)}, {found.too_large:,} do not fit\n")
+    print(f"{found.num_layouts:,} layouts searched in {seconds(outcome.seconds)}, {found.too_large:,} do not fit\n")
     if best:
         print(text.plans(found, cluster, asked.top, width))
     if found.rejected or found.impossible:
@@ -199,7 +199,7 @@ def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
     """Its time, its memory, its messages."""
     from megatron.planner import text
     from megatron.planner.memory import memory_report
-    from megatron.planner.startup import groups_of, told
+    from megatron.planner.startup import describe_groups, groups_of
     from megatron.planner.traffic import transfers
     from megatron.telemetry.figures import sentence
 
@@ -214,7 +214,7 @@ def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
         parts.append(text.traffic(transfers(best.job, best.layout, 0), width))
         groups = groups_of(best.layout, best.job.facts.num_layers, cluster.device.kind == "cuda")
         buffers = max(one.device.get("communication buffers", 0) for one in needed)
-        parts.append("\n".join(sentence(line, width) for line in told(groups, cluster.device, buffers)))
+        parts.append("\n".join(sentence(line, width) for line in describe_groups(groups, cluster.device, buffers)))
     return "\n\n".join(parts)
 
 

@@ -18,7 +18,7 @@ from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
 from megatron.guard.heartbeat import Heartbeat
 from megatron.guard.watch import Watch
-from megatron.model.attention import told_of_kernel
+from megatron.model.attention import describe_kernel
 from megatron.model.facts import Facts
 from megatron.model.recipe import Recipe, module_of, sums_of
 from megatron.mpu import collectives, initialize
@@ -105,8 +105,8 @@ def build_run(
         notices += nothing_left(config.batch, state, context.mesh.dp.size)
     notices += (
         left_out(config.batch, state, context.mesh.dp.size)
-        + fused_kernels.told(context.device.type, dtype)
-        + told_of_kernel(config, facts, context.device.type)
+        + fused_kernels.describe_kernels(context.device.type, dtype)
+        + describe_kernel(config, facts, context.device.type)
     )
     notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size

@@ -7,7 +7,7 @@ from typing import Optional
 
 import torch
 
-from megatron.model.recipe import shown
+from megatron.model.recipe import logged_means
 from megatron.mpu import collectives
 from megatron.pipeline.execute import execute
 from megatron.settings import schema
@@ -115,7 +115,7 @@ def evaluate(
     run.optimizer.buffers.rollback()
     if continues:
         run.state = replace(run.state, consumed_valid_samples=consumed)
-    means = shown(
+    means = logged_means(
         {name: value / max(tokens, 1) for name, value in zip(run.losses.sums, values, strict=True)}, run.losses.counts
     )
     if measures:

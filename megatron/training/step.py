@@ -9,7 +9,7 @@ import torch
 
 from megatron.data.loader import MicroBatch, MicroBatchLoader
 from megatron.guard.watch import StepVerdict
-from megatron.model.recipe import shown
+from megatron.model.recipe import logged_means
 from megatron.optimizer.lr_schedule import decoupled_learning_rate, learning_rate, weight_decay
 from megatron.optimizer.update import choose
 from megatron.pipeline.execute import execute
@@ -108,7 +108,7 @@ def loss_scale(run: Run) -> float | torch.Tensor:
 def judge(run: Run, outcome: Outcome) -> StepVerdict:
     """Read the numbers of a step and return the verdict of the guards."""
     outcome.read(run.losses.sums, run.watch.count)
-    outcome.means = shown(outcome.means, run.losses.counts)
+    outcome.means = logged_means(outcome.means, run.losses.counts)
     return run.watch.judge(
         outcome.iteration,
         run.state.recent,

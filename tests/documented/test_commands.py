@@ -382,7 +382,7 @@ def test_e_config_takes_the_documented_memory(model, gigabytes, capsys):
     table = dict(re.findall(r"^([a-z][a-z ]+?)  +([\d.]+ [GMk]B)$", said, re.M))
     sizes = {name: float(size.split()[0]) * dict(GB=1, MB=1e-3, kB=1e-6)[size[-2:]] for name, size in table.items()}
     other = sizes["device context"] + sizes["fragmentation"] + sizes["gradients"] - sizes["weights"]
-    assert sizes["all together"] - other == pytest.approx(gigabytes, rel=0.1), said
+    assert sizes["total"] - other == pytest.approx(gigabytes, rel=0.1), said
 
 
 @pytest.mark.parametrize("name", (HERE / "E_scripts.txt").read_text().split())

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from megatron.fused_kernels import EVERYTHING, TABLE, Case, choose_kernel, reference, told_of_documents
+from megatron.fused_kernels import EVERYTHING, TABLE, Case, choose_kernel, describe_document_kernel, reference
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_documents_on_cuda(monkeypatch):
     assert chosen("sdpa", head_dim=264) == chosen("sdpa", dtype=torch.float32) == "sdpa (CUDA)"
     assert chosen(dropout=True) == "block-causal"
     assert chosen(documents=False) not in ("flash-attn varlen", "varlen (CUDA)")
-    told = lambda **more: told_of_documents(Case(**packed | more), "auto")
+    told = lambda **more: describe_document_kernel(Case(**packed | more), "auto")
     assert told() == ["kernels: attention of documents by flash-attn varlen"] and told(device="cpu") == []
     [line] = told(dropout=True, softcap=True)
     assert line.endswith("by block-causal, not by varlen (CUDA): it has no dropout, softcap")

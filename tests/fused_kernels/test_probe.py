@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.fused_kernels import TABLE, TRITON, Case, attention, choose_kernel, reference, run_probes, told
+from megatron.fused_kernels import (
+    TABLE,
+    TRITON,
+    Case,
+    attention,
+    choose_kernel,
+    describe_kernels,
+    reference,
+    run_probes,
+)
 from megatron.fused_kernels.autocast import Autocast
 from megatron.fused_kernels.gpu import probe
 from megatron.model.recompute import recompute
@@ -51,7 +60,7 @@ def test_what_fails_is_left_to_torch_and_said(monkeypatch):
     assert choose_kernel("swiglu", Case("cuda", BF16)).name == ("torch" if not torch.cuda.is_available() else TRITON)
     monkeypatch.setattr(probe, "compare", lambda *args: "relative errors ['3.0e-01']")
     assert choose_kernel("swiglu", Case("cuda", BF16)).name == "torch"
-    [line] = told("cuda", BF16)
+    [line] = describe_kernels("cuda", BF16)
     assert line.startswith("kernels: ") and "swiglu" in line and "because the probe found relative errors" in line
 
 
@@ -62,9 +71,9 @@ def test_what_passes_is_taken_on_cuda_alone(monkeypatch):
         assert choose_kernel(op, Case("cuda", BF16, unfused=True)).name != TRITON
         assert choose_kernel(op, Case("cuda", torch.float64)).name != TRITON
         assert choose_kernel(op, Case("cpu", BF16)).name != TRITON
-    [line] = told("cuda", BF16)
+    [line] = describe_kernels("cuda", BF16)
     assert set(line.removeprefix("kernels: ").removesuffix(" in Triton").split(", ")) == set(probe.MODULES)
-    assert told("cpu", BF16) == []
+    assert describe_kernels("cpu", BF16) == []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choose_kernel("rms_norm", Case("cuda", BF16)).name == "torch"  # the compiler makes its own
 
@@ -75,14 +84,14 @@ def test_tensors_without_values_are_no_evidence(monkeypatch):
     monkeypatch.setattr(probe, "_probe", lambda op: pytest.fail("was run"))
     with FakeTensorMode():
         assert choose_kernel("rotate", Case("cuda", BF16)).name == "torch"
-        assert probe.NO_VALUES in told("cuda", BF16)[0]
+        assert probe.NO_VALUES in describe_kernels("cuda", BF16)[0]
 
 
 def test_what_is_compiled_is_told_what_was_found_before(monkeypatch):
     """The kernel of documents alone is chosen in compiled layers; a probe cannot run in them."""
     there = [replace(entry, lacking="") for entry in TABLE["attention"] if not entry.name.startswith("flash-attn")]
     monkeypatch.setitem(TABLE, "attention", there)
-    monkeypatch.setattr(probe, "FOUND", {})
+    monkeypatch.setattr(probe, "RESULTS", {})
     monkeypatch.setattr(probe, "_probe", lambda op: "" if op == "attention" else "not asked")
     case = Case("cuda", BF16, 64, 64, causal=True, documents=True)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.fused_kernels import TABLE, TRITON, Case, choose_kernel, reference, told
+from megatron.fused_kernels import TABLE, TRITON, Case, choose_kernel, describe_kernels, reference
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.gpu import probe
 from megatron.fused_kernels.reference import VocabularyPart
@@ -50,7 +50,7 @@ def test_the_probe_passes_and_the_kernel_is_chosen(op):
     assert probe.probe(op) == ""
     assert choose_kernel(op, Case("cuda", torch.bfloat16)).name == TRITON
     assert choose_kernel(op, Case("cuda", torch.bfloat16, unfused=True)).name != TRITON
-    assert op in told("cuda", torch.bfloat16)[0]
+    assert op in describe_kernels("cuda", torch.bfloat16)[0]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -81,7 +81,7 @@ def test_a_planted_bug_turns_it_red(layout, where, name, bug, capsys, monkeypatc
     "layout, words",
     [
         ("tp2xx", "'xx' in layout 'tp2xx' is none of"),
-        ("tp2tp4", "says tp twice"),
+        ("tp2tp4", "has tp twice"),
         ("tp2,dp2zero4", "zero4 in layout 'dp2zero4': the stages are 0, 1, 2, 3"),
         (",", "--layouts , names none"),
     ],

@@ -19,7 +19,7 @@ from megatron.training.entry import start
 class OwnData:
     """Settings that only this recipe has."""
 
-    own_step: int = setting("how far a number lies behind the one before it", 1)
+    own_step: int = setting("how far a number is after the previous one", 1)
 
 
 @dataclass(frozen=True)

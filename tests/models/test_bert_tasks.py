@@ -13,7 +13,7 @@ import pretrain_bert
 from megatron.checkpoint.reader import Reader
 from megatron.data.loader import MicroBatch
 from megatron.model.arguments import parse_any
-from megatron.model.recipe import recipe_of, shown, sums_of
+from megatron.model.recipe import logged_means, recipe_of, sums_of
 from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.tasks.finetune import recipe
@@ -63,7 +63,7 @@ def test_heads_are_plain_ones_and_learn_from_their_own_samples(flags):
         dict(model.named_parameters()),
         model.hidden(arrays["text"], arrays["padding_mask"], arrays["types"])[0],
     )
-    means = shown({name: value.item() for name, value in sums.items()}, recipe.counts(config))
+    means = logged_means({name: value.item() for name, value in sums.items()}, recipe.counts(config))
     for number, (name, classes) in enumerate((("topic", 3), ("mood", 2)), 1):
         linear = lambda part, x, name=name: F.linear(
             x, weights[f"tasks.{name}.{part}.weight"], weights[f"tasks.{name}.{part}.bias"]
@@ -118,7 +118,7 @@ def test_a_step_without_samples_of_a_task_has_no_part_in_its_mean():
     ]
     interval = Interval()
     for number, means in enumerate(steps):
-        means = shown(means, counts)
+        means = logged_means(means, counts)
         step = StepMetrics(number, 8, 8, means, 1e-3)
         interval.add(step, means, 0.1)
     assert interval.means == {"lm loss": 3.0, "mood loss": 2.0}

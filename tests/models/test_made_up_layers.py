@@ -179,7 +179,7 @@ class LatentFacts(LayerFacts):
             Product(
                 "attention", n, self.latent, heads * (self.own + self.values), kept=held * self.latent * e, **again
             ),
-            replace(narrow(self.shared), beside=()),
+            replace(narrow(self.shared), overlapped=()),
             core,
             *x.row("attention", heads * self.values, ATTENTION),
             x.add(),

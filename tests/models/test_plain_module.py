@@ -132,7 +132,7 @@ def test_what_a_plain_module_cannot_is_told_once(flag, capfd):
 
 @pytest.mark.parametrize("flag", ["--dry-run --world-size 2", "--preflight --world-size 2"])
 def test_what_is_not_known_of_it_is_told(flag):
-    with pytest.raises(SettingsError, match="memory, time and messages of its layers are not known"):
+    with pytest.raises(SettingsError, match="memory, time and messages of its layers are unknown"):
         plain_module.main(f"{FLAGS} {flag}".split())
 
 

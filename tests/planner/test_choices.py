@@ -142,7 +142,7 @@ def test_the_fastest_micro_batch_that_fits_is_chosen(world, words, sizes, chosen
     assert found == replace(config, batch=replace(config.batch, micro_batch_size=min(fast, key=fast.get)))
     assert chosen in (None, found.batch.micro_batch_size) and resolve(found, world)
     assert {plan.layout.micro_batch_size: plan.step.seconds for plan in plans} == pytest.approx(fast)
-    assert {one.layout.micro_batch_size for one in outcome.found.rejected} == set(expected) - set(fast)
+    assert {one.layout.micro_batch_size for one in outcome.searched.rejected} == set(expected) - set(fast)
     reasons = " ".join(told)
     assert f"--micro-batch-size auto: {found.batch.micro_batch_size} is expected" in told[0] and len(told) == 3
     assert ("out of memory by" in reasons) == (len(fast) < len(expected)) and "GB" in told[2]
@@ -155,7 +155,7 @@ def test_a_schedule_in_a_file_says_how_many_micro_batches_there_are(tmp_path):
         f"{' '.join(TINY)} --pp 2 --world-size 2 --pipeline-schedule {own} --micro-batch-size auto --global-batch-size"
     )
     assert automatic(parse_pretrain(f"{line} 12".split()), print)[0].batch.micro_batch_size == 4
-    with pytest.raises(SettingsError, match="no size of it makes 3 micro-batches of 8 samples"):
+    with pytest.raises(SettingsError, match="no size gives 3 micro-batches of 8 samples"):
         automatic(parse_pretrain(f"{line} 8".split()), print)
 
 
@@ -172,9 +172,9 @@ def test_other_words_for_the_batch():
         ("", ["needs --global-batch-size"]),
         ("--hidden-dropout 2", ["needs --global-batch-size", "--hidden-dropout 2"]),
         ("--global-batch-size 8 --max-global-batch-size 8", ["give one of them"]),
-        ("--global-batch-size 8 --gradient-accumulation-steps 3", ["no size of it makes 3 micro-batches of 8"]),
+        ("--global-batch-size 8 --gradient-accumulation-steps 3", ["no size gives 3 micro-batches of 8"]),
         ("--global-batch-size 7 --world-size 2", ["--global-batch-size 7 is not a multiple"]),
-        ("--max-global-batch-size 3 --world-size 4", ["no size of it makes 1 micro-batch of 0 samples"]),
+        ("--max-global-batch-size 3 --world-size 4", ["no size gives 1 micro-batch of 0 samples"]),
         ("--global-batch-size 8 --device-memory-gb 0.1", ["out of memory by"]),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_micro_batch_is_measured_trained_with_and_kept_in_the_record(tmp_path,
     told = capfd.readouterr().out
     for words in (
         "--micro-batch-size auto: 8 is expected",
-        "the best 3 for real",
+        "measuring the best 3",
         "tp2, micro-batch 2,",
         "chosen on 2",
         "iteration        3/       3",

@@ -9,7 +9,7 @@ import pytest
 from megatron.errors import SettingsError, UsageError
 from megatron.model.arguments import parse_any
 from megatron.planner import choose
-from megatron.planner.choose import automatic, find
+from megatron.planner.choose import automatic, search_layouts
 from megatron.planner.command import command_line
 from megatron.planner.layout import Layout
 from megatron.settings.plan_file import LAYOUT
@@ -81,9 +81,9 @@ def searched_once(monkeypatch):
 def test_a_search_keeps_what_is_given(words, searched_once):
     config = parse_any([*MODEL, *EIGHT, "--auto-parallel", *words.split()])
     said = {name: one.value for name in LAYOUT if (one := config.given(name)) is not None}
-    outcome = find(config)
-    assert outcome.found.plans
-    for plan in outcome.found.plans:
+    outcome = search_layouts(config)
+    assert outcome.searched.plans
+    for plan in outcome.searched.plans:
         chosen = plan.layout.applied(config, plan.job.global_batch)
         for name, value in said.items():
             group = next(group for group in chosen.groups.values() if hasattr(group, name))
@@ -91,7 +91,7 @@ def test_a_search_keeps_what_is_given(words, searched_once):
         read = Layout.of(filled(chosen, 8), 8)  # what was searched is what these settings mean
         for name in SEARCHED:
             assert getattr(read, name) == getattr(plan.layout, name), (name, plan.layout.short(), read.short())
-    printed = command_line(config, outcome.found.plans[0], outcome.cluster)
+    printed = command_line(config, outcome.searched.plans[0], outcome.cluster)
     command = shlex.split(printed.replace("\\\n", " "))
     again = parse_any(command[command.index("pretrain_gpt.py") + 1 :])
     assert {name: again.given(name).value for name in said if said[name] is not None} == {
@@ -106,7 +106,7 @@ def test_a_search_keeps_what_is_given(words, searched_once):
 
 def test_nothing_given_is_free():
     config = parse_any([*MODEL, *EIGHT, "--auto-parallel"])
-    layouts = {plan.layout.short() for plan in find(config).found.plans}
+    layouts = {plan.layout.short() for plan in search_layouts(config).searched.plans}
     assert len(layouts) > 20
 
 
@@ -128,8 +128,8 @@ def test_the_command_of_llmacc_keeps_it(words, capsys):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        ("--account-for-loss-in-pipeline-split", "a search of layouts does not know it"),
-        ("--decoder-first-pipeline-num-layers 3 --pp 2", "a search of layouts does not know it"),
+        ("--account-for-loss-in-pipeline-split", "a search of layouts does not support it"),
+        ("--decoder-first-pipeline-num-layers 3 --pp 2", "a search of layouts does not support it"),
         ("--data-parallel-size 3", "no layout of 8 ranks is possible with --data-parallel-size 3"),
         ("--tp 3", "no layout of 8 ranks is possible with --tp 3"),
         ("--pp 2 --tp 8", "no layout of 8 ranks is possible with --pp 2, --tp 8"),
@@ -149,5 +149,5 @@ def test_what_does_not_fit_names_what_was_kept():
 
 def test_a_distributed_optimizer_on_one_rank_is_no_dead_end():
     one = "--world-size 1 --device-name A100-80GB --max-global-batch-size 4 --use-distributed-optimizer".split()
-    found = find(parse_any([*MODEL, *one])).found
+    found = search_layouts(parse_any([*MODEL, *one])).searched
     assert found.plans and all(plan.layout.zero == 1 for plan in found.plans)

@@ -94,4 +94,4 @@ def test_the_whole_of_it(kind, capsys):
     told = capsys.readouterr().out
     assert "preflight: all" in told and "pp2 on 2 rank(s) against one process" in told and "FAIL" not in told
     main([*line, "--dry-run"])
-    assert "nothing was found that cannot work" in capsys.readouterr().out
+    assert "no problems found" in capsys.readouterr().out

@@ -180,7 +180,7 @@ def test_numbers_that_describe_nothing_are_refused_before_a_search(words, said, 
     with pytest.raises(SettingsError) as caught:
         plan.main([*model, *words.split()])
     assert all(sentence in str(caught.value) for sentence in said)
-    assert "layouts looked at" not in capsys.readouterr().out
+    assert "layouts searched" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("memory", ["abc", "-5", "0", "nan", "inf"])
@@ -206,7 +206,7 @@ def test_a_memory_in_the_environment_that_is_none(words, memory, monkeypatch):
 def test_a_calibration_that_was_not_measured(found, why, tmp_path):
     file, measured = tmp_path / "measured.json", dict(name="x", flops=dict(bf16=1e12), attention=dict(bf16=1e12))
     file.write_text(json.dumps(dict(device=measured | found)))
-    with pytest.raises(DataError, match=f"(?s)is no calibration.*{why}"):
+    with pytest.raises(DataError, match=f"(?s)is not a calibration file.*{why}"):
         device.read(str(file))
     file.write_text(json.dumps(dict(device=measured)))
     assert device.read(str(file)).reached("bf16", 1e9) == pytest.approx(1e12, rel=1e-3)
@@ -282,7 +282,7 @@ def test_dry_run_tells_everything(capsys, tmp_path):
         "3 steps, 48 samples",
         "a checkpoint:",
         "expected:",
-        "nothing was found that cannot work",
+        "no problems found",
     ):
         assert words in told
     assert list(tmp_path.iterdir()) == []
@@ -292,7 +292,7 @@ def test_dry_run_tells_of_tensor_parallelism_over_machines(capsys):
     line = [*TINY, "--dry-run", "--world-size", "8", "--tp", "4"]
     for size, told in (("2", True), ("4", False)):
         pretrain_gpt.main([*line, "--local-world-size", size])
-        assert ("reaches over machines of 2 ranks" in capsys.readouterr().out) is told
+        assert ("spans machines of 2 ranks" in capsys.readouterr().out) is told
 
 
 def test_dry_run_tells_every_problem_at_once(capsys):
@@ -367,7 +367,7 @@ def test_auto_parallel_trains(capfd, run_ranks):
 
     assert run_ranks(2, body, timeout=250) == [True, True]
     told = capfd.readouterr().out
-    for words in ("--auto-parallel:", "the best 3 for real", "chosen on 2 ranks:", "iteration        3/       3"):
+    for words in ("--auto-parallel:", "measuring the best 3", "chosen on 2 ranks:", "iteration        3/       3"):
         assert words in told
 
 
@@ -391,6 +391,6 @@ def test_the_commands_of_the_guide_run(root, tmp_path, monkeypatch, capsys):
         block for block in text.split("```")[1::2] if block.startswith("\n") and not re.search("PASS|shrunk", block)
     ]
     shown = [line for block in blocks for line in block.splitlines()]
-    shown = [line for line in shown if not re.search(r"\.\.\.|looked at in", line)]  # cut, or a time
+    shown = [line for line in shown if not re.search(r"\.\.\.|searched in", line)]  # cut, or a time
     told = [" ".join(line.split()) for line in told.splitlines()]
     assert len(shown) > 20 and not [line for line in shown if " ".join(line.split()) not in told]

@@ -161,7 +161,7 @@ def test_a_search_for_175_billion_parameters_takes_seconds():
     found = search(job, Cluster(A100, 1024), Space(global_batch=1536))
     assert time.process_time() - started < 40  # 4 on a quiet machine
     best = found.plans[0]
-    assert found.looked_at > 50_000 and found.too_large > 10_000
+    assert found.num_layouts > 50_000 and found.too_large > 10_000
     assert best.bytes <= A100.usable_bytes
     tried = 0
     for tp, pp, chunks, again in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1, 2, 3), (None, "core_attn")):

@@ -110,9 +110,10 @@ def test_the_planner_says_groups_and_start(capsys):
         asked(words.split())
         told = " ".join(capsys.readouterr().out.split())
         assert re.search(
-            r"groups: \d+ a rank beside that of all ranks, \d\d,\d{3} in the job, [48] channels of a rank", told
+            r"groups: \d+ per rank in addition to that of all ranks, \d\d,\d{3} in the job, including [48] channels per",
+            told,
         )
-        assert "start-up: groups can be used after about" in told and "(a model, assumed)" in told
+        assert "start-up: groups are ready after about" in told and "(a model, assumed)" in told
     assert (
-        "groups: 7 a rank beside that of all ranks, 34,944 in the job, " in told
+        "groups: 7 per rank in addition to that of all ranks, 34,944 in the job, " in told
     )  # of the very layout that was asked for

@@ -14,12 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", PAGE, re.S | re.M))
 SAID = {
-    "A model": [
-        r"nothing was found that cannot work",
-        r"2 of 2 pass",
-        r"activity: \d",
-        r"saved checkpoint at iteration +4",
-    ],
+    "A model": [r"no problems found", r"2 of 2 pass", r"activity: \d", r"saved checkpoint at iteration +4"],
     "A variant of GPT": [r"3 of 3 pass", r"iteration +4/ +4.* added: \d", r"attention\.gate\.weight"],
     "Position biases: ALiBi": [r"2 of 2 pass", r"iteration +3/ +3"],
     "A head and a loss": [r"2 of 2 pass", r"iteration +3/ +3.* ahead loss: \d", r"ahead\.weight"],

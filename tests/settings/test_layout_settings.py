@@ -278,7 +278,7 @@ def test_tune_steps_times_as_many_steps_of_the_best_three(command, monkeypatch, 
     steps.clear()
     pretrain_gpt.main(command("--micro-batch-size auto --global-batch-size 4 --tune-steps 5"))
     assert set(few) == {1, 2, 4} and {size: steps.count(size) - few[size] for size in few} == dict.fromkeys(few, 2)
-    assert "the best 3 for real" in capsys.readouterr().out
+    assert "measuring the best 3" in capsys.readouterr().out
     steps.clear()
     pretrain_gpt.main(command("--micro-batch-size auto --global-batch-size 4"))
     assert not steps

@@ -105,7 +105,7 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         (
             "--cp 4 --tp 2 --num-query-groups 4 --cp-comm-type a2a",
             8,
-            "a2a divides key-value heads, of which each tensor parallel rank has 2",
+            "a2a divides the 2 key-value heads of each tensor parallel rank",
         ),
         ("--use-distributed-optimizer --param-cpu-offload", 2, "--param-cpu-offload needs --sharding-stage 3"),
         ("--sharding-stage 3 --torch-compile", 2, "--torch-compile needs all parameters in place"),

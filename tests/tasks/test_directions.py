@@ -8,12 +8,12 @@ from typing import Optional
 
 import numpy as np
 import pytest
+from megatron.tools.report_facts import judged
 
 from megatron.data.requests import Request, RequestSamples, request_figures
 from megatron.tasks.description import CLUE, GLUE
 from megatron.tasks.metrics import METRICS, figures
 from megatron.telemetry.run_record import History
-from megatron.tools.report_facts import judged
 from megatron.training import measures
 
 GOLD = [0, 1, 1, 0, 1, 1]

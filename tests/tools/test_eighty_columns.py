@@ -26,16 +26,16 @@ PLANS = {
     "--params 3e12 --device-memory-gb 16 --min-world-size": "fewest devices of 16 GB",
 }
 RUNS = {
-    f"{LARGE} --num-virtual-stages-per-pipeline-rank 6 --sequence-parallel --recompute-activations": "nothing was found",
-    f"{LARGE} --micro-batch-size 4": "1 thing cannot work",
-    f"{LARGE} --save {chr(121) * 100} --save-interval 10 --data-path {chr(120) * 100}": "2 things cannot work; the end",
-    f"{MIDDLE} --micro-batch-size auto --recompute-activations --use-distributed-optimizer": "nothing was found",
+    f"{LARGE} --num-virtual-stages-per-pipeline-rank 6 --sequence-parallel --recompute-activations": "no problems found",
+    f"{LARGE} --micro-batch-size 4": "1 problem, listed",
+    f"{LARGE} --save {chr(121) * 100} --save-interval 10 --data-path {chr(120) * 100}": "2 problems, listed at the end",
+    f"{MIDDLE} --micro-batch-size auto --recompute-activations --use-distributed-optimizer": "no problems found",
     f"{MIDDLE} --pp 4 --pipeline-schedule zb-v --sharding-stage 1 --nvme-offload-fraction 0.5 --nvme-offload-dir /x": None,
-    f"{TINY} --world-size 4 --auto-parallel --max-global-batch-size 8": "nothing was found",
-    f"{TINY} --world-size 1 --global-batch-size 8": "nothing was found",
+    f"{TINY} --world-size 4 --auto-parallel --max-global-batch-size 8": "no problems found",
+    f"{TINY} --world-size 1 --global-batch-size 8": "no problems found",
 }
 FIGURE = re.compile(r"\d (ms|s|min|h|days|tokens/s|TFLOP/s|device hours)(?!\w)| tokens a day|times as fast")
-OWN = re.compile(r"layouts looked at in|do not fit; in|^ *speeds\)")  # how long the search itself took
+OWN = re.compile(r"layouts searched in|do not fit; in|^ *speeds\)")  # how long the search itself took
 
 
 def told_by(main, line: str, capsys) -> list[str]:

@@ -216,7 +216,7 @@ def run_of(measures=None, wanted=None, **state):
     plain = dict(valid_loss=None, best=None, best_iteration=3, evaluations_since_best=0, iteration=9)
     measures = measures and SimpleNamespace(**dict(best_by="accuracy", patience=None) | measures)
     return SimpleNamespace(
-        measures=measures,
+        losses=SimpleNamespace(measures=measures),
         state=SimpleNamespace(**plain | state),
         config=SimpleNamespace(batch=SimpleNamespace(stop_at_loss=wanted)),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between the two products of an MLP. f: width. A program has a tile of rows and a block of columns.
+"""Activations of an MLP. Legend: f width. A program has a tile of rows and a block of columns.
 
 GELU in its tanh form is x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2 u).
 """
@@ -29,7 +29,7 @@ def gelu_kernel(x, bias, y, rows, F, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gelu_backward_kernel(gradient, x, bias, d_x, d_bias, rows, F, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Programs of a block of columns share the rows; each leaves its part of the bias's gradient in a row of `d_bias`."""
+    """Programs of a block of columns share the rows; each writes its part of the bias's gradient to a row of `d_bias`."""
     program, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     added = tl.load(bias + column, column < F, 0.0).to(tl.float32)[None, :]
     total = tl.zeros((BLOCK,), tl.float32)
@@ -111,10 +111,10 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """`reference.bias_gelu`"""
+    """See `reference.bias_gelu`."""
     return _BiasGELU.apply(x, bias)
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """`reference.swiglu`"""
+    """See `reference.swiglu`."""
     return _SwiGLU.apply(x)

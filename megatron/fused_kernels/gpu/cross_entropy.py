@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy from a rank's part of the logits: the statistics of a row, then its gradient, each once over the row.
+"""Cross-entropy of a rank's part of the logits: the statistics of a row, then its gradient, one pass over the row each.
 
-A program has a row, and goes along it in blocks. It stops at the last real row of the vocabulary: what lies behind is
-padding, which adds no exp(0) to the sum and gets no gradient.
+A program has a row and reads it in blocks, up to the last real row of the vocabulary. The padding after it adds no exp(0)
+to the sum and gets no gradient.
 """
 
 import torch
@@ -16,7 +16,7 @@ BLOCK, WARPS = 4096, 8
 
 @triton.jit
 def _capped(value, softcap, CAPPED: tl.constexpr):
-    """softcap x tanh(value / softcap), whose slope is 1 - tanh^2"""
+    """softcap x tanh(value / softcap); its derivative is 1 - tanh^2."""
     if CAPPED:
         value = (2.0 * tl.sigmoid(2.0 * value / softcap) - 1.0) * softcap
     return value
@@ -47,7 +47,7 @@ def kernel(
     BLOCK: tl.constexpr,
 ):
     """STATISTICS: write log sum exp of the row and its mean under the target. GRADIENT: write that of the loss, from the
-    log sum exp over the whole vocabulary, which is read unless it was just made.
+    log sum exp over the whole vocabulary, which is loaded unless it was just computed.
     """
     row = tl.program_id(0).to(tl.int64)
     source, target = logits + row * stride, gradient + row * out_stride
@@ -111,7 +111,7 @@ def _launch(logits, labels, part: VocabularyPart, scale, out, log_sum, target, s
 
 
 def cross_entropy(logits, labels, part: VocabularyPart, join=None, scale=None, out=None):
-    """`reference.cross_entropy`; `out` may be the logits themselves."""
+    """See `reference.cross_entropy`; `out` may be the logits themselves."""
     log_sum, target = torch.empty((2, len(logits), 1), dtype=torch.float32, device=logits.device)
     scale = None if scale is None else scale.float().contiguous()
     _launch(logits, labels, part, scale, None if join else out, log_sum, target, True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout and the addition to the residual stream, by the suite's own random words; which elements stay is kept as bool."""
+"""Dropout and the residual addition, with the suite's own random words; the mask is saved as bool."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ BLOCK, WARPS = 4096, 8
 
 @triton.jit
 def forward_kernel(x, words, residual, y, kept, batch, threshold, factor, s_stride, b_stride, H, BLOCK: tl.constexpr):
-    """A program has a block of a row [h] of x [s, b, h]; words have strides of their own: a sample's lie together."""
+    """A program has a block of a row [h] of x [s, b, h]; words have separate strides: those of a sample are contiguous."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = column < H, row * H + column
     word = tl.load(words + (row // batch) * s_stride + (row % batch) * b_stride + column, inside, 0)
@@ -71,5 +71,5 @@ class _DropoutAdd(torch.autograd.Function):
 
 
 def dropout_add(x: torch.Tensor, keep: DropoutMask, residual: torch.Tensor) -> torch.Tensor:
-    """`reference.dropout_add`"""
+    """See `reference.dropout_add`."""
     return _DropoutAdd.apply(x, keep.words, keep.threshold, keep.factor, residual)

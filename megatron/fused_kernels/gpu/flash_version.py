@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which release of FlashAttention computes torch's flash attention on CUDA, of whole samples and of documents."""
+"""Select the FlashAttention release behind torch's flash attention on CUDA, for whole samples and for documents."""
 
 import torch
 import torch.nn.attention
@@ -8,9 +8,9 @@ from megatron.errors import SettingsError
 
 
 def use_flash_attention(version: int) -> None:
-    """Let release 3 or 4 take the place of torch's own (2), for this process; on a CPU nothing changes.
+    """Replace torch's own release (2) with release 3 or 4 in this process; no effect on a CPU.
 
-    Raises SettingsError where torch or the package that has it cannot.
+    Raises SettingsError if torch or the package does not support it.
     """
     if version == 2 or not torch.cuda.is_available():
         return
@@ -21,7 +21,7 @@ def use_flash_attention(version: int) -> None:
         )
         if current() != name:
             activate(name)
-    except Exception as error:  # no such function, no package, a package of another release: whatever it is
+    except Exception as error:  # no such function, no package, a package of another release, or anything else
         package = {3: "flash_attn_interface (FlashAttention's folder hopper)", 4: "flash-attn-4"}[version]
         raise SettingsError(
             f"--flash-attention-version {version}: {type(error).__name__}: {' '.join(str(error).split())[:200]}",

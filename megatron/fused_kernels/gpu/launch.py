@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a kernel is laid out over a device: what a program works on at a time, threads, programs."""
+"""Launch parameters of kernels: the tile of a program, threads, number of programs."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-ELEMENTS = 4096  # of a tile, where rows are short
-EACH = 16  # elements of a tile that a thread has
+ELEMENTS = 4096  # of a tile with short rows
+EACH = 16  # elements of a tile per thread
 
 
 class Tile(NamedTuple):
-    """What a program works on at a time: `rows` x `columns`, powers of 2, by `warps` of 32 threads."""
+    """The elements that a program processes at a time: `rows` x `columns`, powers of 2, by `warps` of 32 threads."""
 
     rows: int
     columns: int
@@ -19,7 +19,7 @@ class Tile(NamedTuple):
 
     @classmethod
     def of(cls, width: int, widest: int) -> "Tile":
-        """For rows of `width`: whole ones if they are not wider than `widest`, else blocks of them.
+        """The tile for rows of `width`: whole rows up to a width of `widest`, else blocks of them.
 
         >>> Tile.of(768, 8192), Tile.of(64, 8192), Tile.of(12288, 8192)
         (Tile(rows=4, columns=1024, warps=8), Tile(rows=64, columns=64, warps=8), Tile(rows=1, columns=4096, warps=8))
@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 @lru_cache
 def programs(device: torch.device) -> int:
-    """Programs that a device has work for, of kernels whose programs go through many rows."""
+    """The number of programs for kernels in which each program processes many rows."""
     if device.type != "cuda":
         return 4  # in Triton's interpreter: few, so that each has several rows
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count

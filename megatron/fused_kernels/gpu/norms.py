@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LayerNorm and RMSNorm, alone and behind the addition to the residual stream.
+"""LayerNorm and RMSNorm, alone and after the residual addition.
 
-With r = 1 / sqrt(variance + epsilon), z = (x - mean) r and g the gradient that arrives times the weight, the gradient of
-x is r (g - mean(g) - z mean(g z)); RMSNorm subtracts neither mean of x nor of g. The weight's gradient is the sum over rows
-of gradient x z: each program of the backward pass adds up the rows that it has, and torch adds up the programs.
+With r = 1 / sqrt(variance + epsilon), z = (x - mean) r and g the incoming gradient times the weight, the gradient of
+x is r (g - mean(g) - z mean(g z)); RMSNorm subtracts neither the mean of x nor of g. The weight's gradient is the sum over
+rows of gradient x z: each program of the backward pass sums its rows, and torch sums over programs.
 """
 
 import torch
@@ -14,7 +14,7 @@ from megatron.fused_kernels import reference
 from megatron.fused_kernels.gpu.launch import Tile, programs
 
 WIDEST = 32768  # columns: the forward pass holds whole rows
-WHOLE = 8192  # up to here the backward pass does, too, and its sums for weight and bias; wider rows come in blocks
+WHOLE = 8192  # up to this width the backward pass holds whole rows and its sums; wider rows are processed in blocks
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def forward_kernel(
 
 @triton.jit
 def _backward_block(gradient, x, at, inside, middle, scale):
-    """The gradient that arrives and the normalised x, fp32, 0 outside."""
+    """The incoming gradient and the normalized x, fp32, 0 outside."""
     normal = (tl.load(x + at, inside, 0.0).to(tl.float32) - middle) * scale
     return tl.load(gradient + at, inside, 0.0).to(tl.float32), tl.where(inside, normal, 0.0)
 
@@ -108,7 +108,7 @@ def backward_kernel(
                 value += tl.load(d_total + at, inside, 0.0).to(tl.float32)
             tl.store(d_x + at, value.to(d_x.dtype.element_ty), inside)
             weight_sum, bias_sum = weight_sum + tl.sum(g * z, 0), bias_sum + tl.sum(g, 0)
-            if H > BLOCK:  # the sums of a block wait in memory, in this program's row
+            if H > BLOCK:  # the sums of a block are stored in memory, in this program's row
                 own, before = program.to(tl.int64) * H + column, (column < H) & (tile > program)
                 tl.store(d_weight + own, weight_sum + tl.load(d_weight + own, before, 0.0), column < H)
                 if CENTRED:
@@ -124,7 +124,7 @@ def backward_kernel(
 
 
 class _Norm(torch.autograd.Function):
-    """x [..., h], branch likewise or None, bias None for RMSNorm -> (x + branch, norm of it), or the norm alone."""
+    """x [..., h], branch of the same shape or None, bias None for RMSNorm -> (x + branch, norm of it), or only the norm."""
 
     @staticmethod
     def forward(ctx, x, branch, weight, bias, epsilon):
@@ -187,28 +187,28 @@ class _Norm(torch.autograd.Function):
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`reference.layer_norm`"""
+    """See `reference.layer_norm`."""
     if weight.numel() > WIDEST:
         return reference.layer_norm(x, weight, bias, epsilon)
     return _Norm.apply(x, None, weight, bias, epsilon)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`reference.rms_norm`"""
+    """See `reference.rms_norm`."""
     if weight.numel() > WIDEST:
         return reference.rms_norm(x, weight, epsilon)
     return _Norm.apply(x, None, weight, None, epsilon)
 
 
 def add_layer_norm(x, branch, weight, bias, epsilon, norm=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.add_layer_norm`"""
+    """See `reference.add_layer_norm`."""
     if weight.numel() > WIDEST or x.dtype != branch.dtype:
         return reference.add_layer_norm(x, branch, weight, bias, epsilon)
     return _Norm.apply(x, branch, weight, bias, epsilon)
 
 
 def add_rms_norm(x, branch, weight, epsilon, norm=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.add_rms_norm`"""
+    """See `reference.add_rms_norm`."""
     if weight.numel() > WIDEST or x.dtype != branch.dtype:
         return reference.add_rms_norm(x, branch, weight, epsilon)
     return _Norm.apply(x, branch, weight, None, epsilon)

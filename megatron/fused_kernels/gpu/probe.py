@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this machine's triton and device give what `reference.py` defines: a small case of each op, forward and backward.
+"""Probes: check on a small case of each op, forward and backward, that a kernel gives the result of `reference.py`.
 
-A probe runs when its op is first wanted on CUDA, once in a process: it compiles the kernel, which takes about a second (or
-none, where Triton's cache on the disk has it). What comes of it decides whether the kernel is used, and is what `doctor`
-and the first lines of a run say.
+A probe runs when its op is first used on CUDA, once per process. It compiles the kernel, which takes about a second (or
+no time if Triton's disk cache has it). Its result decides whether the kernel is used, and is reported by `doctor` and in
+the first lines of a run.
 """
 
 from collections.abc import Callable
@@ -31,13 +31,13 @@ MODULES = dict(
     dropout_add="dropout",
     cross_entropy="cross_entropy",
 )
-TOLERANCE = 2e-2  # of the norm of a tensor: both sides round to bf16
+TOLERANCE = 2e-2  # relative to the norm of a tensor: both sides round to bf16
 NO_VALUES = "tensors have no values here"
-FOUND: dict[str, str] = {}  # what probes of this process found, for layers that are compiled later
+RESULTS: dict[str, str] = {}  # of this process's probes, for layers that are compiled later
 
 
 def kernel(op: str) -> Callable:
-    """The Triton kernel of an op; its module, and triton with it, is imported when it is first called."""
+    """The Triton kernel of an op; its module, and triton, is imported at the first call."""
 
     def run(*args, **kwargs):
         return getattr(import_module(f"megatron.fused_kernels.gpu.{MODULES[op]}"), op)(*args, **kwargs)
@@ -46,32 +46,34 @@ def kernel(op: str) -> Callable:
 
 
 def probe(op: str) -> str:
-    """Why the Triton kernel of an op cannot be used on the CUDA device; "" where it can. Of attention: torch's kernel of
-    documents, whose signature and devices differ from release to release.
+    """Why the Triton kernel of an op cannot be used on the CUDA device; "" if it can. For attention: torch's kernel for
+    documents, whose signature and devices differ between releases.
     """
     if torch.compiler.is_compiling():
-        return FOUND.get(op, "it was not probed before it was compiled")  # what is traced is not run
+        return RESULTS.get(op, "it was not probed before it was compiled")  # tracing cannot run a probe
     if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
-        return NO_VALUES  # in the dry runs of a model; not remembered
-    FOUND[op] = _probe(op)
-    return FOUND[op]
+        return NO_VALUES  # in dry runs of a model; not cached
+    RESULTS[op] = _probe(op)
+    return RESULTS[op]
 
 
 @cache
 def _probe(op: str) -> str:
-    apart = saved_tensors_hooks(lambda x: x, lambda x: x)  # from a layer that is recomputed, which counts what is saved
-    uncast = torch._C.DisableTorchFunction()  # by `Autocast`
+    apart = saved_tensors_hooks(
+        lambda x: x, lambda x: x
+    )  # hides its tensors from recomputation, which counts saved ones
+    uncast = torch._C.DisableTorchFunction()  # disables `Autocast`
     try:
         with torch.inference_mode(False), torch.enable_grad(), apart, uncast:
             run = attention.varlen if op == "attention" else kernel(op)
             wrong = compare(op, run, "cuda", torch.bfloat16)
-    except Exception as error:  # of the compiler, the driver or the device: whatever it is, torch's ops remain
+    except Exception as error:  # of the compiler, the driver or the device: any of them selects torch's ops
         return f"the probe failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return f"the probe found {wrong}" if wrong else ""
 
 
 def compare(op: str, run: Callable, device: str, dtype: torch.dtype, tolerance: float = TOLERANCE) -> str:
-    """What of `run` differs from the reference in fp32 on a small case, values and gradients; "" where nothing does."""
+    """The differences of `run` from the reference in fp32 on a small case, values and gradients; "" if there are none."""
     inputs, call = CASES[op](device, dtype)
     mine = [x.detach().clone().requires_grad_() for x in inputs]
     exact = [x.detach().float().requires_grad_() for x in inputs]
@@ -128,8 +130,8 @@ def _cross_entropy_case(device, dtype):
 
     def call(run, logits):
         gradient = torch.empty_like(logits)
-        found = run(logits.detach().clone(), labels, part, None, torch.ones(len(labels), device=device), gradient)
-        return *found, gradient
+        losses = run(logits.detach().clone(), labels, part, None, torch.ones(len(labels), device=device), gradient)
+        return *losses, gradient
 
     return [_drawn((len(labels), 300), device, dtype, 0)], call
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotation of queries and keys. A program has a token and a tile of its heads; the backward pass turns the other way.
+"""Rotation of queries and keys. A program has a token and a tile of its heads; the backward pass rotates the other way.
 
-Queries and keys come as parts of one fused tensor: they are read where they lie, by their strides.
+Queries and keys are parts of one fused tensor, which is read in place with their strides.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-ELEMENTS = 4096  # of the pairs that a program turns
+ELEMENTS = 4096  # of the pairs that a program rotates
 
 
 @triton.jit
@@ -39,14 +39,14 @@ def rotary_kernel(
     source += (head // queries)[:, None] * g_stride + (head % queries)[:, None] * q_stride
     target = y + (token * heads + head)[:, None] * D
     turned = (head < heads)[:, None] & (column < WIDTH // 2)[None, :]
-    angle = (token // batch) * s_angle + (token % batch) * b_angle + column  # both halves of a row are the same
+    angle = (token // batch) * s_angle + (token % batch) * b_angle + column  # both halves of a row are equal
     c = tl.load(cos + angle, column < WIDTH // 2, 0.0).to(tl.float32)[None, :]
     s = tl.load(sin + angle, column < WIDTH // 2, 0.0).to(tl.float32)[None, :] * SIGN
     first = tl.load(source + column[None, :], turned, 0.0).to(tl.float32)
     second = tl.load(source + column[None, :] + WIDTH // 2, turned, 0.0).to(tl.float32)
     tl.store(target + column[None, :], (first * c - second * s).to(y.dtype.element_ty), turned)
     tl.store(target + column[None, :] + WIDTH // 2, (second * c + first * s).to(y.dtype.element_ty), turned)
-    if REST > 0:  # channels that pass
+    if REST > 0:  # channels without rotation
         column = WIDTH + tl.arange(0, REST)
         passing = (head < heads)[:, None] & (column < D)[None, :]
         tl.store(target + column[None, :], tl.load(source + column[None, :], passing), passing)
@@ -93,5 +93,5 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`reference.rotate`"""
+    """See `reference.rotate`."""
     return _Rotate.apply(x, cos, sin)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT: an encoder that is trained to find words that were masked."""
+"""BERT: an encoder that is trained to predict masked tokens."""

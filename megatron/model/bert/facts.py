@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What BERT says of itself: layers are attention that looks both ways, then an MLP; behind them a head that finds masked
-words, and one that says whether the second sentence follows.
+"""The facts of BERT: layers of bidirectional attention and MLP, then a head that predicts masked tokens, and one that
+predicts whether the second sentence follows.
 
     >>> facts = BertFacts(Model(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=512), 30522)
     >>> f"{facts.parameters / 1e6:.1f} M"
@@ -18,22 +18,22 @@ from megatron.model.bert.settings import BertSettings, own_settings
 from megatron.model.facts import Bytes
 from megatron.model.gpt.facts import GPTFacts, mlp_ops, self_attention
 from megatron.model.layer_ops import ATTENTION, LayerOp, RankSetup, Residual
-from megatron.model.t5.facts import full_attention_kernel, unordered_core
+from megatron.model.t5.facts import full_attention_kernel, noncausal_core
 from megatron.model.weights import Unit, add_prefix, norm, positions, vocab_embedding
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Config, Model
 
-HEAD = "head"  # the unit that finds masked words
+HEAD = "head"  # the unit that predicts masked tokens
 
 
 @dataclass(frozen=True)
 class BertFacts(GPTFacts):
-    """See `Facts`. own: settings that only BERT has."""
+    """See `Facts`. own: BERT's own settings."""
 
     own: BertSettings = BertSettings()
 
     name = "BERT"
-    word_head = True  # a subclass may have another head in the place of the one that finds masked words
+    word_head = True  # False in a subclass with another head instead
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "BertFacts":
@@ -62,7 +62,7 @@ class BertFacts(GPTFacts):
         return held(front) + middle + held(back)
 
     def head_weights(self, sequence_parallel: bool) -> dict[str, Placement]:
-        """Of what finds masked words, before the output layer, and the output layer's bias [v]."""
+        """The weights of the head for masked tokens, before the output layer, and the output layer's bias [v]."""
         m = self.settings
         bias = Placement(
             (self.vocab_size,), Constant(0.0), cut={"tp": 0}, multiple=m.make_vocab_size_divisible_by, decay=False
@@ -74,7 +74,7 @@ class BertFacts(GPTFacts):
         }
 
     def binary_weights(self) -> dict[str, Placement]:
-        """Of what says whether the second sentence follows: the pooler, and two scores."""
+        """The weights of the head for the next sentence: the pooler, and two scores."""
         m = self.settings
         return {**add_prefix("pooler", dense(m, m.hidden_size)), **add_prefix("scores", dense(m, 2))}
 
@@ -86,13 +86,13 @@ class BertFacts(GPTFacts):
 
     @property
     def output_flops(self) -> float:
-        """The head's own product with it."""
+        """With the product of the head's dense layer."""
         return super().output_flops + 2.0 * self.settings.hidden_size**2
 
     def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
         kept = super().ends_saved_bytes(share, first, last)
         x = Residual(self.settings, share, self.loss_tokens(share))
-        if last and self.word_head:  # inputs of the product and of GeLU, and the norm behind
+        if last and self.word_head:  # inputs of the product and of GeLU, and the norm after it
             kept["output layer and loss"] += 2 * x.nbytes
             kept["norms"] += x.norm().kept
         if first and self.own.post_norm:
@@ -101,7 +101,7 @@ class BertFacts(GPTFacts):
 
 
 def dense(model: Model, outputs: int, sequence_parallel: bool = False) -> dict[str, Placement]:
-    """Of a linear layer that nothing cuts, [outputs, h]. Under sequence parallelism each rank has seen its own tokens."""
+    """The weights of a replicated linear layer [outputs, h]. With sequence parallelism, gradients are partial over tp."""
     partial = ("tp",) if sequence_parallel else ()
     return {
         "weight": Placement((outputs, model.hidden_size), Normal(model.init_method_std), partial=partial),
@@ -113,7 +113,7 @@ def dense(model: Model, outputs: int, sequence_parallel: bool = False) -> dict[s
 def _layer_ops(facts: BertFacts, share: RankSetup) -> tuple[LayerOp, ...]:
     m, s = facts.settings, facts.settings.seq_length
     x = Residual(m, share, s * share.micro_batch_size)
-    attended = x.norm(ATTENTION), *self_attention(x, unordered_core(m, share, s, s, fused=True)), x.add()
+    attended = x.norm(ATTENTION), *self_attention(x, noncausal_core(m, share, s, s, fused=True)), x.add()
     mlp = *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
-    # --post-norm: the norm behind attention counts as its half's, wherever it stands.
+    # --post-norm: the norm after attention counts with its half, wherever it is.
     return (*attended, *mlp, x.norm()) if facts.own.post_norm else (*attended, x.norm(), *mlp)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's names, shapes and settings of BERT (`BertForPreTraining`, or `BertForMaskedLM` without the second head),
-against ours.
+"""Mapping between Hugging Face's BERT (`BertForPreTraining`, or `BertForMaskedLM` without the second head) and ours: names,
+shapes and settings.
 
 | ours                      | BERT                                                       |
 |---------------------------|------------------------------------------------------------|
 | qkv.weight [heads, 3, d, h] | attention.self.query, .key, .value [heads d, h]          |
-| attention_norm, mlp_norm  | attention.output.LayerNorm, output.LayerNorm: behind each  |
+| attention_norm, mlp_norm  | attention.output.LayerNorm, output.LayerNorm: after each   |
 | head                      | cls.predictions.transform, and its bias                    |
 | binary                    | bert.pooler, cls.seq_relationship                          |
 """
@@ -22,7 +22,7 @@ from megatron.settings.schema import Model
 
 
 def matches(facts: BertFacts) -> list[Match]:
-    """All tensors of a model."""
+    """The matches of all tensors of a model."""
     g, d = facts.settings.num_attention_heads, facts.settings.head_dim
     pairs = {
         "embedding.word.weight": "bert.embeddings.word_embeddings.weight",
@@ -37,7 +37,7 @@ def matches(facts: BertFacts) -> list[Match]:
     }
     if facts.own.bert_binary_head:
         both |= {"binary.pooler": "bert.pooler.dense", "binary.scores": "cls.seq_relationship"}
-    found = []
+    result = []
     for n in range(facts.num_layers):
         ours, theirs = f"blocks.{n}.", f"bert.encoder.layer.{n}."
         both |= {
@@ -48,7 +48,7 @@ def matches(facts: BertFacts) -> list[Match]:
             f"{ours}mlp_norm": f"{theirs}output.LayerNorm",
         }
         for kind, rest in (("weight", (-1,)), ("bias", ())):
-            found.append(
+            result.append(
                 Match(
                     f"{ours}attention.qkv.{kind}",
                     tuple(f"{theirs}attention.self.{name}.{kind}" for name in ("query", "key", "value")),
@@ -57,12 +57,12 @@ def matches(facts: BertFacts) -> list[Match]:
                 )
             )
     pairs |= {f"{mine}.{kind}": f"{name}.{kind}" for mine, name in both.items() for kind in ("weight", "bias")}
-    found += [Match(mine, (name,)) for mine, name in pairs.items()]
-    return found + ([] if facts.tied else [Match("output.weight", ("cls.predictions.decoder.weight",))])
+    result += [Match(mine, (name,)) for mine, name in pairs.items()]
+    return result + ([] if facts.tied else [Match("output.weight", ("cls.predictions.decoder.weight",))])
 
 
 def refuse_other(facts: BertFacts) -> None:
-    """Raise SettingsError with what keeps a model from being Hugging Face's BERT."""
+    """Raise SettingsError, with the reasons, if a model is not Hugging Face's BERT."""
     m, own = facts.settings, facts.own
     against = {
         "no --post-norm": not own.post_norm,
@@ -106,9 +106,7 @@ def their_settings(facts: BertFacts, dtype: str) -> dict[str, Any]:
 
 
 def our_settings(theirs: dict[str, Any]) -> tuple[Model, BertSettings, int]:
-    """(model, settings of its own, vocabulary) from the content of config.json. Raises CheckpointError for what cannot be
-    expressed.
-    """
+    """(model, its own settings, vocabulary) from the content of config.json. Raises CheckpointError if unsupported."""
     try:
         return _from_bert(theirs)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT: layers whose attention looks both ways, a head that finds masked words, and one that says whether the second
-sentence follows; whole, or the part of it that a pipeline stage holds.
+"""BERT: layers with bidirectional attention, a head that predicts masked tokens, and one that predicts whether the second
+sentence follows; the whole model, or a pipeline stage of it.
 
-With norms before each branch, and one behind the last layer (Megatron-LM's), or behind each addition and behind the
-embedding (`--post-norm`, as published).
+Norms are before each branch and after the last layer (Megatron-LM), or after each addition and after the embedding
+(`--post-norm`, as published).
 
-Legend: s sequence, b micro-batch, h hidden, v vocabulary, n places that are to be found.
+Legend: s sequence, b micro-batch, h hidden, v vocabulary, n masked positions.
 """
 
 from typing import Optional
@@ -28,7 +28,7 @@ from megatron.mpu.layers import VocabParallelEmbedding, create_parameters, linea
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Dropout
 
-FOLLOWS = "sop loss"  # what Megatron-LM calls the sum of the second head
+FOLLOWS = "sop loss"  # Megatron-LM's name of the second head's loss
 
 
 class BertBlock(Block):
@@ -38,7 +38,7 @@ class BertBlock(Block):
 
 
 class PostNormBlock(BertBlock):
-    """A layer with norms behind its additions."""
+    """A layer with norms after its additions."""
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         x = self.attention_norm(self.attention_dropout.add(x, self._attended(x, context), context.samples))
@@ -49,7 +49,7 @@ class PostNormBlock(BertBlock):
 
 
 class Dense(nn.Module):
-    """A linear layer that every rank has whole. weights: `bert.facts.dense(...)`."""
+    """A linear layer that is replicated on every rank. weights: `bert.facts.dense(...)`."""
 
     def __init__(self, weights: Table, **factory_kwargs):
         super().__init__()
@@ -60,7 +60,7 @@ class Dense(nn.Module):
 
 
 class TokenTypes(nn.Module):
-    """The embedding of the sentence that a token is in, [types, h]."""
+    """The embedding of a token's sentence, [types, h]."""
 
     def __init__(self, weights: Table, **factory_kwargs):
         super().__init__()
@@ -71,7 +71,7 @@ class TokenTypes(nn.Module):
 
 
 class OutputBias(nn.Module):
-    """What is added to the logits, [v/tp]."""
+    """The bias of the logits, [v/tp]."""
 
     def __init__(self, weights: Table, tp, **factory_kwargs):
         super().__init__()
@@ -79,7 +79,7 @@ class OutputBias(nn.Module):
 
 
 class WordHead(nn.Module):
-    """Hidden states [.., h] -> what the output layer multiplies: norm(gelu(dense(x)))."""
+    """The transform before the output layer, norm(gelu(dense(x))) of hidden states [.., h]."""
 
     def __init__(self, facts: BertFacts, weights: Table, tp, **factory_kwargs):
         super().__init__()
@@ -95,7 +95,7 @@ class WordHead(nn.Module):
 
 
 class BinaryHead(nn.Module):
-    """The first token's hidden state [b, h] -> two scores [b, 2]: the second sentence follows, or it is another one."""
+    """Scores [b, 2] from the first token's hidden state [b, h]: the second sentence follows, or it is a random one."""
 
     def __init__(self, weights: Table, **factory_kwargs):
         super().__init__()
@@ -107,7 +107,7 @@ class BinaryHead(nn.Module):
 
 
 class BertEmbedding(nn.Module):
-    """Tokens, positions and sentences -> [s, b, h] (or [s/tp, b, h]). A last stage with a tied output has words alone."""
+    """Tokens, positions and sentences -> [s, b, h] (or [s/tp, b, h]). A last stage with a tied output has only words."""
 
     def __init__(
         self, facts: BertFacts, mesh: Mesh, tables: dict[str, Table], seed: int, sequence_parallel: bool, **factory
@@ -204,8 +204,8 @@ class Bert(LanguageModel):
             return x, sums
         if self.pools:
             sums = {**sums, **self.head_sums(self._pooled(x), batch)}
-        if self.finds_places:
-            return x, sums  # the head comes behind `counted`
+        if self.selects_masked:
+            return x, sums  # `counted` applies the head
         x = self.word_states(x)
         return (self.gather_input(x, self.tp) if gather else x), sums
 
@@ -214,24 +214,24 @@ class Bert(LanguageModel):
 
     @property
     def packs(self) -> bool:
-        """Whether layers may compute packed rows; others than those here may ask for places of samples."""
+        """Whether layers may compute packed rows; other classes of layers may depend on positions in samples."""
         own = all(type(block) in (BertBlock, PostNormBlock) for block in self.blocks.values())
         return own and may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
 
     @property
-    def finds_places(self) -> bool:
-        """Whether the head computes the places alone that are to be found. How many these are only the host knows at
-        once, and under sequence parallelism ranks would have unequal numbers of them.
+    def selects_masked(self) -> bool:
+        """Whether the head computes only the masked positions. On a GPU their number would need a synchronization, and with
+        sequence parallelism ranks would have unequal numbers.
         """
-        return self.kernels_on_cpu and not self.sequence_parallel
+        return self.on_cpu and not self.sequence_parallel
 
     @property
-    def kernels_on_cpu(self) -> bool:
+    def on_cpu(self) -> bool:
         return self.head.dense.weight.device.type == "cpu"
 
     def counted(self, x: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
         rows, labels, mask = super().counted(x, batch)
-        if not self.finds_places:
+        if not self.selects_masked:
             return rows, labels, mask
         places = mask.nonzero().squeeze(1)
         places = places if len(places) else places.new_zeros(1)  # a product of no rows has no gradient
@@ -239,20 +239,20 @@ class Bert(LanguageModel):
         return x if self.overlap else self.gather_input(x, self.tp), labels[places], mask[places]
 
     def _token_losses(self, x: torch.Tensor, batch) -> torch.Tensor:
-        return super()._token_losses(self.head(x) if self.finds_places else x, batch)
+        return super()._token_losses(self.head(x) if self.selects_masked else x, batch)
 
     @property
     def pools(self) -> bool:
-        """Whether heads beside the one for words look at the first token."""
+        """Whether there are heads on the first token."""
         return self.binary is not None
 
     def head_sums(self, pooled: torch.Tensor, batch) -> Sums:
-        """What those heads give, from its hidden state [b, h]."""
+        """The sums of those heads, from the first token's hidden state [b, h]."""
         return {} if self.binary is None else {FOLLOWS: self._follows(pooled, batch)}
 
     def _follows(self, pooled: torch.Tensor, batch) -> torch.Tensor:
-        """The sum of the second head's losses, each for as many tokens as its sample counts: divided by all tokens it is
-        their mean, however samples are dealt out to micro-batches, and samples without masked tokens have no part in it.
+        """The sum of the second head's losses, each times the number of tokens that count in its sample. Divided by all
+        these tokens, it is a mean that does not depend on micro-batches. Samples without masked tokens do not contribute.
         """
         losses = F.cross_entropy(self.binary(pooled).float(), batch.arrays["is_random"], reduction="none")
         return (losses * batch.loss_mask.sum(0)).sum()
@@ -260,14 +260,14 @@ class Bert(LanguageModel):
     def _pooled(self, x: torch.Tensor) -> torch.Tensor:
         """The first token's hidden state, [b, h], on every rank."""
         first = x[0]
-        if self.sequence_parallel:  # it is on the first rank
+        if self.sequence_parallel:  # the first rank has it
             first = mappings.reduce_from_tensor_model_parallel_region(first * (self.tp.rank == 0), self.tp)
         return first
 
     # ---- inference ---------------------------------------------------------------------------------------------------
 
     def hidden(self, tokens: torch.Tensor, mask=None, types=None) -> torch.Tensor:
-        """What the last layer gives, [s, b, h], for tokens, types [s, b], with 0 in the mask [s, b] where they fill up."""
+        """The last layer's output [s, b, h] for tokens and types [s, b]; the mask [s, b] is 0 at padding."""
         assert self.first and self.last and not self.sequence_parallel, "inference needs a whole model"
         with self.region():
             x = self.embedding(tokens, types, None)
@@ -275,14 +275,14 @@ class Bert(LanguageModel):
             return x if self.final_norm is None else self.final_norm(x)
 
     def logits(self, tokens: torch.Tensor, mask=None, types=None) -> torch.Tensor:
-        """Scores of the word at each place, [s, b, vocabulary] fp32. Call `eval()` first."""
+        """Scores of the word at each position, [s, b, vocabulary] fp32. Call `eval()` first."""
         with self.region():
             x = self.head(self.hidden(tokens, mask, types))
             scores = linear(x, self.output_weight, self.output_bias)
             return mappings.gather_from_tensor_model_parallel_region(scores, self.tp)[..., : self.vocab_size].float()
 
     def follows(self, tokens: torch.Tensor, mask=None, types=None) -> torch.Tensor:
-        """Scores of whether the second sentence follows, [b, 2] fp32: it does, it does not."""
+        """Next-sentence scores, [b, 2] fp32: it follows, it does not."""
         with self.region():
             return self.binary(self._pooled(self.hidden(tokens, mask, types))).float()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings of BERT work together (`settings.rules`)."""
+"""Rules for combinations of BERT's settings (`settings.rules`)."""
 
 from megatron.model.bert.settings import own_settings
 from megatron.model.gpt.rules import IDLE, NO_RELATIVE
@@ -17,13 +17,13 @@ RULES = (
     Rule(
         lambda s: own_settings(s.settings).bert_binary_head and own_settings(s.settings).num_tokentypes == 1,
         lambda s: (
-            "--num-tokentypes 1: samples are pairs of sentences, which are told apart by 2; give 2, 0, or "
+            "--num-tokentypes 1: samples are pairs of sentences, which need 2 token types; give 2, 0, or "
             "--bert-no-binary-head"
         ),
     ),
     Rule(
         lambda s: s.seq_length < 8,
-        lambda s: f"--seq-length {s.seq_length} must be at least 8: two sentences, and three tokens beside them",
+        lambda s: f"--seq-length {s.seq_length} must be at least 8: two sentences and three special tokens",
     ),
     *refused(
         "reset_position_ids reset_attention_mask eod_mask_loss", "samples of masked words hold one text or a pair"

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that only BERT has. Megatron-LM's names, where it has them."""
+"""BERT's own settings, with Megatron-LM's names if it has them."""
 
 from dataclasses import dataclass
 
 from megatron.settings.schema import Config, setting
 
-GROUP = "BERT"  # of the settings, in `Config.extra`
+GROUP = "BERT"  # name of the group in `Config.extra`
 
 
 @dataclass(frozen=True)
 class BertSettings:
-    """What an encoder of masked words has beside `settings.schema.Model`."""
+    """Settings of BERT in addition to `settings.schema.Model`."""
 
     bert_binary_head: bool = setting(
         "a second loss: whether the second sentence follows the first",
@@ -22,12 +22,12 @@ class BertSettings:
         "kinds of tokens that have an embedding: the sentence that a token is in; 0: none", 2, on_resume="another model"
     )
     post_norm: bool = setting(
-        "norms behind each addition and behind the embedding, as in BERT's own publication; off: before each branch",
+        "norms after each addition and after the embedding, as published; off: before each branch",
         False,
         on_resume="another model",
     )
 
 
 def own_settings(config: Config) -> BertSettings:
-    """Those of a run."""
+    """BERT's own settings of a run."""
     return config.extra.get(GROUP) or BertSettings()

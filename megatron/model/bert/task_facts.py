@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A BERT that learns several tasks together: one encoder, a head for masked words, and one for each task of labelled
-texts (`--task-mixture`, docs/masked_data.md#mixtures-of-tasks).
+"""The facts of a BERT that learns several tasks together: one encoder, a head for masked tokens, and one for each task of
+labelled texts (`--task-mixture`, docs/masked_data.md#mixtures-of-tasks).
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from megatron.model.bert.facts import BertFacts, dense
 from megatron.model.weights import Unit, add_prefix
 
-TASKS = "tasks."  # what names of their weights begin with
-TAKEN = ("lm", "sop", "z")  # no names of tasks: "lm loss" and its like are sums of the model itself
+TASKS = "tasks."  # prefix of the names of their weights
+TAKEN = ("lm", "sop", "z")  # not allowed as names of tasks: "lm loss" and others are sums of the model itself
 
 
 class TaskHead(NamedTuple):
-    """A head. number: of its task in the mixture; classes: that it tells apart; scale: of the loss of a sample, for as many
-    tokens as are masked in a sample of masked words, about: losses are divided by the number of masked tokens.
+    """The head of a task. number: index of the task in the mixture; classes: how many; scale: weight of a sample's loss,
+    about the number of masked tokens in a sample of masked text, because losses are divided by masked tokens.
     """
 
     name: str
@@ -36,8 +36,8 @@ class TaskFacts(BertFacts):
     heads: tuple[TaskHead, ...] = ()
 
     def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
-        m, found = self.settings, super().units(layers, first, last, sequence_parallel)
+        m, units = self.settings, super().units(layers, first, last, sequence_parallel)
         for head in self.heads if last else ():
             pooler = add_prefix("pooler", dense(m, m.hidden_size))
-            found.append(Unit(head.unit, {**pooler, **add_prefix("scores", dense(m, head.classes))}, ends=("last",)))
-        return found
+            units.append(Unit(head.unit, {**pooler, **add_prefix("scores", dense(m, head.classes))}, ends=("last",)))
+        return units

@@ -12,7 +12,7 @@ from megatron.mpu.mesh import Mesh
 
 
 class Heads(nn.ModuleDict):
-    """By the names of their tasks, which may be those of attributes, too: a task is called `type` or `training`."""
+    """Heads by task name, even if the name is also that of an attribute, such as `type` or `training`."""
 
     def add_module(self, name: str, module: nn.Module) -> None:
         self._modules[name] = module
@@ -22,7 +22,7 @@ class Heads(nn.ModuleDict):
 
 
 class TaskBert(Bert):
-    """See `Bert`. A sample has `task`, the number of its task, and `class_label`."""
+    """See `Bert`. A sample has `task`, the index of its task, and `class_label`."""
 
     facts: TaskFacts
 
@@ -37,7 +37,7 @@ class TaskBert(Bert):
         return True
 
     def head_sums(self, pooled: torch.Tensor, batch) -> Sums:
-        """Of each task, the losses of its samples, and how many it has and knew."""
+        """For each task: the losses of its samples, its number of samples, and of correct ones."""
         sums = super().head_sums(pooled, batch)
         for head in self.facts.heads:
             sums |= self._task_sums(head, pooled, batch)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: its weights, its module, its facts, and its names in other programs."""
+"""GPT: its module, its facts, its rules, and its names in other libraries."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT's facts: a layer is self-attention, then an MLP, each behind a norm. Tests compare them with what autograd keeps,
-ranks send and published models count.
+"""The facts of GPT: a layer is self-attention, then an MLP, each after a norm. Tests compare them with the tensors that
+autograd saves, the messages of ranks and the counts of published models.
 
     >>> gpt_175b = GPTFacts(Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048), 51200)
-    >>> f"{gpt_175b.parameters / 1e9:.1f} B, {gpt_175b.flops() / 1e12:.3f} TFLOP a token"
-    '174.6 B, 1.076 TFLOP a token'
+    >>> f"{gpt_175b.parameters / 1e9:.1f} B, {gpt_175b.flops() / 1e12:.3f} TFLOP per token"
+    '174.6 B, 1.076 TFLOP per token'
 
-Legend: n tokens of a micro-batch (s x b), d channels of a head, q queries of a key-value group, e bytes of an element.
+Legend: n tokens of a micro-batch (s x b), d channels per head, q queries per key-value group, e bytes per element.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ class GPTFacts(Facts):
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "GPTFacts":
-        """Facts of a run; those of a variant may take settings of its own from `config.extra`."""
+        """The facts of a run; a variant may read its own settings in `config.extra`."""
         return cls(config.model, vocab_size)
 
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
@@ -41,7 +41,7 @@ class GPTFacts(Facts):
         return _layer_ops(self, share, None if kind == FULL else self.settings.window)
 
     def layer_kind(self, layer: int) -> str:
-        """Among layers with a sliding window, those without are of a kind of their own."""
+        """With a sliding window, layers without it are a separate kind."""
         m = self.settings
         return FULL if m.window is not None and m.window_of(layer) is None else super().layer_kind(layer)
 
@@ -57,7 +57,7 @@ class GPTFacts(Facts):
         return m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
 
     def shrunk(self, num_layers: int, tp: int) -> Model:
-        """Heads and their groups, widths that differ and lengths that differ stay so."""
+        """Keeps the ratios: groups of heads, heads wider than hidden / heads, more positions than sequence."""
         m, shared = self.settings, self.settings.num_attention_heads // self.settings.query_groups
         groups = 1 if m.query_groups == 1 else 2 * max(2, tp) // (2 if shared > 1 else 1)
         heads = max(2, tp) * 2 if shared > 1 else groups
@@ -97,7 +97,7 @@ class GPTFacts(Facts):
         )
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
-        """The kernel that `fused_kernels.choose_kernel` will take."""
+        """The kernel that `fused_kernels.choose_kernel` will select."""
         m = self.settings
         if share.backend == "stored" or share.plain_softmax and share.backend == "explicit":
             return "reference"
@@ -106,7 +106,7 @@ class GPTFacts(Facts):
         if scaled and (drops or capped or share.device == "cpu"):
             return "reference"
         if capped and share.device == "cuda" and share.backend == "flash":
-            return "flash"  # of the package flash-attn; torch has no caps
+            return "flash"  # of the package flash-attn; torch has no soft caps
         if drops or capped:
             return "reference" if share.plain_softmax else "block-causal"
         if share.device == "cuda":
@@ -129,7 +129,7 @@ def _layer_weights(model: Model, sequence_parallel: bool) -> Table:
 
 
 class Call(NamedTuple):
-    """What one call of an attention kernel gets: so many queries, which are the last of the keys, of so many heads."""
+    """The sizes of one call of an attention kernel. The queries are the last ones of the keys."""
 
     queries: int
     keys: int
@@ -138,8 +138,10 @@ class Call(NamedTuple):
 
 
 def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Call]:
-    """The calls of a rank for the attention of a sample. Of a sequence that ranks share: its own two chunks, with all keys
-    up to each one's end, or in the window; or all rows of some of its heads.
+    """The calls of a rank for the attention of a sample.
+
+    If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or all rows
+    of some heads.
     """
     m, s = facts.settings, facts.settings.seq_length
     heads, groups = m.num_attention_heads // share.tp, m.query_groups // share.tp
@@ -147,9 +149,8 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
         return [Call(s, s, heads, groups)]
     if share.by_heads:
         return [Call(s, s, heads // share.cp, groups // share.cp)]
-    chunks = own_chunks(
-        s, share.cp - 1, share.cp
-    )  # without a window all ranks have as many pairs; with one, this has most
+    # Without a window all ranks have equally many pairs; with one, the last rank has most.
+    chunks = own_chunks(s, share.cp - 1, share.cp)
     return [
         Call(stop - start, stop - (0 if window is None else max(0, start - window)), heads, groups)
         for start, stop in chunks
@@ -165,7 +166,7 @@ def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tupl
 
 
 def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
-    """One product for queries, keys and values, softmax(q k) v, and the output's product."""
+    """The product for queries, keys and values, softmax(q k) v, and the output's product."""
     m, tp = x.model, x.share.tp
     queries, keys = m.num_attention_heads * m.head_dim // tp, m.query_groups * m.head_dim // tp
     fused = x.column("attention", queries + 2 * keys, again=ATTENTION)
@@ -185,7 +186,7 @@ def mlp_ops(x: Residual, gated: bool, squared: bool = False) -> tuple[LayerOp, .
 
 
 def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention) -> tuple[LayerOp, ...]:
-    """Attention with what ranks that share a sequence send: keys and values of all its tokens; or rows for heads."""
+    """Attention with the messages of context parallel ranks: keys and values of all tokens, or rows for heads."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
     n = m.seq_length // share.cp * b
@@ -194,19 +195,20 @@ def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention) -> tuple[
             "attention", "cp", share.cp, n * queries * e, ("all_to_all",), ("all_to_all",), again=ATTENTION
         )
         into = replace(swap, size=n * (queries + 2 * keys) * e, again=CORE)
-        return into, replace(core, workspace=core.workspace + 2 * into.size), swap  # their gradients, on their way
+        return into, replace(core, workspace=core.workspace + 2 * into.size), swap  # gradients in flight
     if share.cp == 1:
         return (core,)
-    again = "" if core.kernel == "flash" else CORE  # a flash kernel would keep them as they are
+    again = "" if core.kernel == "flash" else CORE  # a flash kernel would save them unchanged
     size = 2 * m.seq_length * b * keys * e
     gathered = Collective("attention", "cp", share.cp, size, ("all_gather",), ("reduce_scatter",), again=again)
-    # Gathered again; gradients of each chunk, their sum, and that in the order of ranks.
+    # Gathered again: gradients of each chunk, their sum, and that in rank order.
     return gathered, replace(core, workspace=core.workspace + 4 * size)
 
 
 def _masked(share: RankSetup, window: Optional[int]) -> bool:
-    """Whether a flash kernel takes a window as a mask, one for all layers: torch's do, and look at every pair; but for the
-    one of documents, on CUDA in half precision.
+    """Whether a flash kernel takes a window as a mask, shared by all layers, and computes every pair.
+
+    torch's kernels do, except the one for documents, on CUDA in half precision.
     """
     varlen = share.documents and share.device == "cuda" and share.precision != "fp32"
     return window is not None and share.backend != "flash" and not varlen
@@ -216,7 +218,7 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
     m, s, b, e = facts.settings, facts.settings.seq_length, share.micro_batch_size, share.element
     n, heads, d = s // share.cp * b, m.num_attention_heads // share.tp, m.head_dim
     kernel, calls = facts.attention_kernel(share, window), _calls(facts, share, window)
-    keys = s  # twice the mean number of those that a query sees
+    keys = s  # twice the mean number of keys per query
     if window is not None and kernel != "reference":
         reach = min(window + 1, s)
         seen = 2 * sum(call.keys for call in calls) // len(calls)
@@ -226,11 +228,11 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
             call for call in calls if _masked(share, window) or call.queries < call.keys and share.device == "cpu"
         ]
         workspace = max((call.queries * call.keys * e for call in masked), default=0)
-        if share.documents and share.device == "cpu":  # gradients of queries, keys and values, joined twice
+        if share.documents and share.device == "cpu":  # gradients of queries, keys and values, concatenated twice
             workspace += 2 * n * (heads + 2 * (m.query_groups // share.tp)) * d * e
     else:
         whole = window is None or kernel == "reference"
-        of_block = lambda call: call.keys if whole else min(call.keys, window + 256)  # that it sees
+        of_block = lambda call: call.keys if whole else min(call.keys, window + 256)  # keys of a block of queries
         matrices = 3 if m.attn_logit_softcapping else 2
         workspace = max(matrices * b * call.heads * call.queries * of_block(call) * e for call in calls)
     kept, given = _core_kept(facts, share, kernel, window)
@@ -241,13 +243,13 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
 
 
 def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
-    """(bytes kept, bytes kept if softmax(q k) v is recomputed), op by op as `model.attention` and the kernels keep them."""
+    """(bytes saved, bytes saved if softmax(q k) v is recomputed), op by op as in `model.attention` and the kernels."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     n = m.seq_length // share.cp * b
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
     q, kv = n * heads * d * e, n * groups * d * e
     fused, turned = q + 2 * kv, 0
-    own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are tensors of their own
+    own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are separate tensors
     if m.qk_layernorm:
         turned += fused
         turned += share.norm_bytes(m, n * heads * d, d, shared_input=True)
@@ -255,18 +257,17 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
     views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
     recomputed = turned + views
     gathers, queries = share.cp > 1 and not share.by_heads, m.num_attention_heads // m.query_groups
-    own, grouped = own and not share.by_heads, queries > 1  # what is exchanged arrives as one tensor
+    own, grouped = own and not share.by_heads, queries > 1  # exchanged parts arrive as one tensor
     if share.by_heads:
         views = fused
     elif gathers:
-        views = (q if own else fused) + 2 * kv * (1 if kernel == "flash" else share.cp)  # gathered again from its own
+        views = (q if own else fused) + 2 * kv * (1 if kernel == "flash" else share.cp)  # flash: gathered again
     calls = _calls(facts, share, window)
     if kernel == "flash":
-        copied = (
-            q if grouped and not own and calls[0].groups > 1 else 0
-        )  # a copy, in place of queries that nobody else keeps
-        copied += q if share.cp > 1 else 0  # its output, which is not what the next layer keeps
-        if share.documents and share.device == "cpu":  # outputs of a call for each; masks of short ones, at most
+        # A copy, if no other op saves the queries; with cp also the output, which the next layer does not save.
+        copied = q if grouped and not own and calls[0].groups > 1 else 0
+        copied += q if share.cp > 1 else 0
+        if share.documents and share.device == "cpu":  # outputs of a call for each; at most the masks of short ones
             copied += q + n * min(JOINED, m.seq_length) * e
         return turned + views + copied + 4 * n * heads, recomputed
     if kernel == "block-causal":
@@ -285,7 +286,7 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
 
 
 def stored_weights(m: Model, pairs: int, e: int) -> int:
-    """Bytes that attention by torch's ops keeps of so many pairs: a softmax, a cap's tanh, weights that are others."""
+    """Bytes that unfused attention saves for these pairs: a softmax, a cap's tanh, and weights if they differ from it."""
     wide = pairs * (4 if m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling else e)
     capped = wide if m.attn_logit_softcapping else 0
     if m.attention_dropout > 0:

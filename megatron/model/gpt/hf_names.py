@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's names, shapes and settings of GPT-2, Llama and Mistral (Llama with a sliding window), against ours.
+"""Mapping between Hugging Face's GPT-2, Llama and Mistral (Llama with a sliding window) and ours: names, shapes, settings.
 
 | ours                      | GPT-2                              | Llama                                         |
 |---------------------------|------------------------------------|-----------------------------------------------|
@@ -7,7 +7,7 @@
 | up.weight [ffn, h]        | c_fc.weight [h, ffn]               | gate_proj, up_proj [ffn, h]; ours [2, ffn, h] |
 | output.weight [h, g q d]  | c_proj.weight [g q d, h]           | o_proj.weight, the same                       |
 
-Legend: h hidden, g key-value groups, q queries of a group, d channels of a head. GPT-2 keeps its matrices transposed.
+Legend: h hidden, g key-value groups, q queries per group, d channels per head. GPT-2 stores its matrices transposed.
 """
 
 import math
@@ -23,7 +23,7 @@ Tensors = list[torch.Tensor]
 
 
 class Match(NamedTuple):
-    """One tensor of ours and those of theirs that hold the same numbers."""
+    """A tensor of ours and the tensors of theirs with the same values."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -32,7 +32,7 @@ class Match(NamedTuple):
 
 
 def matches(kind: str, model: Model) -> list[Match]:
-    """All tensors of a model of `kind` (gpt2, llama, mistral)."""
+    """The matches of all tensors of a model of `kind` (gpt2, llama, mistral)."""
     return (_gpt2 if kind == "gpt2" else _llama)(model)
 
 
@@ -42,15 +42,15 @@ def _transposed(ours: str, theirs: str) -> Match:
 
 def _gpt2(model: Model) -> list[Match]:
     h, g, d = model.hidden_size, model.query_groups, model.head_dim
-    found = [
+    result = [
         Match("embedding.word.weight", ("transformer.wte.weight",)),
         Match("embedding.position.weight", ("transformer.wpe.weight",)),
     ]
     for n in range(model.num_layers):
         ours, theirs = f"blocks.{n}.", f"transformer.h.{n}."
         for mine, name in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            found += [Match(f"{ours}{mine}.{kind}", (f"{theirs}{name}.{kind}",)) for kind in ("weight", "bias")]
-        found.append(
+            result += [Match(f"{ours}{mine}.{kind}", (f"{theirs}{name}.{kind}",)) for kind in ("weight", "bias")]
+        result.append(
             Match(
                 f"{ours}attention.qkv.weight",
                 (f"{theirs}attn.c_attn.weight",),
@@ -58,7 +58,7 @@ def _gpt2(model: Model) -> list[Match]:
                 lambda x: [x.permute(3, 1, 0, 2).reshape(h, 3 * g * d)],
             )
         )
-        found.append(
+        result.append(
             Match(
                 f"{ours}attention.qkv.bias",
                 (f"{theirs}attn.c_attn.bias",),
@@ -68,19 +68,19 @@ def _gpt2(model: Model) -> list[Match]:
         )
         linears = (("attention.output", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj"))
         for mine, name in linears:
-            found.append(_transposed(f"{ours}{mine}.weight", f"{theirs}{name}.weight"))
-            found.append(Match(f"{ours}{mine}.bias", (f"{theirs}{name}.bias",)))
-    found += [Match(f"final_norm.{kind}", (f"transformer.ln_f.{kind}",)) for kind in ("weight", "bias")]
-    return found + _output(model)
+            result.append(_transposed(f"{ours}{mine}.weight", f"{theirs}{name}.weight"))
+            result.append(Match(f"{ours}{mine}.bias", (f"{theirs}{name}.bias",)))
+    result += [Match(f"final_norm.{kind}", (f"transformer.ln_f.{kind}",)) for kind in ("weight", "bias")]
+    return result + _output(model)
 
 
 def _llama(model: Model) -> list[Match]:
     h, g, d = model.hidden_size, model.query_groups, model.head_dim
     q = model.num_attention_heads // g
-    found = [Match("embedding.word.weight", ("model.embed_tokens.weight",))]
+    result = [Match("embedding.word.weight", ("model.embed_tokens.weight",))]
     for n in range(model.num_layers):
         ours, theirs = f"blocks.{n}.", f"model.layers.{n}."
-        found += [
+        result += [
             Match(f"{ours}attention_norm.weight", (f"{theirs}input_layernorm.weight",)),
             Match(
                 f"{ours}attention.qkv.weight",
@@ -98,7 +98,7 @@ def _llama(model: Model) -> list[Match]:
             ),
             Match(f"{ours}mlp.down.weight", (f"{theirs}mlp.down_proj.weight",)),
         ]
-    return found + [Match("final_norm.weight", ("model.norm.weight",))] + _output(model)
+    return result + [Match("final_norm.weight", ("model.norm.weight",))] + _output(model)
 
 
 def _output(model: Model) -> list[Match]:
@@ -109,7 +109,7 @@ def _output(model: Model) -> list[Match]:
 
 
 def kind_of(model: Model) -> str:
-    """gpt2, llama or mistral. Raises SettingsError with what keeps the model from being any of them."""
+    """gpt2, llama or mistral. Raises SettingsError, with the reasons, if the model is none of them."""
     m = model
     capped = {
         "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
@@ -149,7 +149,7 @@ def kind_of(model: Model) -> str:
 
 
 def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -> dict[str, Any]:
-    """The content of config.json. end: id that ends a document; dtype: of the weights, as torch names it."""
+    """The content of config.json. end: id of the end-of-document token; dtype: of the weights, in torch's words."""
     shared = dict(
         vocab_size=vocab_size,
         initializer_range=model.init_method_std,
@@ -177,7 +177,7 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
             **shared,
         )
     own = dict(architectures=["LlamaForCausalLM"], attention_bias=False, mlp_bias=False)
-    if kind == "mistral":  # its window counts a token's own key, too
+    if kind == "mistral":  # its window includes a token's own key
         own = dict(architectures=["MistralForCausalLM"], sliding_window=model.window + 1)
     return dict(
         model_type=kind,
@@ -199,7 +199,7 @@ def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -
 
 
 def _their_rope(m: Model) -> dict[str, Any]:
-    """How rotary frequencies are scaled, in the words of `rope_parameters`."""
+    """The scaling of rotary frequencies, as entries of `rope_parameters`."""
     if m.rotary_seq_len_interpolation_factor is not None:
         return dict(rope_type="linear", factor=m.rotary_seq_len_interpolation_factor)
     if m.use_rope_scaling:
@@ -224,7 +224,7 @@ def _their_rope(m: Model) -> dict[str, Any]:
 
 
 def _our_rope(c: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """Settings of ours from `rope_parameters`, or from `rope_scaling` of older files."""
+    """Our settings from `rope_parameters`, or from `rope_scaling` of older files."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = {
         "default": (),
@@ -247,9 +247,8 @@ def _our_rope(c: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {}
     name = "original_max_position_embeddings"
-    original = (
-        c.get(name) or rope.get(name) or c["max_position_embeddings"]
-    )  # in this order, as transformers reads them
+    # In this order, as transformers reads them.
+    original = c.get(name) or rope.get(name) or c["max_position_embeddings"]
     if kind == "linear":
         return dict(rotary_seq_len_interpolation_factor=float(rope["factor"]))
     if kind == "llama3":
@@ -273,7 +272,7 @@ def _our_rope(c: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _our_stretch(rope: dict[str, Any], factor: float) -> dict[str, float]:
-    """--mscale and --mscale-all-dim for a YaRN of theirs, which may give their result itself."""
+    """--mscale and --mscale-all-dim from their YaRN, which may give the resulting factor instead."""
     given, pair = rope.get("attention_factor"), (rope.get("mscale"), rope.get("mscale_all_dim"))
     if given is None:
         return dict(mscale=float(pair[0]), mscale_all_dim=float(pair[1])) if all(pair) else {}
@@ -284,7 +283,7 @@ def _our_stretch(rope: dict[str, Any], factor: float) -> dict[str, float]:
 
 
 def our_settings(theirs: dict[str, Any]) -> tuple[str, Model, int]:
-    """(kind, model, vocabulary) from the content of config.json. Raises CheckpointError for what cannot be expressed."""
+    """(kind, model, vocabulary) from the content of config.json. Raises CheckpointError if it is unsupported."""
     kind = theirs.get("model_type")
     kinds = ("gpt2", "llama", "mistral")
     if kind not in kinds:
@@ -307,7 +306,7 @@ def our_settings(theirs: dict[str, Any]) -> tuple[str, Model, int]:
 
 
 def _refuse(theirs: dict[str, Any], **allowed) -> None:
-    """Raise CheckpointError when a setting is there with a value that changes the arithmetic."""
+    """Raise CheckpointError if a setting has a value that changes the arithmetic."""
     for name, values in allowed.items():
         if name in theirs and theirs[name] not in values:
             raise CheckpointError(
@@ -377,7 +376,7 @@ def _from_llama(c: dict[str, Any]) -> tuple[Model, int]:
 
 
 def _our_window(c: dict[str, Any]) -> str | None:
-    """--window-size of a Mistral, whose window counts a token's own key; transformers' default is 4096."""
+    """--window-size of a Mistral, whose window includes a token's own key; transformers' default is 4096."""
     window = c.get("sliding_window", 4096) if c["model_type"] == "mistral" else None
     if window is not None and int(window) < 1:
         raise CheckpointError(f"sliding_window {window!r} in config.json cannot be expressed here")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPT: a language model of `Block`s, causal, with positions learned or rotary; training, and generation with a cache."""
+"""GPT: a causal language model of `Block`s with learned or rotary positions; training, and generation with a cache."""
 
 from typing import Optional
 
@@ -21,10 +21,10 @@ from megatron.settings.schema import Config, Model
 
 
 class GPT(LanguageModel):
-    """See `LanguageModel`, whose keywords it takes. A variant is a subclass with another `block_class`, and facts of
-    its own where its layers have other weights: docs/extending.md.
+    """See `LanguageModel` for its keywords. A variant is a subclass with another `block_class`, and its own facts if its
+    layers have other weights: docs/extending.md.
 
-    facts: what the model says of itself (default: what a GPT does)
+    facts: the model's facts (default: those of a GPT)
     """
 
     block_class: type[Block] = Block
@@ -37,7 +37,7 @@ class GPT(LanguageModel):
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: GPTFacts, **stage) -> "GPT":
-        """What all settings of a run say. stage: the keywords layers, first, last, dtype, device."""
+        """Build a stage from all settings of a run. stage: the keywords layers, first, last, dtype, device."""
         return cls(
             facts.settings,
             mesh,
@@ -83,11 +83,11 @@ class GPT(LanguageModel):
         wanted: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Scores of the next token: tokens [s, b] -> [s, b, vocabulary] fp32 ([1, b, vocabulary] with `last_only`;
-        [k, vocabulary] with `wanted`, bool [s, b]: those of its k true places, in the order of `tokens[wanted]`).
+        [k, vocabulary] with `wanted`, bool [s, b]: for its k true positions, in the order of `tokens[wanted]`).
 
-        With a cache, `tokens` follow those that it holds and are added to it. position_ids [s, b]: default counts
+        With a cache, `tokens` follow the cached ones and are added to them. position_ids [s, b]: by default they continue
         from the cache's length. document_ids [s, b]: tokens see only tokens of the same id; padding gets its own.
-        Call `eval()` first: there is no sample to draw dropout for.
+        Call `eval()` first: dropout needs a training sample.
         """
         assert self.first and self.last and self.cp.size == 1, "logits need a whole model and whole sequences"
         places = dict(position_ids=position_ids, document_ids=document_ids)
@@ -107,8 +107,9 @@ class GPT(LanguageModel):
         last_only: bool = False,
         wanted: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """`logits` as far as this stage has the model: x [s, b, h] of the stage before (None on the first, which embeds the
-        tokens) -> [s, b, h], or on the last stage the scores. Who calls it moves the cache's length on.
+        """The part of `logits` that this stage computes: [s, b, h], or the scores on the last stage.
+
+        x: [s, b, h] of the previous stage; None on the first, which embeds the tokens. The caller advances the cache.
         """
         with self.region():
             if self.first:
@@ -132,7 +133,7 @@ class GPT(LanguageModel):
         return self.rotary.angles(self._positions(s, position_ids, cache), self.dtype)
 
     def _context(self, s: int, position_ids, document_ids, cache: Optional[Cache]) -> ForwardContext:
-        """Of s tokens without labels. Their documents are a mask of all pairs: in a cache padding may lie between."""
+        """The context of s tokens without labels. Documents are a mask of all pairs: a cache may have padding between."""
         keys = document_ids if cache is None else cache.extend_documents(document_ids, s)
         allowed = None if keys is None else allowed_pairs(keys[-s:], keys)
         return ForwardContext(
@@ -140,7 +141,7 @@ class GPT(LanguageModel):
         )
 
     def _documents(self, batch) -> tuple[Optional[Documents], Optional[dict]]:
-        """`documents` and `of_chunks` of a context, of which layers want one or both."""
+        """`documents` and `of_chunks` of a context; layers need one or both."""
         if batch.document_ids is None:
             return None, None
         device = batch.document_ids.device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings of a GPT work together (`settings.rules`)."""
+"""Rules for combinations of GPT's settings (`settings.rules`)."""
 
 from dataclasses import fields
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ _YARN = ["rotary_scaling_factor", "mscale", "mscale_all_dim", *(name for name in
 
 
 def _scalings(s: SimpleNamespace) -> dict[str, bool]:
-    """The ways to scale rotary frequencies, and whether each is asked for."""
+    """The ways to scale rotary frequencies, and whether each is enabled."""
     return {
         "--rotary-seq-len-interpolation-factor": s.rotary_seq_len_interpolation_factor is not None,
         "--use-rope-scaling": s.use_rope_scaling,
@@ -67,7 +67,7 @@ RULES = (
     Rule(
         lambda s: "a2a" in s.cp_comm and s.groups % s.tp == 0 and s.groups // s.tp % s.cp,
         lambda s: (
-            f"--cp-comm-type a2a divides key-value heads, of which each tensor parallel rank has {s.groups // s.tp}, by "
+            f"--cp-comm-type a2a divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by "
             f"--context-parallel-size {s.cp}; use p2p or allgather, or a context parallel size of "
             f"{either(divisors(s.groups // s.tp, s.cp))}"
         ),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder-decoders: T5 and its relatives."""
+"""Encoder-decoders: T5 and related models."""

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an encoder-decoder says of itself: encoder layers have attention that looks both ways, then an MLP; decoder layers
-have causal attention, attention over what the encoder found, then an MLP.
+"""The facts of an encoder-decoder: encoder layers have bidirectional attention, then an MLP; decoder layers have causal
+attention, attention over the encoder's output, then an MLP.
 
-Layers are counted through: those of the encoder come first. What goes from stage to stage is source and target in one
-tensor, [source + target, b, h], on every hop; behind them lie the tables of relative positions, where there are some.
+Layers are numbered through, the encoder's first. Every message between stages is source and target in one tensor,
+[source + target, b, h], followed by the tables of relative positions, if there are any.
 
-With --decoder-num-layers 0 it is the encoder alone, which fine-tuning may have: no table, norm or target of a decoder.
+With --decoder-num-layers 0 it is only the encoder, for fine-tuning: no table, norm or target of a decoder.
 
     >>> facts = T5Facts(Model(num_layers=24, hidden_size=768, num_attention_heads=12, seq_length=512), 30592)
     >>> f"{facts.parameters / 1e6:.0f} M parameters, {facts.layer_flops(12) / facts.layer_flops(0):.2f} of an encoder layer"
     '223 M parameters, 0.44 of an encoder layer'
 
-Legend: s tokens of a source, t of a target, b micro-batch, h hidden, e bytes of an element.
+Legend: s tokens of a source, t of a target, b micro-batch, h hidden, e bytes per element.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,12 +40,12 @@ from megatron.settings.kernel_sizes import causal_blocks
 from megatron.settings.schema import Config, Model
 
 ENCODER, ENCODER_END, DECODER = "encoder layer", "last encoder layer", "decoder layer"
-WIDE = "relative"  # of --position-embedding-type
+WIDE = "relative"  # a value of --position-embedding-type
 
 
 @dataclass(frozen=True)
 class T5Facts(GPTFacts):
-    """See `Facts`. own: settings that only encoder-decoders have."""
+    """See `Facts`. own: the settings of encoder-decoders."""
 
     own: T5Settings = T5Settings()
 
@@ -61,17 +61,17 @@ class T5Facts(GPTFacts):
 
     @property
     def has_decoder(self) -> bool:
-        """Nobody pretrains a model without."""
+        """False only for fine-tuning of an encoder."""
         return self.own.decoder_num_layers != 0
 
     @property
     def halves(self) -> tuple[str, ...]:
-        """What the model consists of, in order."""
+        """The parts of the model, in order."""
         return ("encoder", "decoder") if self.has_decoder else ("encoder",)
 
     @property
     def encoder_layers(self) -> int:
-        """Of all `num_layers`; in a shrunk model the share that the settings say, at least one of each half."""
+        """How many of all `num_layers`; in a shrunk model the same share, at least one of each half."""
         total, encoder, decoder = self.num_layers, self.own.encoder_num_layers, self.own.decoder_num_layers
         if not self.has_decoder:
             return total
@@ -91,12 +91,12 @@ class T5Facts(GPTFacts):
         """Tokens of a target; none without a decoder."""
         if not self.has_decoder:
             return 0
-        told = self.own.decoder_seq_length
-        return min(SHORT, self.source) if told is None else told
+        given = self.own.decoder_seq_length
+        return min(SHORT, self.source) if given is None else given
 
     @property
     def seq_length(self) -> int:
-        """Tokens of a sample: those of its source and its target."""
+        """Tokens of a sample: its source and its target."""
         return self.source + self.target
 
     def layer_kind(self, layer: int) -> str:
@@ -111,7 +111,7 @@ class T5Facts(GPTFacts):
 
     @property
     def relative(self) -> bool:
-        """Whether positions enter as what is added to scores."""
+        """Whether a relative position bias is added to scores."""
         return self.settings.position_embedding_type == WIDE
 
     def describe(self, count: str) -> str:
@@ -128,7 +128,7 @@ class T5Facts(GPTFacts):
         return super().shrunk(max(num_layers, 2), tp)
 
     def shrunk_groups(self, extra: Mapping[str, Any], small: Model) -> dict[str, Any]:
-        """The target stays shorter than its source, as long, or longer."""
+        """Keeps the target shorter than its source, as long, or longer."""
         s, t = self.source, self.target
         short = small.seq_length * 2 if t > s else small.seq_length if t == s else small.seq_length // 2
         return {**extra, GROUP: replace(self.own, decoder_seq_length=short)}
@@ -162,14 +162,14 @@ class T5Facts(GPTFacts):
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def message(self, share: RankSetup) -> tuple[int, ...]:
-        """Source, target, and the rows that hold the tables of relative positions."""
+        """Rows of source, target, and the tables of relative positions."""
         pieces = share.tp if share.sp else 1
         target = -(-self.target // pieces)  # a target of fine-tuning may have fewer tokens than there are ranks
         rows = self.source // pieces + target + self.table_rows(share.tp, share.micro_batch_size)
         return rows, share.micro_batch_size, self.settings.hidden_size
 
     def table_rows(self, tp: int, micro_batch_size: int) -> int:
-        """Rows [b, h] that a rank's part of the tables of relative positions takes."""
+        """Rows [b, h] of a message that hold the rank's part of the relative position tables."""
         if not self.relative:
             return 0
         numbers = len(self.halves) * self.own.relative_attention_num_buckets * self.settings.num_attention_heads // tp
@@ -190,7 +190,7 @@ class T5Facts(GPTFacts):
         return self.seq_length * share.micro_batch_size
 
     def loss_tokens(self, share: RankSetup) -> int:
-        """Those of targets."""
+        """The tokens of targets."""
         return self.target * share.micro_batch_size
 
 
@@ -212,7 +212,7 @@ def _layer_weights(model: Model, kind: str, gated: bool, sequence_parallel: bool
 
 
 def cross_attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """Of attention over another sequence: queries [g, q, d, h] of this one, keys and values [g, 2, d, h] of the other."""
+    """The weights of cross-attention: queries [g, q, d, h] of the target, keys and values [g, 2, d, h] of the source."""
     m, bias = model, not model.disable_bias_linear
     queries, width = m.num_attention_heads // m.query_groups, m.num_attention_heads * m.head_dim
     of_query, of_memory = ((m.query_groups, number, m.head_dim) for number in (queries, 2))
@@ -231,20 +231,20 @@ def _layer_ops(facts: T5Facts, share: RankSetup, kind: str) -> tuple[LayerOp, ..
     rows = t if kind == DECODER else s
     x, memory = Residual(m, share, rows * b), Residual(m, share, s * b)
     causal = facts.attention_kernel(share) if kind == DECODER else ""
-    own = self_attention(x, unordered_core(m, share, rows, rows, fused=True, causal=causal))
+    own = self_attention(x, noncausal_core(m, share, rows, rows, fused=True, causal=causal))
     ops = [x.norm(ATTENTION), *own, x.add()]
     if kind == DECODER:
         queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
         ops += [x.norm(ATTENTION), *x.column("attention", queries, again=ATTENTION)]
         ops += memory.column("attention", 2 * keys, keeps=False, again=ATTENTION)
-        ops += [unordered_core(m, share, t, s, fused=False), *x.row("attention", queries, again=ATTENTION), x.add()]
+        ops += [noncausal_core(m, share, t, s, fused=False), *x.row("attention", queries, again=ATTENTION), x.add()]
     ops += [x.norm(), *mlp_ops(x, facts.gated), x.add()]
-    # The encoder's norm counts where nothing is recomputed.
+    # The encoder's final norm saves its input only without recomputation.
     return (*ops, Kernel("norms", kept=x.norm().kept, again=CORE)) if kind == ENCODER_END else tuple(ops)
 
 
 def full_attention_kernel(model: Model, share: RankSetup) -> str:
-    """The kernel that `fused_kernels.choose_kernel` will take for attention without order."""
+    """The kernel that `fused_kernels.choose_kernel` will select for non-causal attention."""
     if share.backend == "stored":
         return "reference"
     if not (model.attention_dropout or model.attn_logit_softcapping):
@@ -253,15 +253,15 @@ def full_attention_kernel(model: Model, share: RankSetup) -> str:
     return "reference" if share.plain_softmax else "block-full"
 
 
-def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: bool, causal: str = "") -> CoreAttention:
-    """Attention of s queries over t keys. fused: queries, keys and values come as one tensor. causal: the kernel of causal
-    attention; "": it is without order.
+def noncausal_core(model: Model, share: RankSetup, s: int, t: int, *, fused: bool, causal: str = "") -> CoreAttention:
+    """Attention of s queries over t keys. fused: queries, keys and values are one tensor. causal: the kernel of causal
+    attention; "": non-causal attention.
     """
     m, e, b, d = model, share.element, share.micro_batch_size, model.head_dim
     heads, groups = m.num_attention_heads // share.tp, m.query_groups // share.tp
     kernel = causal or full_attention_kernel(m, share)
     if fused and kernel == "flash" and m.position_embedding_type == WIDE and share.device == "cpu":
-        kernel = "reference"  # torch stores all scores where what is added to them has a gradient
+        kernel = "reference"  # torch stores all scores if the bias needs a gradient
     q, kv = s * b * heads * d * e, t * b * groups * d * e
     inputs = q + 2 * kv
     views = inputs + (q + kv if fused and m.position_embedding_type == "rope" else 0)
@@ -272,13 +272,13 @@ def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: boo
     else:
         pairs = _pairs(s, t, m.num_attention_heads // m.query_groups, bool(causal))
         kept = inputs + 2 * kv + b * heads * pairs * (e + (m.attention_dropout > 0))  # rows, copies, weights
-    whole = 1 if causal else 2  # `CoreAttention` counts twice the pairs of causal order
+    whole = 1 if causal else 2  # `CoreAttention` counts causal pairs twice
     kind = "block-causal" if kernel == "block-full" else kernel
     pairs = b * s * t * heads
     sizes = dict(
         kept=kept,
         given=views,
-        workspace=(3 if m.attn_logit_softcapping else 2) * pairs * e,  # capped, the scores are made again
+        workspace=(3 if m.attn_logit_softcapping else 2) * pairs * e,  # with a cap, scores are computed again
         moved=4 * s * b * heads * d,
         flops=4.0 * pairs * d,
     )
@@ -286,14 +286,14 @@ def unordered_core(model: Model, share: RankSetup, s: int, t: int, *, fused: boo
 
 
 def _pairs(s: int, t: int, shared: int, causal: bool) -> int:
-    """Pairs of query and key whose weights explicit attention keeps, of one head."""
+    """The pairs of query and key per head whose weights explicit attention saves."""
     if not causal:
         return s * t
     return sum((stop - start) * stop for start, stop in causal_blocks(s, shared))
 
 
 def even(layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as even as can be.
+    """The layers of each stage, as evenly as possible.
 
     >>> even(5, 2)
     [3, 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's names, shapes and settings of T5 (its first version and 1.1) and of Blenderbot, against ours.
+"""Mapping between Hugging Face's T5 (versions 1.0 and 1.1) and Blenderbot and ours: names, shapes and settings.
 
 | ours                        | T5                                       | Blenderbot                                     |
 |-----------------------------|------------------------------------------|------------------------------------------------|
@@ -25,22 +25,24 @@ KINDS = ("t5", "blenderbot")
 
 
 def matches(kind: str, facts: T5Facts) -> list[Match]:
-    """All tensors of a model of `kind`."""
+    """The matches of all tensors of a model of `kind`."""
     return (_t5 if kind == "t5" else _blenderbot)(facts)
 
 
 def exported(facts: T5Facts) -> list[Match]:
-    """The tensors of a T5 that is written. Theirs divides hidden states by the root of the width exactly where the output
-    layer is the embedding's table; a model that shares the table and does not divide gets a copy, which is no longer tied.
+    """The matches for the export of a T5.
+
+    Theirs divides hidden states by the root of the width exactly if the output layer is the embedding's table. A model that
+    shares the table without dividing is exported with a copy of the table, which is no longer tied.
     """
-    found = matches("t5", facts)
+    result = matches("t5", facts)
     if copies_table(facts):
-        found[0] = Match(found[0].ours, (*found[0].theirs, "lm_head.weight"), to_theirs=lambda x: [x, x])
-    return found
+        result[0] = Match(result[0].ours, (*result[0].theirs, "lm_head.weight"), to_theirs=lambda x: [x, x])
+    return result
 
 
 def copies_table(facts: T5Facts) -> bool:
-    """Whether an output layer that is the embedding's table here is another one there."""
+    """Whether a tied output layer becomes a separate tensor in the export."""
     return facts.tied and not facts.own.scale_tied_output
 
 
@@ -63,15 +65,15 @@ def _fused(ours: str, theirs: tuple[str, ...], facts: T5Facts, bias: bool = Fals
 
 
 def _t5(facts: T5Facts) -> list[Match]:
-    found, encoder = [Match("embedding.word.weight", ("shared.weight",))], facts.encoder_layers
+    result, encoder = [Match("embedding.word.weight", ("shared.weight",))], facts.encoder_layers
     for half in ("encoder", "decoder"):
         name = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        found.append(Match(f"relative.{half}.weight", (name,)))
+        result.append(Match(f"relative.{half}.weight", (name,)))
     for n in range(facts.num_layers):
         half, own = ("encoder", n) if n < encoder else ("decoder", n - encoder)
         ours, theirs = f"blocks.{n}.", f"{half}.block.{own}.layer."
         attention = f"{theirs}0.SelfAttention."
-        found += [
+        result += [
             Match(f"{ours}attention_norm.weight", (f"{theirs}0.layer_norm.weight",)),
             _fused(f"{ours}attention.qkv.weight", tuple(f"{attention}{x}.weight" for x in "qkv"), facts),
             Match(f"{ours}attention.output.weight", (f"{attention}o.weight",)),
@@ -79,28 +81,28 @@ def _t5(facts: T5Facts) -> list[Match]:
         last = 1
         if half == "decoder":
             last, cross = 2, f"{theirs}1.EncDecAttention."
-            found += [
+            result += [
                 Match(f"{ours}cross_norm.weight", (f"{theirs}1.layer_norm.weight",)),
                 _fused(f"{ours}cross.q.weight", (f"{cross}q.weight",), facts),
                 _fused(f"{ours}cross.kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), facts),
                 Match(f"{ours}cross.output.weight", (f"{cross}o.weight",)),
             ]
         mlp = f"{theirs}{last}.DenseReluDense."
-        found.append(Match(f"{ours}mlp_norm.weight", (f"{theirs}{last}.layer_norm.weight",)))
+        result.append(Match(f"{ours}mlp_norm.weight", (f"{theirs}{last}.layer_norm.weight",)))
         if facts.gated:
             gate = (f"{mlp}wi_0.weight", f"{mlp}wi_1.weight")
-            found.append(Match(f"{ours}mlp.up.weight", gate, torch.stack, lambda x: list(x)))
+            result.append(Match(f"{ours}mlp.up.weight", gate, torch.stack, lambda x: list(x)))
         else:
-            found.append(Match(f"{ours}mlp.up.weight", (f"{mlp}wi.weight",)))
-        found.append(Match(f"{ours}mlp.down.weight", (f"{mlp}wo.weight",)))
-    found.append(Match(f"blocks.{encoder - 1}.encoder_norm.weight", ("encoder.final_layer_norm.weight",)))
-    found.append(Match("final_norm.weight", ("decoder.final_layer_norm.weight",)))
-    return found + ([] if facts.tied else [Match("output.weight", ("lm_head.weight",))])
+            result.append(Match(f"{ours}mlp.up.weight", (f"{mlp}wi.weight",)))
+        result.append(Match(f"{ours}mlp.down.weight", (f"{mlp}wo.weight",)))
+    result.append(Match(f"blocks.{encoder - 1}.encoder_norm.weight", ("encoder.final_layer_norm.weight",)))
+    result.append(Match("final_norm.weight", ("decoder.final_layer_norm.weight",)))
+    return result + ([] if facts.tied else [Match("output.weight", ("lm_head.weight",))])
 
 
 def _blenderbot(facts: T5Facts) -> list[Match]:
     encoder = facts.encoder_layers
-    found = [
+    result = [
         Match("embedding.word.weight", ("model.shared.weight",)),
         Match("embedding.position.weight", ("model.encoder.embed_positions.weight",)),
         Match("embedding.decoder_position.weight", ("model.decoder.embed_positions.weight",)),
@@ -115,21 +117,21 @@ def _blenderbot(facts: T5Facts) -> list[Match]:
             pairs += [("cross_norm", "encoder_attn_layer_norm"), ("cross.output", "encoder_attn.out_proj")]
             fused += [("cross.q", "encoder_attn", "q"), ("cross.kv", "encoder_attn", "kv")]
         for kind in ("weight", "bias"):
-            found += [Match(f"{ours}{mine}.{kind}", (f"{theirs}{name}.{kind}",)) for mine, name in pairs]
+            result += [Match(f"{ours}{mine}.{kind}", (f"{theirs}{name}.{kind}",)) for mine, name in pairs]
             for mine, name, parts in fused:
                 names = tuple(f"{theirs}{name}.{x}_proj.{kind}" for x in parts)
-                found.append(_fused(f"{ours}{mine}.{kind}", names, facts, bias=kind == "bias"))
+                result.append(_fused(f"{ours}{mine}.{kind}", names, facts, bias=kind == "bias"))
     for kind in ("weight", "bias"):
-        found.append(Match(f"blocks.{encoder - 1}.encoder_norm.{kind}", (f"model.encoder.layer_norm.{kind}",)))
-        found.append(Match(f"final_norm.{kind}", (f"model.decoder.layer_norm.{kind}",)))
-    return found
+        result.append(Match(f"blocks.{encoder - 1}.encoder_norm.{kind}", (f"model.encoder.layer_norm.{kind}",)))
+        result.append(Match(f"final_norm.{kind}", (f"model.decoder.layer_norm.{kind}",)))
+    return result
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def refuse_other(facts: T5Facts) -> None:
-    """Raise SettingsError with what keeps a model from being Hugging Face's T5."""
+    """Raise SettingsError, with the reasons, if a model is not Hugging Face's T5."""
     m, own = facts.settings, facts.own
     against = {
         f"--position-embedding-type {m.position_embedding_type}": m.position_embedding_type != "relative",
@@ -151,7 +153,7 @@ _FORWARD = {"relu": "relu", "gated-gelu": "gated-gelu", "gelu": "gelu"}
 
 
 def their_settings(facts: T5Facts, ids: dict[str, int], dtype: str) -> dict[str, Any]:
-    """The content of config.json. ids: of pad, end and the token that targets begin with."""
+    """The content of config.json. ids: of padding, end of text and start of targets."""
     m, own, proj = facts.settings, facts.own, facts.own.feed_forward_proj
     if proj != "relu" and m.bias_gelu_fusion:  # the tanh form
         proj = "gated-gelu" if proj == "gated-gelu" else "gelu_new"
@@ -180,9 +182,7 @@ def their_settings(facts: T5Facts, ids: dict[str, int], dtype: str) -> dict[str,
 
 
 def our_settings(theirs: dict[str, Any]) -> tuple[Model, T5Settings, int]:
-    """(model, settings of its own, vocabulary) from the content of config.json. Raises CheckpointError for what cannot be
-    expressed.
-    """
+    """(model, its own settings, vocabulary) from the content of config.json. Raises CheckpointError if unsupported."""
     try:
         return _from_t5(theirs)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -224,7 +224,7 @@ def _from_t5(c: dict[str, Any]) -> tuple[Model, T5Settings, int]:
         relative_attention_num_buckets=int(c.get("relative_attention_num_buckets", 32)),
         relative_attention_max_distance=int(c.get("relative_attention_max_distance", 128)),
         unscaled_attention=True,
-        scale_tied_output=tied and bool(c.get("scale_decoder_outputs", True)),  # transformers 5 says it by itself
+        scale_tied_output=tied and bool(c.get("scale_decoder_outputs", True)),  # in the files of transformers 5
     )
     sizes = (
         encoder,

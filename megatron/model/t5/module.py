@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An encoder-decoder out of the parts that GPT is made of, whole or the part of it that a pipeline stage holds.
+"""An encoder-decoder built from GPT's parts; the whole model, or a pipeline stage of it.
 
-The first stage embeds source and target; every stage takes both, runs its layers on the half that they belong to, and
-hands both on, one tensor [source + target, b, h]. So a decoder layer anywhere has what the encoder found beside it,
-autograd sums the gradients of that over all of them, and schedules need not know that there are two kinds of layer.
+The first stage embeds source and target. Every stage takes both, runs its layers on the half that they belong to, and
+sends both on, in one tensor [source + target, b, h]. So every decoder layer has the encoder's output, autograd sums the
+gradients of that over all layers, and schedules do not depend on the two kinds of layers.
 
-Tables of relative positions belong to the first stage and travel along in the same tensor, with their gradients.
+Tables of relative positions belong to the first stage and are sent in the same tensor, with their gradients.
 
-Legend: s tokens of a source, t of a target, b micro-batch, h hidden, g key-value groups, q queries of a group, d channels
-of a head, tp ranks that divide the groups. Under sequence parallelism a rank has s/tp and t/tp rows between layers.
+Legend: s tokens of a source, t of a target, b micro-batch, h hidden, g key-value groups, q queries per group, d channels
+per head, tp ranks that divide the groups. With sequence parallelism a rank has s/tp and t/tp rows between layers.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from megatron.settings.schema import Config, Kernels
 
 
 class Halves(NamedTuple):
-    """What goes through the layers: of the source [s, b, h], of the target [t, b, h], without a decoder [0, b, h]."""
+    """The input of layers: states of the source [s, b, h] and of the target [t, b, h], without a decoder [0, b, h]."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -48,9 +48,9 @@ class Halves(NamedTuple):
 
 @dataclass(frozen=True)
 class T5Context:
-    """What the layers of one pass share: for the encoder's attention, the decoder's own, and that over the source.
+    """The shared inputs of all layers of a pass: for the encoder's attention, the decoder's own, and cross-attention.
 
-    rows: of the source that the encoder's layers compute; None: all
+    rows: the rows of the source that the encoder's layers compute; None: all
     """
 
     encoder: ForwardContext
@@ -60,14 +60,14 @@ class T5Context:
 
 
 class EncodedSource(NamedTuple):
-    """What the encoder found in sources, [s, b, h], and which of its places are tokens, [b, s] bool, or None for all."""
+    """The encoder's output for sources, [s, b, h], and its padding: [b, s] bool, True at tokens; None: no padding."""
 
     memory: torch.Tensor
     padding: Optional[torch.Tensor]
 
 
 class DecoderCache(Cache):
-    """Keys and values of the target's tokens so far; and of the source, which all of them look at, by layer."""
+    """The keys and values of earlier tokens of the target, and of the source, by layer."""
 
     def __init__(self, capacity: int, batch: int):
         super().__init__(capacity, batch)
@@ -81,7 +81,7 @@ class EncoderAttention(Attention):
 
 
 class FeedForward(MLP):
-    """The MLP with T5's activations beside GPT's. proj: --feed-forward-proj."""
+    """The MLP with T5's activations in addition to GPT's. proj: --feed-forward-proj."""
 
     proj = "gelu"
 
@@ -96,7 +96,7 @@ class FeedForward(MLP):
 
 
 class EncoderBlock(Block):
-    """A layer of the encoder; the last one has the encoder's final norm with it. facts: of the model."""
+    """A layer of the encoder; the last one includes the encoder's final norm. facts: of the model."""
 
     attention_class, mlp_class = EncoderAttention, FeedForward
 
@@ -117,7 +117,7 @@ class EncoderBlock(Block):
 
 
 class CrossAttention(nn.Module):
-    """[t, b, h] over what the encoder found, [s, b, h] -> [t, b, h]. weights: `t5.facts.cross_attention(...)`."""
+    """Cross-attention of [t, b, h] over the encoder's output [s, b, h]. weights: `t5.facts.cross_attention(...)`."""
 
     causal = False
 
@@ -131,7 +131,7 @@ class CrossAttention(nn.Module):
         self.kv = ColumnParallelLinear(take_prefix(weights, "kv"), tp, **common)
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **common)
         self.dropout = Dropout(model.attention_dropout, "cross attention", layer, seed, batch_dim=0, cut=0, axis=tp)
-        # Of scores, as in `Attention`: they are capped, and nothing divides or windows them.
+        # Attributes of `Attention` for the core: scores may be capped; there is no divisor and no window.
         self.score_divisor, self.softmax_in_fp32 = 1.0, model.attention_softmax_in_fp32
         self.softcap, self.window = model.attn_logit_softcapping, None
         self.cp, self.by_heads = Axis("cp", (0,)), False
@@ -149,20 +149,20 @@ class CrossAttention(nn.Module):
         return self.output(attended)
 
     def keys_and_values(self, memory: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """[s, b, g/tp, d] each. In generation they are made once, and kept in the cache."""
+        """[s, b, g/tp, d] each. Generation computes them once and keeps them in the cache."""
         cache = context.cache
         if cache is not None and self.layer in cache.cross:
             return cache.cross[self.layer]
         both = self.kv(memory)
         both = both.view(*both.shape[:2], self.groups, 2, self.head_dim)
-        found = both.unbind(3)
+        key_value = both.unbind(3)
         if cache is not None:
-            cache.cross[self.layer] = found
-        return found
+            cache.cross[self.layer] = key_value
+        return key_value
 
 
 class DecoderBlock(Block):
-    """A layer of the decoder: causal attention, attention over the source, MLP, each behind a norm. facts: of the model."""
+    """A layer of the decoder: causal attention, cross-attention and MLP, each after a norm. facts: of the model."""
 
     mlp_class = FeedForward
 
@@ -200,7 +200,7 @@ class DecoderBlock(Block):
 
 
 class PairEmbedding(nn.Module):
-    """Tokens of source and target -> `Halves`. A last stage with a tied output has the word table alone."""
+    """Tokens of source and target -> `Halves`. A last stage with a tied output has only the word table."""
 
     def __init__(
         self, facts: T5Facts, mesh: Mesh, tables: dict[str, Table], seed: int, sequence_parallel: bool, **factory
@@ -225,11 +225,11 @@ class PairEmbedding(nn.Module):
         return self.dropout(self._placed(self.word(tokens), self.position, 0), samples)
 
     def target(self, tokens: torch.Tensor, samples, first: int = 0) -> torch.Tensor:
-        """tokens [t, b], from place `first` on -> [t, b, h]."""
+        """tokens [t, b], from position `first` -> [t, b, h]."""
         return self.decoder_dropout(self._placed(self.word(tokens), self.decoder_position, first), samples)
 
     def _placed(self, x: torch.Tensor, table: Optional[LearnedPositions], first: int) -> torch.Tensor:
-        """x: embedded words, [t, b, h], or [t/tp, b, h]"""
+        """Add positions to embedded words x, [t, b, h] or [t/tp, b, h]."""
         if table is None:
             return x
         if self.sequence_parallel:
@@ -246,9 +246,9 @@ class PairEmbedding(nn.Module):
 
 
 class T5(LanguageModel):
-    """See `LanguageModel`, whose keywords it takes; layers are counted through, the encoder's first.
+    """See `LanguageModel` for its keywords; layers are numbered through, the encoder's first.
 
-    own_target: tokens of a sample's target, where the model's has more rows, for all ranks of sequence parallelism
+    own_target: tokens of a sample's target, if the model pads it to more rows for sequence parallelism
     """
 
     facts: T5Facts
@@ -269,7 +269,7 @@ class T5(LanguageModel):
         model.own_target = own_settings(config).decoder_seq_length or facts.target
         return model
 
-    # ---- what it says of itself --------------------------------------------------------------------------------------
+    # ---- parts -------------------------------------------------------------------------------------------------------
 
     def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
         return PairEmbedding(self.facts, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
@@ -291,8 +291,8 @@ class T5(LanguageModel):
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def trunk(self, x, batch) -> tuple[torch.Tensor, Sums]:
-        """As `LanguageModel.trunk`: source, target and tables as one message, or the target's states [t, b, h]; without a
-        decoder the source's.
+        """Like `LanguageModel.trunk`: the message with source, target and tables, or the target's states [t, b, h] (without
+        a decoder, the source's).
         """
         tables = None
         if self.first:
@@ -309,7 +309,7 @@ class T5(LanguageModel):
         return x if self.output_scale == 1.0 else x * self.output_scale
 
     def shared(self, batch, tables: Optional[torch.Tensor]) -> T5Context:
-        """What the layers of a pass share. tables: of relative positions, [halves, buckets, heads/tp], or None."""
+        """The context of a pass. tables: of relative positions, [halves, buckets, heads/tp], or None."""
         padding = attended(batch.arrays["enc_mask"])
         s, t, common = len(batch.arrays["text_enc"]), self.facts.target, self._common(batch)
         packs = may_pack(self.facts.settings, self.kernels, self.training, self.sequence_parallel)
@@ -323,11 +323,11 @@ class T5(LanguageModel):
         )
 
     def _drawn(self, keys: int) -> Optional[tuple[int, int]]:
-        """`ForwardContext.drawn` of the target's queries over so many keys."""
+        """`ForwardContext.drawn` of the target's queries over this many keys."""
         return (self.own_target, keys) if self.own_target < self.facts.target else None
 
     def _embedded(self, batch) -> Halves:
-        """The target has as many rows as the facts say: what is missing behind a sample's own, its tokens do not see."""
+        """Embed source and target. The target is padded to the rows in the facts; its tokens do not see the padding."""
         source = batch.arrays["text_enc"]
         if not self.facts.has_decoder:
             x = self.embedding.source(source, batch.samples)
@@ -346,7 +346,7 @@ class T5(LanguageModel):
         return self.rotary.angles(torch.arange(first, first + s, device=device).unsqueeze(1), self.dtype)
 
     def _bias(self, tables: Optional[torch.Tensor], half: int, s: int) -> Optional[torch.Tensor]:
-        """Of all pairs of s tokens, where layers of that half are here."""
+        """The relative position bias of all pairs of s tokens; None if the stage has no layer of that half."""
         if tables is None or not any((self.facts.layer_kind(int(n)) == DECODER) == (half == 1) for n in self.blocks):
             return None
         return relative_bias(tables[half], self.facts.own, s, s, both_ways=half == 0)
@@ -375,7 +375,7 @@ class T5(LanguageModel):
     # ---- inference ---------------------------------------------------------------------------------------------------
 
     def encode(self, tokens: torch.Tensor, mask: Optional[torch.Tensor] = None) -> "EncodedSource":
-        """What the encoder finds in sources [s, b], whose mask [s, b] is 0 where they are filled up (default: nowhere)."""
+        """Encode sources [s, b]; their mask [s, b] is 0 at padding (default: no padding)."""
         self._whole()
         padding = None if mask is None else attended(mask)
         return EncodedSource(self.encoder_pass(None, tokens, padding, self.tables()), padding)
@@ -389,8 +389,8 @@ class T5(LanguageModel):
     ) -> torch.Tensor:
         """Scores of the next token: tokens [t, b] of targets -> [t, b, vocabulary] fp32 ([1, b, vocabulary] `last_only`).
 
-        With a cache, `tokens` follow those that it holds and are added to it; keys and values of the source are made by
-        the first call alone.
+        With a cache, `tokens` follow the cached ones and are added to them; only the first call computes keys and values
+        of the source.
         """
         self._whole()
         scores = self.decoder_pass(None, tokens, encoded, cache, self.tables(), last_only)
@@ -399,7 +399,7 @@ class T5(LanguageModel):
         return scores
 
     def tables(self) -> Optional[torch.Tensor]:
-        """Those of relative positions, [halves, buckets, heads/tp]; None: there are none, or another stage has them."""
+        """The relative position tables, [halves, buckets, heads/tp]; None if there are none, or not on this stage."""
         return None if self.relative is None else self.relative()
 
     def encoder_pass(
@@ -409,8 +409,10 @@ class T5(LanguageModel):
         padding: Optional[torch.Tensor],
         tables: Optional[torch.Tensor],
     ) -> torch.Tensor:
-        """The encoder as far as this stage has it: x [s, b, h] of the stage before (None on the first, which embeds the
-        sources [s, b]) -> [s, b, h]. padding: which keys are tokens; tables: `tables` of the first stage.
+        """Run the encoder's layers of this stage: -> [s, b, h].
+
+        x: [s, b, h] of the previous stage; None on the first, which embeds the sources [s, b]. padding: True at tokens;
+        tables: `tables` of the first stage.
         """
         with self.region():
             s = len(tokens)
@@ -432,8 +434,9 @@ class T5(LanguageModel):
         tables: Optional[torch.Tensor],
         last_only: bool = False,
     ) -> torch.Tensor:
-        """The decoder as far as this stage has it: x [t, b, h] of the stage before (None on the first, which embeds the
-        tokens [t, b]) -> [t, b, h], or on the last stage the scores of `decode`. Who calls it moves the cache's length on.
+        """Run the decoder's layers of this stage: -> [t, b, h], or the scores of `decode` on the last stage.
+
+        x: [t, b, h] of the previous stage; None on the first, which embeds tokens [t, b]. The caller advances the cache.
         """
         first = 0 if cache is None else cache.length
         t, end = len(tokens), first + len(tokens)
@@ -460,9 +463,7 @@ class T5(LanguageModel):
             return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
     def logits(self, source: torch.Tensor, target: torch.Tensor, mask: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """Scores of each target's next token, [t, b, vocabulary] fp32. Call `eval()` first: there is no sample to draw
-        dropout for.
-        """
+        """Scores of each target's next token, [t, b, vocabulary] fp32. Call `eval()` first: dropout needs a sample."""
         return self.decode(target, self.encode(source, mask))
 
     def _whole(self) -> None:
@@ -471,7 +472,7 @@ class T5(LanguageModel):
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _packed(self, halves: Halves, tables: Optional[torch.Tensor]) -> torch.Tensor:
-        """The message to the next stage, as `T5Facts.message` says."""
+        """The message to the next stage, of the shape `T5Facts.message`."""
         parts = [half.to(self.dtype) for half in halves]
         if tables is not None:
             b, h = halves.source.shape[1:]
@@ -492,10 +493,10 @@ class T5(LanguageModel):
 
 
 def attended(mask: torch.Tensor) -> Optional[torch.Tensor]:
-    """Which keys are tokens, [b, s] bool, from [s, b] of 0 and 1; None where all are, as far as that is known without
-    waiting for a device. Of a sample that has no token at all every place is attended to: a softmax over none is NaN.
+    """The keys that are tokens, [b, s] bool, from a mask [s, b] of 0 and 1; None if all are (on a GPU never None, to avoid
+    a synchronization). In a sample without tokens every position is attended to: a softmax over nothing is NaN.
     """
-    found = mask.t() > 0
-    if found.device.type == "cpu" and found.all():
+    tokens = mask.t() > 0
+    if tokens.device.type == "cpu" and tokens.all():
         return None
-    return found | ~found.any(1, keepdim=True)
+    return tokens | ~tokens.any(1, keepdim=True)

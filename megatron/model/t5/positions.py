@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relative positions as T5 has them (arXiv:1910.10683, section 2.1): what is added to a score depends on how far the key
-lies from the query, one learned number a head for each bucket of distances.
+"""T5's relative position bias (arXiv:1910.10683, section 2.1): a score gets a term that depends on the distance between key
+and query, one learned number per head for each bucket of distances.
 
-Half of the buckets are distances by themselves, the others grow with the logarithm up to the largest one. Where queries
-look both ways, keys behind the query have buckets of their own.
+Half of the buckets are single distances, the others grow logarithmically up to the largest one. With bidirectional
+attention, keys after the query have separate buckets.
 """
 
 import math
@@ -20,7 +20,7 @@ from megatron.mpu.mesh import Axis
 
 
 class RelativeTable(nn.Module):
-    """The numbers of one half of the model, [buckets, heads/tp]."""
+    """The bias table of the encoder or the decoder, [buckets, heads/tp]."""
 
     def __init__(self, weights: Table, tp: Axis, *, dtype=None, device=None):
         super().__init__()
@@ -31,7 +31,7 @@ class RelativeTable(nn.Module):
 
 
 class RelativeTables(nn.ModuleDict):
-    """One for each of `T5Facts.halves`. Called, so that parameters which are gathered around each use are there."""
+    """A table for each of `T5Facts.halves`. A module to call, so that ZeRO can gather its parameters around each use."""
 
     def __init__(self, weights: Table, halves: Sequence[str], tp: Axis, **factory_kwargs):
         super().__init__({half: RelativeTable(take_prefix(weights, half), tp, **factory_kwargs) for half in halves})
@@ -42,25 +42,25 @@ class RelativeTables(nn.ModuleDict):
 
 
 def relative_buckets(distance: torch.Tensor, own: T5Settings, both_ways: bool) -> torch.Tensor:
-    """The bucket of each distance, place of the key less that of the query; int64 of its shape."""
-    number, behind = own.relative_attention_num_buckets, 0
+    """The bucket of each distance, position of the key minus that of the query; int64 of its shape."""
+    number, after = own.relative_attention_num_buckets, 0
     if both_ways:
         number //= 2
-        behind, distance = (distance > 0) * number, distance.abs()
+        after, distance = (distance > 0) * number, distance.abs()
     else:
         distance = (-distance).clamp(min=0)
     exact = number // 2
     grown = torch.log(distance.clamp(min=1).float() / exact) / math.log(own.relative_attention_max_distance / exact)
     far = (exact + (grown * (number - exact)).long()).clamp(max=number - 1)
-    return behind + torch.where(distance < exact, distance, far)
+    return after + torch.where(distance < exact, distance, far)
 
 
 def relative_bias(
     table: torch.Tensor, own: T5Settings, queries: int, keys: int, both_ways: bool, first: int = 0
 ) -> torch.Tensor:
-    """[heads/tp, queries, keys] from a table [buckets, heads/tp]. first: place of the first query among the keys.
+    """The bias [heads/tp, queries, keys] from a table [buckets, heads/tp]. first: position of the first query.
 
-    It depends on the distance alone: a row for each distance is looked up, and queries see slices of that.
+    It depends only on the distance: one row per distance is looked up, and queries see slices of these rows.
     """
     distances = torch.arange(-(first + queries - 1), keys - first, device=table.device)  # ascending
     rows = F.embedding(relative_buckets(distances, own, both_ways), table)  # [queries + keys - 1, heads/tp]
@@ -68,8 +68,8 @@ def relative_bias(
 
 
 class _Windows(torch.autograd.Function):
-    """rows [queries + keys - 1, heads] -> [heads, queries, keys]: those of the last query begin with the first row, those
-    of each query before it a row later. torch's own gradient of such windows takes ten times as long on a CPU.
+    """rows [queries + keys - 1, heads] -> [heads, queries, keys]: the last query's slice begins at the first row, and each
+    earlier query's one row later. torch's own gradient of such windows takes ten times as long on a CPU.
     """
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Windows(torch.autograd.Function):
     def backward(ctx, gradient):
         heads, queries, keys = gradient.shape
         width = queries + keys - 1
-        # Each query's gradients are put where its window is among the rows; then a sum over queries is left.
+        # Put each query's gradients at the rows of its window, then sum over queries.
         placed = gradient.new_zeros(heads, queries, width)
         placed.as_strided((heads, queries, keys), (queries * width, width - 1, 1), queries - 1).copy_(gradient)
         return placed.sum(1).t(), None

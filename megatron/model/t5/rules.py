@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings of an encoder-decoder work together (`settings.rules`)."""
+"""Rules for combinations of an encoder-decoder's settings (`settings.rules`)."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def _target(s: SimpleNamespace) -> int:
 
 
 def refused(names: str, why: str) -> tuple[Rule, ...]:
-    """A rule for each switch of these settings that a model does not have."""
+    """A rule for each of these settings that refuses it, because the model does not support it."""
     return tuple(
         Rule(
             lambda s, name=name: getattr(s, name),
@@ -51,8 +51,8 @@ RULES = (
         lambda s: 2 * _own(s).relative_attention_max_distance <= _own(s).relative_attention_num_buckets,
         lambda s: (
             f"--relative-attention-max-distance {_own(s).relative_attention_max_distance} must be above "
-            f"{_own(s).relative_attention_num_buckets // 2}, half of --relative-attention-num-buckets: as many distances "
-            "have a bucket each"
+            f"{_own(s).relative_attention_num_buckets // 2}, half of --relative-attention-num-buckets: each of "
+            "the shorter distances has its own bucket"
         ),
     ),
     Rule(
@@ -76,7 +76,7 @@ RULES = (
     Rule(
         lambda s: _own(s).scale_tied_output and s.untie_embeddings_and_output_weights,
         lambda s: (
-            "--scale-tied-output is for an output layer that is the embedding's table; leave it out, or "
+            "--scale-tied-output is for a tied output layer; leave it out, or leave out "
             "--untie-embeddings-and-output-weights"
         ),
     ),

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that only encoder-decoders have. Megatron-LM's names, where it has them."""
+"""Settings of encoder-decoders only, with Megatron-LM's names if it has them."""
 
 from dataclasses import dataclass
 from typing import Literal, Optional
 
 from megatron.settings.schema import Config, setting
 
-GROUP = "encoder-decoder"  # of the settings, in `Config.extra`
-SHORT = 128  # tokens of a target, where nobody says how many
+GROUP = "encoder-decoder"  # name of the group in `Config.extra`
+SHORT = 128  # default tokens of a target
 
 
 @dataclass(frozen=True)
 class T5Settings:
-    """The shape of an encoder-decoder beside `settings.schema.Model`, and how pipeline ranks share its two halves."""
+    """The shape of an encoder-decoder in addition to `settings.schema.Model`, and the pipeline stages of its two halves."""
 
     encoder_num_layers: Optional[int] = setting(
         "encoder layers (default: --num-layers)", None, on_resume="another model"
@@ -31,10 +31,10 @@ class T5Settings:
         on_resume="another model",
     )
     relative_attention_num_buckets: int = setting(
-        "--position-embedding-type relative: distances that are told apart", 32, on_resume="another model"
+        "--position-embedding-type relative: number of distance buckets", 32, on_resume="another model"
     )
     relative_attention_max_distance: int = setting(
-        "--position-embedding-type relative: distances from here on are one", 128, on_resume="refused"
+        "--position-embedding-type relative: longer distances share the last bucket", 128, on_resume="refused"
     )
     unscaled_attention: bool = setting(
         "scores are not divided by the root of a head's width, as in T5", False, on_resume="refused"
@@ -54,5 +54,5 @@ class T5Settings:
 
 
 def own_settings(config: Config) -> T5Settings:
-    """Those of a run."""
+    """The encoder-decoder's own settings of a run."""
     return config.extra.get(GROUP) or T5Settings()

@@ -57,13 +57,13 @@ def _counted(config: Config, encoder: int, decoder: int) -> Config:
 
 
 def _layers(own: T5Settings, given: int) -> tuple[int, int]:
-    """(encoder layers, decoder layers). given: --num-layers; 0: it was not given."""
+    """(encoder layers, decoder layers). given: --num-layers; 0: not given."""
     encoder = given if own.encoder_num_layers is None else own.encoder_num_layers
     decoder = encoder if own.decoder_num_layers is None else own.decoder_num_layers
     if given == 0 and own.encoder_num_layers is None:
         raise SettingsError(
             "--encoder-num-layers is missing: the number of layers of the encoder",
-            do="give it, and --decoder-num-layers where the decoder has another number (default: the same)",
+            do="give it, and --decoder-num-layers if the decoder has another number (default: the same)",
         )
     for name, number, other in (("encoder", encoder, "pretrain_gpt.py"), ("decoder", decoder, "pretrain_bert.py")):
         if number < 1:
@@ -126,7 +126,7 @@ def _layer_flags(p: Parallel) -> list[str]:
 
 
 def _by_work(config: Config) -> Optional[list[int]]:
-    """Number of layers of each stage that minimizes the work of the largest stage; None where flags set them."""
+    """Number of layers of each stage that minimizes the work of the largest stage; None if flags set them."""
     p, layers = config.parallel, config.model.num_layers
     if p.pipeline_model_parallel_size < 2 or _layer_flags(p) or p.pipeline_schedule not in TRAINING:
         return None

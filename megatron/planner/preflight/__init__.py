@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--preflight`: what can be tried of a training before it is started. `run.preflight` is the story."""
+"""`--preflight`: check a training before it is started. Start reading at `run.preflight`."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machines of a job that was started on them: are they alike, do they see the data, is one of them slow?
+"""Check the machines of a started job: whether they are alike, see the data, and are equally fast.
 
-Every rank says what it is (`facts`), everybody hears it, and the odd ones are named: those whose versions, code, settings
-or files are not those of most ranks, whose clock is ahead or behind, or that need more than 20 % longer than the median
-for a product of matrices or for an all-reduce inside their node.
+Every rank collects its `MachineFacts`, and the checks name outliers: ranks with other versions, code, settings
+or files than most ranks, with a clock that is off, or that need more than 20 % longer than the median
+for a matrix product or for an all-reduce inside their node.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ from megatron.settings import schema
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.run_record import library_versions
 
-CLOCKS = 1.0  # seconds that clocks may differ: logs, heartbeats and checkpoints of several nodes are compared by time
-SLOW = 1.2  # times the median
+CLOCKS = 1.0  # seconds that clocks may differ: logs, heartbeats and checkpoints of nodes are compared by time
+SLOW = 1.2  # limit, times the median
 ROOT = Path(__file__).resolve().parents[3]
 
 
 class MachineFacts(NamedTuple):
-    """What a rank says of itself; each dict is to be the same on all ranks.
+    """The properties of a rank's machine; each dict should be equal on all ranks.
 
-    node:      (number of the node, name of its host)
+    node:      (number of the node, host name)
     versions:  of Python, torch, CUDA, NCCL, driver and libraries, and the device's name
-    files:     path -> bytes, None where there is no such file
+    files:     path -> bytes, None if there is no such file
     """
 
     node: tuple[str, str]
@@ -52,7 +52,7 @@ class MachineFacts(NamedTuple):
 
 
 def check_machines(config: schema.Config, context: RankContext, checkpoint_bytes: float) -> Iterator[Check]:
-    """All ranks together, with the same result on each."""
+    """Check all machines; called by all ranks together, with the same result on each."""
     world, save = context.mesh.world, config.checkpoint.save
     own = MachineFacts(
         node_of(),
@@ -72,7 +72,7 @@ def check_machines(config: schema.Config, context: RankContext, checkpoint_bytes
         "start the same number of processes on every node",
     )
     yield alike("versions", ranks, "versions", "install the same everywhere")
-    yield alike("code", ranks, "code", "copy the same code to every node, or use one shared folder")
+    yield alike("code", ranks, "code", "copy the same code to every node, or use a shared folder")
     yield alike("command", ranks, "settings", "start every rank with the same command line")
     yield check_files(ranks)
     if own.free is not None:
@@ -91,34 +91,34 @@ def check_machines(config: schema.Config, context: RankContext, checkpoint_bytes
         gather_numbers(seconds, context),
         lambda odd: describe_ranks(odd, nodes),
         "products of matrices",
-        "drain that node, or see what else runs on it",
+        "drain that node, or check what else runs on it",
     )
     yield check_all_reduce(context, nodes)
 
 
-# ---- what a rank is --------------------------------------------------------------------------------------------------
+# ---- properties of a rank --------------------------------------------------------------------------------------------
 
 
 def node_of() -> tuple[str, str]:
-    """This rank's node as its launcher numbers it, and its name."""
+    """This rank's node: its number from the launcher, and its name."""
     number = os.environ.get("SLURM_NODEID") or os.environ.get("GROUP_RANK") or ""
     return number, os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions of everything that two ranks have to have in common."""
-    found = dict(python=platform.python_version(), **{k: v for k, v in library_versions().items() if k != "python"})
-    found["torch"] = torch.__version__
+    """The versions that must be equal on all ranks."""
+    result = dict(python=platform.python_version(), **{k: v for k, v in library_versions().items() if k != "python"})
+    result["torch"] = torch.__version__
     if device.type == "cuda":
-        found["device"] = torch.cuda.get_device_name(device)
-        found["CUDA"] = str(torch.version.cuda)
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found["driver"] = driver()
-    return found
+        result["device"] = torch.cuda.get_device_name(device)
+        result["CUDA"] = str(torch.version.cuda)
+        result["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        result["driver"] = driver()
+    return result
 
 
 def driver() -> str:
-    """Version of NVIDIA's driver, as the kernel says it."""
+    """The version of NVIDIA's driver, from the kernel."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace").split()
     except OSError:
@@ -143,20 +143,20 @@ def settings_of(config: schema.Config) -> dict[str, str]:
 
 
 def file_sizes(config: schema.Config) -> dict[str, int | None]:
-    """Bytes of each file that the settings name."""
+    """The size of each file in the settings, bytes."""
     from megatron.planner.problems import named_files
 
-    found = {}
+    sizes = {}
     for _, path in named_files(config):
         try:
-            found[path] = location(path).stat().st_size
+            sizes[path] = location(path).stat().st_size
         except OSError:
-            found[path] = None
-    return found
+            sizes[path] = None
+    return sizes
 
 
 def free_bytes(folder: str) -> int:
-    """Of the disk that a folder lies on, or will."""
+    """Free bytes on the disk of a folder that may not exist yet."""
     path = Path(folder).absolute()
     return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
@@ -165,7 +165,7 @@ def free_bytes(folder: str) -> int:
 
 
 def describe_ranks(ranks: Sequence[int], nodes: Sequence[tuple[str, str]]) -> str:
-    """The ranks in words: by their nodes where all ranks of these are meant.
+    """Name ranks in a message: by node, if all ranks of a node are meant.
 
     >>> describe_ranks([2, 3], [("0", "a"), ("0", "a"), ("1", "b"), ("1", "b")]), describe_ranks([1], [("", "a")] * 2)
     ('node b (ranks 2, 3)', 'rank 1 on a')
@@ -173,14 +173,14 @@ def describe_ranks(ranks: Sequence[int], nodes: Sequence[tuple[str, str]]) -> st
     words = []
     for node in dict.fromkeys(nodes[rank] for rank in ranks):
         mine = [rank for rank in ranks if nodes[rank] == node]
-        told = f"rank{'s' * (len(mine) > 1)} " + ", ".join(map(str, mine[:4])) + ", ..." * (len(mine) > 4)
+        numbers = f"rank{'s' * (len(mine) > 1)} " + ", ".join(map(str, mine[:4])) + ", ..." * (len(mine) > 4)
         whole = len(mine) == nodes.count(node) and len(set(nodes)) > 1
-        words.append(f"node {node[1]} ({told})" if whole else f"{told} on {node[1]}")
+        words.append(f"node {node[1]} ({numbers})" if whole else f"{numbers} on {node[1]}")
     return "; ".join(words[:4]) + f" and {len(words) - 4} more nodes" * (len(words) > 4)
 
 
 def uneven_nodes(nodes: Sequence[tuple[str, str]]) -> str:
-    """Nodes that have another number of ranks than most."""
+    """The nodes with another number of ranks than most."""
     counts = Counter(nodes)
     usual = Counter(counts.values()).most_common(1)[0][0]
     odd = [f"{host} has {n}" for (_, host), n in counts.items() if n != usual]
@@ -188,43 +188,43 @@ def uneven_nodes(nodes: Sequence[tuple[str, str]]) -> str:
 
 
 def alike(name: str, ranks: Sequence[MachineFacts], attribute: str, do: str) -> Check:
-    """Whether all ranks say the same, key by key."""
+    """Check that an attribute is equal on all ranks, key by key."""
     nodes = [facts.node for facts in ranks]
-    said = [getattr(facts, attribute) for facts in ranks]
+    values_of = [getattr(facts, attribute) for facts in ranks]
     faults = []
-    for key in sorted(set().union(*said)):
-        values = [words.get(key) for words in said]
+    for key in sorted(set().union(*values_of)):
+        values = [words.get(key) for words in values_of]
         usual = Counter(values).most_common(1)[0][0]
         for value in dict.fromkeys(value for value in values if value != usual):
             odd = [rank for rank, other in enumerate(values) if other == value]
             faults.append(
-                f"{key} is {value or 'not there'} on {describe_ranks(odd, nodes)}, {usual or 'not there'} elsewhere"
+                f"{key} is {value or 'missing'} on {describe_ranks(odd, nodes)}, {usual or 'missing'} elsewhere"
             )
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
     if attribute == "code":
-        told = f"{len(said[0])} files, {hashlib.sha256(str(said[0]).encode()).hexdigest()[:12]}"
+        summary = f"{len(values_of[0])} files, {hashlib.sha256(str(values_of[0]).encode()).hexdigest()[:12]}"
     else:
-        told = ", ".join(f"{key} {value}" for key, value in list(said[0].items())[:6])
-    return Check(name, told, "; ".join(faults[:3]) + more, do)
+        summary = ", ".join(f"{key} {value}" for key, value in list(values_of[0].items())[:6])
+    return Check(name, summary, "; ".join(faults[:3]) + more, do)
 
 
 def check_files(ranks: Sequence[MachineFacts]) -> Check:
-    """Whether every node sees the same data and vocabulary."""
+    """Check that every node sees the same data and vocabulary."""
     missing = [
         (path, [rank for rank, facts in enumerate(ranks) if facts.files.get(path) is None]) for path in ranks[0].files
     ]
     nodes = [facts.node for facts in ranks]
-    lost = [f"{path} is not there on {describe_ranks(odd, nodes)}" for path, odd in missing if odd]
+    lost = [f"{path} is missing on {describe_ranks(odd, nodes)}" for path, odd in missing if odd]
     if lost:
-        return Check("data", "", "; ".join(lost[:3]), "put the data where every node sees it, under the same path")
+        return Check("data", "", "; ".join(lost[:3]), "put the data on every node, under the same path")
     check = alike("data", ranks, "files", "copy the data again: every node must have the same")
     total = sum(size or 0 for size in ranks[0].files.values())
-    told = f"{len(ranks[0].files)} files of {total / 1e9:.3f} GB on every node" if ranks[0].files else "no files"
-    return check._replace(told=told)
+    summary = f"{len(ranks[0].files)} files of {total / 1e9:.3f} GB on every node" if ranks[0].files else "no files"
+    return check._replace(summary=summary)
 
 
 def check_clocks(offsets: Sequence[float], nodes: Sequence[tuple[str, str]]) -> Check:
-    """offsets: seconds that each rank's clock is ahead of the median."""
+    """Check that clocks agree. offsets: seconds that each rank's clock is ahead of the median."""
     odd = [rank for rank, offset in enumerate(offsets) if abs(offset) > CLOCKS]
     fault = ""
     if odd:
@@ -236,18 +236,18 @@ def check_clocks(offsets: Sequence[float], nodes: Sequence[tuple[str, str]]) -> 
 
 
 def compared(name: str, seconds: Sequence[float], words: Callable[[list[int]], str], what: str, do: str) -> Check:
-    """Whether somebody needs more than 20 % longer than the median of all; `words` says who has these places."""
+    """Check that nothing takes more than 20 % longer than the median; `words` names the ranks of outliers."""
     median = statistics.median_low(seconds)
     odd = [rank for rank, took in enumerate(seconds) if took > SLOW * median]
-    told = f"{what}: {1000 * min(seconds):.2f} to {1000 * max(seconds):.2f} ms, median {1000 * median:.2f} ms"
+    summary = f"{what}: {1000 * min(seconds):.2f} to {1000 * max(seconds):.2f} ms, median {1000 * median:.2f} ms"
     fault = ""
     if odd:
         worst = max(seconds[rank] for rank in odd)
         fault = f"{words(odd)}: {what}: {worst / median - 1:.0%} slower than the median of {1000 * median:.2f} ms"
-    return Check(name, told, fault, do)
+    return Check(name, summary, fault, do)
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
+# ---- measurements ----------------------------------------------------------------------------------------------------
 
 
 def clock() -> float:
@@ -257,23 +257,23 @@ def clock() -> float:
 
 def clock_offsets(context: RankContext, rounds: int = 7) -> list[float]:
     """Seconds that each rank's clock is ahead of the median: the median over barriers that all ranks leave together."""
-    seen = []
+    rows = []
     for _ in range(rounds):
         collectives.barrier(context.mesh.world)
         times = gather_numbers(clock(), context)
         middle = statistics.median_low(times)
-        seen.append([moment - middle for moment in times])
-    return [statistics.median(offsets) for offsets in zip(*seen)]
+        rows.append([moment - middle for moment in times])
+    return [statistics.median(offsets) for offsets in zip(*rows)]
 
 
 def gather_numbers(value: float, context: RankContext) -> list[float]:
-    """A number of every rank, on every rank."""
+    """Gather one number from every rank."""
     own = torch.tensor([value], dtype=torch.float64, device=context.device)
     return collectives.all_gather(own, context.mesh.world).tolist()
 
 
 def gemm_seconds(device: torch.device, tries: int = 12) -> float:
-    """Of the fastest of a few products of matrices, in the format that the device is made for."""
+    """Seconds of the fastest of a few matrix products, in the device's usual format."""
     size, dtype, count = (8192, torch.bfloat16, 4) if device.type == "cuda" else (512, torch.float32, 1)
     a = torch.randn(size, size, device=device).to(dtype)
 
@@ -285,7 +285,7 @@ def gemm_seconds(device: torch.device, tries: int = 12) -> float:
 
 
 def min_seconds(work, device: torch.device, tries: int) -> float:
-    """Seconds of the fastest of so many runs, after one to warm up."""
+    """Seconds of the fastest of `tries` runs, after one to warm up."""
     times = []
     for _ in range(tries + 1):
         _synchronize(device)
@@ -302,7 +302,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def check_all_reduce(context: RankContext, nodes: Sequence[tuple[str, str]]) -> Check:
-    """An all-reduce inside each node, all nodes at once, and one over all ranks."""
+    """Check an all-reduce inside each node, all nodes together, and time one over all ranks."""
     groups = [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
     usual = Counter(map(len, groups)).most_common(1)[0][0]
     own = next(group for group in groups if context.mesh.rank in group)
@@ -321,9 +321,9 @@ def check_all_reduce(context: RankContext, nodes: Sequence[tuple[str, str]]) -> 
         slowest,
         lambda odd: describe_ranks([rank for at in odd for rank in like[at]], nodes),
         "the same inside a node",
-        "see nvidia-smi topo -m and the links of that node",
+        "check nvidia-smi topo -m and the links of that node",
     )
-    return check._replace(told=f"{whole}; {check.told}")
+    return check._replace(summary=f"{whole}; {check.summary}")
 
 
 def _elements(device: torch.device) -> int:
@@ -331,6 +331,6 @@ def _elements(device: torch.device) -> int:
 
 
 def all_reduce_seconds(axis: Axis, device: torch.device, tries: int = 7) -> float:
-    """Of the fastest of a few sums of fp32 numbers over an axis."""
+    """Seconds of the fastest of a few sums of fp32 numbers over an axis."""
     x = torch.zeros(_elements(device), device=device)
     return min_seconds(lambda: collectives.all_reduce(x, axis), device, tries)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every distinct rank of the real job, built on torch's meta device, where a tensor is its shape alone.
+"""Check every distinct rank of the real job, built on torch's meta device, where tensors only have shapes.
 
-Ranks that differ in their place in data parallel groups hold the same, so 128 ranks of tp 8 x pp 16 are all distinct and
-1,024 ranks of tp 8 x pp 16 x dp 8 are 128. What is asked of them:
+Ranks that differ only in their data parallel index hold the same, so 128 ranks of tp 8 x pp 16 are all distinct, and
+1,024 ranks of tp 8 x pp 16 x dp 8 are 128. The checks:
 
-    groups       every rank is in one group of each axis, at the place that its number says
-    layers       each layer lies on one pipeline rank, the one that the settings name
-    parameters   their number is the formula's, and what the planner counts is what a rank's units are
-    shards       what saving gets from all ranks and ZeRO shards covers every logical tensor, each element once
-    shapes       a micro-batch goes forward and back through every kind of stage, in the shapes of the wire
+    groups       every rank is in one group of each axis, at the index that its number gives
+    layers       each layer is on one pipeline rank, the one in the settings
+    parameters   their number equals the formula's, and the planner's counts equal a rank's units
+    shards       the pieces that saving gets from all ranks and ZeRO shards cover every logical tensor exactly once
+    shapes       a micro-batch goes forward and back through every kind of stage, in the shapes of messages
 """
 
 import contextlib
@@ -42,13 +42,13 @@ from megatron.planner.parameters import rank_units
 from megatron.planner.preflight.verdict import Check
 from megatron.settings import schema
 
-OURS = "this is a mistake of this program: please report it with the command line"
-THEIRS = "mend the model: docs/extending.md#a-model"
+OURS = "this is a bug in this program: please report it with the command line"
+THEIRS = "fix the model: docs/extending.md#a-model"
 
 
 @dataclass(frozen=True)
 class Design:
-    """A job on so many ranks, as far as building its ranks needs it.
+    """The inputs for building the ranks of a job.
 
     build:  a recipe's `build_model`
     """
@@ -65,7 +65,7 @@ class Design:
 
     @property
     def blame(self) -> str:
-        """Whose mistake it is where the model is not what its facts say."""
+        """The advice if the model does not match its facts."""
         return OURS if self.known else THEIRS
 
     @property
@@ -82,16 +82,14 @@ class Design:
 
     @cached_property
     def distinct(self) -> list[Mesh]:
-        """The place of every rank that holds something of its own: the first of each set of data and context parallel
-        ranks.
-        """
+        """The mesh of every rank with different contents: the first of each set of data and context parallel ranks."""
         sizes = self.sizes
         same = sizes["replicate"] * sizes["shard"] * sizes["cp"]
         places = [(pp * same) * sizes["tp"] + tp for pp in range(sizes["pp"]) for tp in range(sizes["tp"])]
         return [self.mesh(place) for place in places]
 
     def mesh(self, rank: int) -> Mesh:
-        """The mesh as a rank sees it, without groups."""
+        """The mesh of a rank, without process groups."""
         return mesh_of(self.config.parallel, rank, self.world_size, create_groups=False)
 
     def stages(self, mesh: Mesh, pipeline: Pipeline) -> list[nn.Module]:
@@ -101,7 +99,7 @@ class Design:
 
 
 def check_ranks(design: Design) -> Iterator[Check]:
-    """Build them all; a check at a time."""
+    """Build all distinct ranks; yields one check at a time."""
     started = time.perf_counter()
     yield check_groups(design)
     yield check_schedule(design)
@@ -118,13 +116,13 @@ def check_ranks(design: Design) -> Iterator[Check]:
         OURS,
     )
     count = sum(math.prod(shape) for shape in held.shapes.values())
-    wrong = f"{count:,} parameters on all ranks, and the formula says {exact:,}" if count != exact else ""
+    wrong = f"{count:,} parameters on all ranks, but the formula gives {exact:,}" if count != exact else ""
     listed = {name for name, placed in design.facts.weights.items() if not placed.buffer}
     if ghosts := sorted(listed - held.shapes.keys()):
         wrong = f"the model's facts list {', '.join(ghosts[:4])}, which no module creates"
     yield Check(
         "parameters",
-        f"{count:,} in {len(held.shapes):,} tensors, as the formula says",
+        f"{count:,} in {len(held.shapes):,} tensors, equal to the formula",
         "; ".join([wrong] * bool(wrong) + held.miscounted[:4]),
         design.blame,
     )
@@ -144,13 +142,13 @@ def check_ranks(design: Design) -> Iterator[Check]:
 
 
 def check_groups(design: Design) -> Check:
-    """Whether the groups of every axis partition the ranks, and a rank's place in them is the one its number says."""
+    """Check that the groups of every axis partition the ranks, and a rank's index in them follows from its number."""
     sizes, world, wrong = design.sizes, design.world_size, []
     axes = {name: (name,) for name in AXES} | JOINED
     groups = {name: ranks_along(sizes, of) for name, of in axes.items()}
     for name, of in axes.items():
         if sorted(rank for group in groups[name] for rank in group) != list(range(world)):
-            wrong.append(f"the groups of {name} do not hold every rank once")
+            wrong.append(f"the groups of {name} do not contain every rank once")
         if {len(group) for group in groups[name]} != {math.prod(sizes[axis] for axis in of)}:
             wrong.append(f"groups of {name} have other sizes than {'x'.join(map(str, of))}")
     for mesh in design.distinct:
@@ -159,16 +157,16 @@ def check_groups(design: Design) -> Check:
             number = number * getattr(mesh, name).size + getattr(mesh, name).rank
         ends = {mesh.pp.ranks[0], mesh.pp.ranks[-1]} if mesh.rank in (mesh.pp.ranks[0], mesh.pp.ranks[-1]) else None
         if number != mesh.rank or set(mesh.tied.ranks) != (ends or {mesh.rank}):
-            wrong.append(f"rank {mesh.rank} is not where its number says")
-    told = ", ".join(
+            wrong.append(f"rank {mesh.rank} is not at the index that its number gives")
+    summary = ", ".join(
         f"{len(groups[name])} {name} of {len(groups[name][0])}"
         for name in ("tp", *["cp"] * (sizes["cp"] > 1), "dp", "pp")
     )
-    return Check("groups", f"{world} ranks: {told}", "; ".join(wrong[:4]), OURS)
+    return Check("groups", f"{world} ranks: {summary}", "; ".join(wrong[:4]), OURS)
 
 
 def check_schedule(design: Design) -> Check:
-    """Whether the order of passes is complete and free of deadlocks. Long steps repeat themselves: a part is looked at."""
+    """Check that the order of passes is complete and without deadlocks. Long steps are periodic: only a part is checked."""
     pipeline, batch = design.pipeline, design.config.batch
     dp = design.sizes["replicate"] * design.sizes["shard"]
     num_microbatches = batch.global_batch_size // (batch.micro_batch_size * dp)
@@ -196,52 +194,52 @@ def check_schedule(design: Design) -> Check:
     )
 
 
-# ---- what ranks hold -------------------------------------------------------------------------------------------------
+# ---- contents of ranks -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class RankContents:
-    """What all distinct ranks hold together."""
+    """The contents of all distinct ranks together."""
 
     ranks: int = 0
     layers: set[int] = field(default_factory=set)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of logical parameters
-    boxes: dict[str, list[Box]] = field(default_factory=dict)  # that saving gets of them
+    boxes: dict[str, list[Box]] = field(default_factory=dict)  # their pieces in a checkpoint
     misplaced: list[str] = field(default_factory=list)
     miscounted: list[str] = field(default_factory=list)
 
 
 def inspect_ranks(design: Design) -> RankContents:
-    """Build every distinct rank, and of its flat units every shard."""
-    found, pipeline, sizes = RankContents(), design.pipeline, design.sizes
+    """Build every distinct rank, and every shard of its flat units."""
+    result, pipeline, sizes = RankContents(), design.pipeline, design.sizes
     config, layout = design.config, Layout.of(design.config, design.world_size)
     job, shard = Job.of(config, design.facts, dp=layout.dp, device="cuda"), layout.shard
     units = [rank_units(job, layout, pp) for pp in range(sizes["pp"])]
     planned = [own.padded(shard) + own.padded_frozen(shard) for own in units]
     for mesh in design.distinct:
         stages = design.stages(mesh, pipeline)
-        found.ranks += 1
+        result.ranks += 1
         for chunk, (layers, stage) in enumerate(zip(pipeline.layers_of(mesh.pp.rank), stages)):
             held = [unit.layer for unit in stage.units if unit.layer is not None]
-            found.layers.update(held)
+            result.layers.update(held)
             if held != list(layers):
-                found.misplaced.append(f"chunk {chunk} of rank {mesh.rank} holds layers {', '.join(map(str, held))}")
+                result.misplaced.append(f"chunk {chunk} of rank {mesh.rank} holds layers {', '.join(map(str, held))}")
         units = flat_units_of(stages, partial(getattr, mesh))
         if (size := sum(unit.size for unit in units)) != planned[mesh.pp.rank]:
-            found.miscounted.append(
-                f"rank {mesh.rank} holds {size:,} elements, and the planner counts {planned[mesh.pp.rank]:,}"
+            result.miscounted.append(
+                f"rank {mesh.rank} holds {size:,} elements, but the planner counts {planned[mesh.pp.rank]:,}"
             )
         for unit in units:
             for slot in unit.slots:
-                found.shapes.setdefault(slot.name, slot.placement.shape)
-                found.boxes.setdefault(slot.name, [])
+                result.shapes.setdefault(slot.name, slot.placement.shape)
+                result.boxes.setdefault(slot.name, [])
         for rank in range(shard):
             for own in owned_ranges(units, partial(_axis_at, mesh, rank)):
                 for piece in pieces_of(own, _shapes_alone, mesh.coordinates, unique=True):
-                    found.boxes[piece.name].append(piece.box)
-    lost = set(range(config.model.num_layers)) - found.layers
-    found.misplaced += [f"layers {sorted(lost)} are on no rank"] if lost else []
-    return found
+                    result.boxes[piece.name].append(piece.box)
+    lost = set(range(config.model.num_layers)) - result.layers
+    result.misplaced += [f"layers {sorted(lost)} are on no rank"] if lost else []
+    return result
 
 
 def _shapes_alone(where: slice) -> torch.Tensor:
@@ -249,7 +247,7 @@ def _shapes_alone(where: slice) -> torch.Tensor:
 
 
 def _axis_at(mesh: Mesh, rank: int, name: str) -> Axis:
-    """An axis of the mesh as its `rank` sees it."""
+    """An axis of the mesh from the view of its `rank`."""
     return replace(getattr(mesh, name), rank=rank)
 
 
@@ -257,8 +255,8 @@ def _axis_at(mesh: Mesh, rank: int, name: str) -> Axis:
 
 
 def check_shapes(design: Design) -> Check:
-    """A micro-batch forward and back through each kind of stage, on the first and the last ranks of tensor and of context
-    parallelism; of a model that is not the suite's, through every layer of every stage.
+    """Run a micro-batch forward and back through each kind of stage, on the first and the last ranks of tensor and context
+    parallelism. For a user's model, through every layer of every stage.
     """
     started, kinds, wrong = time.perf_counter(), set(), []
     last, recompute = design.sizes["tp"] - 1, design.config.recompute
@@ -289,14 +287,14 @@ def check_shapes(design: Design) -> Check:
                 wrong += [f"rank {mesh.rank}: {fault}" for fault in faults]
     model, micro = design.config.model, design.config.batch.micro_batch_size
     took = time.perf_counter() - started
-    told = (
+    summary = (
         f"[s={model.seq_length}, b={micro}, h={model.hidden_size}] forward and back through {len(kinds)} kinds of ranks"
     )
-    return Check("shapes", f"{told} in {took:.1f} s", "; ".join(wrong[:4]), design.blame)
+    return Check("shapes", f"{summary} in {took:.1f} s", "; ".join(wrong[:4]), design.blame)
 
 
 def _meta_batch(design: Design, mesh: Mesh, b: int) -> MicroBatch:
-    """A micro-batch without memory, of the arrays that the recipe names, if it does."""
+    """A micro-batch without memory, with the recipe's arrays, if it has some."""
     recipe = recipe_of(design.config)
     if recipe.arrays is None:
         tokens = torch.empty((design.facts.seq_length // mesh.cp.size, b), dtype=torch.int64, device="meta")
@@ -311,7 +309,7 @@ def _meta_batch(design: Design, mesh: Mesh, b: int) -> MicroBatch:
 def sample_layers(
     layers: Sequence[int], settings: schema.Recompute, kind_of: Callable[[int], object]
 ) -> tuple[int, ...]:
-    """The first two groups of layers that are alike: of one kind, with the same recomputation.
+    """The first two groups of layers of each kind and recomputation.
 
     >>> sample_layers(range(4, 12), schema.Recompute("full", no_recompute_layers="4,5,6"), lambda layer: "layer")
     (4, 5, 7, 8)
@@ -325,7 +323,7 @@ def sample_layers(
 
 
 def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
-    """What makes a pipeline rank differ from another in what it computes."""
+    """The properties of a pipeline rank that decide what it computes."""
     last, settings = len(pipeline.stages) - 1, design.config.recompute
     groups = [recompute_groups(pipeline.layers[stage], settings) for stage in pipeline.stages_of(pp)]
     kinds = lambda group: (group.granularity, tuple(map(design.facts.design_of, group.layers)))
@@ -337,9 +335,7 @@ def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
 
 @contextlib.contextmanager
 def _fake_process_group(ranks: int):
-    """A default process group, as large as the largest of the axes that a pass communicates over, whose collectives return
-    at once.
-    """
+    """A default process group whose collectives return immediately. ranks: the size of the largest axis of a pass."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -350,8 +346,8 @@ def _fake_process_group(ranks: int):
 
 
 def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[str]:
-    """What is wrong with the shapes of a micro-batch's passes through a stage. In evaluation: random numbers are not drawn
-    for tensors that have none.
+    """The problems of the shapes of a micro-batch's passes through a stage. In evaluation mode, because random numbers
+    cannot be drawn on the meta device.
     """
     b, config = design.config.batch.micro_batch_size, design.config
     wire = design.facts.message_of(config.parallel, b)
@@ -369,6 +365,6 @@ def _check_stage_shapes(design: Design, mesh: Mesh, stage: nn.Module) -> list[st
         wrong.append(f"output in {out.dtype} instead of {design.dtype}")
     out.backward(torch.empty_like(out))
     if given is not None and (given.grad is None or given.grad.shape != given.shape):
-        wrong.append("no gradient for the stage before")
+        wrong.append("no gradient for the previous stage")
     wrong += [f"no gradient for {name}" for name, weight in stage.named_parameters() if weight.grad is None]
     return wrong

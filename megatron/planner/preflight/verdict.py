@@ -9,15 +9,15 @@ from megatron.telemetry.figures import sentence
 
 
 class Check(NamedTuple):
-    """One check. It passed unless there is a fault.
+    """The result of one check; it passed unless there is a fault.
 
-    told:   what was looked at, with its figures
-    fault:  what is wrong
-    do:     what to do then
+    summary: what was checked, with figures
+    fault:   the problem
+    do:      the remedy
     """
 
     name: str
-    told: str
+    summary: str
     fault: str = ""
     do: str = ""
 
@@ -25,12 +25,12 @@ class Check(NamedTuple):
     def line(self) -> str:
         """`PASS  clocks   ...` or `FAIL  clocks   ... -> ...`."""
         if not self.fault:
-            return f"PASS  {self.name:<11} {self.told}"
+            return f"PASS  {self.name:<11} {self.summary}"
         return f"FAIL  {self.name:<11} {self.fault}{f' -> {self.do}' if self.do else ''}"
 
 
 class PreflightReport:
-    """Says every check as it comes and remembers those that failed."""
+    """Logs every check and collects the failed ones."""
 
     def __init__(self, log: Callable[[str], None]):
         self.log, self.checks = log, []
@@ -45,7 +45,7 @@ class PreflightReport:
         return [check for check in self.checks if check.fault]
 
     def end(self, unchecked: Sequence[str]) -> None:
-        """Raise SettingsError with everything that failed, or say that nothing did, and what nobody has looked at."""
+        """Raise SettingsError with all failed checks, or log that all passed, and what was not checked."""
         if self.failed:
             raise refusal(self.failed, len(self.checks))
         not_checked = sentence(f"  not checked: {', '.join(unchecked)}")
@@ -53,6 +53,6 @@ class PreflightReport:
 
 
 def refusal(failed: list[Check], number: int) -> SettingsError:
-    """The error that a preflight ends with."""
+    """The error of a failed preflight."""
     lines = [f"{check.name}: {check.fault}{f' -> {check.do}' if check.do else ''}" for check in failed]
     return SettingsError(f"preflight: {len(failed)} of {number} checks failed{numbered(lines)}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explicit attention without order: every query sees every key of its sample, which may be another sequence's.
+"""Explicit non-causal attention: every query sees every key of its sample, of the same or of another sequence.
 
-What is multiplied is contiguous, since batched products on a CPU copy other operands each time.
+Operands are made contiguous, because batched products on a CPU copy other operands each time.
 
-Legend: s queries, t keys, b micro-batch, c of its samples, g key-value groups, q queries of a group, d channels of a head.
+Legend: s queries, t keys, b micro-batch, c of its samples, g key-value groups, q queries per group, d channels per head.
 """
 
 from typing import NamedTuple
@@ -21,9 +21,11 @@ from megatron.fused_kernels.attention import (
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import numbers
 from megatron.fused_kernels.reference import visible_keys
-from megatron.settings.kernel_sizes import UNORDERED_ROWS
+from megatron.settings.kernel_sizes import NONCAUSAL_ROWS
 
-FEW_SAMPLES = 16  # may sum a gradient of bias in bf16: that of 64 has four times the error of one rounding
+FEW_SAMPLES = (
+    16  # up to here a bias gradient may be summed in bf16: over 64 the error is four times that of one rounding
+)
 
 
 def block_full(
@@ -41,20 +43,20 @@ def block_full(
     padding=None,
     **_,
 ) -> torch.Tensor:
-    """`reference.attention` of cases without order."""
-    assert not causal, "every query looks at all keys"
+    """`reference.attention` in non-causal cases."""
+    assert not causal, "every query sees all keys"
     parts = _groups(query, key, documents)
     if allowed is None:
-        return _UnorderedAttention.apply(query, key, value, None, parts, dropout, scale, softcap, bias, padding)
+        return _NonCausalAttention.apply(query, key, value, None, parts, dropout, scale, softcap, bias, padding)
     visible, blind = visible_keys(allowed, causal)
-    attended = _UnorderedAttention.apply(query, key, value, visible, parts, dropout, scale, softcap, bias, padding)
+    attended = _NonCausalAttention.apply(query, key, value, visible, parts, dropout, scale, softcap, bias, padding)
     return attended.masked_fill(blind, 0.0)
 
 
 class QueryGroup(NamedTuple):
-    """Some samples, the places of their keys, and blocks of places of the queries that look at these.
+    """Some samples, the positions of their keys, and blocks of positions of the queries that see these keys.
 
-    first: the place of the samples' first query, where bias begins
+    first: the position of the samples' first query, where bias begins
     """
 
     samples: slice
@@ -67,27 +69,27 @@ def _groups(query: torch.Tensor, key: torch.Tensor, documents: Documents | None)
     s, b, _, q, _ = query.shape
     if documents is None:
         return [QueryGroup(slice(0, b), slice(0, len(key)), _blocks(0, s, q))]
-    found, first = [], 0
+    groups, first = [], 0
     for sample in documents.parts[0]:
         end = first + sample.keys
-        found.append(QueryGroup(slice(0, 1), slice(first, end), _blocks(first, end, q), first))
+        groups.append(QueryGroup(slice(0, 1), slice(first, end), _blocks(first, end, q), first))
         first = end
-    return found
+    return groups
 
 
 def _blocks(start: int, stop: int, q: int) -> list[slice]:
-    step = max(1, UNORDERED_ROWS // q)
+    step = max(1, NONCAUSAL_ROWS // q)
     return [slice(at, min(at + step, stop)) for at in range(start, stop, step)]
 
 
-class _UnorderedAttention(torch.autograd.Function):
-    """Rows of a group's queries are ordered (s, q), so that a block of places is one slice of rows."""
+class _NonCausalAttention(torch.autograd.Function):
+    """Rows of a group's queries are in the order (s, q), so that a block of positions is one slice of rows."""
 
     @staticmethod
     def forward(ctx, query, key, value, visible, parts, dropout, scale, softcap, bias, padding):
         s, b, g, q, d = query.shape
         attended = query.new_empty(query.shape)
-        saved = []  # of each part keys and values [c g, t, d]; of its blocks rows [c g, n q, d] and weights [c g, n q, t]
+        saved = []  # per part: keys and values [c g, t, d]; per block: rows [c g, n q, d] and weights [c g, n q, t]
         for samples, seen, queries, first in parts:
             keys, values = (_heads_first(x[seen, samples]) for x in (key, value))
             saved += [keys, values]
@@ -114,10 +116,10 @@ class _UnorderedAttention(torch.autograd.Function):
                     kept = dropout._replace(words=dropout.words[samples])
                     saved.append(kept_weights(kept, (s, c, g, q, d), mine, seen))
                     weights = weights * numbers(saved[-1], rows.dtype)
-                found = torch.bmm(weights, values)
+                result = torch.bmm(weights, values)
                 if dropout is not None:
-                    found.mul_(dropout.factor)  # of the weights, here applied to what they add up to
-                _put(attended[mine, samples], found)
+                    result.mul_(dropout.factor)  # of the weights, applied to their sum
+                _put(attended[mine, samples], result)
         ctx.save_for_backward(*saved)
         ctx.shape, ctx.key_shape, ctx.parts, ctx.scale, ctx.softcap = query.shape, key.shape, parts, scale, softcap
         ctx.factor, ctx.bias_shape = None if dropout is None else dropout.factor, None if bias is None else bias.shape
@@ -127,7 +129,7 @@ class _UnorderedAttention(torch.autograd.Function):
     def backward(ctx, gradient):
         saved, q, gradient = iter(ctx.saved_tensors), ctx.shape[3], gradient.view(ctx.shape)
         d_query, d_key, d_value = (gradient.new_empty(shape) for shape in (ctx.shape, *[ctx.key_shape] * 2))
-        # Of few samples in the format of what it adds up: adding bf16 to fp32 converts each time.
+        # For few samples, sum in the format of the terms: adding bf16 to fp32 converts each time.
         few = sum(part.samples.stop - part.samples.start for part in ctx.parts) <= FEW_SAMPLES
         exact = gradient.dtype if few else torch.float32
         d_bias = gradient.new_zeros(ctx.bias_shape, dtype=exact) if ctx.needs_input_grad[8] else None
@@ -146,7 +148,7 @@ class _UnorderedAttention(torch.autograd.Function):
                 if d_bias is not None:
                     own = by_position(_of_part(d_bias, mine, keys.shape[1], first), q)
                     add_samples(own, d_scores.view(-1, *own.shape))
-                if ctx.softcap is not None:  # the scores are made again: kept, they would be as large as the weights
+                if ctx.softcap is not None:  # scores are recomputed: saved, they would be as large as the weights
                     tanh = scaled_scores(rows, keys, ctx.scale).div_(ctx.softcap).tanh_()
                     d_scores = d_scores.addcmul_(d_scores, tanh.square_(), value=-1)
                 _put(d_query[mine, samples], torch.bmm(d_scores, keys), ctx.scale)
@@ -159,18 +161,18 @@ class _UnorderedAttention(torch.autograd.Function):
 
 
 def _of_part(bias: torch.Tensor, queries: slice, keys: int, first: int) -> torch.Tensor:
-    """Of bias [g q, s, t], which begins with place `first`, what some places have over the first keys."""
+    """The rows of these queries in bias [g q, s, t], which begins at position `first`, over the first keys."""
     return bias[:, queries.start - first : queries.stop - first, :keys]
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    """[n, c, g, d] or [n, c, g, q, d] -> [c g, n, d] or [c g, n q, d], a copy that is contiguous"""
+    """[n, c, g, d] or [n, c, g, q, d] -> [c g, n, d] or [c g, n q, d], a contiguous copy."""
     order = (1, 2, 0, *range(3, x.ndim))
     return x.permute(order).contiguous().view(x.shape[1] * x.shape[2], -1, x.shape[-1])
 
 
 def _put(place: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> None:
-    """place [n, c, g, q, d] = scale x of [c g, n q, d]"""
+    """place [n, c, g, q, d] = scale x of [c g, n q, d]."""
     n, c, g, q, d = place.shape
     x = x if scale == 1.0 else x.mul_(scale)
     place.copy_(x.view(c, g, n, q, d).permute(2, 0, 1, 3, 4))
