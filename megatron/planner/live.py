@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map, v_shaped
-from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate
+from megatron.planner.sharding import ShardingTimes
 
 LARGE = 16  # ranks of a V; what more of them hold is read off so many
 
@@ -109,7 +109,7 @@ def sharded_span(
     *,
     forward: float,
     backward: float,
-    sharding: Sharding,
+    sharding: ShardingTimes,
     exact: bool = False,
 ) -> float:
     """Time from the first op of a step to the last reduction, as `simulate` has it with this `sharding`; no update.
@@ -131,7 +131,7 @@ def sharded_span(
     return before(sharding, chunks, forward) + length + behind(sharding, chunks, last)
 
 
-def before(sharding: Sharding, chunks: int, forward: float) -> float:
+def before(sharding: ShardingTimes, chunks: int, forward: float) -> float:
     """By how much gatherings of ZeRO 1 and 2 hold up the first passes of the chunks."""
     if sharding.zero not in (1, 2):
         return 0.0
@@ -141,7 +141,7 @@ def before(sharding: Sharding, chunks: int, forward: float) -> float:
     return held + (chunks - 1) * max(0.0, sharding.gather - forward)
 
 
-def behind(sharding: Sharding, chunks: int, backward: float) -> float:
+def behind(sharding: ShardingTimes, chunks: int, backward: float) -> float:
     """By how much reductions of ZeRO 0 and 1 end later than the last passes of the chunks. backward: one of these."""
     if sharding.zero > 1:
         return 0.0

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
-from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import sharded_span
 from megatron.planner.parameters import Units, rank_units
+from megatron.planner.sharding import ShardingTimes
 from megatron.planner.traffic import Transfer, once_a_step
 from megatron.planner.unequal import unequal_span
 from megatron.settings.schema import Recompute
@@ -115,7 +115,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     clock = lambda sharding: unequal_span(
         layout.schedule, layout.pp, num_microbatches, layout.chunks, times, sharding=sharding
     )
-    length = clock(Sharding(0))
+    length = clock(ShardingTimes(0))
     total = max(length, clock(own.sharding)) + own.after_reductions
     each = sum(stages, Pass()).times(num_microbatches / layout.pp)  # of a rank, as a mean
     messages = 2 * num_microbatches * layout.chunks * message
@@ -186,7 +186,7 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
         layout.chunks,
         forward=forward,
         backward=backward,
-        sharding=Sharding(0),
+        sharding=ShardingTimes(0),
     )
     return Work(forward, backward, length)
 
@@ -333,7 +333,7 @@ OVERLAPPED_SHARE = 0.7  # of messages that may run beside passes, where these ar
 class StepCommunication(NamedTuple):
     """What a step of a pipeline rank has besides its passes."""
 
-    sharding: Sharding  # gatherings and reductions of a chunk, and the update
+    sharding: ShardingTimes  # gatherings and reductions of a chunk, and the update
     after_reductions: float  # seconds behind the last reduction: the update, and sums that wait for all gradients
 
 
@@ -344,7 +344,7 @@ def step_communication(job: Job, layout: Layout, cluster: Cluster) -> StepCommun
     return max(found, key=lambda own: own.after_reductions + layout.chunks * _sent(own.sharding, num_microbatches))
 
 
-def _sent(sharding: Sharding, num_microbatches: int) -> float:
+def _sent(sharding: ShardingTimes, num_microbatches: int) -> float:
     """Seconds of a chunk's gatherings and reductions in a step."""
     gathers = {0: 0, 3: 2 * num_microbatches}.get(sharding.zero, 1)
     return sharding.gather * gathers + sharding.reduce * (num_microbatches if sharding.zero >= 2 else 1)
@@ -358,7 +358,7 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
     reductions = layout.chunks * (layout.num_microbatches(job) if layout.zero >= 2 else 1)
     gather_ahead = layout.parallel.overlap_param_gather if layout.parallel else layout.overlap
     update = _update(job, layout, cluster, rank)
-    sharding = Sharding(
+    sharding = ShardingTimes(
         layout.zero,
         sums["gather"] / gathers,
         sums["reduce"] / reductions,

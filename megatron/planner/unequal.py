@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import dependencies, stage_map
-from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner.live import before, behind, is_split
+from megatron.planner.sharding import ShardingTimes
 
 FEW = 16  # ranks that are put on the clock instead of more
 
@@ -28,7 +28,7 @@ class _Step(NamedTuple):
 
 
 def unequal_span(
-    schedule: str, pp: int, num_microbatches: int, chunks: int, stages: Sequence[Both], sharding: Sharding
+    schedule: str, pp: int, num_microbatches: int, chunks: int, stages: Sequence[Both], sharding: ShardingTimes
 ) -> float:
     """Seconds from the first op of a step to the last reduction. stages: each one's passes, in order.
 

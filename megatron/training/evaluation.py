@@ -90,7 +90,7 @@ def evaluate(
 
     Each validation continues after the samples of the last one, unless all have the same samples (--eval-same-samples).
     """
-    started, measures = time.perf_counter(), measures or run.measures
+    started, measures, messages = time.perf_counter(), measures or run.measures, run.optimizer.messages
     size = run.config.batch.global_batch_size
     num_microbatches = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
@@ -104,8 +104,9 @@ def evaluate(
         for _ in range(num_batches(run, batches, split)):
             run.watch.heartbeat.beat("evaluate")
             ops = run.pipeline.ops(run.wire.axis.rank, num_microbatches, training=False)
+            ops, more = messages.plan(ops), dict(names=run.names, seed=run.config.logging.seed, messages=messages)
             micros = micro_batches(run, batches, consumed, num_microbatches)
-            sums += execute(ops, run.stages, micros, run.wire, names=run.names, seed=run.config.logging.seed)
+            sums += execute(ops, run.stages, micros, run.wire, **more)
             consumed += size
         *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:

@@ -179,9 +179,9 @@ def forward_backward(
     """Run the forward and backward passes of a step in the order of the schedule. Returns this rank's sums."""
     ops = run.pipeline.ops(run.wire.axis.rank, len(batches))
     record = run.recorder.record() if run.recorder else None
-    run.optimizer.set_num_microbatches(len(batches))
+    ops = run.optimizer.messages.plan(ops, run.needs_gradient)
     more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
-    more |= dict(needs_gradient=run.needs_gradient)
+    more |= dict(needs_gradient=run.needs_gradient, messages=run.optimizer.messages)
     sums = execute(ops, run.stages, batches, run.wire, loss_func, names=run.names, **more)
     if record is not None:
         run.recorder.write(record)
