@@ -22,7 +22,7 @@ from megatron.mpu.mesh import Axis, Mesh
 from megatron.optimizer.units import OwnedRange, Slot
 
 
-@dataclass
+@dataclass(eq=False)
 class UnitGradients:
     """The gradients of a unit in this step: their buffer, and how many have arrived."""
 

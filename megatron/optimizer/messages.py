@@ -30,15 +30,13 @@ from megatron.pipeline.sharding import (
     MESSAGES,
     OUT,
     TIED,
-    Chunk,
+    ChunkPieces,
     Group,
     Listed,
     Sharding,
     group_of,
     list_messages,
-    passes_of,
 )
-from megatron.pipeline.verify_messages import verify_messages
 
 
 class Messages:
@@ -64,8 +62,10 @@ class Messages:
         before = list_messages([], self.chunks, how).before
         self.unlisted = Listed(before, [], [Op("R", 0, 0, ALL)])  # of passes that run without a list
         self.listed = self.unlisted  # of the step that runs
-        self.inside: list[Op] = []  # what is left of the pass that runs: its pieces, and messages between them
-        self.running: Optional[Op] = None  # that pass
+        self.running: Optional[Op] = None  # a pass
+        self.inside: Sequence[Op] = ()  # its pieces, and the messages between them
+        self.at, self.places = 0, {}  # what of it comes next; where its pieces are
+        self.on_the_spot: set[str] = set()  # units that a layer out of turn has gathered
         self.late: list[UnitGradients] = []  # gradients that were not complete when the list reduced them
         gradients.arrived = self._arrived
         if how.zero == 3 or how.gather_ahead:
@@ -92,30 +92,25 @@ class Messages:
             own += [unit] * (unit not in own)
         return layers
 
-    def _chunks(self, learns: Sequence[bool]) -> list[Chunk]:
+    def _chunks(self, learns: Sequence[bool]) -> list[ChunkPieces]:
         trained = {group for group, units in self.units.items() if not all(unit.frozen for unit in units)}
         chunks = []
         for number, layers in enumerate(self.layers):
-            pieces = Chunk(len(layers), (), ()).pieces
+            pieces = ChunkPieces(len(layers), (), ()).pieces
             held, own = ([name for name in pieces if (number, name) in groups] for groups in (self.units, trained))
             shares = any(number in unit.chunks for unit in self.units.get((0, TIED), ()))
-            chunks.append(Chunk(len(layers), held, own, learns[number], (0, TIED) in trained if shares else None))
+            chunks.append(ChunkPieces(len(layers), held, own, learns[number], (0, TIED) in trained if shares else None))
         return chunks
 
     def plan(self, ops: Sequence[Op], learns: Optional[Sequence[bool]] = None) -> list[Op]:
-        """The ops of a step, or of an evaluation, with their messages. Raises BrokenSchedule if they are wrong.
+        """The ops of a step, or of an evaluation, with their messages (`list_messages`).
 
-        ops: passes; or the list of a schedule of one's own, which already has its messages. learns: of each chunk, whether
-        anything before it is trained (default: it is)
+        learns: of each chunk, whether anything before it is trained (default: it is)
         """
         key = tuple(ops)
         if key not in self.lists:
             chunks = self._chunks(learns or [True] * len(self.layers))
-            listed = list_messages(passes_of(ops), chunks, self.how)
-            if any(op.kind in MESSAGES for op in ops):
-                end = 1 + max(place for place, op in enumerate(ops) if op.kind not in MESSAGES)
-                listed = Listed(listed.before, list(ops[:end]), [*ops[end:], *listed.after[-1:]])
-            verify_messages(listed, chunks, self.how)
+            listed = list_messages(ops, chunks, self.how)
             self.lists = {**dict(list(self.lists.items())[-7:]), key: listed}
         if any(op.kind != "F" for op in ops):
             self.listed = self.lists[key]
@@ -160,9 +155,10 @@ class Messages:
     @contextmanager
     def passing(self, op: Op, inside: Sequence[Op]) -> Iterator[None]:
         """Around a pass: run the messages that stand inside it."""
-        self.running, self.inside = op, list(inside)
+        self.running, self.inside, self.at = op, inside, 0
+        self.places = {group_of(one): place for place, one in enumerate(inside) if one.kind not in MESSAGES}
         yield
-        self._run_until(len(self.inside))
+        self._run_until(len(inside))
         self.running = None
         for tally in self.late:
             self.gradients.start(tally)
@@ -170,15 +166,15 @@ class Messages:
         self.late.clear()
 
     def _run_until(self, end: int) -> None:
-        while end > 0:
-            op, end = self.inside.pop(0), end - 1
+        while self.at < end:
+            op = self.inside[self.at]
+            self.at += 1
             if op.kind in MESSAGES:
                 self.run(op)
 
     def _reach(self, group: Group) -> None:
         """Run the messages before a piece of the pass that runs, unless it is behind or is not listed."""
-        ends = [place for place, op in enumerate(self.inside) if op.kind not in MESSAGES and group_of(op) == group]
-        self._run_until(ends[0] + 1 if ends else 0)
+        self._run_until(self.places.get(group, -1) + 1)
 
     def _arrived(self, tally: UnitGradients) -> None:
         """A parameter has got a gradient: the piece has begun, and may be reduced."""
@@ -186,14 +182,15 @@ class Messages:
         if self.running is None or self.running.kind not in "BW" or group[1] in (IN, TIED):
             return
         self._reach(group)
-        while self.inside and (
-            self.inside[0].kind == "r" or self.inside[0].kind == "R" and self._complete(self.inside[0])
-        ):
-            self._run_until(1)
+        while self.at < len(self.inside) and self._may_run(self.inside[self.at]):
+            self._run_until(self.at + 1)
 
-    def _complete(self, op: Op) -> bool:
-        units = self.units[group_of(op)]
-        return all(self.gradients.complete(self.gradients.tallies[unit.name]) for unit in units if not unit.frozen)
+    def _may_run(self, op: Op) -> bool:
+        """Whether a message needs nothing that is still computed."""
+        if op.kind != "R":
+            return op.kind == "r"
+        tallies = [self.gradients.tallies[unit.name] for unit in self.units[group_of(op)] if not unit.frozen]
+        return all(map(self.gradients.complete, tallies))
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
@@ -213,6 +210,7 @@ class Messages:
         def begin(kinds: str) -> None:
             if self.running and self.running.kind in kinds:
                 self._reach(group)
+            self.on_the_spot.update(one.unit.name for one in memory if not (one.ready or one.under_way))
             self.weights.need(*memory)
 
         def pre_forward(module, args):
@@ -221,6 +219,9 @@ class Messages:
         def post_forward(module, args, output):
             if following and self.running and self.running.kind == "F":
                 self._reach(following)
+            for one in (one for one in memory if one.unit.name in self.on_the_spot):
+                self.on_the_spot.remove(one.unit.name)
+                self.weights.free(one)
             for tensor in _backward_roots(output):
                 tensor.register_hook(lambda gradient: begin("BI"))
 

@@ -19,8 +19,8 @@ from typing import Literal, Optional
 from megatron.errors import SettingsError, StorageError, run_main
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.draw import diagram, svg
-from megatron.pipeline.schedule import TRAINING, Op, StageMap, default_chunks, problems, stage_map
-from megatron.pipeline.sharding import ALL, Chunk, Sharding, list_messages
+from megatron.pipeline.schedule import TRAINING, BrokenSchedule, Op, StageMap, default_chunks, problems, stage_map
+from megatron.pipeline.sharding import ALL, IN, OUT, ChunkPieces, Sharding, list_messages
 from megatron.pipeline.simulate import (
     COST,
     Cost,
@@ -33,7 +33,6 @@ from megatron.pipeline.simulate import (
     verify,
 )
 from megatron.pipeline.timeline import read_timeline
-from megatron.pipeline.verify_messages import verify_messages
 from megatron.settings.schema import setting
 
 
@@ -60,7 +59,7 @@ class CheckOptions:
     reduce: float = setting("time of reducing a chunk's gradients", 0.5)
     update: float = setting("time of the optimizer's update", 0.0)
     overlap: bool = setting("gather and reduce layers while others are computed", False)
-    list_ops: bool = setting("print the ops of each rank, as a schedule file has them", False)
+    list_ops: bool = setting("with --zero, print the ops of each rank, as a schedule file has them", False)
     timeline: Optional[str] = setting("file of a run's --pipeline-timeline, to compare with its simulation", None)
     svg: Optional[str] = setting("file for a picture", None)
     no_diagram: bool = setting("print numbers only", False)
@@ -101,8 +100,6 @@ def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
         live = " ".join(f"{held / chunks:g}" for held in result.live)
         span = result.span / chunks / passes["F"]
         print(f"{name:>14}{chunks:8d}{span:9.1f}{result.bubble:9.1%}   {live}")
-        if asked.list_ops:
-            print("\n".join(" ".join(map(str, ops)) for ops in plan))
         times = simulate(plan, stages, cost, asked.wire, asked.update)
         # Divided by the number of chunks, so that schedules of different chunks have one scale.
         short = {key: tuple(moment / chunks / passes["F"] for moment in moments) for key, moments in times.items()}
@@ -126,16 +123,22 @@ def _with_messages(
     own, lists = tuple(map(str, range(asked.layers))), []
     how = Sharding(asked.zero, asked.zero > 0, asked.overlap and asked.zero > 0, asked.overlap)
     for rank, ops in enumerate(plan):
-        numbers = range(len(stages) // len(plan))
-        chunks = [Chunk(asked.layers, own, own, stages.index((rank, number)) > 0) for number in numbers]
-        listed = list_messages(ops, chunks, how)
-        verify_messages(listed, chunks, how)
+        chunks = []
+        for stage in sorted((stage for stage, (at, _) in enumerate(stages) if at == rank), key=lambda n: stages[n][1]):
+            held = (IN,) * (stage == 0) + own + (OUT,) * (stage == len(stages) - 1)
+            chunks.append(ChunkPieces(asked.layers, held, held, learns=stage > 0))
+        try:
+            listed = list_messages(ops, chunks, how)
+        except BrokenSchedule as error:
+            raise SettingsError(f"--schedule {asked.schedule}: rank {rank} cannot run this list", str(error)) from error
+        if asked.list_ops:
+            print(f"rank {rank}: {' '.join(map(str, listed.ops + listed.after[:-1]))}")
         lists.append([op for part in listed for op in part])
     messages = dict(G=asked.gather * (asked.zero > 0), H=asked.gather, R=asked.reduce)
 
     def cost(rank: int, op: Op) -> float:
         if op.piece == ALL:  # all reductions of the rank, or a sum over copies, of which there are none
-            return asked.reduce * len(numbers) * (not how.sharded and not how.reduce_beside)
+            return asked.reduce * len(stages) / len(plan) * (not how.sharded and not how.reduce_beside)
         share = 1 / asked.layers if op.piece in own else float(not op.piece)
         return share * (messages[op.kind] if op.kind in messages else passes[op.kind])
 
@@ -146,7 +149,7 @@ def _plans(asked: CheckOptions) -> dict[str, tuple[RankSchedules, StageMap]]:
     """Name -> plan and map of stages. Raises SettingsError when no schedule can run."""
     if asked.schedule and is_file(asked.schedule):
         custom = read_schedule(asked.schedule)
-        return {Path(custom.path).name: (custom.plan, custom.stages)}
+        return {Path(custom.path).name: (custom.lists, custom.stages)}
     pp, num_microbatches = asked.pipeline_model_parallel_size, asked.micro
     names = [asked.schedule] if asked.schedule else TRAINING
     chunks = {name: default_chunks(name) if asked.chunks is None else asked.chunks for name in names}

@@ -10,8 +10,8 @@ output. The output itself belongs to the message that carries it, and is freed w
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Optional, Protocol
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -48,7 +48,7 @@ def execute(
     returned: Optional[StageOutputs] = None,
     seed: Optional[int] = None,
     needs_gradient: Optional[Sequence[bool]] = None,
-    messages: Optional["RunsMessages"] = None,
+    messages: Optional[Any] = None,
 ) -> torch.Tensor:
     """Run one rank's ops. Returns the sums of `names` over its micro-batches, in fp64.
 
@@ -65,7 +65,7 @@ def execute(
                 zeros are sent; default: all
     returned:   collects the outputs of stages for a later `check`; without it a wrong output raises SettingsError here
     seed:       seeds torch's generators before a forward pass, together with micro-batch and stage; None: they are not
-    messages:   runs the messages of data parallelism in `ops` (`sharding.py`)
+    messages:   `optimizer.messages.Messages`, which run the messages of data parallelism in `ops` (`sharding.py`)
     """
     passes = passes_of(ops)
     split = any(op.kind == "W" for op in passes)
@@ -95,16 +95,6 @@ def execute(
         if timeline is not None:
             timeline.append((op, start, runner.now()))
     return runner.finish()
-
-
-class RunsMessages(Protocol):
-    """What runs messages: `optimizer.messages.Messages`."""
-
-    def run(self, op: Op) -> None:
-        """Run a message."""
-
-    def passing(self, op: Op, inside: Sequence[Op]) -> AbstractContextManager:
-        """Around a pass: run the messages in `inside`, its pieces and what stands between them."""
 
 
 class RecvPrefetcher:

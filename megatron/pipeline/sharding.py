@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of data parallelism as ops of a schedule: gathers of weights, reductions of gradients. Pure.
 
-`list_messages` puts them into the passes of a rank, `verify_messages` proves the list (`verify_messages.py`), the simulator
-times it (`simulate.py`), and a training step runs it (`execute.py`, `optimizer/messages.py`). A pass with messages inside
+`list_messages` puts them into the passes of a rank and proves the list (`verify_messages`), the simulator times it
+(`simulate.py`), and a training step runs it (`execute.py`, `optimizer/messages.py`). A pass with messages inside
 is a row of *pieces*: `in` (the embedding), the layers of its chunk from 0, `out` (last norm, output layer, loss).
 
 | op              | what                                                                                 |
@@ -17,7 +17,7 @@ A chunk is written as in F3.1:2. Weights that several chunks of a rank share are
 layer after the other, with both overlaps:
 
     >>> how = Sharding(zero=3, gather_ahead=True, reduce_beside=True)
-    >>> listed = list_messages([Op("F", 0), Op("B", 0)], [Chunk(2, held=("0", "1"), trained=("0", "1"))], how)
+    >>> listed = list_messages([Op("F", 0), Op("B", 0)], [ChunkPieces(2, held=("0", "1"), trained=("0", "1"))], how)
     >>> print(*listed.ops)
     G0:0 F0:in g0:0 G0:1 F0:0 D0:0 g0:1 F0:1 D0:1 F0:out H0:1 B0:out h0:1 H0:0 B0:1 R0:1 E0:1 h0:0 B0:0 R0:0 r0:1 E0:0
     >>> print(*listed.after)
@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-from megatron.pipeline.schedule import Op
+from megatron.pipeline.schedule import BrokenSchedule, Op
 
 GATHERS = {"F": "GgD", "B": "HhE", "I": "HhE"}  # pass -> its gather starts, has arrived, is freed
 FORWARD = dict(H="G", h="g", E="D")  # a message for a backward pass -> the same for a forward pass
@@ -55,7 +55,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkPieces:
     """The pieces of a rank's model chunk. held: those with weights of their own; trained: those with gradients.
 
     learns: something before the chunk is trained, so that all its layers have a backward pass
@@ -111,127 +111,99 @@ def steps_of(ops: Iterable[Op]) -> Iterator[tuple[Op, list[Op]]]:
 
 def passes_of(ops: Iterable[Op]) -> list[Op]:
     """The passes of a list, without messages and pieces."""
-    return list(dict.fromkeys(op.whole for op in ops if op.kind not in MESSAGES))
+    ops, cut = [op for op in ops if op.kind not in MESSAGES], set()
+    return [op.whole for op in ops if not op.piece or not (op.whole in cut or cut.add(op.whole))]
 
 
 # ---- from passes to a list ---------------------------------------------------------------------------------------------
 
 
-def list_messages(passes: Sequence[Op], chunks: Sequence[Chunk], how: Sharding) -> Listed:
-    """Put the messages of data parallelism into the passes of a rank. chunks: of the rank, by number."""
-    return _Lister(passes, chunks, how).listed()
+def list_messages(ops: Sequence[Op], chunks: Sequence[ChunkPieces], how: Sharding) -> Listed:
+    """Put the messages of data parallelism into the passes of a rank, and prove the list.
+
+    ops: the passes; or a list that has its messages, but for those after the update and R0:all. chunks: of the rank, by
+    number. Raises BrokenSchedule with the first error.
+    """
+    listed = _Lister(passes_of(ops), chunks, how).listed()
+    if any(op.kind in MESSAGES for op in ops):
+        end = 1 + max(place for place, op in enumerate(ops) if op.kind not in MESSAGES)
+        listed = Listed(listed.before, list(ops[:end]), [*ops[end:], *listed.after[-1:]])
+    verify_messages(listed, chunks, how)
+    return listed
 
 
 class _Lister:
-    def __init__(self, passes: Sequence[Op], chunks: Sequence[Chunk], how: Sharding):
+    def __init__(self, passes: Sequence[Op], chunks: Sequence[ChunkPieces], how: Sharding):
         self.passes, self.chunks, self.how = passes, chunks, how
-        self.keeps_weights, self.keeps_gradients = how.zero < 3, how.zero < 2
         kinds = {op.kind for op in passes}
         self.trains, self.last_kind = bool(kinds - {"F"}), "W" if "W" in kinds else "B"
         self.first = {op.chunk: op for op in reversed(passes) if op.kind == "F"}
         self.last = {op.chunk: op for op in passes if op.kind == self.last_kind}
-        self.alive = Counter[Group]()  # roots -> passes F whose backward pass has not come
-        self.arrived: set[Group] = set()  # roots that a pass has waited for after the update
+        self.alive = Counter[Group]()  # weights used throughout passes -> passes F whose backward pass has not come
         self.under_way: list[Op] = []  # reductions
         self.ops: list[Op] = []
 
     def listed(self) -> Listed:
+        groups = groups_of(self.chunks)
+        use = sorted(
+            groups, key=lambda group: (group[0], group[1] not in (IN, OUT, TIED))
+        )  # a chunk waits for these first
+        gathers = [Op("G", 0, *group) for group in use] if self.how.zero < 3 else []
+        if not self.how.gather_ahead:
+            gathers += list(map(_end, gathers))
         for op in self.passes:
-            {"F": self.forward, "W": self.reduced}.get(op.kind, self.backward)(op)
-        if not self.trains:
-            return Listed(self.before(), self.ops, [])
-        groups = [group for group, trained in groups_of(self.chunks) if trained]
-        together = self.keeps_gradients and not self.how.sharded and not self.how.reduce_beside
-        if self.keeps_gradients and not together and not self.how.reduce_beside:
-            self.under_way = [Op("R", 0, *group) for group in groups]
-            after = [*self.under_way, *map(_end, self.under_way)]
-        else:
-            after = list(map(_end, self.under_way))
-        return Listed(self.before(), self.ops, [*after, Op("R", 0, 0, ALL)])
+            self.add(op)
+        after = []
+        if self.how.zero < 2 and self.how.sharded and not self.how.reduce_beside:
+            after = self.under_way = [Op("R", 0, *group) for group, trained in groups.items() if trained]
+        after = [*after, *map(_end, self.under_way), Op("R", 0, 0, ALL)]
+        return Listed(gathers, self.ops, after if self.trains else [])
 
-    def before(self) -> list[Op]:
-        """The gathers after an update, in the order of use: a chunk waits for its roots first."""
-        if not self.keeps_weights:
-            return []
-        groups = [group for group, _ in groups_of(self.chunks)]
-        groups.sort(key=lambda group: (group[0], group[1] not in (IN, OUT, TIED)))
-        started = [Op("G", 0, *group) for group in groups]
-        return started + ([] if self.how.gather_ahead else list(map(_end, started)))
-
-    def forward(self, op: Op) -> None:
-        chunk, roots = self.chunks[op.chunk], self.chunks[op.chunk].roots(op.chunk)
-        if self.keeps_weights:
-            if not self.how.gather_ahead or self.first[op.chunk] != op:
-                self.ops.append(op)
-                return
-            self.ops += [Op("g", 0, *group) for group in roots if group not in self.arrived]
-            self.arrived.update(roots)
-            for name in chunk.pieces:
-                self.ops += [Op("g", 0, op.chunk, name)] * (name in chunk.held and name not in (IN, OUT))
-                self.ops.append(op._replace(piece=name))
-            return
-        self.used_weights(op, chunk.pieces, [group for group in roots if not self.alive[group]])
-        self.alive.update(roots)
-        if not self.trains:
-            self.leave(op)
-
-    def backward(self, op: Op) -> None:
-        """B or I: pieces where messages stand inside."""
-        names = self.chunks[op.chunk].backward()
-        if self.keeps_weights:
-            self.reduced(op) if op.kind == "B" else self.ops.append(op)
-        else:
-            self.used_weights(op, names, [])
-            self.leave(op)
-
-    def used_weights(self, op: Op, names: Sequence[str], roots: Sequence[Group]) -> None:
-        """A pass around which the weights of its layers are gathered and freed; roots: gathered before it."""
-        start, arrived, freed = GATHERS[op.kind]
-        own = [name for name in names if name in self.chunks[op.chunk].held and name not in (IN, OUT)]
-        gather = lambda kind, names: [Op(kind, op.micro, op.chunk, name) for name in names]
-        ahead = self.how.gather_ahead
-        started = gather(start, [name for _, name in roots])
-        self.ops += [*started, *gather(start, own[:1] if ahead else []), *map(_end, started)]
-        for name in names or [OUT]:
-            if name in own:
-                following = own[own.index(name) + 1 :][:1]
-                self.ops += [] if ahead else gather(start, [name])
-                self.ops += gather(arrived, [name]) + gather(start, following if ahead else [])
-            self.ops.append(op._replace(piece=name))
-            if op.kind == self.last_kind:
-                self.reduce(op, name)
-            self.ops += gather(freed, [name] if name in own else [])
-
-    def leave(self, op: Op) -> None:
-        """Free the roots of a chunk after the last pass that uses them."""
-        for group in self.chunks[op.chunk].roots(op.chunk):
-            self.alive[group] -= 1
-            self.ops += [Op(GATHERS[op.kind][2], op.micro, op.chunk, group[1])] * (not self.alive[group])
-
-    def reduced(self, op: Op) -> None:
-        """A pass that completes gradients, with their reductions unless these come after all passes."""
-        inside = op == self.last[op.chunk] and self.how.reduce_beside if self.keeps_gradients else True
-        names = self.chunks[op.chunk].backward()
-        if not inside or not any(self.chunks[op.chunk].gradients(op.chunk, name) for name in names):
-            self.ops.append(op)
-            return
+    def add(self, op: Op) -> None:
+        """Add a pass: in pieces, if messages stand between these."""
+        chunk, ahead = self.chunks[op.chunk], self.how.gather_ahead
+        start, arrived, freed = GATHERS.get(op.kind, "   ")
+        names = chunk.pieces if op.kind == "F" else chunk.backward()
+        gathers = self.how.zero == 3 and op.kind != "W"
+        first = (
+            self.how.zero < 3 and ahead and op == self.first.get(op.chunk)
+        )  # it waits for the gathers after the update
+        layers = [name for name in names if name in chunk.held and name not in (IN, OUT)] if gathers or first else []
+        roots = [group for group in chunk.roots(op.chunk) if not self.alive[group]] if gathers or first else []
+        message = lambda kind, names: [Op(kind, 0 if first else op.micro, op.chunk, name) for name in names]
+        if op.kind == "F" and (gathers or first):
+            self.ops += [] if first else message(start, [name for _, name in roots])
+        self.ops += message(start, layers[:1]) if gathers and ahead else []
+        if op.kind == "F":
+            self.ops += [
+                one._replace(chunk=group[0]) if first else one for group in roots for one in message(arrived, group[1:])
+            ]
+            self.alive.update(chunk.roots(op.chunk))
+        inside: list[Op] = []
         for name in names:
-            self.ops.append(op._replace(piece=name))
-            self.reduce(op, name)
+            if name in layers:
+                following = layers[layers.index(name) + 1 :][:1] if ahead else []
+                inside += message(start, [name]) if gathers and not ahead else []
+                inside += message(arrived, [name]) + (message(start, following) if gathers else [])
+            inside.append(op._replace(piece=name))
+            inside += self.reductions(op, name) + message(freed, [name] if gathers and name in layers else [])
+        self.ops += inside if len(inside) > len(names) else [op]
+        for group in chunk.roots(op.chunk) if op.kind in "BI" or not self.trains else ():
+            self.alive[group] -= 1
+            self.ops += message(freed, group[1:]) if gathers and not self.alive[group] else []
 
-    def reduce(self, op: Op, piece: str) -> None:
-        """Start the reductions of gradients that a piece completes; with ZeRO 2 and 3 at most one other is under way."""
-        for _, name in self.chunks[op.chunk].gradients(op.chunk, piece):
-            if self.keeps_gradients and name == TIED and self.last_of_tied() != op:
+    def reductions(self, op: Op, piece: str) -> list[Op]:
+        """Reductions of gradients that a piece completes; with ZeRO 2 and 3 at most one other is under way."""
+        once, found = self.how.zero < 2, []
+        for group in self.chunks[op.chunk].gradients(op.chunk, piece) if op.kind == self.last_kind else ():
+            users = [last for chunk, last in self.last.items() if group[0] == chunk or group[1] == TIED]
+            if once and (op != users[-1] or not self.how.reduce_beside):
                 continue
-            self.under_way.append(Op("R", op.micro, op.chunk, name))
-            self.ops.append(self.under_way[-1])
-            while not self.keeps_gradients and len(self.under_way) > self.how.reduce_beside:
-                self.ops.append(_end(self.under_way.pop(0)))
-
-    def last_of_tied(self) -> Op:
-        """The last pass that gives shared weights a gradient."""
-        return [op for op in self.last.values() if self.chunks[op.chunk].tied][-1]
+            self.under_way.append(Op("R", op.micro, op.chunk, group[1]))
+            found.append(self.under_way[-1])
+            while not once and len(self.under_way) > self.how.reduce_beside:
+                found.append(_end(self.under_way.pop(0)))
+        return found
 
 
 def group_of(op: Op) -> Group:
@@ -239,13 +211,141 @@ def group_of(op: Op) -> Group:
     return (0 if op.piece == TIED else op.chunk, op.piece)
 
 
-def groups_of(chunks: Sequence[Chunk]) -> list[tuple[Group, bool]]:
-    """All groups of a rank, and whether they are trained."""
-    tied = [((0, TIED), bool(chunk.tied)) for chunk in chunks if chunk.tied is not None][:1]
-    own = [((number, name), name in chunk.trained) for number, chunk in enumerate(chunks) for name in chunk.held]
-    return tied + own
+def groups_of(chunks: Sequence[ChunkPieces]) -> dict[Group, bool]:
+    """The weights of a rank that are gathered together -> whether they are trained."""
+    tied = [chunk.tied for chunk in chunks if chunk.tied is not None]
+    own = {(number, name): name in chunk.trained for number, chunk in enumerate(chunks) for name in chunk.held}
+    return ({(0, TIED): tied[0]} if tied else {}) | own
 
 
 def _end(op: Op) -> Op:
     """The op that waits for a message."""
     return op._replace(kind=op.kind.lower())
+
+
+# ---- proof -------------------------------------------------------------------------------------------------------------
+
+
+def verify_messages(listed: Listed, chunks: Sequence[ChunkPieces], how: Sharding) -> None:
+    """Prove that a rank's list is correct, or raise BrokenSchedule with the first error.
+
+    Pieces come in the order in which a pass computes them. All weights are there when a pass uses them, and are freed
+    after it (ZeRO 3). Each gradient is reduced once, after it is complete. Every message is waited for.
+    """
+    _verify_pieces(listed, chunks)
+    proof = _Proof(chunks, how, passes_of(listed.ops))
+    for op in (op for part in listed for op in part):
+        proof.add(op)
+    proof.end()
+
+
+def _verify_pieces(listed: Listed, chunks: Sequence[ChunkPieces]) -> None:
+    for op, inside in steps_of(listed.ops):
+        pieces = [one for one in inside if one.kind not in MESSAGES]
+        strange = [one for one in pieces if one.whole != op]
+        if strange:
+            raise BrokenSchedule(f"{strange[0]} stands inside {op}: only messages may")
+        found, chunk = [one.piece for one in pieces], chunks[op.chunk]
+        wanted = chunk.pieces if op.kind == "F" else chunk.backward()
+        if found not in ([], [""], wanted):
+            raise BrokenSchedule(f"the pieces of {op} are {' '.join(found)} instead of {' '.join(wanted)}")
+
+
+class _Proof:
+    """What a rank has, and what it owes, after each op of its list."""
+
+    def __init__(self, chunks: Sequence[ChunkPieces], how: Sharding, passes: Sequence[Op]):
+        self.chunks, self.how, self.seen = chunks, how, set[Op]()
+        self.weights = dict.fromkeys(groups_of(chunks), "not there")
+        self.kind = "W" if any(op.kind == "W" for op in passes) else "B"  # of passes that complete gradients
+        self.owed = {
+            group: Counter() for group, trained in groups_of(chunks).items() if trained
+        }  # (micro, chunk) not reduced
+        self.total = Counter(  # gradients of a step
+            group
+            for op in passes
+            for piece in (chunks[op.chunk].backward() if op.kind == self.kind else ())
+            for group in chunks[op.chunk].gradients(op.chunk, piece)
+        )
+        self.under_way: list[Op] = []  # reductions
+
+    def add(self, op: Op) -> None:
+        if op in self.seen:
+            raise BrokenSchedule(f"{op} is there twice")
+        self.seen.add(op)
+        if op.kind not in MESSAGES:
+            chunk = self.chunks[op.chunk]
+            for piece in [op.piece] if op.piece else chunk.pieces if op.kind == "F" else chunk.backward():
+                self.compute(op, piece)
+        elif op.piece == ALL and op.kind == "R":
+            self.sum_all(op)
+        elif group_of(op) not in (self.owed if op.kind in "Rr" else self.weights):
+            raise BrokenSchedule(f"{op}: the rank has no {'gradients' if op.kind in 'Rr' else 'weights'} of that name")
+        elif op.kind in "Rr":
+            self.reduce(op)
+        else:
+            self.move(op)
+
+    def compute(self, op: Op, piece: str) -> None:
+        """A piece of a pass uses weights, and may complete gradients."""
+        chunk, own = self.chunks[op.chunk], (op.chunk, piece)
+        used = chunk.roots(op.chunk) + [own] * (own in self.weights and piece not in (IN, OUT))
+        for group in used if op.kind != "W" else ():
+            if self.weights[group] != "there":
+                raise BrokenSchedule(f"{op} uses the weights of {_name(group)}, which are {self.weights[group]}")
+        for group in chunk.gradients(op.chunk, piece) if op.kind == self.kind else ():
+            self.owed[group][op.micro, op.chunk] += 1
+
+    def move(self, op: Op) -> None:
+        """Gather or free weights."""
+        before, after = {
+            "G": ("not there", "on their way"),
+            "g": ("on their way", "there"),
+            "D": ("there", "not there"),
+        }[FORWARD.get(op.kind, op.kind)]
+        group = group_of(op)
+        if self.weights[group] != before:
+            raise BrokenSchedule(
+                f"{op} needs weights of {_name(group)} that are {before}; they are {self.weights[group]}"
+            )
+        self.weights[group] = after
+
+    def reduce(self, op: Op) -> None:
+        """Start a reduction of complete gradients, or wait for the oldest that is under way."""
+        if op.kind == "r":
+            if not self.under_way or self.under_way.pop(0) != op._replace(kind=STARTED["r"]):
+                raise BrokenSchedule(f"{op} waits for a reduction that is not the oldest under way")
+            return
+        owed = self.owed[group_of(op)]
+        complete = owed.total() == self.total[group_of(op)] if self.how.zero < 2 else owed[op.micro, op.chunk]
+        if not owed.total() or not complete:
+            raise BrokenSchedule(f"{op} reduces gradients that are not complete, or that were reduced before")
+        owed.clear() if self.how.zero < 2 else owed.pop((op.micro, op.chunk))
+        self.under_way.append(op)
+
+    def sum_all(self, op: Op) -> None:
+        if not self.how.sharded and not self.how.reduce_beside:
+            for group, owed in self.owed.items():
+                if owed.total() != self.total[group]:
+                    raise BrokenSchedule(f"{op} reduces gradients of {_name(group)} that are not complete")
+                owed.clear()
+        if self.under_way:
+            raise BrokenSchedule(f"{op} comes before {self.under_way[0]} is waited for")
+
+    def end(self) -> None:
+        """After the last op: nothing is owed, on its way or, with ZeRO 3, left."""
+        if self.under_way:
+            raise BrokenSchedule(f"nothing waits for {self.under_way[0]}")
+        for group, owed in self.owed.items():
+            if owed.total():
+                raise BrokenSchedule(f"gradients of {_name(group)} are never reduced")
+        if any(self.total.values()) and Op("R", 0, 0, ALL) not in self.seen:
+            raise BrokenSchedule("R0:all is missing: the sum over ranks that hold the same shard")
+        for group, state in self.weights.items() if self.how.zero == 3 else ():
+            if state != "not there":
+                raise BrokenSchedule(f"the weights of {_name(group)} are never freed")
+
+
+def _name(group: Group) -> str:
+    chunk, piece = group
+    return f"chunk {chunk}, {piece if piece in (IN, OUT, TIED) else f'layer {piece}'}"

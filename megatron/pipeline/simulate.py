@@ -118,9 +118,10 @@ def verify(plan: RankSchedules, num_microbatches: int, stages: Optional[StageMap
     """Prove that a plan is correct, or raise BrokenSchedule with the error.
 
     Each kind of pass does every (micro, chunk) exactly once; no rank waits forever; every directed channel between two
-    ranks delivers in the order in which it is read, so that messages need no tags.
+    ranks delivers in the order in which it is read, so that messages need no tags. Messages of data parallelism have a
+    proof of their own, which knows the model (`sharding.verify_messages`).
     """
-    stages = stages or _looped_for(plan)
+    stages, plan = stages or _looped_for(plan), list(map(passes_of, plan))
     _verify_complete(plan, num_microbatches, stages)
     simulate(plan, stages)
     _verify_channels(plan, stages)

@@ -6,12 +6,12 @@ time is reached within a few rounds, and the span grows by the same amount with 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map, v_shaped
 from megatron.pipeline.simulate import make_rank_schedules, simulate
-from megatron.planner.sharding import ShardingTimes
 
 LARGE = 16  # ranks of a V; what more of them hold is read off so many
 
@@ -101,6 +101,45 @@ def span(
     return short + (longer - short) * (num_microbatches - near) / pp
 
 
+@dataclass(frozen=True)
+class ShardingTimes:
+    """The ZeRO stage and the times of one chunk's messages, in the unit of the passes; equal on all ranks.
+
+    A chunk's messages are counted as one each: with ZeRO 1 and 2 a gather before its first pass, with ZeRO 3 one for each
+    pass; a reduction after its last pass, with ZeRO 2 and 3 after each. A pass that is shorter than the messages beside it
+    takes as long as these.
+
+    gather, reduce:                time of one message
+    gather_overlap, reduce_overlap:  share of it that overlaps its pass; 0: without --overlap-param-gather and
+                                   --overlap-grad-reduce
+    """
+
+    zero: int
+    gather: float = 0.0
+    reduce: float = 0.0
+    gather_overlap: float = 0.0
+    reduce_overlap: float = 0.0
+    update: float = 0.0
+
+    def gathers(self, kind: str) -> bool:
+        """Whether every pass of this kind has a gather of its own."""
+        return self.zero == 3 and kind != "W"
+
+    def reduces(self, kind: str) -> bool:
+        """Whether every pass of this kind has a reduction of its own."""
+        return self.zero >= 2 and kind in "BW"
+
+    def stretched(self, kind: str, time: float) -> float:
+        """Duration of a pass including the communication before, during and after it.
+
+        >>> ShardingTimes(3, gather=1.0, reduce=2.0, gather_overlap=0.5).stretched("B", 4.0)
+        6.5
+        """
+        gather, reduce = self.gather * self.gathers(kind), self.reduce * self.reduces(kind)
+        overlapped = gather * self.gather_overlap + reduce * self.reduce_overlap
+        return gather + reduce - overlapped + max(time, overlapped)
+
+
 def sharded_span(
     schedule: str,
     pp: int,
@@ -112,7 +151,7 @@ def sharded_span(
     sharding: ShardingTimes,
     exact: bool = False,
 ) -> float:
-    """Time from the first op of a step to the last reduction, as `simulate` has it with this `sharding`; no update.
+    """Time from the first op of a step to the last reduction, as `simulate` has it with these messages; no update.
 
     With ZeRO 2 and 3 a rank communicates during its passes, which take longer: the span is that of these. What comes
     before the first pass and behind the last is the same for any number of micro-batches. Of several chunks, messages that

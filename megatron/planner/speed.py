@@ -18,9 +18,8 @@ from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import sharded_span
+from megatron.planner.live import ShardingTimes, sharded_span
 from megatron.planner.parameters import Units, rank_units
-from megatron.planner.sharding import ShardingTimes
 from megatron.planner.traffic import Transfer, once_a_step
 from megatron.planner.unequal import unequal_span
 from megatron.settings.schema import Recompute

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import dependencies, stage_map
 from megatron.pipeline.simulate import make_rank_schedules, simulate
-from megatron.planner.live import before, behind, is_split
-from megatron.planner.sharding import ShardingTimes
+from megatron.planner.live import ShardingTimes, before, behind, is_split
 
 FEW = 16  # ranks that are put on the clock instead of more
 

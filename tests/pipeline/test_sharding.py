@@ -10,8 +10,7 @@ from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.schedule import Op, dependencies, problems, stage_map
 from megatron.pipeline.simulate import make_rank_schedules
 from megatron.pipeline.simulate import simulate as simulate_lists
-from megatron.planner.live import sharded_span
-from megatron.planner.sharding import ShardingTimes
+from megatron.planner.live import ShardingTimes, sharded_span
 from tests.pipeline.coarse_messages import coarse
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)

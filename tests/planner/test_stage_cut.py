@@ -14,8 +14,8 @@ from megatron.pipeline.simulate import bubble_of
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Job, Layout
+from megatron.planner.live import ShardingTimes
 from megatron.planner.search import NOT_OFFLOADED, Space, search
-from megatron.planner.sharding import ShardingTimes
 from megatron.planner.speed import Cluster, step
 from megatron.planner.stage_cut import fastest
 from megatron.planner.unequal import unequal_span

@@ -9,8 +9,8 @@ import pytest
 from megatron.model.arguments import parse_any
 from megatron.pipeline.schedule import stage_map
 from megatron.pipeline.simulate import make_rank_schedules, simulate
+from megatron.planner.live import ShardingTimes
 from megatron.planner.problems import inspect
-from megatron.planner.sharding import ShardingTimes
 from megatron.planner.speed import end_costs, layer_costs, step
 from megatron.planner.target import cluster_of
 from megatron.planner.unequal import unequal_span
