@@ -172,9 +172,10 @@ class GradientBuffers:
         self.under_way.append(Reduction(tally, work, buffer, piece))
 
     def wait_for(self, tallies: Sequence[UnitGradients]) -> None:
-        """Wait for the reductions of these units, and for older ones."""
-        own = [place for place, reduction in enumerate(self.under_way) if reduction.tally in tallies]
-        self._wait(down_to=len(self.under_way) - own[-1] - 1 if own else len(self.under_way))
+        """Wait for the oldest reduction of each of these units, and for those before it."""
+        order = [reduction.tally for reduction in self.under_way]
+        last = max((order.index(tally) for tally in tallies if tally in order), default=-1)
+        self._wait(down_to=len(order) - last - 1)
 
     def _wait(self, down_to: int = 0) -> None:
         """Wait for the oldest reductions until only `down_to` are running."""
