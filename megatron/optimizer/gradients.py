@@ -5,10 +5,8 @@ There are two modes, by ZeRO stage. `keep` (0, 1): one buffer of all units accum
 each unit is reduced once a step. Otherwise a unit has a buffer from the first gradient of a pass to the last. Then the
 buffer is reduce-scattered and freed, and the rank keeps only its shard of the sum.
 
-A unit is complete when every parameter has its gradient: of this micro-batch, or of all micro-batches of the step
-(`set_num_microbatches`). With `overlap` its reduction starts then, inside the backward pass, and is waited for later.
-Completeness is counted, so passes may run in any order: zero-bubble schedules defer weight gradients, and a table that two
-chunks share gets two gradients per micro-batch.
+When a unit is reduced is said by the list of a step (`pipeline/sharding.py`), which `messages.py` runs: after the last
+gradient of a micro-batch, or of the step. With overlap that is inside the backward pass, and is waited for later.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +19,10 @@ import torch
 
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis, Mesh
-from megatron.optimizer.units import FlatUnit, OwnedRange, Slot
+from megatron.optimizer.units import OwnedRange, Slot
 
 
-@dataclass
+@dataclass(eq=False)
 class UnitGradients:
     """The gradients of a unit in this step: their buffer, and how many have arrived."""
 
@@ -69,32 +67,27 @@ class GradientBuffers:
     """The gradient buffers of a rank. `reduced` is its shard of the fp32 sum over a step and all data parallel ranks.
 
     owned:    this rank's range of each unit
-    arrived:  called with a unit and the least number of gradients that its parameters have got, unless `keep`
+    arrived:  called with a unit when one of its parameters has got a gradient
     """
 
-    def __init__(
-        self,
-        owned: Sequence[OwnedRange],
-        mesh: Mesh,
-        *,
-        device,
-        keep: bool,
-        overlap: bool,
-        arrived: Callable[[FlatUnit, int], None] = lambda unit, count: None,
-    ):
-        self.mesh, self.device, self.keep, self.overlap, self.arrived = mesh, device, keep, overlap, arrived
-        self.tallies = [UnitGradients(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned]
+    def __init__(self, owned: Sequence[OwnedRange], mesh: Mesh, *, device, keep: bool, overlap: bool):
+        self.mesh, self.device, self.keep = mesh, device, keep
+        self.arrived: Callable[[UnitGradients], None] = lambda tally: None
+        self.tallies = {
+            own.unit.name: UnitGradients(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned
+        }
         self.whole = None
         if keep:
             self.whole = self._zeros(sum(own.unit.size for own in owned))
-            for tally in self.tallies:
+            for tally in self.tallies.values():
                 tally.take(self.whole[tally.own.unit.buffer_slice])
         self.in_place = keep and all(own.whole for own in owned)
+        self.together = self.in_place and not overlap  # all units are one reduction
         self.reduced = self.whole if self.in_place else self._zeros(sum(own.high - own.low for own in owned))
-        self.num_microbatches = 0  # of this step; 0: not known
+        self.num_microbatches = 0  # of this step
         self.under_way: list[Reduction] = []
-        self.slots = {slot.parameter: (tally, slot) for tally in self.tallies for slot in tally.own.unit.slots}
-        for tally in self.tallies:
+        self.slots = {slot.parameter: (tally, slot) for tally in self.tallies.values() for slot in tally.own.unit.slots}
+        for tally in self.tallies.values():
             for slot in tally.own.unit.slots:
                 slot.parameter.register_post_accumulate_grad_hook(self._collect(tally, slot))
 
@@ -104,7 +97,7 @@ class GradientBuffers:
 
     def _spans(self) -> Iterator[tuple[str, slice]]:
         """(replicating axis, range of the rank's shard) for each run of neighbouring units with the same axis."""
-        for name, tallies in groupby(self.tallies, lambda tally: tally.own.unit.replicate):
+        for name, tallies in groupby(self.tallies.values(), lambda tally: tally.own.unit.replicate):
             places = [tally.own.shard_slice for tally in tallies]
             yield name, slice(places[0].start, places[-1].stop)
 
@@ -116,7 +109,7 @@ class GradientBuffers:
         """Bytes held now: the shard, and the buffers of units."""
         tensors = [self.reduced] if self.whole is None else [self.reduced, self.whole]
         if not self.keep:
-            tensors += [tally.buffer for tally in self.tallies if tally.buffer is not None]
+            tensors += [tally.buffer for tally in self.tallies.values() if tally.buffer is not None]
             tensors += [x for reduction in self.under_way for x in (reduction.buffer, reduction.piece)]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
@@ -153,22 +146,18 @@ class GradientBuffers:
         return tally.views[name], overwrite
 
     def _count(self, tally: UnitGradients, name: str) -> None:
-        """Count a parameter's gradient, and reduce the unit after its last one."""
+        """Count a parameter's gradient."""
         tally.arrived[name] += 1
-        if not self.keep:
-            count = min(tally.arrived.values())
-            if count > tally.reductions:
-                self._start(tally)
-            self.arrived(tally.own.unit, count)
-        elif self.overlap and self._has_all(tally):
-            self._start(tally)
+        self.arrived(tally)
 
-    def _has_all(self, tally: UnitGradients) -> bool:
-        due = ((tally.arrived[slot.name], self.num_microbatches * len(slot.chunks)) for slot in tally.own.unit.slots)
-        return self.num_microbatches > 0 and all(arrived == expected for arrived, expected in due)
+    def complete(self, tally: UnitGradients) -> bool:
+        """Whether all parameters of a unit have the gradients that its next reduction is for."""
+        return min(tally.arrived.values()) >= (self.num_microbatches if self.keep else tally.reductions + 1)
 
-    def _start(self, tally: UnitGradients) -> None:
-        """Start a unit's reduction. With ZeRO 2 and 3 at most one other runs, so that whole gradients do not pile up."""
+    def start(self, tally: UnitGradients) -> None:
+        """Start a unit's reduction."""
+        if tally.buffer is None:  # it got no gradient
+            tally.take(self._zeros(tally.own.unit.size))
         tally.zero_rest()
         place, buffer, piece = self.reduced[tally.own.shard_slice], tally.buffer, None
         if self.in_place:
@@ -181,8 +170,12 @@ class GradientBuffers:
             tally.buffer, tally.views = None, {}
         tally.reductions += 1
         self.under_way.append(Reduction(tally, work, buffer, piece))
-        if not self.keep:
-            self._wait(down_to=1 if self.overlap else 0)
+
+    def wait_for(self, tallies: Sequence[UnitGradients]) -> None:
+        """Wait for the oldest reduction of each of these units, and for those before it."""
+        order = [reduction.tally for reduction in self.under_way]
+        last = max((order.index(tally) for tally in tallies if tally in order), default=-1)
+        self._wait(down_to=len(order) - last - 1)
 
     def _wait(self, down_to: int = 0) -> None:
         """Wait for the oldest reductions until only `down_to` are running."""
@@ -196,29 +189,29 @@ class GradientBuffers:
 
     # ---- at the end of a step --------------------------------------------------------------------------------------
 
-    def finish(self) -> torch.Tensor:
-        """Finish all reductions and start a new sum. Returns `reduced`, complete except for `Placement.partial`."""
-        together = self.in_place and not self.overlap  # one all-reduce of all units
-        for tally in self.tallies:
-            if together:
-                tally.zero_rest()
-            elif self.keep and not tally.reductions or not self.keep and tally.buffer is not None:
-                self._start(tally)
-        self._wait()
-        for tally in () if self.keep else self.tallies:
-            if not tally.summed:
-                self.reduced[tally.own.shard_slice].zero_()
-        if together or not self.in_place:
+    def sum_all(self) -> None:
+        """Sum over ranks that hold the same shards; where that is all of them and nothing overlaps, of all gradients."""
+        self.reduce_rest()
+        if self.together or not self.in_place:
             for name, where in self._spans():
                 collectives.all_reduce(self.reduced[where], self.axis(name))
-        self.zero_grad()
-        return self.reduced
+
+    def reduce_rest(self) -> None:
+        """Reduce what no list has reduced, and wait for all reductions."""
+        for tally in self.tallies.values():
+            if self.together:
+                tally.zero_rest()
+            elif self.keep and not tally.reductions or not self.keep and tally.buffer is not None:
+                self.start(tally)
+        self._wait()
+        for tally in () if self.keep else self.tallies.values():
+            if not tally.summed:
+                self.reduced[tally.own.shard_slice].zero_()
 
     def zero_grad(self) -> None:
         """Drop the gradients since the last step."""
         self._wait()
-        self.num_microbatches = 0
-        for tally in self.tallies:
+        for tally in self.tallies.values():
             tally.start_step()
             if not self.keep:
                 tally.buffer, tally.views = None, {}

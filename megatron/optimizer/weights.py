@@ -5,20 +5,13 @@
 pass and freed after it, and again around its backward pass. Other units (embedding, final norm, output layer) are used
 throughout a chunk: they stay from the start of a micro-batch's forward pass to the end of its backward pass.
 
-          forward            backward
-    block | need x -> y free | gradient of y: need ... gradient of x: free |
-    other | need ................................ all its gradients: free |
-
-A layer that is recomputed inside the backward pass runs with its hooks: its memory is filled already, and stays.
-With `overlap`, gathering starts early: of all units directly after an update (`keep`), or of the next layer, and in the
-backward pass also of the last layer, while the output layer computes. NCCL runs the operations of a group in order, so
-waiting for one waits for all earlier ones. Gathers therefore start in the order of use.
+When that happens is said by the list of a step (`pipeline/sharding.py`), which `messages.py` runs. NCCL runs the operations
+of a group in order, so waiting for one waits for all earlier ones. Gathers therefore start in the order of use.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,15 +28,10 @@ class UnitParameters:
     flat: torch.Tensor  # [unit.size]
     ready: bool = False  # it holds the parameters
     under_way: Any = None  # (work, piece) of a running gather
-    in_backward: bool = False  # the backward pass of the layer is running
-    passes: int = 0  # in this step: a layer's backward passes; otherwise forward passes with a backward pass to follow
-    with_it: Sequence[
-        "UnitParameters"
-    ] = ()  # for a layer whose input has no gradient: units that its last gradient frees
 
 
 class ParameterBuffers:
-    """Memory of all parameters, and the hooks that fill and free it.
+    """Memory of all parameters: filled, and freed.
 
     axis_of:  axis name -> the axis on this rank
     piece_of: unit -> this rank's shard of it, in `dtype` on `device`
@@ -58,9 +46,8 @@ class ParameterBuffers:
         dtype,
         device,
         keep: bool,
-        overlap: bool,
     ):
-        self.axis_of, self.piece_of, self.keep, self.overlap = axis_of, piece_of, keep, overlap
+        self.axis_of, self.piece_of, self.keep = axis_of, piece_of, keep
         self.whole = None
         if keep:
             self.whole = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
@@ -69,7 +56,7 @@ class ParameterBuffers:
             flat = self.whole[unit.buffer_slice] if keep else torch.empty(unit.size, dtype=dtype, device=device)
             materialise(unit, flat)
             self.memory[unit.name] = memory = UnitParameters(unit, flat)
-            self._free(memory)
+            self.free(memory)
 
     @property
     def nbytes(self) -> int:
@@ -86,35 +73,29 @@ class ParameterBuffers:
             self.memory[unit.name].flat.copy_(values)
             self.memory[unit.name].ready = True
 
-    def start_param_sync(self, frozen: bool = True) -> None:
-        """Gather parameters after their shards changed, or free the old ones. frozen: frozen units changed too."""
-        changed = [memory for memory in self.memory.values() if frozen or not memory.unit.frozen]
-        for memory in changed:
-            self._free(memory)
-        kept = sorted(changed, key=_use) if self.keep else ()
-        for memory in kept:
-            self._start(memory)
-        for memory in () if self.overlap else kept:
-            self._finish(memory)
+    def invalidate(self, frozen: bool = True) -> None:
+        """Note that shards have changed: parameters are to be gathered again. frozen: also those of frozen units."""
+        for memory in self.memory.values():
+            if frozen or not memory.unit.frozen:
+                self.free(memory)
 
     @contextmanager
     def gathered_parameters(self):
         """Make all parameters readable inside the context: for checks between steps."""
-        self._need(*self.memory.values())
+        self.need(*self.memory.values())
         try:
             yield
         finally:
             self.end_step()
 
     def end_step(self) -> None:
-        """Reset the passes of a step, and free gathered parameters."""
-        for memory in self.memory.values():
-            memory.in_backward, memory.passes, memory.with_it = False, 0, ()
-            if not self.keep:
-                self._free(memory)
+        """Free gathered parameters."""
+        for memory in () if self.keep else self.memory.values():
+            self.free(memory)
 
     @torch.no_grad()
-    def _start(self, memory: UnitParameters) -> None:
+    def start(self, memory: UnitParameters) -> None:
+        """Start to gather a unit's parameters, unless they are there or under way."""
         if memory.ready or memory.under_way:
             return
         piece = self.piece_of(memory.unit)
@@ -129,132 +110,23 @@ class ParameterBuffers:
                 piece,
             )
 
-    def _finish(self, memory: UnitParameters) -> None:
+    def finish(self, memory: UnitParameters) -> None:
+        """Wait for a unit's parameters."""
         if memory.under_way:
             work, _ = memory.under_way
             work.wait()
             memory.under_way, memory.ready = None, True
 
-    def _need(self, *needed: UnitParameters) -> None:
+    def need(self, *needed: UnitParameters) -> None:
+        """Have parameters gathered."""
         for memory in needed:
-            self._start(memory)
+            self.start(memory)
         for memory in needed:
-            self._finish(memory)
+            self.finish(memory)
 
-    def _free(self, memory: UnitParameters) -> None:
-        self._finish(memory)
+    def free(self, memory: UnitParameters) -> None:
+        """Free a unit's parameters; kept ones are to be gathered again."""
+        self.finish(memory)
         memory.ready = False
         if not self.keep:
             memory.flat.untyped_storage().resize_(0)
-
-    # ---- hooks -----------------------------------------------------------------------------------------------------
-
-    def register_hooks(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Register the hooks that gather and free parameters, if any are needed."""
-        if self.keep and not self.overlap:
-            return
-        for number, chunk in enumerate(chunks):
-            held = [memory for memory in self.memory.values() if number in memory.unit.chunks]
-            places = {name: place for place, (name, _) in enumerate(chunk.named_modules())}
-            layers = sorted((memory for memory in held if memory.unit.layer), key=lambda m: places[m.unit.part])
-            blocks = [list(parts) for _, parts in groupby(layers, key=lambda memory: memory.unit.part)]
-            self._attach_chunk(chunk, [memory for memory in held if not memory.unit.layer], blocks)
-            for at, block in enumerate(blocks):
-                before, after = blocks[at - 1] if at else [], blocks[at + 1] if at + 1 < len(blocks) else []
-                self._attach_block(chunk.get_submodule(block[0].unit.part), block, before, after)
-
-    def _ahead(self, neighbours: Sequence[UnitParameters]) -> None:
-        """Start to gather the units that are used next."""
-        for memory in neighbours if self.overlap and not self.keep else ():
-            self._start(memory)
-
-    def _attach_chunk(
-        self, chunk: torch.nn.Module, roots: Sequence[UnitParameters], blocks: Sequence[Sequence[UnitParameters]]
-    ) -> None:
-        def pre_forward(module, args):
-            for memory in roots:
-                self._start(memory)
-                memory.passes += torch.is_grad_enabled()
-            self._ahead(blocks[0] if blocks else ())
-            self._need(*roots)
-
-        def post_forward(module, args, output):
-            for memory in roots:
-                if not memory.passes:
-                    self._free(memory)
-            for tensor in _backward_roots(output):
-                tensor.register_hook(begin_backward)
-
-        def begin_backward(gradient):
-            self._ahead(blocks[-1] if blocks else ())
-
-        chunk.register_forward_pre_hook(pre_forward)
-        if not self.keep:
-            chunk.register_forward_hook(post_forward)
-
-    def arrived(self, unit: FlatUnit, count: int) -> None:
-        """Free a unit after its last gradient: `count` is the least number of gradients that its parameters have got.
-
-        A layer's backward pass normally ends with the gradient of its input; this ends that of a layer without one.
-        """
-        memory = self.memory[unit.name]
-        if self.keep or unit.layer and count <= memory.passes or not unit.layer and count != memory.passes:
-            return
-        memory.passes = count
-        self._leave(memory.with_it if unit.layer else (memory,))
-
-    def _leave(self, block: Sequence[UnitParameters]) -> None:
-        """End the backward pass of a layer."""
-        for memory in block:
-            memory.in_backward = False
-            self._free(memory)
-
-    def _enter(self, block: Sequence[UnitParameters], before: Sequence[UnitParameters]) -> None:
-        """Begin the backward pass of a layer."""
-        for memory in block:
-            memory.in_backward = True
-        self._need(*block)
-        if not block[0].with_it:  # otherwise no layer follows
-            self._ahead(before)
-
-    def _attach_block(
-        self,
-        module: torch.nn.Module,
-        block: Sequence[UnitParameters],
-        before: Sequence[UnitParameters],
-        after: Sequence[UnitParameters],
-    ):
-        """Register the hooks of a layer. `block`: its unit, or two if it is frozen in part, the trained one first."""
-        first = block[0]
-
-        def pre_forward(module, args):
-            self._need(*block)
-            if not first.in_backward:
-                self._ahead(after)
-            if self.keep or not torch.is_grad_enabled():
-                return
-            if args[0].requires_grad:
-                args[0].register_hook(lambda gradient: self._leave(block))
-            else:
-                first.with_it = block
-
-        def post_forward(module, args, output):
-            if not first.in_backward:
-                self._leave(block)
-            for tensor in _backward_roots(output):
-                tensor.register_hook(lambda gradient: self._enter(block, before))
-
-        module.register_forward_pre_hook(pre_forward)
-        if not self.keep:
-            module.register_forward_hook(post_forward)
-
-
-def _use(memory: UnitParameters) -> tuple[int, bool]:
-    """Sort key: the order in which a step first uses units, chunk by chunk, and within a chunk layers last."""
-    return min(memory.unit.chunks), memory.unit.layer
-
-
-def _backward_roots(output) -> list[torch.Tensor]:
-    """The tensors of a module's output where its backward pass begins."""
-    x, sums = output if isinstance(output, tuple) else (output, {})
-    return [tensor for tensor in (x, *sums.values()) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]

@@ -9,9 +9,11 @@
 | 3     | shard, gathered around each use  | shard, reduce-scattered each micro-batch | shard                    |
 
 In stage 0 the shard axis has size 1: its shard is the whole unit. The others differ in when `weights.py` gathers and
-`gradients.py` reduces. A step is
+`gradients.py` reduces: that is a list of ops, which `messages.py` makes and runs. A step is
 
-    set_num_microbatches -> passes, whose hooks gather parameters and collect gradients -> `reduce_grads` -> `step`
+    `messages.plan` -> passes and messages, by `pipeline.execute` -> `reduce_grads` -> `step`
+
+Passes may also run without a list: parameters are then gathered before, and gradients reduced after all of them.
 
 Gradients are *sums* of token losses over the global batch, times the loss scale of the caller. `step` gets one factor for
 them, so that averaging, un-scaling and clipping are one pass over the buffer.
@@ -35,6 +37,7 @@ from megatron.mpu.layers import attach_wgrad_accumulator, linear_products, place
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.buffers import BufferStore
 from megatron.optimizer.gradients import GradientBuffers
+from megatron.optimizer.messages import Messages
 from megatron.optimizer.offload import build_states
 from megatron.optimizer.state import FrozenState, OwnedState, Targets
 from megatron.optimizer.units import (
@@ -50,6 +53,7 @@ from megatron.optimizer.units import (
 )
 from megatron.optimizer.update import Gate, Rates, rule_of
 from megatron.optimizer.weights import ParameterBuffers
+from megatron.pipeline.sharding import Sharding
 from megatron.settings import schema
 from megatron.telemetry.phases import phase
 
@@ -99,21 +103,10 @@ class DistributedOptimizer:
         self.units = flat_units_of(model, axis_of)
         self.owned = owned_ranges([unit for unit in self.units if not unit.frozen], axis_of)
         self.weights = ParameterBuffers(
-            self.units,
-            axis_of,
-            self._piece,
-            dtype=dtype,
-            device=device,
-            keep=keep.parameters,
-            overlap=parallel.overlap_param_gather,
+            self.units, axis_of, self._piece, dtype=dtype, device=device, keep=keep.parameters
         )
         self.gradients = GradientBuffers(
-            self.owned,
-            mesh,
-            device=device,
-            keep=keep.gradients,
-            overlap=parallel.overlap_grad_reduce,
-            arrived=self.weights.arrived,
+            self.owned, mesh, device=device, keep=keep.gradients, overlap=parallel.overlap_grad_reduce
         )
         if settings.gradient_accumulation_fusion:
             attach_wgrad_accumulator(as_chunks(model), self.gradients.accumulator)
@@ -132,7 +125,13 @@ class DistributedOptimizer:
         self.sources = {own.unit.name: (own, state) for state in self.everything for own in state.owned}
         self._initialize(seed)
         self.buffers.commit()
-        self.weights.register_hooks(as_chunks(model))
+        how = Sharding(
+            parallel.sharding_stage,
+            not self.gradients.in_place,
+            parallel.overlap_param_gather,
+            parallel.overlap_grad_reduce,
+        )
+        self.messages = Messages(as_chunks(model), self.weights, self.gradients, how, first=mesh.pp.rank == 0)
         self.products = linear_products(as_chunks(model))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
@@ -230,10 +229,6 @@ class DistributedOptimizer:
 
     # ---- gradients -------------------------------------------------------------------------------------------------
 
-    def set_num_microbatches(self, num_microbatches: int) -> None:
-        """Set the number of micro-batches of the next step. Reductions that overlap the last backward pass need it."""
-        self.gradients.num_microbatches = num_microbatches
-
     def zero_grad(self) -> None:
         """Drop the gradients since the last step."""
         self.gradients.zero_grad()
@@ -252,8 +247,8 @@ class DistributedOptimizer:
         all ranks ...], fp64 on the device, without waiting. A non-finite value on one rank makes the norm
         non-finite on all.
         """
-        self.gradients.finish()
-        self.weights.end_step()
+        self.messages.finish()
+        self.zero_grad()
         for axis in PARTIAL:
             self._sum_partial(axis)
         with phase("norm"):
@@ -383,7 +378,8 @@ class DistributedOptimizer:
         with phase("copy"):
             self._fill(state for state in self.everything if read or not state.direct)
         with phase("gather" if self.mesh.shard.size > 1 else "copy"):
-            self.weights.start_param_sync(frozen=read)
+            self.weights.invalidate(frozen=read)
+            self.messages.start_step()
         for product in self.products:
             product.weights_changed()
 

@@ -3,7 +3,7 @@
 
 python -m megatron.pipeline.check --pp 4 --micro 8
 python -m megatron.pipeline.check --pp 4 --micro 8 --schedule zb-v --svg zb-v.svg
-python -m megatron.pipeline.check --pp 4 --micro 8 --schedule 1f1b --zero 3 --gather 0.3 --reduce 0.3 --overlap 0.7
+python -m megatron.pipeline.check --pp 4 --micro 8 --schedule 1f1b --zero 3 --gather 0.3 --reduce 0.3 --overlap
 python -m megatron.pipeline.check --schedule my_own.txt
 python -m megatron.pipeline.check --timeline step.json --svg step.svg
 """
@@ -11,6 +11,7 @@ python -m megatron.pipeline.check --timeline step.json --svg step.svg
 import math
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
@@ -18,10 +19,11 @@ from typing import Literal, Optional
 from megatron.errors import SettingsError, StorageError, run_main
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.draw import diagram, svg
-from megatron.pipeline.schedule import TRAINING, StageMap, default_chunks, problems, stage_map
-from megatron.pipeline.sharding import Sharding
+from megatron.pipeline.schedule import TRAINING, BrokenSchedule, Op, StageMap, default_chunks, problems, stage_map
+from megatron.pipeline.sharding import ALL, IN, OUT, ChunkPieces, Sharding, list_messages
 from megatron.pipeline.simulate import (
     COST,
+    Cost,
     RankSchedules,
     Times,
     bubble_of,
@@ -52,10 +54,12 @@ class CheckOptions:
     cost: str = setting("time of F,B,I,W", ",".join(f"{COST[kind]:g}" for kind in "FBIW"))
     wire: float = setting("time of a message, in forward passes of a chunk", 0.0)
     zero: Optional[Literal[0, 1, 2, 3]] = setting("also simulate the gathers and reductions of this ZeRO stage", None)
+    layers: int = setting("layers of a model chunk, which are gathered and reduced one by one", 4)
     gather: float = setting("time of gathering a chunk's parameters", 0.5)
     reduce: float = setting("time of reducing a chunk's gradients", 0.5)
     update: float = setting("time of the optimizer's update", 0.0)
-    overlap: float = setting("share of a gather or reduction that may overlap its pass; 0: no overlap", 0.0)
+    overlap: bool = setting("gather and reduce layers while others are computed", False)
+    list_ops: bool = setting("with --zero, print the ops of each rank, as a schedule file has them", False)
     timeline: Optional[str] = setting("file of a run's --pipeline-timeline, to compare with its simulation", None)
     svg: Optional[str] = setting("file for a picture", None)
     no_diagram: bool = setting("print numbers only", False)
@@ -84,20 +88,21 @@ def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
     if asked.wire < 0:
         raise SettingsError(f"--wire {asked.wire:g} must be at least 0: the time of a message")
     plans = _plans(asked)
-    cost, panels = _cost(asked.cost), {}
+    passes, panels = _cost(asked.cost), {}
     ranks, num_microbatches = _size(next(iter(plans.values()))[0])
     print(f"{ranks} ranks, {num_microbatches} micro-batches; time unit: {UNIT}")
-    sharding = _sharding(asked)
     print(f"{'schedule':>14}{'chunks':>8}{'span':>9}{'bubble':>9}   live activations of each rank, in micro-batches")
     for name, (plan, stages) in plans.items():
         verify(plan, num_microbatches, stages)
-        result, chunks = report(plan, stages, cost, asked.wire, sharding), len(stages) // len(plan)
+        chunks = len(stages) // len(plan)
+        plan, cost = (plan, passes) if asked.zero is None else _with_messages(asked, plan, stages, passes)
+        result = report(plan, stages, cost, asked.wire, asked.update)
         live = " ".join(f"{held / chunks:g}" for held in result.live)
-        span = result.span / chunks / cost["F"]
+        span = result.span / chunks / passes["F"]
         print(f"{name:>14}{chunks:8d}{span:9.1f}{result.bubble:9.1%}   {live}")
-        times = simulate(plan, stages, cost, asked.wire, sharding)
+        times = simulate(plan, stages, cost, asked.wire, asked.update)
         # Divided by the number of chunks, so that schedules of different chunks have one scale.
-        short = {key: (start / chunks / cost["F"], end / chunks / cost["F"]) for key, (start, end) in times.items()}
+        short = {key: tuple(moment / chunks / passes["F"] for moment in moments) for key, moments in times.items()}
         panels[f"{name}{f', {chunks} chunks a rank' * (chunks > 1)}: {span:.1f} passes"] = short
     return panels, f"time: 1 is the {UNIT}"
 
@@ -105,24 +110,46 @@ def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
 UNIT = "forward pass of a rank's layers"
 
 
-def _sharding(asked: CheckOptions) -> Optional[Sharding]:
-    """The requested gathers and reductions; None: passes only."""
-    if asked.zero is None:
-        return None
+def _with_messages(
+    asked: CheckOptions, plan: RankSchedules, stages: StageMap, passes: Mapping[str, float]
+) -> tuple[RankSchedules, Cost]:
+    """The plan with the requested gathers and reductions, of chunks with only layers; and the time of each op."""
     wrong = [name for name in ("gather", "reduce", "update") if not 0 <= getattr(asked, name) < math.inf]
-    if wrong or not 0 <= asked.overlap <= 1:
+    if wrong or asked.layers < 1:
         raise SettingsError(
             "; ".join([f"--{name} {getattr(asked, name):g} must be a time of at least 0" for name in wrong])
-            or f"--overlap {asked.overlap:g} must be a share, from 0 to 1"
+            or f"--layers {asked.layers} must be at least 1"
         )
-    return Sharding(asked.zero, asked.gather, asked.reduce, asked.overlap, asked.overlap, asked.update)
+    own, lists = tuple(map(str, range(asked.layers))), []
+    how = Sharding(asked.zero, asked.zero > 0, asked.overlap and asked.zero > 0, asked.overlap)
+    for rank, ops in enumerate(plan):
+        chunks = []
+        for stage in sorted((stage for stage, (at, _) in enumerate(stages) if at == rank), key=lambda n: stages[n][1]):
+            held = (IN,) * (stage == 0) + own + (OUT,) * (stage == len(stages) - 1)
+            chunks.append(ChunkPieces(asked.layers, held, held, learns=stage > 0))
+        try:
+            listed = list_messages(ops, chunks, how)
+        except BrokenSchedule as error:
+            raise SettingsError(f"--schedule {asked.schedule}: rank {rank} cannot run this list", str(error)) from error
+        if asked.list_ops:
+            print(f"rank {rank}: {' '.join(map(str, listed.ops + listed.after[:-1]))}")
+        lists.append([op for part in listed for op in part])
+    messages = dict(G=asked.gather * (asked.zero > 0), H=asked.gather, R=asked.reduce)
+
+    def cost(rank: int, op: Op) -> float:
+        if op.piece == ALL:  # all reductions of the rank, or a sum over copies, of which there are none
+            return asked.reduce * len(stages) / len(plan) * (not how.sharded and not how.reduce_beside)
+        share = 1 / asked.layers if op.piece in own else float(not op.piece)
+        return share * (messages[op.kind] if op.kind in messages else passes[op.kind])
+
+    return lists, cost
 
 
 def _plans(asked: CheckOptions) -> dict[str, tuple[RankSchedules, StageMap]]:
     """Name -> plan and map of stages. Raises SettingsError when no schedule can run."""
     if asked.schedule and is_file(asked.schedule):
         custom = read_schedule(asked.schedule)
-        return {Path(custom.path).name: (custom.plan, custom.stages)}
+        return {Path(custom.path).name: (custom.lists, custom.stages)}
     pp, num_microbatches = asked.pipeline_model_parallel_size, asked.micro
     names = [asked.schedule] if asked.schedule else TRAINING
     chunks = {name: default_chunks(name) if asked.chunks is None else asked.chunks for name in names}

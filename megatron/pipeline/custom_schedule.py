@@ -5,15 +5,19 @@
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
 
-Empty lines and comments after # are ignored. With a line `stages: v` the two chunks of a rank lie in a V (first and last
-stage on rank 0); without it the stages go round the ranks.
+A line may also list the gathers and reductions of data parallelism (`sharding.py`), and then has all of them:
+`python -m megatron.pipeline.check --zero 3 --list-ops` prints such lines. Empty lines and comments after # are ignored.
+With a line `stages: v` the two chunks of a rank lie in a V (first and last stage on rank 0); without it the stages go round
+the ranks.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megatron.errors import SettingsError
 from megatron.pipeline.schedule import Op, StageMap, looped, parse_op, v_shaped
+from megatron.pipeline.sharding import passes_of
 from megatron.pipeline.simulate import BrokenSchedule, RankSchedules, verify
 
 DO = "docs/design.md explains schedules; python -m megatron.pipeline.check draws them"
@@ -24,8 +28,13 @@ class CustomSchedule:
     """A verified schedule from a file."""
 
     path: str
-    plan: RankSchedules
+    lists: RankSchedules  # as they are in the file, with or without messages of data parallelism
     stages: StageMap
+
+    @cached_property
+    def plan(self) -> RankSchedules:
+        """The passes of each rank."""
+        return list(map(passes_of, self.lists))
 
     @property
     def chunks(self) -> int:
@@ -67,11 +76,11 @@ def read_schedule(path: str) -> CustomSchedule:
         raise SettingsError(f"{path}: stages in a V need two model chunks a rank, and the ops have {chunks}", do=DO)
     schedule = CustomSchedule(path, plan, shape(len(plan), chunks))
     try:
-        verify(plan, schedule.num_microbatches, schedule.stages)
+        verify(schedule.plan, schedule.num_microbatches, schedule.stages)
     except BrokenSchedule as error:
         where = "" if error.rank is None else f", line {lines[error.rank]}"
         raise SettingsError(f"{path}{where}: this schedule cannot run", str(error), DO) from error
-    if not any(op.kind in "BW" for op in plan[0]):
+    if not any(op.kind in "BW" for op in schedule.plan[0]):
         raise SettingsError(f"{path}: this schedule never trains", "it only has forward passes", DO)
     return schedule
 

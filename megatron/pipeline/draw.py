@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from html import escape
 
 from megatron.pipeline.schedule import Op
-from megatron.pipeline.sharding import COMMUNICATION
+from megatron.pipeline.sharding import MESSAGES
 from megatron.pipeline.simulate import Times, bubble_of
 
 ANSI = dict(
-    F="44;97", B="42;30", I="46;30", W="43;30", G="45;97", GB="45;97", R="41;97", U="47;30"
+    F="44;97", B="42;30", I="46;30", W="43;30", G="45;97", H="45;97", R="41;97", U="47;30"
 )  # background;foreground
 FILL = dict(F=("#4c78a8", "#85aad1"), B=("#54a24b", "#8fca88"), I=("#72b7b2", "#a9d8d4"), W=("#eeca3b", "#f5e08e"))
-FILL |= dict(G=("#b279a2", "#d6a5c9"), GB=("#8c6bb1", "#bfa8d9"), R=("#e45756", "#ff9d98"), U=("#9d755d", "#d8b5a5"))
-PADDING = dict(F="-", B="=", I="-", W="~", G=">", GB=">", R="<", U="+")
+FILL |= dict(G=("#b279a2", "#d6a5c9"), H=("#8c6bb1", "#bfa8d9"), R=("#e45756", "#ff9d98"), U=("#9d755d", "#d8b5a5"))
+PADDING = dict(F="-", B="=", I="-", W="~", G=">", H=">", R="<", U="+")
 
 
 def diagram(times: Times, *, width: int = 120, colour: bool = False, whole: bool = False) -> str:
@@ -50,8 +50,8 @@ def _rows(times: Times) -> Iterator[tuple[int, str, list[tuple[Op, float, float]
     for rank in sorted({rank for rank, _ in times}):
         own = [(op, start, end) for (where, op), (start, end) in times.items() if where == rank]
         own.sort(key=lambda entry: entry[1:])
-        yield rank, "", [entry for entry in own if entry[0].kind not in COMMUNICATION]
-        sent = [entry for entry in own if entry[0].kind in COMMUNICATION and entry[2] > entry[1]]
+        yield rank, "", [entry for entry in own if entry[0].kind not in MESSAGES]
+        sent = [entry for entry in own if entry[0].kind in MESSAGES and entry[2] > entry[1]]
         if sent:
             yield rank, "   comm", sent
 
@@ -67,7 +67,7 @@ def _block(op: Op, length: int, colour: bool) -> str:
 WIDTH, LEFT, RIGHT = 1000, 84, 16  # units: of the picture, of the names of ranks, of the margin
 HEAD, ROW, BAR, GAP = 36, 24, 20, 14  # of a panel's title, of a rank's line, of a block in it, below a panel
 KINDS = dict(F="forward", B="backward", I="gradient of inputs", W="gradient of weights", U="update")
-KINDS |= dict(G="gather parameters", GB="gather them again", R="reduce gradients")
+KINDS |= dict(G="gather parameters", H="gather them again", R="reduce gradients")
 STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2937 } .title { font-weight: bold; font-size: 15px }
 .ground { fill: #ffffff } .idle { fill: #e5e7eb } .grid { stroke: #9ca3af; stroke-opacity: .45 }
 .op { font-size: 11px; fill: #111827; pointer-events: none }

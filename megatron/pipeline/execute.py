@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.mpu.deferred_wgrad import attach_weight_grad_store, run_deferred_wgrads
 from megatron.mpu.random import seed_torch
 from megatron.pipeline.schedule import Op, StageMap, looped
+from megatron.pipeline.sharding import MESSAGES, passes_of, steps_of
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.pipeline.wire import P2PCommunicator, PendingReceive
 from megatron.telemetry.phases import phase
@@ -47,6 +48,7 @@ def execute(
     returned: Optional[StageOutputs] = None,
     seed: Optional[int] = None,
     needs_gradient: Optional[Sequence[bool]] = None,
+    messages: Optional[Any] = None,
 ) -> torch.Tensor:
     """Run one rank's ops. Returns the sums of `names` over its micro-batches, in fp64.
 
@@ -63,8 +65,10 @@ def execute(
                 zeros are sent; default: all
     returned:   collects the outputs of stages for a later `check`; without it a wrong output raises SettingsError here
     seed:       seeds torch's generators before a forward pass, together with micro-batch and stage; None: they are not
+    messages:   `optimizer.messages.Messages`, which run the messages of data parallelism in `ops` (`sharding.py`)
     """
-    split = any(op.kind == "W" for op in ops)
+    passes = passes_of(ops)
+    split = any(op.kind == "W" for op in passes)
     runner = _OpRunner(
         stages,
         batches,
@@ -76,14 +80,17 @@ def execute(
         seed=seed,
         needs_gradient=needs_gradient,
     )
-    prefetcher = RecvPrefetcher(ops, runner.post_receive)
-    for op in ops:
+    prefetcher = RecvPrefetcher(passes, runner.post_receive)
+    for op, inside in steps_of(ops):
+        if op.kind in MESSAGES:
+            messages.run(op)
+            continue
         if on_op is not None:
             on_op(op)
         message = prefetcher.message_of(op)
         arrived = message and runner.receive(op, message)
         start = runner.now() if timeline is not None else 0.0
-        with phase(op.kind, op):
+        with phase(op.kind, op), messages.passing(op, inside) if messages else nullcontext():
             runner.do(op, arrived)
         if timeline is not None:
             timeline.append((op, start, runner.now()))
@@ -167,7 +174,7 @@ class _OpRunner:
         if op.kind == "F":
             self.forward(op, arrived)
         elif op.kind == "W":
-            run_deferred_wgrads(self.products.pop(op[1:]))
+            run_deferred_wgrads(self.products.pop((op.micro, op.chunk)))
         else:
             self.backward(op, arrived)
 
@@ -193,7 +200,7 @@ class _OpRunner:
             graph = place.after is not None and y.requires_grad
             if own is not None and place.after is not None and not own.requires_grad:
                 own = None
-            self.live[op[1:]] = x, get_gradient_edge(y) if graph else None, own
+            self.live[op.micro, op.chunk] = x, get_gradient_edge(y) if graph else None, own
 
     def add(self, sums: dict[str, torch.Tensor]) -> None:
         """Add a stage's sums of a micro-batch."""
@@ -203,7 +210,7 @@ class _OpRunner:
 
     def backward(self, op: Op, gradient: Optional[torch.Tensor]) -> None:
         """Run B, or I: the same, but with the products for gradients of weights deferred to W."""
-        place, (x, y, own) = self.places[op.chunk], self.live.pop(op[1:])
+        place, (x, y, own) = self.places[op.chunk], self.live.pop((op.micro, op.chunk))
         if place.after is not None:
             self.wire.arrived("F", op.micro, place.stage + 1)  # a gradient proves that the output was received
         roots, gradients = ([], []) if y is None else ([y], [gradient])
@@ -213,7 +220,7 @@ class _OpRunner:
             if roots:
                 torch.autograd.backward(roots, gradients)
         if op.kind == "I":
-            self.products[op[1:]] = products
+            self.products[op.micro, op.chunk] = products
         if place.before is not None:
             with phase("send B"):
                 gradient = torch.zeros_like(x) if x.grad is None else x.grad  # None: nothing depends on x

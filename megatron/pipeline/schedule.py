@@ -25,30 +25,49 @@ from megatron.errors import did_you_mean
 class Op(NamedTuple):
     """One piece of work of a rank: a pass of one micro-batch through one of the rank's model chunks.
 
-    kind: F forward, B backward, or B in two halves: I gradient of the input, W gradient of the weights.
+    kind: F forward, B backward, or B in two halves: I gradient of the input, W gradient of the weights. Other kinds are
+        messages of data parallelism (`sharding.py`).
+    piece: the part of the pass, or of the chunk's weights; "": the whole pass
     """
 
     kind: str
     micro: int
     chunk: int = 0
+    piece: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.micro}" + f".{self.chunk}" * (self.chunk > 0)
+        return f"{self.kind}{self.micro}" + f".{self.chunk}" * (self.chunk > 0) + f":{self.piece}" * bool(self.piece)
+
+    @property
+    def whole(self) -> "Op":
+        """The pass of which this is a piece."""
+        return self._replace(piece="")
 
 
-_OP = re.compile(r"([FBIW])([0-9]+)(?:\.([0-9]+))?")
+_OP = re.compile(r"([FBIW]|[GgDHhERr](?=.*:))([0-9]+)(?:\.([0-9]+))?(?::(in|out|tied|all|[0-9]+))?")
 
 
 def parse_op(word: str) -> Op:
-    """Parse an op such as `B12` or `F3.1` (of chunk 1). Raises ValueError for any other word.
+    """Parse an op such as `B12`, `F3.1` (of chunk 1) or `G3:0` (of layer 0). Raises ValueError for any other word.
 
-    >>> parse_op("I7.1")
-    Op(kind='I', micro=7, chunk=1)
+    >>> print(parse_op("I7.1"), parse_op("R0.1:in").piece)
+    I7.1 in
     """
     match = _OP.fullmatch(word)
     if match is None:
-        raise ValueError(f"{word!r} is no op: F0, B12, I3 and W3, with .1 for chunk 1, are")
-    return Op(match[1], int(match[2]), int(match[3] or 0))
+        raise ValueError(
+            f"{word!r} is no op: F0, B12, I3 and W3, with .1 for chunk 1, are; messages are such as G0:1, R0:out "
+            "(megatron/pipeline/sharding.py)"
+        )
+    return Op(word[0], int(match[2]), int(match[3] or 0), match[4] or "")
+
+
+class BrokenSchedule(ValueError):
+    """A schedule that would hang, repeat or omit ops, or mix up its messages. `rank`: of the first error, if known"""
+
+    def __init__(self, text: str, rank: Optional[int] = None):
+        super().__init__(text)
+        self.rank = rank
 
 
 StageMap = tuple[tuple[int, int], ...]  # stage -> (rank, chunk)
@@ -77,7 +96,7 @@ def dependencies(op: Op, rank: int, stages: StageMap) -> list[tuple[int, Op]]:
     """The ops that this op of `rank` waits for, as (rank, op). This function is the whole data flow of a pipeline.
 
     >>> dependencies(Op("B", 5), rank=1, stages=looped(4))
-    [(1, Op(kind='F', micro=5, chunk=0)), (2, Op(kind='B', micro=5, chunk=0))]
+    [(1, Op(kind='F', micro=5, chunk=0, piece='')), (2, Op(kind='B', micro=5, chunk=0, piece=''))]
     """
 
     def at(kind: str, stage: int) -> tuple[int, Op]:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Optional, Union
 
-from megatron.pipeline.schedule import Op, StageMap, dependencies, looped, make_schedule
-from megatron.pipeline.sharding import COMMUNICATION, RankStreams, Sharding
+from megatron.pipeline.schedule import BrokenSchedule, Op, StageMap, dependencies, looped, make_schedule
+from megatron.pipeline.sharding import MESSAGES, STARTED, passes_of
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)  # a backward pass takes twice as long as a forward pass
 KINDS = ({"F"}, {"F", "B"}, {"F", "I", "W"})
@@ -25,14 +25,6 @@ Cost = Union[Mapping[str, float], Callable[[int, Op], float]]  # time by kind of
 
 RankSchedules = list[list[Op]]
 Times = dict[tuple[int, Op], tuple[float, float]]
-
-
-class BrokenSchedule(ValueError):
-    """A schedule that would hang, repeat or omit ops, or mix up its messages. `rank`: of the first error, if known"""
-
-    def __init__(self, text: str, rank: Optional[int] = None):
-        super().__init__(text)
-        self.rank = rank
 
 
 def make_rank_schedules(name: str, pp: int, num_microbatches: int, chunks: Optional[int] = None) -> RankSchedules:
@@ -48,47 +40,71 @@ def simulate(
     stages: Optional[StageMap] = None,
     cost: Optional[Cost] = None,
     message_time: float = 0.0,
-    sharding: Optional[Sharding] = None,
+    update: float = 0.0,
 ) -> Times:
     """Simulate a plan: (rank, op) -> (start, end).
 
-    stages: map of stages (default `looped`). cost: time of an op. message_time: time of a message. sharding: also simulate
-    gathers and reductions of ZeRO and the update, as ops of kinds G, GB, R and U (`pipeline/sharding.py`). Sending never
-    waits. Raises BrokenSchedule in a deadlock, with the op of each rank and the ops it waits for.
+    stages: map of stages (default `looped`). cost: time of an op, also of a piece and of a message of data parallelism
+    (`sharding.py`), of which a rank sends one at a time. message_time: time of a message between stages. update: time of
+    the optimizer's update, U. A pass in pieces is one op, from the start of its first piece to the end of its last. Sending
+    never waits. Raises BrokenSchedule in a deadlock, with the op of each rank and the ops it waits for.
     """
     stages, cost = stages or _looped_for(plan), cost or COST
     time_of = cost if callable(cost) else lambda rank, op: cost[op.kind]
-    waits = [[dependencies(op, rank, stages) for op in ops] for rank, ops in enumerate(plan)]
+    ranks = [_SimulatedRank(rank, ops, stages, time_of) for rank, ops in enumerate(plan)]
     times: Times = {}
-    done = times if sharding is None else {}  # pass -> (start, when its dependents may start)
-    lanes = [RankStreams(rank, ops, sharding, times) for rank, ops in enumerate(plan)] if sharding else None
-    clock, at = [0.0] * len(plan), [0] * len(plan)
-    moved = True
-    while moved:
-        moved = False
-        for rank, ops in enumerate(plan):
-            while at[rank] < len(ops) and all(need in done for need in waits[rank][at[rank]]):
-                arrivals = [done[need][1] + message_time * (need[0] != rank) for need in waits[rank][at[rank]]]
-                start = max([clock[rank], *arrivals])
-                op = ops[at[rank]]
-                took = time_of(rank, op)
-                clock[rank] = lanes[rank].run(op, start, took) if lanes else start + took
-                done[rank, op] = (start, clock[rank])
-                at[rank] += 1
-                moved = True
-    stuck = [rank for rank, ops in enumerate(plan) if at[rank] < len(ops)]
+    while any([rank.run(times, message_time) for rank in ranks]):
+        pass
+    stuck = [rank for rank in ranks if rank.at < len(rank.ops)]
     if stuck:
-        where = "; ".join(_stuck_on(rank, plan, at, waits, done) for rank in stuck)
-        raise BrokenSchedule(f"deadlock: {where}", stuck[0])
-    if sharding and sharding.update:
+        raise BrokenSchedule(f"deadlock: {'; '.join(rank.stuck_on(times) for rank in stuck)}", stuck[0].rank)
+    if update:
         last = max((end for _, end in times.values()), default=0.0)
-        times |= {(rank, Op("U", 0)): (last, last + sharding.update) for rank in range(len(plan))}
+        times |= {(rank, Op("U", 0)): (last, last + update) for rank in range(len(plan))}
     return times
 
 
-def _stuck_on(rank: int, plan: RankSchedules, at: list[int], waits: list, times: Times) -> str:
-    missing = [f"{op} of rank {source}" for source, op in waits[rank][at[rank]] if (source, op) not in times]
-    return f"rank {rank} is stuck on {plan[rank][at[rank]]}, waiting for {' and '.join(missing)}"
+class _SimulatedRank:
+    """A rank with two lanes: one computes its passes, the other sends its messages of data parallelism."""
+
+    def __init__(self, rank: int, ops: list[Op], stages: StageMap, time_of: Callable[[int, Op], float]):
+        self.rank, self.ops, self.time_of = rank, ops, time_of
+        self.at, self.clock, self.sent = 0, 0.0, 0.0  # place in the list; when the lanes are free
+        last = {op.whole: place for place, op in enumerate(ops)}
+        self.ends = {place for op, place in last.items() if op.kind not in MESSAGES}
+        self.begun: dict[Op, float] = {}  # pass -> start of its first piece
+        self.waits = [[] if op.kind in MESSAGES else dependencies(op.whole, rank, stages) for op in ops]
+
+    def run(self, times: Times, message_time: float) -> bool:
+        """Run as many ops as possible. Returns whether there was one."""
+        before = self.at
+        while self.at < len(self.ops) and all(need in times for need in self.waits[self.at]):
+            op = self.ops[self.at]
+            if op.kind in MESSAGES:
+                self.message(op, times)
+            else:
+                arrivals = (times[need][1] + message_time * (need[0] != self.rank) for need in self.waits[self.at])
+                start = max([self.clock, *arrivals])
+                self.clock = start + self.time_of(self.rank, op)
+                self.begun.setdefault(op.whole, start)
+                if self.at in self.ends:
+                    times[self.rank, op.whole] = self.begun[op.whole], self.clock
+            self.at += 1
+        return self.at > before
+
+    def message(self, op: Op, times: Times) -> None:
+        """A message starts when the lane is free, or has to be over here; freeing takes no time."""
+        if op.kind in STARTED:
+            self.clock = max(self.clock, times[self.rank, op._replace(kind=STARTED[op.kind])][1])
+        elif op.kind in STARTED.values():
+            start = max(self.clock, self.sent)
+            self.sent = start + self.time_of(self.rank, op)
+            times[self.rank, op] = start, self.sent
+
+    def stuck_on(self, times: Times) -> str:
+        op, needs = self.ops[self.at], self.waits[self.at]
+        missing = [f"{need} of rank {source}" for source, need in needs if (source, need) not in times]
+        return f"rank {self.rank} is stuck on {op}, waiting for {' and '.join(missing)}"
 
 
 def _looped_for(plan: RankSchedules) -> StageMap:
@@ -102,9 +118,10 @@ def verify(plan: RankSchedules, num_microbatches: int, stages: Optional[StageMap
     """Prove that a plan is correct, or raise BrokenSchedule with the error.
 
     Each kind of pass does every (micro, chunk) exactly once; no rank waits forever; every directed channel between two
-    ranks delivers in the order in which it is read, so that messages need no tags.
+    ranks delivers in the order in which it is read, so that messages need no tags. Messages of data parallelism have a
+    proof of their own, which knows the model (`sharding.verify_messages`).
     """
-    stages = stages or _looped_for(plan)
+    stages, plan = stages or _looped_for(plan), list(map(passes_of, plan))
     _verify_complete(plan, num_microbatches, stages)
     simulate(plan, stages)
     _verify_channels(plan, stages)
@@ -169,20 +186,21 @@ def report(
     stages: Optional[StageMap] = None,
     cost: Optional[Cost] = None,
     message_time: float = 0.0,
-    sharding: Optional[Sharding] = None,
+    update: float = 0.0,
 ) -> ScheduleReport:
     """Simulate and measure a plan."""
     stages = stages or _looped_for(plan)
-    times = simulate(plan, stages, cost, message_time, sharding)
+    times = simulate(plan, stages, cost, message_time, update)
+    passes = list(map(passes_of, plan))
     span = max((end for _, end in times.values()), default=0.0)
-    live = tuple(map(live_activations, plan))
-    return ScheduleReport(span, bubble_of(times, len(plan)), live, _most_waiting(plan, stages, times))
+    live = tuple(map(live_activations, passes))
+    return ScheduleReport(span, bubble_of(times, len(plan)), live, _most_waiting(passes, stages, times))
 
 
 def bubble_of(times: Times, ranks: int) -> float:
     """Share of the time from the first op to the last in which ranks compute nothing, over all ranks."""
     span = max((end for _, end in times.values()), default=0.0)
-    busy = sum(end - start for (_, op), (start, end) in times.items() if op.kind not in COMMUNICATION)
+    busy = sum(end - start for (_, op), (start, end) in times.items() if op.kind not in MESSAGES)
     return 1 - busy / (span * ranks) if span else 0.0
 
 

@@ -16,6 +16,7 @@ from megatron.errors import SettingsError
 from megatron.pipeline import schedule
 from megatron.pipeline.custom_schedule import CustomSchedule, is_file, read_schedule
 from megatron.pipeline.schedule import Op, StageMap
+from megatron.pipeline.sharding import passes_of
 from megatron.pipeline.simulate import report
 from megatron.settings.schema import Parallel
 
@@ -54,14 +55,17 @@ class Pipeline:
         return self.custom.split if self.custom else schedule.SCHEDULES[self.name].split
 
     def ops(self, rank: int, num_microbatches: int, training: bool = True) -> list[Op]:
-        """The ops of a rank in a training step, or in an evaluation, of this many micro-batches."""
+        """The ops of a rank in a training step, or in an evaluation, of this many micro-batches.
+
+        They are passes. A file may also have their messages of data parallelism.
+        """
         if not training:
             return schedule.make_schedule("forward-only", rank, self.pp, num_microbatches, self.chunks)
         if self.custom:
             assert num_microbatches == self.custom.num_microbatches, (
                 f"a plan of {self.custom.num_microbatches} micro-batches for {num_microbatches}"
             )
-            return self.custom.plan[rank]
+            return self.custom.lists[rank]
         return schedule.make_schedule(self.name, rank, self.pp, num_microbatches, self.chunks)
 
     def stages_of(self, rank: int) -> list[int]:
@@ -74,7 +78,7 @@ class Pipeline:
         >>> Pipeline.of(Parallel(pipeline_model_parallel_size=2), num_layers=4).describe(num_microbatches=8)
         'pipeline 1f1b: layers 0-1 | 2-3; bubble of equal stages 11.1 %, activations of at most 2 of 8 micro-batches'
         """
-        plan = [self.ops(rank, num_microbatches) for rank in range(self.pp)]
+        plan = [passes_of(self.ops(rank, num_microbatches)) for rank in range(self.pp)]
         result = report(plan, self.stages)
         layers = " | ".join(" and ".join(_span(held) for held in self.layers_of(rank)) for rank in range(self.pp))
         name = "interleaved" if self.name == "1f1b" and self.chunks > 1 else self.name

@@ -6,11 +6,11 @@ reached within a few rounds, and each further round adds the same time.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import SCHEDULES, Op, make_schedule, stage_map, v_shaped
-from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 
 LARGE = 16  # ranks of a V-shaped schedule that are simulated; larger ones are extrapolated
@@ -101,6 +101,45 @@ def span(
     return short + (longer - short) * (num_microbatches - near) / pp
 
 
+@dataclass(frozen=True)
+class ShardingTimes:
+    """The ZeRO stage and the times of one chunk's messages, in the unit of the passes; equal on all ranks.
+
+    A chunk's messages are counted as one each: with ZeRO 1 and 2 a gather before its first pass, with ZeRO 3 one for each
+    pass; a reduction after its last pass, with ZeRO 2 and 3 after each. A pass that is shorter than the messages beside it
+    takes as long as these.
+
+    gather, reduce:                time of one message
+    gather_overlap, reduce_overlap:  share of it that overlaps its pass; 0: without --overlap-param-gather and
+                                   --overlap-grad-reduce
+    """
+
+    zero: int
+    gather: float = 0.0
+    reduce: float = 0.0
+    gather_overlap: float = 0.0
+    reduce_overlap: float = 0.0
+    update: float = 0.0
+
+    def gathers(self, kind: str) -> bool:
+        """Whether every pass of this kind has a gather of its own."""
+        return self.zero == 3 and kind != "W"
+
+    def reduces(self, kind: str) -> bool:
+        """Whether every pass of this kind has a reduction of its own."""
+        return self.zero >= 2 and kind in "BW"
+
+    def stretched(self, kind: str, time: float) -> float:
+        """Duration of a pass including the communication before, during and after it.
+
+        >>> ShardingTimes(3, gather=1.0, reduce=2.0, gather_overlap=0.5).stretched("B", 4.0)
+        6.5
+        """
+        gather, reduce = self.gather * self.gathers(kind), self.reduce * self.reduces(kind)
+        overlapped = gather * self.gather_overlap + reduce * self.reduce_overlap
+        return gather + reduce - overlapped + max(time, overlapped)
+
+
 def sharded_span(
     schedule: str,
     pp: int,
@@ -109,10 +148,10 @@ def sharded_span(
     *,
     forward: float,
     backward: float,
-    sharding: Sharding,
+    sharding: ShardingTimes,
     exact: bool = False,
 ) -> float:
-    """Time from the first op of a step to the last reduction, as in `simulate` with this `sharding`; without the update.
+    """Time from the first op of a step to the last reduction, as in `simulate` with these messages; without the update.
 
     With ZeRO 2 and 3 a rank communicates during its passes, so the span is computed with longer passes. The time
     before the first pass and after the last does not depend on the number of micro-batches. With several chunks, messages
@@ -131,7 +170,7 @@ def sharded_span(
     return gather_delay(sharding, chunks, forward) + length + reduce_delay(sharding, chunks, last)
 
 
-def gather_delay(sharding: Sharding, chunks: int, forward: float) -> float:
+def gather_delay(sharding: ShardingTimes, chunks: int, forward: float) -> float:
     """The delay of the chunks' first passes by all-gathers of ZeRO 1 and 2."""
     if sharding.zero not in (1, 2):
         return 0.0
@@ -141,7 +180,7 @@ def gather_delay(sharding: Sharding, chunks: int, forward: float) -> float:
     return held + (chunks - 1) * max(0.0, sharding.gather - forward)
 
 
-def reduce_delay(sharding: Sharding, chunks: int, backward: float) -> float:
+def reduce_delay(sharding: ShardingTimes, chunks: int, backward: float) -> float:
     """The time of reductions of ZeRO 0 and 1 after the chunks' last passes. backward: time of one such pass."""
     if sharding.zero > 1:
         return 0.0

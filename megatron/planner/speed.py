@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
-from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
-from megatron.planner.live import sharded_span
+from megatron.planner.live import ShardingTimes, sharded_span
 from megatron.planner.parameters import Units, rank_units
 from megatron.planner.traffic import Transfer, once_a_step
 from megatron.planner.unequal import unequal_span
@@ -127,7 +126,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     clock = lambda sharding: unequal_span(
         layout.schedule, layout.pp, num_microbatches, layout.chunks, times, sharding=sharding
     )
-    length = clock(Sharding(0))
+    length = clock(ShardingTimes(0))
     total = max(length, clock(own.sharding)) + own.after_reductions
     each = sum(stages, Pass()).times(num_microbatches / layout.pp)  # mean over ranks
     messages = 2 * num_microbatches * layout.chunks * message
@@ -198,7 +197,7 @@ def passes(job: Job, layout: Layout, cluster: Cluster) -> Work:
         layout.chunks,
         forward=forward,
         backward=backward,
-        sharding=Sharding(0),
+        sharding=ShardingTimes(0),
     )
     return Work(forward, backward, length)
 
@@ -343,7 +342,7 @@ def _message(job: Job, layout: Layout, cluster: Cluster) -> float:
 class StepCommunication(NamedTuple):
     """The communication and update of a pipeline rank once per step."""
 
-    sharding: Sharding  # all-gathers and reductions of a chunk, and the update
+    sharding: ShardingTimes  # all-gathers and reductions of a chunk, and the update
     after_reductions: float  # seconds after the last reduction: the update, and sums that wait for all gradients
 
 
@@ -354,7 +353,7 @@ def step_communication(job: Job, layout: Layout, cluster: Cluster) -> StepCommun
     return max(ends, key=lambda own: own.after_reductions + layout.chunks * _sent(own.sharding, num_microbatches))
 
 
-def _sent(sharding: Sharding, num_microbatches: int) -> float:
+def _sent(sharding: ShardingTimes, num_microbatches: int) -> float:
     """Seconds of a chunk's all-gathers and reductions in a step."""
     gathers = {0: 0, 3: 2 * num_microbatches}.get(sharding.zero, 1)
     return sharding.gather * gathers + sharding.reduce * (num_microbatches if sharding.zero >= 2 else 1)
@@ -368,7 +367,7 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
     reductions = layout.chunks * (layout.num_microbatches(job) if layout.zero >= 2 else 1)
     gather_ahead = layout.parallel.overlap_param_gather if layout.parallel else layout.overlap
     update = _update(job, layout, cluster, rank)
-    sharding = Sharding(
+    sharding = ShardingTimes(
         layout.zero,
         sums["gather"] / gathers,
         sums["reduce"] / reductions,

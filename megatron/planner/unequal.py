@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.schedule import dependencies, stage_map
-from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate
-from megatron.planner.live import gather_delay, is_split, reduce_delay
+from megatron.planner.live import ShardingTimes, gather_delay, is_split, reduce_delay
 
 FEW = 16  # ranks that are simulated; more are extrapolated
 
@@ -28,7 +27,7 @@ class _Step(NamedTuple):
 
 
 def unequal_span(
-    schedule: str, pp: int, num_microbatches: int, chunks: int, stages: Sequence[Both], sharding: Sharding
+    schedule: str, pp: int, num_microbatches: int, chunks: int, stages: Sequence[Both], sharding: ShardingTimes
 ) -> float:
     """Seconds from the first op of a step to the last reduction. stages: the passes of each, in order.
 

@@ -4,6 +4,7 @@
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -30,6 +31,8 @@ from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.build import build_stages, check_model_complete, needs_gradient
+from megatron.pipeline.custom_schedule import DO
+from megatron.pipeline.schedule import BrokenSchedule
 from megatron.pipeline.stage_outputs import StageOutputs
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import STEP, Recorder
@@ -112,6 +115,8 @@ def build_run(
     world = context.mesh.world_size
     log_notices(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *changed.warnings])
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
+    learns = needs_gradient(stages, pipeline, context.mesh, context.all_gather_object)
+    raise_on_all_ranks(refusal_of_schedule(pipeline, optimizer, learns), context)
     return Run(
         config=config,
         context=context,
@@ -121,7 +126,7 @@ def build_run(
         passes=Passes(
             pipeline,
             build_p2p_communicator(config, context, dtype, pipeline, facts),
-            needs_gradient(stages, pipeline, context.mesh, context.all_gather_object),
+            learns,
             recorder_of(config, context, pipeline, state, log),
             StageOutputs(losses.names),
         ),
@@ -264,6 +269,21 @@ def build_pipeline(config: schema.Config, context: RankContext) -> Pipeline:
     """Build the pipeline: the layers of each stage, and the order of passes."""
     num_microbatches = config.batch.global_batch_size // config.batch.micro_batch_size // context.mesh.dp.size
     return Pipeline.of(config.parallel, config.model.num_layers, num_microbatches)
+
+
+def refusal_of_schedule(
+    pipeline: Pipeline, optimizer: DistributedOptimizer, learns: Sequence[bool]
+) -> Optional[SettingsError]:
+    """Why this rank cannot run the messages that a schedule file lists, if it does and cannot."""
+    if pipeline.custom is None:
+        return None
+    rank = optimizer.mesh.pp.rank
+    try:
+        optimizer.messages.plan(pipeline.ops(rank, pipeline.custom.num_microbatches), learns)
+    except BrokenSchedule as error:
+        what = f"--pipeline-schedule {pipeline.name}: rank {rank} of the pipeline cannot run its list"
+        return SettingsError(what, str(error), DO)
+    return None
 
 
 def build_p2p_communicator(

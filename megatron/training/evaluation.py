@@ -90,7 +90,7 @@ def evaluate(
 
     Each validation continues after the samples of the last one, unless all have the same samples (--eval-same-samples).
     """
-    started, measures = time.perf_counter(), measures or run.losses.measures
+    started, measures, messages = time.perf_counter(), measures or run.losses.measures, run.optimizer.messages
     size = run.config.batch.global_batch_size
     num_microbatches = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
@@ -103,11 +103,10 @@ def evaluate(
     with phase("evaluate"):
         for _ in range(num_batches(run, batches, split)):
             run.watch.heartbeat.beat("evaluate")
-            ops = run.passes.pipeline.ops(run.passes.wire.axis.rank, num_microbatches, training=False)
+            ops = messages.plan(run.passes.pipeline.ops(run.passes.wire.axis.rank, num_microbatches, training=False))
+            more = dict(names=run.losses.names, seed=run.config.logging.seed, messages=messages)
             micros = micro_batches(run, batches, consumed, num_microbatches)
-            sums += execute(
-                ops, run.stages, micros, run.passes.wire, names=run.losses.names, seed=run.config.logging.seed
-            )
+            sums += execute(ops, run.stages, micros, run.passes.wire, **more)
             consumed += size
         *values, tokens = collectives.all_reduce(zero_unless_first_tp_rank(run, sums), run.context.mesh.world).tolist()
     for stage in run.stages:

@@ -177,14 +177,14 @@ def forward_backward(
     run: Run, batches: Sequence[MicroBatch], loss_func, on_op, returned: Optional[StageOutputs] = None
 ) -> torch.Tensor:
     """Run the forward and backward passes of a step in the order of the schedule. Returns this rank's sums."""
-    ops = run.passes.pipeline.ops(run.passes.wire.axis.rank, len(batches))
-    record = run.passes.recorder.record() if run.passes.recorder else None
-    run.optimizer.set_num_microbatches(len(batches))
+    passes = run.passes
+    ops = run.optimizer.messages.plan(passes.pipeline.ops(passes.wire.axis.rank, len(batches)), passes.needs_gradient)
+    record = passes.recorder.record() if passes.recorder else None
     more = dict(timeline=record, on_op=on_op, returned=returned, seed=run.config.logging.seed)
-    more |= dict(needs_gradient=run.passes.needs_gradient)
-    sums = execute(ops, run.stages, batches, run.passes.wire, loss_func, names=run.losses.names, **more)
+    more |= dict(needs_gradient=passes.needs_gradient, messages=run.optimizer.messages)
+    sums = execute(ops, run.stages, batches, passes.wire, loss_func, names=run.losses.names, **more)
     if record is not None:
-        run.passes.recorder.write(record)
+        passes.recorder.write(record)
     return sums
 
 

@@ -65,7 +65,6 @@ def build(rank=0, sizes=None, dtype=torch.float32, stable=False, stage=0, overla
 
 def train(model, optimizer, steps=3, first=0):
     for step in range(first, first + steps):
-        optimizer.set_num_microbatches(1)
         rows = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step * 8 + optimizer.mesh.dp.rank))
         model(rows.to(optimizer.device, optimizer.dtype)).backward()
         optimizer.finalize_grads(torch.zeros(1, dtype=torch.float64))

@@ -53,7 +53,6 @@ def trained(rank, sizes, settings, stage=0, steps=4, **parallel):
         Plain, mesh, settings, Parallel(sharding_stage=stage, **parallel), seed=5, init_std=0.5
     )
     for step in range(steps):
-        optimizer.set_num_microbatches(1)
         model(rows(step)[mesh.dp.rank :: mesh.dp.size]).backward()
         optimizer.finalize_grads(torch.zeros(1, dtype=torch.float64))
         optimizer.step(2e-2, 0.1, 1 / 8)

@@ -13,6 +13,8 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement, placements
 from megatron.optimizer.flat import ALIGN
 from megatron.optimizer.zero import DistributedOptimizer
+from megatron.pipeline.execute import P2PCommunicator, execute
+from megatron.pipeline.schedule import Op, looped
 from megatron.settings import schema
 
 WIDTH, BLOCKS, ROWS = 12, 3, 16
@@ -75,6 +77,33 @@ def _rows(step, mesh, part, num_microbatches):
     return x[slice(part * mesh.dp.size + mesh.dp.rank, None, num_microbatches * mesh.dp.size)]
 
 
+def _passes(model, optimizer, inputs, one_by_one=True, training=True, kinds="B", more=None):
+    """Run the passes of a step: F B F B or, not one by one, all F first. Returns the loss."""
+    chunks, micros = range(len(model)), range(len(inputs))
+    forward = [[Op("F", micro, chunk) for chunk in chunks] for micro in micros]
+    backward = [[Op(kind, micro, chunk) for chunk in chunks[::-1] for kind in kinds] for micro in micros]
+    visits = (
+        [visit for pair in zip(forward, backward, strict=True) for visit in pair] if one_by_one else forward + backward
+    )
+    wire = P2PCommunicator(Mesh().pp, inputs[0].shape, inputs[0].dtype, inputs[0].device, stages=looped(1, len(model)))
+
+    def stage(chunk):
+        last = chunk is model[-1]
+        total = lambda x: (None, {"lm loss": x, "tokens": torch.ones_like(x)})
+        return lambda x, rows: (total if last else lambda y: y)(chunk(rows if x is None else x))
+
+    sums = execute(
+        optimizer.messages.plan([op for visit in (visits if training else forward) for op in visit]),
+        [stage(chunk) for chunk in model],
+        inputs,
+        wire,
+        (lambda sums, rows: sums["lm loss"]) if training else None,
+        messages=optimizer.messages,
+        **(more or {}),
+    )
+    return sums[0].item()
+
+
 def _train(
     rank,
     sizes,
@@ -96,23 +125,14 @@ def _train(
         model, mesh, settings, schema.Parallel(**parallel), dtype=dtype, device=device, seed=1
     )
 
-    def forward(x):
-        for chunk in model:
-            x = chunk(x.to(device, dtype))
-        return x
-
     seen = []
     for step in range(steps):
-        optimizer.set_num_microbatches(num_microbatches)
-        inputs = [_rows(step, mesh, part, num_microbatches) for part in range(num_microbatches)]
-        losses = [forward(x) for x in inputs] if not one_by_one else []  # all in flight, or F B F B
-        for part in range(num_microbatches):
-            loss = losses[part] if losses else forward(inputs[part])
-            loss.backward()
+        inputs = [_rows(step, mesh, part, num_microbatches).to(device, dtype) for part in range(num_microbatches)]
+        _passes(model, optimizer, inputs, one_by_one)
         _, norm = optimizer.finalize_grads(torch.zeros(1, dtype=torch.float64))
         optimizer.step(1e-2, 0.1, 1 / ROWS)
         with torch.no_grad():
-            seen.append((forward(torch.ones(2, WIDTH)).item(), norm))
+            seen.append((_passes(model, optimizer, [torch.ones(2, WIDTH).to(device, dtype)], training=False), norm))
     with optimizer.weights.gathered_parameters():
         weights = {name: p.detach().clone() for name, (p, _) in placements(model).items()}
     return seen, weights
@@ -212,9 +232,8 @@ def test_bytes_of_each_stage(stage, run_ranks):
     def body(rank):
         model, optimizer = _optimizer(rank, {"shard" if stage else "replicate": ranks}, sharding_stage=stage)
         seen = [optimizer.memory()]
-        y = model[0](INPUT)
-        seen.append(optimizer.memory())
-        y.backward()
+        _passes(model, optimizer, [INPUT], more=dict(on_op=lambda op: seen.append(optimizer.memory())))
+        del seen[1]  # of F
         seen.append(optimizer.memory())
         optimizer.finalize_grads(torch.zeros(1))
         optimizer.step(1e-3, 0.0, 1.0)
@@ -244,7 +263,7 @@ def test_stage_3_has_two_layers_at_most(run_ranks):
         for block in model[0].blocks.values():
             block.up.register_forward_hook(lambda *_: seen.append(optimizer.weights.nbytes))
             block.up.weight.register_hook(lambda _: seen.append(optimizer.weights.nbytes))
-        model[0](INPUT).backward()
+        _passes(model, optimizer, [INPUT])
         sizes = {unit.name: unit.size for unit in optimizer.units}
         block = sizes["blocks.0"]
         return max(seen), 2 * (sum(sizes.values()) - BLOCKS * block), 2 * block
@@ -316,14 +335,12 @@ def _events(rank, num_microbatches, **parallel):
         log.watch(patch)
         model, optimizer = _optimizer(rank, {"shard" if "sharding_stage" in parallel else "replicate": 2}, **parallel)
         log.layers(model)
-        optimizer.set_num_microbatches(num_microbatches)
-        for _ in range(num_microbatches):
-            model[0](INPUT).backward()
+        _passes(model, optimizer, [INPUT] * num_microbatches)
         log.append("totals")
         optimizer.finalize_grads(torch.zeros(1))
         optimizer.step(1e-3, 0.0, 1.0)
         log.append("updated")
-        model[0](INPUT)
+        _passes(model, optimizer, [INPUT], training=False)
     return list(log)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gatherings and reductions of ZeRO in the simulation, against another simulation: events that wait for each other."""
+"""Messages of data parallelism in the simulator, against another simulation: events that wait for each other."""
 
 import itertools
 from dataclasses import replace
@@ -8,9 +8,10 @@ import pytest
 
 from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.schedule import Op, dependencies, problems, stage_map
-from megatron.pipeline.sharding import Sharding
-from megatron.pipeline.simulate import make_rank_schedules, simulate
-from megatron.planner.live import sharded_span
+from megatron.pipeline.simulate import make_rank_schedules
+from megatron.pipeline.simulate import simulate as simulate_lists
+from megatron.planner.live import ShardingTimes, sharded_span
+from tests.pipeline.coarse_messages import coarse
 
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)
 PLANS = [
@@ -23,6 +24,13 @@ PLANS = [
 ]
 TIMES = (0.0, 0.25, 1.0, 6.0)
 OVERLAP = (0.0, 0.7)
+
+
+def simulate(plan, stages=None, cost=COST, sharding=None):
+    if sharding is None:
+        return simulate_lists(plan, stages, cost)
+    lists, cost = coarse(plan, sharding, cost)
+    return simulate_lists(lists, stages, cost, update=sharding.update)
 
 
 class Events:
@@ -69,7 +77,7 @@ class Events:
             self.after(op, "begun", (op, "G begun", (1 - self.sharding.gather_overlap) * self.sharding.gather))
             self.after(op, "over", (op, "G begun", self.sharding.gather))
         if not self.sharding.gather_overlap:
-            self.after(op, "begun", *((other, "G over", 0.0) for other in self.gathered))
+            self.after(op, "ready", *((other, "G over", 0.0) for other in self.gathered))
 
     def add_reduction(self, op):
         r, beside, each = self.sharding.reduce, self.sharding.reduce_overlap, self.sharding.zero >= 2
@@ -118,16 +126,16 @@ def longest(found):
 def test_every_op_against_brute_force(name, pp, num_microbatches, chunks, zero):
     plan, stages = make_rank_schedules(name, pp, num_microbatches, chunks), stage_map(name, pp, chunks)
     for gather, reduce, beside, back in itertools.product(TIMES, TIMES, OVERLAP, OVERLAP):
-        sharding = Sharding(zero, gather, reduce, beside, back)
+        sharding = ShardingTimes(zero, gather, reduce, beside, back)
         times = simulate(plan, stages, COST, sharding=sharding)
         want = longest(Events(plan, stages, sharding).found)
         for rank, ops in enumerate(plan):
             for op in ops:
-                expected = (want[rank, op, "begun"], want[rank, op, "over"])
+                expected = (want[rank, op, "ready"], want[rank, op, "passed on"])
                 assert times[rank, op] == pytest.approx(expected), (sharding, rank, op)
-                for kind, word in (("R", "R over"), ("GB" if op.kind in "BI" and zero == 3 else "G", "G over")):
+                for kind, word in (("R", "R over"), ("H" if op.kind in "BI" and zero == 3 else "G", "G over")):
                     if (rank, op, word) in want:
-                        sent = Op(kind, 0 if kind == "G" and zero < 3 else op.micro, op.chunk)
+                        sent = Op(kind, 0 if kind == "G" and zero < 3 else op.micro, op.chunk, "b")
                         assert times[rank, sent][1] == pytest.approx(want[rank, op, word]), (sharding, rank, sent)
 
 
@@ -141,10 +149,12 @@ def test_limits(name, pp, num_microbatches, chunks, zero):
     plan, stages = make_rank_schedules(name, pp, num_microbatches, chunks), stage_map(name, pp, chunks)
     alone = simulate(plan, stages, COST)
     for beside in OVERLAP:
-        free = simulate(plan, stages, COST, sharding=Sharding(zero, 0.0, 0.0, beside, beside))
+        free = simulate(plan, stages, COST, sharding=ShardingTimes(zero, 0.0, 0.0, beside, beside))
         assert all(free[key] == pytest.approx(alone[key]) for key in alone)
         huge = 1e6
-        found = span(simulate(plan, stages, COST, sharding=Sharding(zero, huge * (zero > 0), huge, beside, beside)))
+        found = span(
+            simulate(plan, stages, COST, sharding=ShardingTimes(zero, huge * (zero > 0), huge, beside, beside))
+        )
         most = max(
             sum(op.kind != "W" for op in ops) * (zero == 3)
             + chunks * (zero in (1, 2))
@@ -164,7 +174,7 @@ def test_longer_messages_never_make_a_step_shorter_nor_does_overlap_make_it_long
     plan, stages = make_rank_schedules(name, pp, num_microbatches, chunks), stage_map(name, pp, chunks)
     length = lambda sharding: span(simulate(plan, stages, COST, sharding=sharding))
     for gather, reduce, beside in itertools.product(TIMES, TIMES, (0.0, 0.4, 0.7)):
-        base = Sharding(zero, gather, reduce, beside, beside)
+        base = ShardingTimes(zero, gather, reduce, beside, beside)
         assert length(base) <= length(replace(base, gather=gather + 0.3)) + 1e-9
         assert length(base) <= length(replace(base, reduce=reduce + 0.3)) + 1e-9
         more = replace(base, gather_overlap=beside + 0.2, reduce_overlap=beside + 0.2)
@@ -172,9 +182,9 @@ def test_longer_messages_never_make_a_step_shorter_nor_does_overlap_make_it_long
 
 
 def test_the_update_waits_for_the_reductions_of_all_ranks():
-    sharding = Sharding(1, 0.5, 2.0, update=3.0)
+    sharding = ShardingTimes(1, 0.5, 2.0, update=3.0)
     times = simulate(make_rank_schedules("1f1b", 2, 3), sharding=sharding)
-    reduced = max(times[rank, Op("R", 2)][1] for rank in range(2))
+    reduced = max(times[rank, Op("R", 2, 0, "b")][1] for rank in range(2))
     assert [times[rank, Op("U", 0)] for rank in range(2)] == [(reduced, reduced + 3.0)] * 2
 
 
@@ -187,7 +197,7 @@ def test_the_planners_closed_form_is_the_simulation(name):
             continue
         plan, stages = make_rank_schedules(name, pp, num_microbatches, chunks), stage_map(name, pp, chunks)
         for gather, reduce, beside in itertools.product((0.0, 0.2, 5.0), (0.0, 0.2, 5.0), OVERLAP):
-            sharding = Sharding(zero, gather * (zero > 0), reduce, beside, beside)
+            sharding = ShardingTimes(zero, gather * (zero > 0), reduce, beside, beside)
             found = span(simulate(plan, stages, COST, sharding=sharding))
             closed = sharded_span(
                 name, pp, num_microbatches, chunks, forward=1.0, backward=2.0, sharding=sharding, exact=True
@@ -200,10 +210,10 @@ def test_the_planners_closed_form_is_the_simulation(name):
 
 
 def test_drawings_show_the_communication_lane():
-    times = simulate(make_rank_schedules("1f1b", 2, 2), sharding=Sharding(3, 0.5, 0.5, update=1.0))
+    times = simulate(make_rank_schedules("1f1b", 2, 2), sharding=ShardingTimes(3, 0.5, 0.5, update=1.0))
     lines = diagram(times, width=300).splitlines()
     assert [line.split("|")[0].split()[0] for line in lines] == ["rank", "comm", "rank", "comm"]
-    assert all(word in lines[1] for word in ("G0", "G1", "GB0", "R1")) and "U0" in lines[0] and "G" not in lines[0]
+    assert all(word in lines[1] for word in ("G0", "G1", "H0", "R1")) and "U0" in lines[0] and "G" not in lines[0]
     picture = svg({"step": times})
-    assert "<title>GB1</title>" in picture and "reduce gradients" in picture
+    assert "<title>H1:a</title>" in picture and "reduce gradients" in picture
     assert "comm" not in diagram(simulate(make_rank_schedules("1f1b", 2, 2)))

@@ -10,11 +10,11 @@ from megatron.model.arguments import parse_any
 from megatron.model.recipe import facts_of
 from megatron.model.t5 import stages as t5_stages
 from megatron.model.t5.facts import T5Facts
-from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import bubble_of
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.device import cpu, find
 from megatron.planner.layout import Job, Layout
+from megatron.planner.live import ShardingTimes
 from megatron.planner.search import NOT_OFFLOADED, Space, search
 from megatron.planner.speed import Cluster, step
 from megatron.planner.stage_cut import fastest
@@ -127,6 +127,8 @@ def test_no_cut_waits_less(schedule, vocabulary):
     def waiting(cut):
         costs = [sum(layers[sum(cut[:n]) : sum(cut[: n + 1])]) for n in range(4)]
         costs[-1] += output
-        return 1 - 3 * 16 * sum(costs) / 4 / unequal_span(schedule, 4, 16, 1, [(c, 2 * c) for c in costs], Sharding(0))
+        return 1 - 3 * 16 * sum(costs) / 4 / unequal_span(
+            schedule, 4, 16, 1, [(c, 2 * c) for c in costs], ShardingTimes(0)
+        )
 
     assert waste(schedule, vocabulary) == pytest.approx(min(map(waiting, cuts(24, 4))))

@@ -8,12 +8,13 @@ import pytest
 
 from megatron.model.arguments import parse_any
 from megatron.pipeline.schedule import stage_map
-from megatron.pipeline.sharding import Sharding
 from megatron.pipeline.simulate import make_rank_schedules, simulate
+from megatron.planner.live import ShardingTimes
 from megatron.planner.problems import inspect
 from megatron.planner.speed import end_costs, layer_costs, step
 from megatron.planner.target import cluster_of
 from megatron.planner.unequal import unequal_span
+from tests.pipeline.coarse_messages import coarse
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("v-half", 2)]
 
@@ -29,7 +30,8 @@ def simulated(schedule, pp, num_microbatches, chunks, passes, sharding=None):
         forward, backward = passes[stages.index((rank, op.chunk))]
         return {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}[op.kind]
 
-    return simulate(plan, stages, took, sharding=sharding)
+    lists, took = (plan, took) if sharding is None else coarse(plan, sharding, took)
+    return simulate(lists, stages, took)
 
 
 def ends(times):
@@ -43,13 +45,13 @@ def test_spans_of_unequal_stages_are_the_simulators(schedule, chunks, pp, num_mi
     for spread in (0.05, 1.0):
         passes = [(1 + spread * draw.random(), 2 + spread * draw.random()) for _ in range(pp * chunks)]
         exact = ends(simulated(schedule, pp, num_microbatches, chunks, passes))
-        found = unequal_span(schedule, pp, num_microbatches, chunks, passes, Sharding(0))
+        found = unequal_span(schedule, pp, num_microbatches, chunks, passes, ShardingTimes(0))
         assert found == pytest.approx(exact, rel=1e-9 if num_microbatches <= 5 * pp else 0.01)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_spans_with_sharding_are_the_simulators(zero):
-    passes, sharding = [(1.0, 2.0), (1.5, 3.0), (0.5, 1.0), (1.0, 2.5)], Sharding(zero, gather=3.0, reduce=0.4)
+    passes, sharding = [(1.0, 2.0), (1.5, 3.0), (0.5, 1.0), (1.0, 2.5)], ShardingTimes(zero, gather=3.0, reduce=0.4)
     exact = ends(simulated("1f1b", 4, 12, 1, passes, sharding))
     assert unequal_span("1f1b", 4, 12, 1, passes, sharding) == pytest.approx(exact, rel=0.03)
 
@@ -58,7 +60,7 @@ def test_many_ranks_are_read_off_few():
     passes = [(1.1, 2.0), *[(1.0, 2.0)] * 22, (1.5, 3.0)]
     for schedule in ("1f1b", "zb-h1"):
         exact = ends(simulated(schedule, 24, 48, 1, passes))
-        assert unequal_span(schedule, 24, 48, 1, passes, Sharding(0)) == pytest.approx(exact, rel=0.02)
+        assert unequal_span(schedule, 24, 48, 1, passes, ShardingTimes(0)) == pytest.approx(exact, rel=0.02)
 
 
 # ---- the bubble ------------------------------------------------------------------------------------------------------

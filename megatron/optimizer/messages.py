@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of data parallelism in a step: gathers of weights and reductions of gradients, as the schedule lists them.
+
+`Messages` puts them into the passes of a rank (`pipeline/sharding.py`), proves the list, and runs it: between passes for
+the executor, inside a pass where a piece of it begins. Of that it hears in three ways:
+
+- a layer's forward pre-hook, and the hook of the last layer's output: pieces of a forward pass;
+- the gradient of a layer's output: pieces of a backward pass;
+- the gradient of a parameter: pieces of passes that reduce gradients.
+
+The first two are needed, and registered, only where weights are gathered inside passes. A layer that comes out of turn
+(one that is recomputed for another, or used twice) gathers its weights on the spot, and keeps them until the list frees
+them. A model that runs without a schedule has all its weights gathered until the end of the step.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Optional
+
+import torch
+
+from megatron.optimizer.gradients import GradientBuffers, UnitGradients
+from megatron.optimizer.units import FlatUnit
+from megatron.optimizer.weights import ParameterBuffers
+from megatron.pipeline.schedule import Op
+from megatron.pipeline.sharding import (
+    ALL,
+    FORWARD,
+    IN,
+    MESSAGES,
+    OUT,
+    TIED,
+    ChunkPieces,
+    Group,
+    Listed,
+    Sharding,
+    group_of,
+    list_messages,
+)
+
+
+class Messages:
+    """Lists and runs the messages of a rank.
+
+    chunks: its model chunks. first: whether the first of them is the first stage of the pipeline
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        weights: ParameterBuffers,
+        gradients: GradientBuffers,
+        how: Sharding,
+        first: bool,
+    ):
+        self.weights, self.gradients, self.how = weights, gradients, how
+        self.units: dict[Group, list[FlatUnit]] = {}
+        self.layers = [self._group(number, chunk, first and number == 0) for number, chunk in enumerate(chunks)]
+        self.chunks = self._chunks([False] * len(chunks))
+        self.groups = {unit.name: group for group, units in self.units.items() for unit in units}
+        self.lists: dict[tuple, Listed] = {}
+        before = list_messages([], self.chunks, how).before
+        self.unlisted = Listed(before, [], [Op("R", 0, 0, ALL)])  # of passes that run without a list
+        self.listed = self.unlisted  # of the step that runs
+        self.running: Optional[Op] = None  # a pass
+        self.inside: Sequence[Op] = ()  # its pieces, and the messages between them
+        self.at, self.places = 0, {}  # what of it comes next; where its pieces are
+        self.on_the_spot: set[str] = set()  # units that a layer out of turn has gathered
+        self.late: list[UnitGradients] = []  # gradients that were not complete when the list reduced them
+        gradients.arrived = self._arrived
+        if how.zero == 3 or how.gather_ahead:
+            for number, chunk in enumerate(chunks):
+                self._register_hooks(number, chunk)
+
+    # ---- lists -----------------------------------------------------------------------------------------------------
+
+    def _group(self, number: int, chunk: torch.nn.Module, first: bool) -> list[str]:
+        """Assign the units of a chunk to its pieces. Returns the names of its layers in order."""
+        units = [memory.unit for memory in self.weights.memory.values() if number in memory.unit.chunks]
+        places = {name: place for place, (name, _) in enumerate(chunk.named_modules())}
+        layers = sorted({unit.part for unit in units if unit.layer}, key=places.__getitem__)
+        ends = {unit.name: unit.ends for unit in getattr(chunk, "units", ())}
+        for unit in units:
+            if unit.layer:
+                group = number, str(layers.index(unit.part))
+            elif len(unit.chunks) > 1:
+                group = 0, TIED
+            else:
+                behind = places.get(unit.part, 0) > max(map(places.__getitem__, layers), default=len(places))
+                group = number, OUT if behind or not first and "last" in ends.get(unit.part, ()) else IN
+            own = self.units.setdefault(group, [])
+            own += [unit] * (unit not in own)
+        return layers
+
+    def _chunks(self, learns: Sequence[bool]) -> list[ChunkPieces]:
+        trained = {group for group, units in self.units.items() if not all(unit.frozen for unit in units)}
+        chunks = []
+        for number, layers in enumerate(self.layers):
+            pieces = ChunkPieces(len(layers), (), ()).pieces
+            held, own = ([name for name in pieces if (number, name) in groups] for groups in (self.units, trained))
+            shares = any(number in unit.chunks for unit in self.units.get((0, TIED), ()))
+            chunks.append(ChunkPieces(len(layers), held, own, learns[number], (0, TIED) in trained if shares else None))
+        return chunks
+
+    def plan(self, ops: Sequence[Op], learns: Optional[Sequence[bool]] = None) -> list[Op]:
+        """The ops of a step, or of an evaluation, with their messages (`list_messages`).
+
+        learns: of each chunk, whether anything before it is trained (default: it is)
+        """
+        key = tuple(ops)
+        if key not in self.lists:
+            chunks = self._chunks(learns or [True] * len(self.layers))
+            listed = list_messages(ops, chunks, self.how)
+            self.lists = {**dict(list(self.lists.items())[-7:]), key: listed}
+        if any(op.kind != "F" for op in ops):
+            self.listed = self.lists[key]
+            self.gradients.num_microbatches = len({op.micro for op in ops})
+        return self.lists[key].ops
+
+    def start_step(self) -> None:
+        """Run the messages after an update: the gathers of weights that are kept, the same in each list."""
+        for op in self.unlisted.before:
+            self.run(op)
+
+    def finish(self) -> None:
+        """Run the messages after the last pass: all gradients are reduced."""
+        for op in self.listed.after:
+            self.run(op)
+        self.listed = self.unlisted
+
+    # ---- running ---------------------------------------------------------------------------------------------------
+
+    def run(self, op: Op) -> None:
+        """Run a message."""
+        if op.piece == ALL:
+            self.gradients.sum_all()
+        elif op.kind in "Rr":
+            tallies = [self.gradients.tallies[unit.name] for unit in self.units[group_of(op)] if not unit.frozen]
+            self._reduce(tallies) if op.kind == "R" else self.gradients.wait_for(tallies)
+        else:
+            memory = [self.weights.memory[unit.name] for unit in self.units[group_of(op)]]
+            act = {"G": self.weights.start, "g": self.weights.finish, "D": self.weights.free}[
+                FORWARD.get(op.kind, op.kind)
+            ]
+            for one in memory:
+                act(one)
+
+    def _reduce(self, tallies: Sequence[UnitGradients]) -> None:
+        for tally in tallies:
+            if self.running and not self.gradients.complete(tally):
+                self.late.append(tally)
+            else:
+                self.gradients.start(tally)
+
+    @contextmanager
+    def passing(self, op: Op, inside: Sequence[Op]) -> Iterator[None]:
+        """Around a pass: run the messages that stand inside it."""
+        self.running, self.inside, self.at = op, inside, 0
+        self.places = {group_of(one): place for place, one in enumerate(inside) if one.kind not in MESSAGES}
+        yield
+        self._run_until(len(inside))
+        self.running = None
+        for tally in self.late:
+            self.gradients.start(tally)
+            self.gradients.wait_for([tally])
+        self.late.clear()
+
+    def _run_until(self, end: int) -> None:
+        while self.at < end:
+            op = self.inside[self.at]
+            self.at += 1
+            if op.kind in MESSAGES:
+                self.run(op)
+
+    def _reach(self, group: Group) -> None:
+        """Run the messages before a piece of the pass that runs, unless it is behind or is not listed."""
+        self._run_until(self.places.get(group, -1) + 1)
+
+    def _arrived(self, tally: UnitGradients) -> None:
+        """A parameter has got a gradient: the piece has begun, and may be reduced."""
+        group = self.groups[tally.own.unit.name]
+        if self.running is None or self.running.kind not in "BW" or group[1] in (IN, TIED):
+            return
+        self._reach(group)
+        while self.at < len(self.inside) and self._may_run(self.inside[self.at]):
+            self._run_until(self.at + 1)
+
+    def _may_run(self, op: Op) -> bool:
+        """Whether a message needs nothing that is still computed."""
+        if op.kind != "R":
+            return op.kind == "r"
+        tallies = [self.gradients.tallies[unit.name] for unit in self.units[group_of(op)] if not unit.frozen]
+        return all(map(self.gradients.complete, tallies))
+
+    # ---- hooks -----------------------------------------------------------------------------------------------------
+
+    def _register_hooks(self, number: int, chunk: torch.nn.Module) -> None:
+        def without_schedule(module, args):
+            if self.running is None:
+                self.weights.need(*(memory for memory in self.weights.memory.values() if number in memory.unit.chunks))
+
+        chunk.register_forward_pre_hook(without_schedule)
+        for place, name in enumerate(self.layers[number]):
+            following = (number, OUT) if place + 1 == len(self.layers[number]) else None
+            self._register_layer(chunk.get_submodule(name), (number, str(place)), following)
+
+    def _register_layer(self, module: torch.nn.Module, group: Group, following: Optional[Group]) -> None:
+        memory = [self.weights.memory[unit.name] for unit in self.units[group]]
+
+        def begin(kinds: str) -> None:
+            if self.running and self.running.kind in kinds:
+                self._reach(group)
+            self.on_the_spot.update(one.unit.name for one in memory if not (one.ready or one.under_way))
+            self.weights.need(*memory)
+
+        def pre_forward(module, args):
+            begin("F")
+
+        def post_forward(module, args, output):
+            if following and self.running and self.running.kind == "F":
+                self._reach(following)
+            for one in (one for one in memory if one.unit.name in self.on_the_spot):
+                self.on_the_spot.remove(one.unit.name)
+                self.weights.free(one)
+            for tensor in _backward_roots(output):
+                tensor.register_hook(lambda gradient: begin("BI"))
+
+        module.register_forward_pre_hook(pre_forward)
+        if self.how.zero == 3:
+            module.register_forward_hook(post_forward)
+
+
+def _backward_roots(output) -> list[torch.Tensor]:
+    """The tensors of a module's output where its backward pass begins."""
+    x, sums = output if isinstance(output, tuple) else (output, {})
+    return [tensor for tensor in (x, *sums.values()) if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
