@@ -21,21 +21,19 @@ from megatron.settings.schema import Model
 
 @dataclass(frozen=True)
 class Unit:
-    """Weights that lie together in memory, and that ZeRO gathers and reduces together: a layer, a table, a norm.
+    """Weights that ZeRO gathers together: a layer, a table, a norm. Experts among them are reduced along axes of their own
+    (`Placement.data_axes`).
 
     name:    what the names of its weights begin with: `blocks.17`
     weights: the rest of the name -> what the weight is, or the buffer
     layer:   its number in the whole network; None: it is no layer
     ends:    which ends of the pipeline hold a unit that is no layer: "first", "last" or both, as a tied table
-    axes:    axes of the mesh (copies, shards): ranks along the first hold the same shards of it, whose gradients are
-             reduced; ranks along the second may divide it. Of experts: (`expert_replicate`, `expert_shard`)
     """
 
     name: str
     weights: Table
     layer: Optional[int] = None
     ends: tuple[str, ...] = ()
-    axes: tuple[str, str] = ("replicate", "shard")
 
     def held_by(self, first: bool, last: bool) -> bool:
         """Whether a stage that is so placed holds it, if it is no layer."""

@@ -32,7 +32,7 @@ from megatron.errors import SettingsError
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # slowest to fastest; replicate x shard = dp
 JOINED = {"dp": ("replicate", "shard"), "dp_cp": ("replicate", "shard", "cp"), "world": AXES}
 EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "etp")  # the same ranks as experts see them
-EXPERT_DP = ("expert_replicate", "expert_shard")
+EXPERT_DP = EXPERT_AXES[1:3]
 NAMES = (*AXES, *JOINED, "tied", *EXPERT_AXES[1:], "expert_dp")
 # Axes of one purpose share a group where their ranks are the same. What the optimizer's axes carry is gradients and
 # weights, which one thread sends in one order on all ranks. tp and etp carry the activations of products, one after the

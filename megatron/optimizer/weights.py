@@ -37,9 +37,8 @@ class UnitParameters:
     under_way: Any = None  # (work, piece) of a running gather
     in_backward: bool = False  # the backward pass of the layer is running
     passes: int = 0  # in this step: a layer's backward passes; otherwise forward passes with a backward pass to follow
-    with_it: Sequence[
-        "UnitParameters"
-    ] = ()  # for a layer whose input has no gradient: units that its last gradient frees
+    # For a layer whose input has no gradient: units that this one's last gradient frees.
+    with_it: Sequence["UnitParameters"] = ()
 
 
 class ParameterBuffers:
@@ -224,8 +223,11 @@ class ParameterBuffers:
         before: Sequence[UnitParameters],
         after: Sequence[UnitParameters],
     ):
-        """Register the hooks of a layer. `block`: its unit, or two if it is frozen in part, the trained one first."""
+        """Register the hooks of a layer. `block`: its units, more than one if it has experts or is frozen in part, frozen
+        ones last.
+        """
         first = block[0]
+        alone = [memory for memory in block[1:] if not memory.unit.frozen]  # experts
 
         def pre_forward(module, args):
             self._need(*block)
@@ -236,7 +238,9 @@ class ParameterBuffers:
             if args[0].requires_grad:
                 args[0].register_hook(lambda gradient: self._leave(block))
             else:
-                first.with_it = block
+                first.with_it = [memory for memory in block if memory not in alone]
+                for memory in alone:
+                    memory.with_it = (memory,)
 
         def post_forward(module, args, output):
             if not first.in_backward:

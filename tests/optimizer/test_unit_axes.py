@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units with axes of their own: experts, of which each data parallel rank holds one and several hold the same.
+"""Experts in a layer, of which each data parallel rank holds one and several hold the same.
 
 The experts are matrices [2, 6, 6], cut along `ep`: a rank multiplies its rows of the batch with the expert of its place.
 One process with torch's AdamW does the same with both matrices.
@@ -10,9 +10,8 @@ import torch
 
 from megatron.model.weights import Unit
 from megatron.mpu.layers import create_parameters
-from megatron.mpu.mesh import EXPERT_DP, Mesh
+from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
-from megatron.optimizer.units import DATA_PARALLEL
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Optimizer, Parallel
 
@@ -34,11 +33,11 @@ class Part(torch.nn.Module):
 class Model(torch.nn.Module):
     """A dense layer, a layer of experts, a dense layer."""
 
-    def __init__(self, mesh, axes):
+    def __init__(self, mesh):
         super().__init__()
         self.blocks = torch.nn.ModuleDict({"0": Part(DENSE), "1": Part(EXPERTS, mesh.ep), "2": Part(DENSE)})
-        told = {"0": (DENSE, DATA_PARALLEL), "1": (EXPERTS, axes), "2": (DENSE, DATA_PARALLEL)}
-        self.units = [Unit(f"blocks.{n}", table, layer=int(n), axes=of) for n, (table, of) in told.items()]
+        told = {"0": DENSE, "1": EXPERTS, "2": DENSE}
+        self.units = [Unit(f"blocks.{n}", table, layer=int(n)) for n, table in told.items()]
 
     def forward(self, x):
         for block in self.blocks.values():
@@ -51,9 +50,9 @@ def _data(step, rank):
     return torch.randn(3, WIDTH, generator=generator), torch.randn(3, WIDTH, generator=generator)
 
 
-def _train(rank, sizes, stage, axes, overlap):
+def _train(rank, sizes, stage, overlap):
     mesh = Mesh(rank, ep=2, **sizes)
-    model, parallel = Model(mesh, axes), Parallel(sharding_stage=stage, overlap_grad_reduce=overlap)
+    model, parallel = Model(mesh), Parallel(sharding_stage=stage, overlap_grad_reduce=overlap)
     optimizer = DistributedOptimizer(model, mesh, Optimizer(), parallel, dtype=torch.float32, device="cpu", seed=3)
     start, norms = _pieces(optimizer), []
     for step in range(STEPS):
@@ -105,24 +104,21 @@ def _reference(start, ranks):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "sizes, stage, axes",
+    "sizes, stage",
     [
-        (dict(replicate=4), 0, ("expert_dp", "alone")),
-        (dict(replicate=2), 0, ("expert_dp", "alone")),  # every expert once
-        (dict(shard=4), 1, ("expert_dp", "alone")),
-        (dict(replicate=2, shard=2), 3, ("expert_dp", "alone")),
-        (dict(replicate=4), 0, EXPERT_DP),
-        (dict(shard=4), 1, EXPERT_DP),  # no copies of a shard
-        (dict(shard=4), 2, EXPERT_DP),
-        (dict(shard=4), 3, EXPERT_DP),
-        (dict(replicate=2, shard=2), 3, EXPERT_DP),
-        (dict(replicate=2, shard=4), 2, EXPERT_DP),  # two copies of two shards of each expert
-        (dict(replicate=2, shard=4), 3, EXPERT_DP),
+        (dict(replicate=2), 0),  # every expert once
+        (dict(replicate=4), 0),
+        (dict(shard=4), 1),
+        (dict(shard=4), 2),
+        (dict(shard=4), 3),
+        (dict(replicate=2, shard=2), 3),  # no copies of a shard, and nothing to divide
+        (dict(replicate=2, shard=4), 2),  # two copies of two shards of each expert
+        (dict(replicate=2, shard=4), 3),
     ],
 )
-def test_experts_train_as_in_one_process(sizes, stage, axes, overlap, run_ranks):
+def test_experts_train_as_in_one_process(sizes, stage, overlap, run_ranks):
     ranks = sizes.get("replicate", 1) * sizes.get("shard", 1)
-    results = run_ranks(ranks, _train, sizes, stage, axes, overlap)
+    results = run_ranks(ranks, _train, sizes, stage, overlap)
     norms, weights = _reference(_whole(start for start, _, _ in results), ranks)
     for _, found, _ in results:
         assert found == pytest.approx(norms, rel=1e-5)
