@@ -246,6 +246,11 @@ class Mesh:
         """Whether experts are divided in another way than dense weights."""
         return self.ep.size > 1 or self.etp.size != self.tp.size
 
+    @property
+    def logged_sizes(self) -> dict[str, int]:
+        """Axis -> its size, for logs and checkpoints; `ep` and `etp` where experts are divided in another way."""
+        return self.sizes | (dict(ep=self.ep.size, etp=self.etp.size) if self.folded else {})
+
     def topology(self) -> str:
         """The groups of every axis, one line each."""
         lines = [f"world size {self.world_size} = {_product(self.sizes)}"]
@@ -275,7 +280,7 @@ def _groups_line(name: str, sizes: dict[str, int], axes: Sequence[str]) -> str:
 
 
 def sizes_of(parallel, world_size: int) -> dict[str, int]:
-    """Sizes of the axes of a job with these settings (`schema.Parallel`) on `world_size` ranks."""
+    """Sizes of the axes of dense weights in a job with these settings (`schema.Parallel`) on `world_size` ranks."""
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -288,4 +293,6 @@ def sizes_of(parallel, world_size: int) -> dict[str, int]:
 
 def mesh_of(parallel, rank: int, world_size: int, **keywords) -> Mesh:
     """The mesh of a job with these settings (`schema.Parallel`), seen from a rank. keywords: further ones of `Mesh`."""
-    return Mesh(rank, shard_over_cp=parallel.sharding_stage > 0, **sizes_of(parallel, world_size), **keywords)
+    experts = dict(ep=parallel.expert_model_parallel_size, etp=parallel.expert_tensor_parallel_size)
+    sharded = parallel.sharding_stage > 0
+    return Mesh(rank, shard_over_cp=sharded, **sizes_of(parallel, world_size), **experts, **keywords)

@@ -122,7 +122,8 @@ class Placement:
         """Axes whose ranks have other tokens for it: along the first they hold the same shards, along the second parts."""
         return EXPERT_DATA_PARALLEL if self.model_axes == EXPERT_AXES else DATA_PARALLEL
 
-    def _cuts(self) -> list[tuple[int, tuple[str, ...]]]:
+    @property
+    def cut_dims(self) -> list[tuple[int, tuple[str, ...]]]:
         """(dim, axes that cut it) of each cut dim."""
         axes_of = lambda dim: tuple(axis for axis in self.model_axes if self.cut.get(axis) == dim)
         return [(dim, axes_of(dim)) for dim in sorted(set(self.cut.values()))]
@@ -136,7 +137,7 @@ class Placement:
         (2, 6, 4)
         """
         local = list(self.shape)
-        for dim, axes in self._cuts():
+        for dim, axes in self.cut_dims:
             pieces = math.prod(sizes.get(axis, 1) for axis in axes)
             local[dim] = math.ceil(local[dim] / (pieces * self.multiple)) * self.multiple
         return tuple(local)
@@ -167,7 +168,7 @@ class Placement:
         ((6, 6, 0), (2, 6, 4))
         """
         offset = [0] * len(self.shape)
-        for dim, axes in self._cuts():
+        for dim, axes in self.cut_dims:
             offset[dim] = min(ranks["_".join(axes)] * local_shape[dim], self.shape[dim])
         return tuple(offset), tuple(min(n, full - at) for n, full, at in zip(local_shape, self.shape, offset))
 
