@@ -100,7 +100,11 @@ def row(
     """Of a row-parallel linear layer: [outputs, inputs], divided along its inputs. experts: there are so many of it,
     [experts, outputs, inputs]; ranks of etp each add a part of an expert's bias, or add it to a part of its tokens.
     """
-    front, cuts, partial = (), {"tp": 1}, ("tp",) if sequence_parallel else ()  # it is added to a rank's own tokens only
+    front, cuts, partial = (
+        (),
+        {"tp": 1},
+        ("tp",) if sequence_parallel else (),
+    )  # it is added to a rank's own tokens only
     if experts is not None:
         front, cuts, partial = (experts,), {"ep": 0, "etp": 2}, ("etp",)
     parts = (0, (1,) * experts) if experts else (0, (outputs,))

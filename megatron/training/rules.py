@@ -16,7 +16,7 @@ from megatron.errors import SettingsError, numbered
 from megatron.model import linear_kinds
 from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
-from megatron.mpu.mesh import expert_sizes, sizes_of
+from megatron.mpu.axis_sizes import expert_sizes, sizes_of
 from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule
 from megatron.pipeline import stages

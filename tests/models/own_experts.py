@@ -159,9 +159,8 @@ class Experts(nn.Module):
         expert = collectives.all_gather(chosen, self.etp).flatten()
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=self.ep.size * len(self.up.weight))
-        arriving = collectives.all_to_all(counts, self.ep).view(
-            self.ep.size, -1
-        )  # from each rank, for each expert here
+        # Tokens from each rank, for each expert of this one.
+        arriving = collectives.all_to_all(counts, self.ep).view(self.ep.size, -1)
         sent, received = counts.view(self.ep.size, -1).sum(1), arriving.sum(1)
         rows = mappings.all_to_all(x[order // k], self.ep, sent, received)
         by_expert = torch.arange(arriving.shape[1]).repeat(self.ep.size).repeat_interleave(arriving.flatten())

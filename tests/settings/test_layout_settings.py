@@ -94,7 +94,7 @@ def test_home_of_the_shards(build):
     for more, home in (("", "cuda"), ("--param-cpu-offload", "cpu")):
         optimizer = build(f"--sharding-stage 3 {more}").optimizer
         optimizer.device = torch.device("cuda")
-        assert optimizer._home.type == home
+        assert optimizer._shard_device.type == home
 
 
 @pytest.mark.gpu
