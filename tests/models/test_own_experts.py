@@ -19,7 +19,9 @@ import pretrain_bert
 import pretrain_gpt
 import pretrain_t5
 from megatron.checkpoint.folder import Saver, restore
+from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
+from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
 from megatron.mpu import collectives, mappings
 from megatron.mpu.forked import RankFailed, run_ranks
@@ -31,12 +33,13 @@ from megatron.optimizer.units import FlatUnit
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.pipeline.build import build_stages
 from megatron.pipeline.stages import Pipeline
+from megatron.tools import checkpoint as tool
 from megatron.training.build import build_run
 from megatron.training.entry import start
 from megatron.training.rules import resolve
 from tests.checkpoint.test_elastic import Ranks, truth
 from tests.models import mlp_language_model, own_experts
-from tests.models.plain_state import HIDDEN, LAYERS, LENGTH, LINE, VOCABULARY, compare, train
+from tests.models.plain_state import HIDDEN, LAYERS, LENGTH, LINE, VOCABULARY, compare, freezing, train
 
 EXPERTS, CHOSEN, FFN = 8, 2, 4 * HIDDEN
 EP2, ETP2 = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size 2"
@@ -68,6 +71,10 @@ LAYOUTS = {
         f"{TP2} {EP2} {ETP1} --sharding-stage 3 --recompute-granularity full --recompute-num-layers 2",
     ),
     "ep2, zero1 with copies": (4, f"{EP2} --sharding-stage 1 --sharding-degree 2 --micro-batch-size 1"),
+    "ep2, zero1, half of the state on the host": (
+        2,
+        f"{EP2} --sharding-stage 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+    ),
     "ep2, fused accumulation": (2, f"{EP2} --gradient-accumulation-fusion --micro-batch-size 1"),
     "cp2, ep over its ranks": (2, f"--context-parallel-size 2 {EP2}"),
     "pp2 ep2": (4, f"{PP2} {EP2}"),
@@ -214,6 +221,32 @@ def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
             for piece in pieces:
                 wanted = truth(piece.name, piece.shape)[piece.box.slices()]
                 assert torch.equal(piece.tensor, wanted), (names[number], piece.name, piece.box)
+
+
+def test_tools_know_experts(tmp_path, capsys):
+    """A model for use out of a checkpoint; files for tensor parallel ranks, each with its part of every expert."""
+    run_ranks(4, pretrain, f"{LAYOUTS['tp2 dp2, ep2 etp2'][1]} --save {tmp_path} --train-iters 4")
+    for name, held in load_model(str(tmp_path), precision="fp32").model.named_parameters():
+        wanted = plain()[1][name]
+        assert (held.detach()[: len(wanted)].double() - wanted).abs().max() < 2e-5, name
+    tool.main(["reshard", str(tmp_path), str(tmp_path / "new"), "--tp", "2"])
+    with Reader(tmp_path / "new" / "iter_0000004") as reader:
+        for name, shape in (("up.weight", (8, 48, 24)), ("down.weight", (8, 24, 48)), ("up.bias", (8, 48))):
+            assert {one.box.extent for one in reader.tensors[f"blocks.3.experts.{name}"].stored} == {shape}
+    tool.main(["diff", str(tmp_path), str(tmp_path / "new")])
+    assert "tensors are equal to the bit" in capsys.readouterr().out
+    pretrain(0, f"--load {tmp_path / 'new'} --train-iters 5 --lr-decay-iters 4")
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("frozen", ["embedding.*", "blocks.1.experts.* blocks.2.up.*", "*router* *experts*"])
+@pytest.mark.parametrize("layout", ["ep2, zero3", "tp2 ep2, zero3, two at a time"])
+def test_what_is_frozen_beside_experts(frozen, layout, tmp_path):
+    """In the first case the first layer's input has no gradient, which would otherwise end that layer's part in a pass."""
+    world, words = LAYOUTS[layout]
+    run_ranks(world, pretrain, f"{words} --freeze {frozen} --save {tmp_path} --check-replicas-interval 2")
+    network = lambda weights, tokens, buffers: logits(weights, tokens, CHOSEN)
+    compare(tmp_path, *train(initial_weights(EXPERTS), freezing(*frozen.split()), network=network))
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
