@@ -60,6 +60,7 @@ class ParameterBuffers:
         overlap: bool,
     ):
         self.axis_of, self.piece_of, self.keep, self.overlap = axis_of, piece_of, keep, overlap
+        self.parts = {part: number for number, part in enumerate(dict.fromkeys(unit.part for unit in units))}
         self.whole = None
         if keep:
             self.whole = torch.zeros(sum(unit.size for unit in units), dtype=dtype, device=device)
@@ -69,6 +70,12 @@ class ParameterBuffers:
             materialise(unit, flat)
             self.memory[unit.name] = memory = UnitParameters(unit, flat)
             self._free(memory)
+
+    def _use(self, memory: UnitParameters) -> tuple[int, bool, int]:
+        """Sort key: the order in which a step first uses units, chunk by chunk, and within a chunk layers last; a layer's
+        units follow each other.
+        """
+        return min(memory.unit.chunks), memory.unit.layer, self.parts[memory.unit.part]
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +97,7 @@ class ParameterBuffers:
         changed = [memory for memory in self.memory.values() if frozen or not memory.unit.frozen]
         for memory in changed:
             self._free(memory)
-        kept = sorted(changed, key=_use) if self.keep else ()
+        kept = sorted(changed, key=self._use) if self.keep else ()
         for memory in kept:
             self._start(memory)
         for memory in () if self.overlap else kept:
@@ -251,11 +258,6 @@ class ParameterBuffers:
         module.register_forward_pre_hook(pre_forward)
         if not self.keep:
             module.register_forward_hook(post_forward)
-
-
-def _use(memory: UnitParameters) -> tuple[int, bool]:
-    """Sort key: the order in which a step first uses units, chunk by chunk, and within a chunk layers last."""
-    return min(memory.unit.chunks), memory.unit.layer
 
 
 def _backward_roots(output) -> list[torch.Tensor]:

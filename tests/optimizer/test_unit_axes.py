@@ -195,6 +195,21 @@ def test_experts_that_read_the_input_of_a_layer(stage, run_ranks):
         torch.testing.assert_close(weight, named[name].detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_experts_are_gathered_with_their_layer(run_ranks):
+    """In the order of use, not behind the dense weights of all layers."""
+
+    def order(rank):
+        mesh, kind, seen = Mesh(rank, shard=4, ep=2), dict(dtype=torch.float32, device="cpu", seed=3), []
+        parallel = Parallel(sharding_stage=1, overlap_param_gather=True)
+        optimizer = DistributedOptimizer(MixedModel(mesh), mesh, Optimizer(), parallel, **kind)
+        start = optimizer.weights._start
+        optimizer.weights._start = lambda memory: seen.append(memory.unit.name) or start(memory)
+        optimizer.copy_main_params_to_model_params()
+        return seen
+
+    assert run_ranks(4, order) == [["blocks.0", "blocks.0 (experts)", "blocks.1", "blocks.1 (experts)"]] * 4
+
+
 class Loads(torch.nn.Module):
     """Buffers: one number for each expert of this rank, and one for each of all experts."""
 
