@@ -18,7 +18,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
 from megatron.optimizer.zero import DistributedOptimizer
 
-AXES = ("replicate", "shard", "dp_cp", "expert_dp", "tp", "tied")
+AXES = ("replicate", "shard", "dp_cp", "tp", "expert_replicate", "expert_shard", "expert_dp", "ep", "etp", "tied")
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -105,8 +105,8 @@ def copies(optimizer: DistributedOptimizer) -> Iterable[Copy]:
 
 def _shared(placement: Placement) -> tuple[str, ...]:
     """The axes over which ranks hold equal pieces, without the data parallel axes."""
-    shared = {"tp", *placement.partial} - set(placement.cut)
-    return tuple(axis for axis in ("tp", "tied") if axis in shared)
+    shared = {*placement.model_axes, *placement.partial} - set(placement.cut)
+    return tuple(axis for axis in AXES if axis in shared)
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from megatron.model.layer_ops import (
 )
 from megatron.model.linear_kinds import Chosen, chosen_of, with_own_weights
 from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, vocab_embedding
-from megatron.mpu.placement import Placement, elements
+from megatron.mpu.placement import EXPERT_AXES, Placement, elements
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Model, Parallel
 
@@ -229,6 +229,12 @@ class Facts:
     def weights(self) -> dict[str, Placement]:
         """All weights and buffers of the whole model by their full names: the tensors of a checkpoint."""
         return logical(self.whole)
+
+    @property
+    def experts(self) -> dict[str, Placement]:
+        """The weights of experts in its layers, each by its name in a layer."""
+        tables = (self.layer_weights(kind, False) for kind in self.layer_kinds)
+        return {name: placed for table in tables for name, placed in table.items() if placed.model_axes == EXPERT_AXES}
 
     @property
     def parameters(self) -> int:

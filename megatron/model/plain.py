@@ -111,6 +111,8 @@ def refuse_split(config: Config) -> None:
     given = {
         f"--tensor-model-parallel-size {p.tensor_model_parallel_size}": p.tensor_model_parallel_size > 1,
         f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}": p.pipeline_model_parallel_size > 1,
+        f"--expert-model-parallel-size {p.expert_model_parallel_size}": p.expert_model_parallel_size > 1,
+        f"--expert-tensor-parallel-size {p.expert_tensor_parallel_size}": (p.expert_tensor_parallel_size or 1) > 1,
         f"--recompute-granularity {granularity}": granularity is not None,
         f"--linear {config.model.linear}": config.model.linear is not None,
         "--amp-level O1": config.precision.amp_level == "O1",
@@ -151,6 +153,10 @@ class PlainFacts(Facts):
     @property
     def weights(self) -> dict[str, Placement]:
         return dict(self.table)
+
+    @property
+    def experts(self) -> dict[str, Placement]:
+        return {}
 
     @property
     def parameters(self) -> int:

@@ -21,21 +21,19 @@ from megatron.settings.schema import Model
 
 @dataclass(frozen=True)
 class Unit:
-    """Weights that lie together in memory, and that ZeRO gathers and reduces together: a layer, a table, a norm.
+    """Weights that ZeRO gathers together: a layer, a table, a norm. Experts among them are reduced along axes of their own
+    (`Placement.data_axes`).
 
     name:    what the names of its weights begin with: `blocks.17`
     weights: the rest of the name -> what the weight is, or the buffer
     layer:   its number in the whole network; None: it is no layer
     ends:    which ends of the pipeline hold a unit that is no layer: "first", "last" or both, as a tied table
-    axes:    axes of the mesh (copies, shards): ranks along the first hold the same shards of it, whose gradients are
-             reduced; ranks along the second may divide it. Of experts: (`expert_replicate`, `expert_shard`)
     """
 
     name: str
     weights: Table
     layer: Optional[int] = None
     ends: tuple[str, ...] = ()
-    axes: tuple[str, str] = ("replicate", "shard")
 
     def held_by(self, first: bool, last: bool) -> bool:
         """Whether a stage that is so placed holds it, if it is no layer."""
@@ -66,26 +64,54 @@ def logical(units: Iterable[Unit]) -> dict[str, Placement]:
 
 
 def column(
-    inputs: int, rows: tuple[int, ...], std: float, *, cut: int = 0, bias: bool = True, matrices=None
+    inputs: int,
+    rows: tuple[int, ...],
+    std: float,
+    *,
+    cut: int = 0,
+    bias: bool = True,
+    matrices=None,
+    experts: Optional[int] = None,
 ) -> dict[str, Placement]:
     """Of a column-parallel linear layer: [rows..., inputs], divided along the dim `cut` of its rows.
 
     Fused queries, keys and values are `rows=(g, q + 2, d), cut=0`, a gated MLP `rows=(2, ffn), cut=1`: every shard is one
-    box. matrices: those that it is made of (`Placement`), if it is not one.
+    box. matrices: those that it is made of (`Placement`), if it is not one. experts: there are so many of it, [experts,
+    rows..., inputs], divided over ep, and each of them over etp
     """
-    parts = matrices or (0, rows[:1])
-    table = {"weight": Placement((*rows, inputs), Normal(std), cut={"tp": cut}, matrices=parts)}
+    front, cuts, parts = (), {"tp": cut}, matrices or (0, rows[:1])
+    if experts is not None:
+        front, cuts, parts = (experts,), {"ep": 0, "etp": cut + 1}, (0, (1,) * experts)
+    table = {"weight": Placement((*front, *rows, inputs), Normal(std), cut=cuts, matrices=parts)}
     if bias:
-        table["bias"] = Placement(tuple(rows), Constant(0.0), cut={"tp": cut}, decay=False)
+        table["bias"] = Placement((*front, *rows), Constant(0.0), cut=cuts, decay=False)
     return table
 
 
-def row(inputs: int, outputs: int, std: float, *, bias: bool = True, sequence_parallel: bool = False):
-    """Of a row-parallel linear layer: [outputs, inputs], divided along its inputs."""
-    table = {"weight": Placement((outputs, inputs), Normal(std), cut={"tp": 1}, matrices=(0, (outputs,)))}
+def row(
+    inputs: int,
+    outputs: int,
+    std: float,
+    *,
+    bias: bool = True,
+    sequence_parallel: bool = False,
+    experts: Optional[int] = None,
+) -> dict[str, Placement]:
+    """Of a row-parallel linear layer: [outputs, inputs], divided along its inputs. experts: there are so many of it,
+    [experts, outputs, inputs]; ranks of etp each add a part of an expert's bias, or add it to a part of its tokens.
+    """
+    front, cuts, partial = (
+        (),
+        {"tp": 1},
+        ("tp",) if sequence_parallel else (),
+    )  # it is added to a rank's own tokens only
+    if experts is not None:
+        front, cuts, partial = (experts,), {"ep": 0, "etp": 2}, ("etp",)
+    parts = (0, (1,) * experts) if experts else (0, (outputs,))
+    table = {"weight": Placement((*front, outputs, inputs), Normal(std), cut=cuts, matrices=parts)}
     if bias:
-        partial = ("tp",) if sequence_parallel else ()  # each rank adds it to its own tokens only
-        table["bias"] = Placement((outputs,), Constant(0.0), partial=partial, decay=False)
+        own = {axis: dim for axis, dim in cuts.items() if axis == "ep"}
+        table["bias"] = Placement((*front, outputs), Constant(0.0), cut=own, partial=partial, decay=False)
     return table
 
 

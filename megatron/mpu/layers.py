@@ -332,11 +332,14 @@ def start_input_reduction(
     return reduced
 
 
-def create_parameters(module: nn.Module, weights: Mapping[str, Placement], tp: Axis | None, *, dtype, device) -> None:
-    """Give a module the parameters and buffers of its table of weights, empty: of each the piece that this rank of `tp`
-    holds.
+def create_parameters(
+    module: nn.Module, weights: Mapping[str, Placement], axes: Axis | Sequence[Axis] | None, *, dtype, device
+) -> None:
+    """Give a module the parameters and buffers of its table of weights, empty: of each the piece that this rank holds.
+
+    axes: those that cut them: the tensor parallel axis, or of experts `(mesh.ep, mesh.etp)`; None: none does
     """
-    sizes = {tp.name: tp.size} if tp else {}
+    sizes = {axis.name: axis.size for axis in ([axes] if isinstance(axes, Axis) else axes or ())}
     for name, placement in weights.items():
         shape, buffer = placement.local_shape(sizes), placement.buffer
         if buffer:

@@ -27,12 +27,12 @@ from typing import Any, Optional
 
 import numpy as np
 
-from megatron.errors import SettingsError
+from megatron.mpu.axis_sizes import expert_sizes, sizes_of
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # slowest to fastest; replicate x shard = dp
 JOINED = {"dp": ("replicate", "shard"), "dp_cp": ("replicate", "shard", "cp"), "world": AXES}
 EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "etp")  # the same ranks as experts see them
-EXPERT_DP = ("expert_replicate", "expert_shard")
+EXPERT_DP = EXPERT_AXES[1:3]
 NAMES = (*AXES, *JOINED, "tied", *EXPERT_AXES[1:], "expert_dp")
 # Axes of one purpose share a group where their ranks are the same. What the optimizer's axes carry is gradients and
 # weights, which one thread sends in one order on all ranks. tp and etp carry the activations of products, one after the
@@ -66,41 +66,6 @@ def ranks_of(sizes: dict[str, int], axes, rank: int) -> tuple[int, tuple[int, ..
     for size, at, keep in zip(shape, place, kept):
         number = number * size + int(at) if keep else number
     return number, tuple(grid[tuple(at if keep else slice(None) for at, keep in zip(place, kept))].ravel().tolist())
-
-
-def expert_sizes(
-    sizes: dict[str, int], ep: int = 1, etp: Optional[int] = None, *, shard_over_cp: bool = False
-) -> dict[str, int]:
-    """Sizes of the experts' axes on the ranks of `sizes`, slowest to fastest.
-
-    etp: ranks that divide each expert (default: tp, as in Megatron-LM)
-    The state of experts is divided inside the blocks of consecutive ranks that divide the state of dense weights: each
-    block of shard x cp x tp ranks is expert_shard x ep x etp. A block that ep x etp fill or exceed divides experts no
-    further. So expert_replicate is `replicate` (Megatron-LM's --num-distributed-optimizer-instances), or less.
-    Raises SettingsError for sizes that do not divide the ranks.
-
-    >>> expert_sizes(dict(pp=2, replicate=2, shard=8, cp=1, tp=2), ep=4, etp=1)
-    {'pp': 2, 'expert_replicate': 2, 'expert_shard': 4, 'ep': 4, 'etp': 1}
-    """
-    etp = sizes["tp"] if etp is None else etp
-    stage, block = math.prod(sizes.values()) // sizes["pp"], sizes["shard"] * sizes["cp"] * sizes["tp"]
-    one_copy, sharded = ep * etp, sizes["shard"] > 1 or shard_over_cp
-    flags = f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp}"
-    if min(ep, etp) < 1 or stage % one_copy:
-        raise SettingsError(
-            f"{flags} does not divide the {stage} ranks of a pipeline stage",
-            f"{stage * sizes['pp']} ranks, --pipeline-model-parallel-size {sizes['pp']}",
-            f"choose a product that divides {stage}",
-        )
-    if sharded and block % one_copy and one_copy % block:
-        raise SettingsError(
-            f"{flags} = {one_copy}, and {block} ranks divide optimizer state: one of the two has to divide the other",
-            f"--sharding-degree {sizes['shard']} x --context-parallel-size {sizes['cp']} x "
-            f"--tensor-model-parallel-size {sizes['tp']} = {block}",
-            "choose another --sharding-degree, or leave it out",
-        )
-    shard = max(1, block // one_copy) if sharded else 1
-    return dict(pp=sizes["pp"], expert_replicate=stage // one_copy // shard, expert_shard=shard, ep=ep, etp=etp)
 
 
 @dataclass(frozen=True)
@@ -246,6 +211,11 @@ class Mesh:
         """Whether experts are divided in another way than dense weights."""
         return self.ep.size > 1 or self.etp.size != self.tp.size
 
+    @property
+    def logged_sizes(self) -> dict[str, int]:
+        """Axis -> its size, for logs and checkpoints; `ep` and `etp` where experts are divided in another way."""
+        return self.sizes | (dict(ep=self.ep.size, etp=self.etp.size) if self.folded else {})
+
     def topology(self) -> str:
         """The groups of every axis, one line each."""
         lines = [f"world size {self.world_size} = {_product(self.sizes)}"]
@@ -274,18 +244,8 @@ def _groups_line(name: str, sizes: dict[str, int], axes: Sequence[str]) -> str:
     return f"{name:>3}: {' '.join(groups)}"
 
 
-def sizes_of(parallel, world_size: int) -> dict[str, int]:
-    """Sizes of the axes of a job with these settings (`schema.Parallel`) on `world_size` ranks."""
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
-    dp = world_size // (tp * pp * cp)
-    shard = 1 if parallel.sharding_stage == 0 else parallel.sharding_degree or dp
-    return dict(tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard)
-
-
 def mesh_of(parallel, rank: int, world_size: int, **keywords) -> Mesh:
     """The mesh of a job with these settings (`schema.Parallel`), seen from a rank. keywords: further ones of `Mesh`."""
-    return Mesh(rank, shard_over_cp=parallel.sharding_stage > 0, **sizes_of(parallel, world_size), **keywords)
+    experts = dict(ep=parallel.expert_model_parallel_size, etp=parallel.expert_tensor_parallel_size)
+    sharded = parallel.sharding_stage > 0
+    return Mesh(rank, shard_over_cp=sharded, **sizes_of(parallel, world_size), **experts, **keywords)

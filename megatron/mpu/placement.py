@@ -22,8 +22,11 @@ COMBINE = ("same", "max", "min", "sum", "mean")
 # Formats of buffers, by torch's names -> bytes of an element.
 BUFFER_BYTES = dict(float64=8, float32=4, bfloat16=2, float16=2, int64=8, int32=4, int16=2, int8=1, uint8=1, bool=1)
 # Axes that cut weights, of dense ones and of experts, slowest first (mesh.py): their ranks hold copies of what they do not
-# cut. Copies of data and context parallelism are the optimizer's matter.
+# cut.
 DENSE_AXES, EXPERT_AXES = ("tp",), ("ep", "etp")
+# Axes of data and context parallelism, of dense weights and of experts: along the first ranks hold the same shards, and
+# along the second ZeRO may divide a weight.
+DATA_PARALLEL, EXPERT_DATA_PARALLEL = ("replicate", "shard"), ("expert_replicate", "expert_shard")
 
 
 class Normal(NamedTuple):
@@ -114,7 +117,13 @@ class Placement:
         """Axes whose ranks hold pieces or copies of it: an expert's if one of them cuts it or sums its gradient."""
         return EXPERT_AXES if {*EXPERT_AXES} & {*self.cut, *self.partial} else DENSE_AXES
 
-    def _cuts(self) -> list[tuple[int, tuple[str, ...]]]:
+    @property
+    def data_axes(self) -> tuple[str, str]:
+        """Axes whose ranks have other tokens for it: along the first they hold the same shards, along the second parts."""
+        return EXPERT_DATA_PARALLEL if self.model_axes == EXPERT_AXES else DATA_PARALLEL
+
+    @property
+    def cut_dims(self) -> list[tuple[int, tuple[str, ...]]]:
         """(dim, axes that cut it) of each cut dim."""
         axes_of = lambda dim: tuple(axis for axis in self.model_axes if self.cut.get(axis) == dim)
         return [(dim, axes_of(dim)) for dim in sorted(set(self.cut.values()))]
@@ -128,7 +137,7 @@ class Placement:
         (2, 6, 4)
         """
         local = list(self.shape)
-        for dim, axes in self._cuts():
+        for dim, axes in self.cut_dims:
             pieces = math.prod(sizes.get(axis, 1) for axis in axes)
             local[dim] = math.ceil(local[dim] / (pieces * self.multiple)) * self.multiple
         return tuple(local)
@@ -159,7 +168,7 @@ class Placement:
         ((6, 6, 0), (2, 6, 4))
         """
         offset = [0] * len(self.shape)
-        for dim, axes in self._cuts():
+        for dim, axes in self.cut_dims:
             offset[dim] = min(ranks["_".join(axes)] * local_shape[dim], self.shape[dim])
         return tuple(offset), tuple(min(n, full - at) for n, full, at in zip(local_shape, self.shape, offset))
 

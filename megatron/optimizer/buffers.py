@@ -20,9 +20,8 @@ from megatron.checkpoint.store import Piece
 from megatron.mpu import collectives
 from megatron.mpu.layers import place_persistent_buffers
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import Own, PlacedBuffer, Placement, placed_buffers
+from megatron.mpu.placement import DATA_PARALLEL, Own, PlacedBuffer, Placement, placed_buffers
 from megatron.mpu.random import init_parameter
-from megatron.optimizer.units import DATA_PARALLEL, units_of
 
 OPS = dict(max="max", min="min", sum="sum", mean="sum")
 
@@ -59,8 +58,7 @@ class BufferStore:
     def __init__(self, chunks: Sequence[torch.nn.Module], mesh: Mesh, device: torch.device):
         self.mesh, self.device = mesh, device
         fill_buffers(chunks, mesh.coordinates)
-        units = {name: unit for chunk in chunks for name, unit in units_of(chunk).items()}
-        self.held = [_held(name, place, units[name].axes) for name, place in placed_buffers(list(chunks)).items()]
+        self.held = [_held(name, place) for name, place in placed_buffers(list(chunks)).items()]
         modules = dict.fromkeys(module for chunk in chunks for module in chunk.modules())
         self.updating = [one for one in modules if hasattr(one, "update_buffers") and placed_buffers(one)]
         self.before: dict[str, torch.Tensor] = {}  # values at the end of the last step
@@ -142,12 +140,12 @@ class BufferStore:
     def shared(self) -> Iterable[tuple[Held, tuple[str, ...]]]:
         """Each buffer, and the axes along which ranks hold the same values between two steps."""
         for held in self.held:
-            copies = {"tp", *held.axes} - set(held.placement.cut)
+            copies = {*held.placement.model_axes, *held.axes} - set(held.placement.cut)
             yield held, tuple(copies)
 
 
-def _held(name: str, place: PlacedBuffer, unit_axes: tuple[str, str]) -> Held:
-    copies = ("dp_cp",) if unit_axes == DATA_PARALLEL else tuple(axis for axis in unit_axes if axis != "alone")
+def _held(name: str, place: PlacedBuffer) -> Held:
+    copies = ("dp_cp",) if place.placement.data_axes == DATA_PARALLEL else ("expert_dp",)
     partial = tuple(axis for axis in place.placement.partial if axis not in copies)
     return Held(name, place, copies, (*copies, *partial))
 

@@ -7,6 +7,7 @@ matrix, however ranks shard it. Momentum is updated in shards; then, unit by uni
     shard -- gathered over shards --> unit -- gathered over tp --> tensors -- boxes --> q | k | v | ...
     each orthogonalised by one of these ranks -- reduce-scattered over tp, then over shards --> directions
 
+Of experts, `etp` has the place of tp; a rank orthogonalises no matrices of experts that other ranks of `ep` hold.
 Directions replace gradients, and the update is again one of flat ranges. AdamW updates all other weights (tables, output
 layer, vectors).
 """
@@ -14,14 +15,18 @@ layer, vectors).
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
+from megatron.checkpoint.boxes import Box
+from megatron.errors import SettingsError
 from megatron.mpu import collectives
-from megatron.mpu.mesh import Mesh
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.placement import Placement
 from megatron.optimizer.kinds import COEFFICIENTS
-from megatron.optimizer.units import OwnedRange, Slot
+from megatron.optimizer.units import FlatUnit, OwnedRange, Slot
 from megatron.settings.schema import Optimizer
 
 EPSILON = 1e-7  # lower bound of the norm by which a matrix is divided
@@ -29,11 +34,68 @@ EPSILON = 1e-7  # lower bound of the norm by which a matrix is divided
 Coefficients = Sequence[tuple[float, float, float]]
 
 
+class Share(NamedTuple):
+    """The part of a parameter that the ranks of an axis hold together: all of it, or of experts those of this rank's `ep`.
+
+    placed: that part by itself, with the matrices that it is made of
+    boxes:  the part of each rank of the axis, without padding
+    """
+
+    placed: Placement
+    boxes: list[tuple[slice, ...]]
+
+    @classmethod
+    def of(cls, slot: Slot, places: Sequence[dict[str, int]]) -> "Share":
+        """places: the coordinates of these ranks. Raises SettingsError where other ranks hold a part of a matrix."""
+        shape, placed = tuple(slot.parameter.shape), slot.placement
+        if not placed.matrices:
+            return cls(placed, [])
+        boxes = [Box(*placed.box(shape, place)) for place in places]
+        low = [min(box.offset[dim] for box in boxes) for dim in range(len(shape))]
+        held = [max(box.offset[dim] + box.extent[dim] for box in boxes) - low[dim] for dim in range(len(shape))]
+        dim, sizes = placed.matrices
+        inside = range(low[dim], low[dim] + held[dim])
+        own = tuple(size for number, size in enumerate(sizes) if sum(sizes[:number]) in inside)
+        if held != [sum(own) if d == dim else n for d, n in enumerate(placed.shape)]:
+            raise SettingsError(
+                f"--optimizer muon: ranks of ep divide the matrices of {slot.name}, each of which it needs whole",
+                f"shape {list(placed.shape)}, cut {placed.cut}, matrices along dim {dim}",
+                "let ep cut the dim along which matrices lie, into pieces of whole matrices",
+            )
+        outer = Box(tuple(low), tuple(held))
+        alone = replace(placed, shape=outer.extent, cut={}, partial=(), matrices=(dim, own))
+        return cls(alone, [box.relative_to(outer).slices() for box in boxes])
+
+
+class UnitWork(NamedTuple):
+    """Who computes which directions of a unit.
+
+    parts:  the axis whose ranks hold parts of each matrix: `tp`, or of experts `etp`
+    shares: of each slot
+    mine:   of each slot the numbers of the matrices that this rank orthogonalises
+    """
+
+    parts: Axis
+    shares: list[Share]
+    mine: list[set[int]]
+
+    @classmethod
+    def of(cls, unit: FlatUnit, mesh: Mesh) -> "UnitWork":
+        parts, shards = getattr(mesh, unit.slots[0].placement.model_axes[-1]), getattr(mesh, unit.sharded)
+        first = mesh.ep.rank * mesh.etp.size
+        places = [mesh.coordinates | {parts.name: n, "ep_etp": first + n} for n in range(parts.size)]
+        shares = [Share.of(slot, places) for slot in unit.slots]
+        workers = divide_work([share.placed for share in shares], shards.size * parts.size)
+        me = shards.rank * parts.size + parts.rank
+        return cls(parts, shares, [{box for box, worker in enumerate(given) if worker == me} for given in workers])
+
+
 class Directions:
     """Replaces momenta by update directions. settings: --muon-*."""
 
     def __init__(self, settings: Optimizer):
         self.settings = settings
+        self.plans: dict[str, UnitWork] = {}
         steps, series = settings.muon_num_ns_steps, COEFFICIENTS[settings.muon_coefficient_type]
         self.coefficients = series * (steps // len(series))
 
@@ -42,33 +104,32 @@ class Directions:
 
         Collective over all ranks that shard the unit or its tensors.
         """
-        if not any(slot.placement.matrices for slot in own.unit.slots):
+        unit = own.unit
+        if not any(slot.placement.matrices for slot in unit.slots):
             return
-        shards, tp = getattr(mesh, own.unit.sharded), mesh.tp
-        whole = collectives.all_gather(collectives.all_gather(reduced[own.shard_slice], shards), tp)
+        shards, plan = getattr(mesh, unit.sharded), self.plans.get(unit.name) or UnitWork.of(unit, mesh)
+        self.plans[unit.name], parts = plan, plan.parts
+        whole = collectives.all_gather(collectives.all_gather(reduced[own.shard_slice], shards), parts)
         result = torch.zeros_like(whole)
-        workers = divide_work([slot.placement for slot in own.unit.slots], shards.size * tp.size)
-        me = shards.rank * tp.size + tp.rank
-        for number, slot in enumerate(own.unit.slots):
-            if mine := {box for box, worker in enumerate(workers[number]) if worker == me}:
-                given, taken = (x.view(tp.size, -1)[:, slot.start : slot.stop] for x in (whole, result))
-                self._directions(slot, given, taken, mesh.coordinates, mine)
-        result = collectives.reduce_scatter(collectives.reduce_scatter(result, tp), shards)
+        for slot, share, mine in zip(unit.slots, plan.shares, plan.mine):
+            if mine:
+                self._directions(slot, share, mine, *(x.view(parts.size, -1) for x in (whole, result)))
+        result = collectives.reduce_scatter(collectives.reduce_scatter(result, parts), shards)
         for slot, where in own.slots():
             if slot.placement.matrices:
                 reduced[where] = result[where.start - own.at : where.stop - own.at]
 
-    def _directions(self, slot: Slot, given: torch.Tensor, taken: torch.Tensor, place: dict, mine: set[int]) -> None:
-        """Compute the directions of some matrices of a tensor. given, taken: [tp, elements], the part of each tp rank."""
-        tensor, result = (given.new_zeros(slot.placement.shape) for _ in range(2))
-        for local, where in _locals(slot, given, place):
+    def _directions(self, slot: Slot, share: Share, mine: set[int], given: torch.Tensor, taken: torch.Tensor) -> None:
+        """Compute the directions of some matrices of a tensor. given, taken: [ranks, elements of the unit]."""
+        tensor, result = (given.new_zeros(share.placed.shape) for _ in range(2))
+        for local, where in _locals(slot, share, given):
             tensor[where] = local
-        dim, sizes = slot.placement.matrices
+        dim, sizes = share.placed.matrices
         pairs = zip(tensor.split(sizes, dim), result.split(sizes, dim))
         for matrix, direction in (pair for box, pair in enumerate(pairs) if box in mine):
             flat = matrix.reshape(-1, matrix.shape[-1])
             direction.copy_(self.direction(flat).view(matrix.shape))
-        for local, where in _locals(slot, taken, place):
+        for local, where in _locals(slot, share, taken):
             local.copy_(result[where])
 
     def direction(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -128,9 +189,7 @@ def divide_work(placements: Sequence[Placement], workers: int) -> list[list[int]
     return given
 
 
-def _locals(slot: Slot, held: torch.Tensor, place: dict[str, int]) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
-    """(part without padding, its position in the logical tensor) for each tensor parallel rank."""
-    shape = tuple(slot.parameter.shape)
-    for rank, flat in enumerate(held):
-        offset, extent = slot.placement.box(shape, place | {"tp": rank})
-        yield flat.view(shape)[tuple(map(slice, extent))], tuple(slice(at, at + n) for at, n in zip(offset, extent))
+def _locals(slot: Slot, share: Share, held: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
+    """(part without padding, its position in the share) for each rank that holds a part."""
+    for flat, where in zip(held[:, slot.start : slot.stop], share.boxes):
+        yield flat.view(slot.parameter.shape)[tuple(slice(one.stop - one.start) for one in where)], where

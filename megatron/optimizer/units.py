@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters in flat memory, which ZeRO shards, reduces and gathers.
 
-A *unit* is a layer or another part of the model, as listed in the model's `units` (`model.weights.Unit`). Its parameters
-lie end to end in one flat range. Those with weight decay come first, each parameter is aligned, and the range is padded
-to a multiple of the ranks that shard it. All units of a rank lie end to end too: one buffer holds all weights, another
-all gradients, and a unit or a shard is a slice.
+A *unit* is a layer or another part of the model, as listed in the model's `units` (`model.weights.Unit`); the experts of a
+layer, which other ranks share, are a unit of their own. Its parameters lie end to end in one flat range. Those with weight
+decay come first, each parameter is aligned, and the range is padded to a multiple of the ranks that shard it. All units of
+a rank lie end to end too: one buffer holds all weights, another all gradients, and a unit or a shard is a slice.
 
     unit      | qkv.weight | up.weight | ...   | norm.weight | qkv.bias | pad |
               |<------------ decay ----------->|<------- no decay ------------>|
@@ -19,11 +19,10 @@ import torch
 
 from megatron.checkpoint.store import Piece, flat_pieces
 from megatron.mpu.mesh import Axis
-from megatron.mpu.placement import Own, Placement, placed_buffers, placements
+from megatron.mpu.placement import DATA_PARALLEL, Own, Placement, placed_buffers, placements
 from megatron.mpu.random import init_parameter
 from megatron.optimizer.flat import aligned, unit_size
 
-DATA_PARALLEL = ("replicate", "shard")  # the default axes of a unit
 LAYERS = "blocks"  # the attribute with the layers of a module that does not list its units
 
 AxisOf = Callable[[str], Axis]
@@ -48,7 +47,8 @@ class Slot:
 class FlatUnit:
     """A unit's range [start, start + size) in the rank's buffers. The first `decay` elements have weight decay.
 
-    part: the prefix of its parameters' names; a part with both frozen and trained parameters becomes two units
+    part: the prefix of its parameters' names; a part becomes a unit for each of its kinds of parameters: dense ones and
+          experts, trained and frozen
     """
 
     name: str
@@ -131,17 +131,18 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
 def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
     """The units of a rank's model chunks, each padded to a multiple of the ranks that shard it. Allocates nothing.
 
-    Units are in registration order; those with other axes than data parallel follow, and frozen ones are last. A
-    parameter that several chunks share is one slot.
+    Units are in registration order; those of experts follow, and frozen ones are last. A parameter that several chunks
+    share is one slot.
     """
-    members: dict[tuple[str, bool], list[Slot]] = {}
+    members: dict[tuple[UnitName, tuple[str, str], bool], list[Slot]] = {}
     unit_of = {name: unit for chunk in as_chunks(model) for name, unit in units_of(chunk).items()}
     for slot in _slots(as_chunks(model)):
-        members.setdefault((unit_of[slot.name].name, slot.placement.frozen), []).append(slot)
-    by_name = {unit.name: unit for unit in unit_of.values()}
+        key = unit_of[slot.name], slot.placement.data_axes, slot.placement.frozen
+        members.setdefault(key, []).append(slot)
     units, start = [], 0
-    for part, frozen in sorted(members, key=lambda key: (key[1], by_name[key[0]].axes != DATA_PARALLEL)):
-        slots, axes = members[part, frozen], by_name[part].axes
+    for key in sorted(members, key=lambda key: (key[2], key[1] != DATA_PARALLEL)):
+        (part, layer), axes, frozen = key
+        slots = members[key]
         slots.sort(key=lambda slot: not slot.placement.decay)  # stable: decayed first
         at, decay = 0, 0
         for slot in slots:
@@ -149,18 +150,18 @@ def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
             at += aligned(slot.parameter.numel())
             decay = at if slot.placement.decay else decay
         size = unit_size((slot.parameter.numel() for slot in slots), axis_of(axes[1]).size)
-        name = f"{part} (frozen)" if frozen else part
-        units.append(FlatUnit(name, part, slots, start, size, decay, by_name[part].layer, axes, frozen))
+        kinds = ["experts"] * (axes != DATA_PARALLEL) + ["frozen"] * frozen
+        name = f"{part} ({', '.join(kinds)})" if kinds else part
+        units.append(FlatUnit(name, part, slots, start, size, decay, layer, axes, frozen))
         start += size
     return units
 
 
 class UnitName(NamedTuple):
-    """A unit's name, whether it is a layer, and its axes."""
+    """A unit's name, and whether it is a layer."""
 
     name: str
     layer: bool
-    axes: tuple[str, str] = DATA_PARALLEL
 
 
 def units_of(chunk: torch.nn.Module) -> dict[str, UnitName]:
@@ -171,9 +172,7 @@ def units_of(chunk: torch.nn.Module) -> dict[str, UnitName]:
         units = sorted(chunk.units, key=lambda unit: -len(unit.name))  # embedding.word before embedding
         return {
             name: next(
-                UnitName(unit.name, unit.layer is not None, unit.axes)
-                for unit in units
-                if name.startswith(f"{unit.name}.")
+                UnitName(unit.name, unit.layer is not None) for unit in units if name.startswith(f"{unit.name}.")
             )
             for name in names
         }

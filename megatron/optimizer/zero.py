@@ -66,7 +66,7 @@ class ZeroStage(NamedTuple):
 
 
 STAGES = {0: ZeroStage(True, True), 1: ZeroStage(True, True), 2: ZeroStage(True, False), 3: ZeroStage(False, False)}
-PARTIAL = ("tp", "ep", "tied")  # axes of `Placement.partial`
+PARTIAL = ("tp", "ep", "etp", "tied")  # axes of `Placement.partial`
 
 
 class DistributedOptimizer:
@@ -261,7 +261,8 @@ class DistributedOptimizer:
     def _sum_partial(self, name: str) -> None:
         """Sum gradients that are partial sums over an axis, in one message.
 
-        Over tp: norms, whose ranks each have a part of the tokens. Over `tied`: the embedding of first and last stage.
+        Over tp: norms, whose ranks each have a part of the tokens. Over etp: biases of experts, likewise. Over `tied`: the
+        embedding of first and last stage.
         """
         axis = getattr(self.mesh, name)
         views = [self.reduced[where] for slot, where in self.owned_slots() if name in slot.placement.partial]

@@ -75,7 +75,7 @@ def check_model_complete(stages: list[nn.Module], mesh: Mesh, all_gather_object:
         if name in weights or not isinstance(buffer.placement.init, Own):  # a module may have some of its own
             held_here[name] = buffer.tensor.shape, buffer.placement
     for name, (shape, placement) in held_here.items():
-        if mesh.dp.rank == 0 or "ep" in placement.cut:
+        if all(getattr(mesh, axis).rank == 0 for axis in placement.data_axes):
             own.add((name, *placement.box(tuple(shape), mesh.coordinates)))
     held: dict[str, int] = {}
     for name, _, extent in set().union(*all_gather_object(own)):

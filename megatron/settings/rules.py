@@ -83,7 +83,8 @@ RANGES = {  # what a value must be -> test, fields
         """
         num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
         num_query_groups make_vocab_size_divisible_by tensor_model_parallel_size pipeline_model_parallel_size
-        context_parallel_size data_parallel_size dp_degree local_batch_size gradient_accumulation_steps
+        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size data_parallel_size dp_degree
+        local_batch_size gradient_accumulation_steps
         lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers sharding_degree vocab_size

@@ -255,6 +255,12 @@ class Parallel:
         "tokens for heads (default: p2p)",
         None,
     )
+    expert_model_parallel_size: int = setting(
+        "ranks of a pipeline stage that hold different experts of a layer", 1, "--ep", "--moe-expert-parallel-size"
+    )
+    expert_tensor_parallel_size: Optional[int] = setting(
+        "ranks that split each expert (default: --tensor-model-parallel-size)", None, "--etp"
+    )
     data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None)
     dp_degree: Optional[int] = setting(
         "asserted, not set: replicas outside sharding, as PaddlePaddle counts: world / (mp x pp x --sharding-degree)",

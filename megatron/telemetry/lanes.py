@@ -18,10 +18,10 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Optional
 
-COMPUTE, TP, CP, GATHER, REDUCE = "compute", "tensor parallel", "context parallel", "gathers", "reductions"
-RECEIVE, SEND, OTHER = "receives", "sends", "other messages"
-LANES = (COMPUTE, TP, CP, GATHER, REDUCE, RECEIVE, SEND, OTHER)  # from top to bottom
-DATA_PARALLEL = ("replicate", "shard", "dp", "dp_cp", "expert_dp")  # axes of a mesh
+COMPUTE, TP, CP, EP = "compute", "tensor parallel", "context parallel", "expert parallel"
+GATHER, REDUCE, RECEIVE, SEND, OTHER = "gathers", "reductions", "receives", "sends", "other messages"
+LANES = (COMPUTE, TP, CP, EP, GATHER, REDUCE, RECEIVE, SEND, OTHER)  # from top to bottom
+DATA_PARALLEL = ("replicate", "shard", "dp", "dp_cp", "expert_replicate", "expert_shard", "expert_dp")  # axes of a mesh
 
 
 class Bar(NamedTuple):
@@ -173,7 +173,7 @@ def lane_of(axis: str, kind: str) -> str:
     """
     if axis in DATA_PARALLEL:
         return GATHER if kind == "all-gather" else REDUCE
-    return {"tp": TP, "cp": CP}.get(axis, OTHER)
+    return {"tp": TP, "etp": TP, "cp": CP, "ep": EP}.get(axis, OTHER)
 
 
 # ---- sums ----------------------------------------------------------------------------------------------------------------

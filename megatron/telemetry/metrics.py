@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One record per step -> the log (console.py), metrics.jsonl, TensorBoard, Weights & Biases.
 
-    with Metrics(config.logging, run, header=run_record(config, mesh.sizes), active=mesh.rank == 0) as metrics:
+    with Metrics(config.logging, run, header=run_record(config, mesh.logged_sizes), active=mesh.rank == 0) as metrics:
         ...
         metrics.record(StepMetrics(iteration, consumed, size, {"lm loss": 7.2}, learning_rate=1e-4, grad_norm=1.3))
         with metrics.paused():                      # evaluation and checkpoints are not part of a step's time

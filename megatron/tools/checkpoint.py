@@ -332,9 +332,10 @@ def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
     boxes = {place: {} for place in ranks}
     for unit in facts.whole:
         for name, placed in unit.weights.items():
-            local = placed.local_shape({"tp": tp})
-            for rank in range(tp):
-                boxes[stage(unit), rank][f"{unit.name}.{name}"] = Box(*placed.box(local, {"tp": rank}))
+            local = placed.local_shape({"tp": tp, "etp": tp})
+            for rank in range(tp):  # which divide experts as they divide other weights
+                place = dict(tp=rank, ep=0, etp=rank, ep_etp=rank)
+                boxes[stage(unit), rank][f"{unit.name}.{name}"] = Box(*placed.box(local, place))
     return [boxes[place] for place in ranks]
 
 

@@ -104,7 +104,7 @@ def build_run(
     log(summary(config, context, facts, state, stages, pipeline, loaded=bool(record)))
     if resumes:
         notices += [*check_samples(config, record, train, context), *code_notes(record.get("code"), code)]
-        log(resumed(config, record, state, lengths, context.mesh.sizes))
+        log(resumed(config, record, state, lengths, context.mesh.logged_sizes))
         notices += nothing_left(config.batch, state, context.mesh.dp.size)
     notices += (
         left_out(config.batch, state, context.mesh.dp.size)
@@ -334,7 +334,7 @@ def build_metrics(
     )
     peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(
-        config, context.mesh.sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **extra
+        config, context.mesh.logged_sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **extra
     )
     return Metrics(
         config.logging,

@@ -6,6 +6,9 @@
 Pure: it needs no torch.
 """
 
+import math
+from types import SimpleNamespace
+
 import megatron.data.rules
 import megatron.optimizer.rules
 import megatron.pipeline.rules
@@ -13,11 +16,13 @@ from megatron.errors import SettingsError, numbered
 from megatron.model import linear_kinds
 from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
+from megatron.mpu.axis_sizes import expert_sizes, sizes_of
+from megatron.mpu.placement import Placement
 from megatron.optimizer import lr_schedule
 from megatron.pipeline import stages
 from megatron.settings import batch, rules, schema
 from megatron.settings.effects import EFFECTS, without_effect
-from megatron.settings.rules import Rule, tokenizer_type
+from megatron.settings.rules import Rule, divisors, either, said, tokenizer_type
 
 # For recipes that do not divide sequences among ranks.
 WHOLE_SEQUENCES = (
@@ -63,8 +68,38 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
         others += batch.problems(s.settings.batch, s.dp)
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
     violations += rules.of_given_values(others, s)
-    violations = violations or linear_kinds.problems(settings.model, lambda: _tables(settings))
+    violations = violations or linear_kinds.problems(settings.model, lambda: _tables(settings)) or expert_problems(s)
     return rules.in_given_words(violations, settings)
+
+
+def expert_problems(s: SimpleNamespace) -> list[str]:
+    """What is wrong with the sizes of the experts' axes. s: `rules.record` of settings that otherwise work."""
+    flags = dict(ep="expert_model_parallel_size", etp="expert_tensor_parallel_size")
+    given = {axis: said(s, name) for axis, name in flags.items() if (getattr(s, name) or 1) > 1}
+    if not given:
+        return []
+    experts = _experts(s.settings)
+    if not experts:
+        return [f"{' and '.join(given.values())}: --model-type {s.model_type} has no experts here; leave the flags out"]
+    ep, etp = (getattr(s, name) for name in flags.values())
+    try:
+        sizes = expert_sizes(sizes_of(s.settings.parallel, s.world), ep, etp, shard_over_cp=s.sharding_stage > 0)
+    except SettingsError as error:
+        return [f"{error.what} ({error.why}); {error.do}"]
+    words = {axis: given.get(axis, f"--{name.replace('_', '-')} {sizes[axis]}") for axis, name in flags.items()}
+    return [
+        f"{' x '.join(words[axis] for axis in axes)} does not divide dim {dim} of {name}, which is "
+        f"{' x '.join(map(str, placed.shape))}; nearest: "
+        f"{either(divisors(placed.shape[dim], math.prod(sizes[axis] for axis in axes)))}"
+        for name, placed in experts.items()
+        for dim, axes in placed.cut_dims
+        if placed.shape[dim] % math.prod(sizes[axis] for axis in axes)
+    ]
+
+
+def _experts(settings: schema.Config) -> dict[str, Placement]:
+    """The weights of experts of a run's model."""
+    return recipe_of(settings).facts(settings, 1).experts
 
 
 def _tables(settings: schema.Config) -> dict[int, Table]:
@@ -100,6 +135,7 @@ def filled(c: schema.Config, world: int) -> schema.Config:
     m, p, b, o, t = c.model, c.parallel, c.batch, c.optimizer, c.tokenizer
     dp = world // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size)
     by_iters = b.train_iters is not None and o.lr_decay_iters is None
+    etp = p.expert_tensor_parallel_size
     by_samples = b.train_samples is not None and o.lr_decay_samples is None and o.lr_decay_iters is None
     return c.derive(
         "other settings",
@@ -109,6 +145,7 @@ def filled(c: schema.Config, world: int) -> schema.Config:
         max_position_embeddings=m.position_table,
         data_parallel_size=dp,
         sharding_degree=p.sharding_degree or dp,
+        expert_tensor_parallel_size=etp if etp is None or _experts(c) else None,  # 1 asks for nothing where none are
         sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
         global_batch_size=batch.full_size(b, dp),
         optimizer=o.rule,

@@ -45,7 +45,9 @@ def summary(
         [
             f"using world size: {mesh.world_size}, data-parallel size: {mesh.dp.size}, "
             f"{f'context-parallel size: {mesh.cp.size}, ' * (mesh.cp.size > 1)}"
-            f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}",
+            f"tensor-model-parallel size: {mesh.tp.size}, pipeline-model-parallel size: {mesh.pp.size}"
+            + f", expert-model-parallel size: {mesh.ep.size}, expert-tensor-parallel size: {mesh.etp.size}"
+            * mesh.folded,
             f" > {facts.describe(f'{facts.parameters:,}')}",
             *frozen_line(config, facts),
             *model_parallel_sizes(context, stages),
@@ -110,7 +112,8 @@ def resumed(config: schema.Config, record: dict[str, Any], state: State, lengths
 
 def _layout(sizes: dict[str, int]) -> str:
     dp = sizes.get("replicate", 1) * sizes.get("shard", 1)
-    return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}"
+    experts = "".join(f" {name} {sizes[name]}" for name in ("ep", "etp") if name in sizes)
+    return f"tp {sizes.get('tp', 1)} pp {sizes.get('pp', 1)} cp {sizes.get('cp', 1)} dp {dp}{experts}"
 
 
 def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size: int) -> list[str]:

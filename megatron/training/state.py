@@ -269,7 +269,7 @@ class Run:
             config=self.config.to_record(),
             lengths=asdict(self.lengths),
             vocab_size=self.vocab_size,
-            mesh=self.context.mesh.sizes,
+            mesh=self.context.mesh.logged_sizes,
             samples=self._samples(),
             hooks=self.hooks.state(),
             **self.origin,

@@ -103,7 +103,11 @@ def scores(weights: Tensors, tokens: torch.Tensor, buffers: Tensors | None = Non
 
 
 def train(
-    weights: Tensors, trained: Callable[[str], bool], buffers: Tensors | None = None, steps: range = range(STEPS)
+    weights: Tensors,
+    trained: Callable[[str], bool],
+    buffers: Tensors | None = None,
+    steps: range = range(STEPS),
+    network: Callable = scores,
 ) -> tuple[list[dict], Tensors]:
     """([{lm loss, grad_norm} of each step], weights and buffers at the end). trained: of a weight's name."""
     weights = {name: values.clone().requires_grad_(trained(name)) for name, values in weights.items()}
@@ -117,7 +121,7 @@ def train(
     data, told = MockDataset(1 << 20, LENGTH, VOCABULARY, EOD, 1234, 0), []
     for number in steps:
         samples = torch.from_numpy(np.stack([data[place] for place in range(8 * number, 8 * number + 8)]))
-        given = scores(weights, samples[:, :-1], buffers)
+        given = network(weights, samples[:, :-1], buffers)
         loss = F.cross_entropy(given.flatten(0, 1), samples[:, 1:].flatten())
         adam.zero_grad()
         loss.backward()

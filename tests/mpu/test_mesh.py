@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megatron.errors import PeerLost, SettingsError
 from megatron.mpu import initialize
+from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.initialize import join_job
-from megatron.mpu.mesh import EXPERT_DP, Axis, Mesh, expert_sizes, mesh_of, ranks_along
+from megatron.mpu.mesh import EXPERT_DP, Axis, Mesh, mesh_of, ranks_along
 from megatron.pipeline.schedule import looped
 from megatron.pipeline.wire import open_channels
 from megatron.settings.schema import Kernels, Parallel
@@ -195,12 +196,16 @@ def test_experts_that_nothing_divides_lie_as_dense_weights_do(sizes, sharded):
 def test_settings_and_experts_give_one_mesh():
     """`mesh_of`: ZeRO divides experts, its degree those within the ranks that it names; stage 0 divides none."""
     words = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    sizes = lambda parallel, **more: mesh_of(parallel, 5, 32, create_groups=False, **more).expert_sizes
+
+    def sizes(ep, etp=None, **more):
+        experts = dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+        return mesh_of(Parallel(**words, **experts, **more), 5, 32, create_groups=False).expert_sizes
+
     of = lambda replicate, shard, ep, etp: dict(pp=2, expert_replicate=replicate, expert_shard=shard, ep=ep, etp=etp)
-    assert sizes(Parallel(**words), ep=4) == of(2, 1, 4, 2)
-    assert sizes(Parallel(**words, sharding_stage=1), ep=4, etp=1) == of(1, 4, 4, 1)
-    assert sizes(Parallel(**words, sharding_stage=3, sharding_degree=4), ep=4, etp=1) == of(2, 2, 4, 1)
-    assert sizes(Parallel(**words, sharding_stage=3, sharding_degree=2), ep=8, etp=1) == of(2, 1, 8, 1)
+    assert sizes(4) == of(2, 1, 4, 2)
+    assert sizes(4, 1, sharding_stage=1) == of(1, 4, 4, 1)
+    assert sizes(4, 1, sharding_stage=3, sharding_degree=4) == of(2, 2, 4, 1)
+    assert sizes(8, 1, sharding_stage=3, sharding_degree=2) == of(2, 1, 8, 1)
 
 
 @pytest.mark.parametrize("ep, etp", [(3, 1), (8, 2), (1, 3), (0, 1), (32, 1)])

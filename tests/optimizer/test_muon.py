@@ -2,15 +2,20 @@
 """Muon against torch's own on plain linear weights, and its parts against their definitions."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from megatron.checkpoint.boxes import Box
+from megatron.errors import SettingsError
+from megatron.mpu.layers import create_parameters
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Normal, Placement
 from megatron.optimizer.kinds import COEFFICIENTS
-from megatron.optimizer.muon import Directions, divide_work, orthogonal
+from megatron.optimizer.muon import Directions, UnitWork, divide_work, orthogonal
 from megatron.optimizer.sharded import sharded_init
+from megatron.optimizer.units import flat_units_of
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Optimizer, Parallel
 
@@ -183,6 +188,56 @@ def test_each_matrix_of_a_fused_weight_is_torchs_own(case, sizes, run_ranks):
         torch.testing.assert_close(
             moved, expected if cut is None else expected.chunk(tp, cut)[place], rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    "sizes, grid", [(dict(tp=2, replicate=2), (2, 1)), (dict(shard=4), (2, 2)), (dict(shard=4), (2, 1))], ids=str
+)
+def test_each_expert_is_a_matrix(sizes, grid, run_ranks):
+    """Four experts over ep, whose rows are divided over etp, beside a dense matrix over tp: torch's own of each."""
+    settings = replace(TORCHS, muon_momentum=0.0, muon_nesterov=False)
+    draw = torch.Generator().manual_seed(1)
+    whole = {"experts": torch.randn(4, 6, 10, generator=draw), "dense": torch.randn(12, 10, generator=draw)}
+    tables = {
+        "experts": Placement((4, 6, 10), Normal(0.3), cut={"ep": 0, "etp": 1}, matrices=(0, (1,) * 4)),
+        "dense": Placement((12, 10), Normal(0.3), cut={"tp": 0}, matrices=(0, (12,))),
+    }
+
+    def body(rank):
+        mesh = Mesh(rank, ep=grid[0], etp=grid[1], **sizes)
+        model, parallel = torch.nn.Module(), Parallel(sharding_stage=int("shard" in sizes))
+        create_parameters(model, tables, (mesh.tp, mesh.ep, mesh.etp), dtype=torch.float32, device="meta")
+        optimizer = DistributedOptimizer(model, mesh, settings, parallel, dtype=torch.float32, device="cpu", seed=1)
+        before, boxes = {}, {}
+        for name, placed in tables.items():
+            weight = getattr(model, name)
+            before[name] = weight.detach().clone()
+            boxes[name] = Box(*placed.box(weight.shape, mesh.coordinates)).slices()
+            (weight * whole[name][boxes[name]]).sum().backward()
+        optimizer.finalize_grads(torch.zeros(1))
+        optimizer.step(1.0, 0.0, 1.0)
+        return {name: (boxes[name], before[name] - getattr(model, name).detach()) for name in tables}
+
+    def direction(gradient):
+        flat = torch.nn.Parameter(torch.zeros_like(gradient))
+        flat.grad = gradient.clone()
+        torch.optim.Muon([flat], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+        return -flat.detach()
+
+    wanted = {"experts": torch.stack(list(map(direction, whole["experts"]))), "dense": direction(whole["dense"])}
+    for found in run_ranks(4, body):
+        for name, (box, moved) in found.items():
+            torch.testing.assert_close(moved, wanted[name][box], rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_that_ranks_of_ep_divide_is_refused():
+    placed = Placement((4, 6, 10), Normal(0.3), cut={"ep": 1}, matrices=(0, (1,) * 4))
+    model = torch.nn.Module()
+    mesh = Mesh(0, replicate=2, ep=2, create_groups=False)
+    create_parameters(model, {"experts": placed}, mesh.ep, dtype=torch.float32, device="meta")
+    [unit] = flat_units_of(model, partial(getattr, mesh))
+    with pytest.raises(SettingsError, match="ranks of ep divide the matrices of experts, each of which it needs whole"):
+        UnitWork.of(unit, mesh)
 
 
 @pytest.mark.parametrize("kind", COEFFICIENTS)

@@ -19,6 +19,11 @@ SAID = {
     "Position biases: ALiBi": [r"2 of 2 pass", r"iteration +3/ +3"],
     "A head and a loss": [r"2 of 2 pass", r"iteration +3/ +3.* ahead loss: \d", r"ahead\.weight"],
     "A kind of linear layer": [r"2 of 2 pass", r"iteration +3/ +3", r"attention\.qkv\.lora_a"],
+    "Experts": [
+        r"iteration +4/ +4",
+        r"expert-model-parallel size: 2",
+        r"blocks\.1\.experts\.up\.weight +float32 +\[8, 128, 32\] 2\n",
+    ],
     "Buffers that training changes": [r"2 of 2 pass", r"iteration +3/ +3", r"10 buffers", r"watch\.seen.* buffer, sum"],
     "Frozen parameters": [r"[\d,]+ parameters are trained, [\d,]+ are frozen", r"of them frozen", r"adapter\.down"],
     "A plain torch module": [r"plain module of [\d,]+ parameters", r"iteration +4/ +4"],

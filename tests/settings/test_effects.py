@@ -23,7 +23,7 @@ ALWAYS = """
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size dp_degree
-    pipeline_schedule
+    expert_model_parallel_size expert_tensor_parallel_size pipeline_schedule
     num_virtual_stages_per_pipeline_rank pipeline_timeline print_topology
     tokenizer_type vocab_size vocab_extra_ids
     data_path train_data_path mock_data full_validation dataloader_type collate_fn num_workers reset_attention_mask

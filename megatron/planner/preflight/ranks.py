@@ -29,9 +29,10 @@ from megatron.errors import Failure
 from megatron.model.facts import Facts
 from megatron.model.recipe import MODEL_TYPES, recipe_of, sums_of
 from megatron.model.recompute_plan import recompute_groups
+from megatron.mpu.axis_sizes import sizes_of
 from megatron.mpu.initialize import weight_format
 from megatron.mpu.layers import map_buffers
-from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along, sizes_of
+from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along
 from megatron.mpu.selection import Selection
 from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
 from megatron.pipeline.build import build_stages

@@ -359,8 +359,7 @@ see --distributed-timeout-minutes
 # Values that ask for nothing.
 NEUTRAL = """
 --main-params-dtype=fp32 --main-grads-dtype=fp32 --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32
---num-experts=0 --num-experts=1 --expert-model-parallel-size=1 --expert-tensor-parallel-size=1
---moe-expert-parallel-size=1 --num-distributed-optimizer-instances=1
+--num-experts=0 --num-experts=1 --num-distributed-optimizer-instances=1
 --shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8

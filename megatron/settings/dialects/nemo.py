@@ -8,7 +8,8 @@ WORDS = """
 =  model.data.dataloader_type model.data.reset_position_ids model.data.reset_attention_mask model.data.eod_mask_loss
 =  model.optim.lr model.optim.weight_decay model.optim.sched.min_lr
 =  model.micro_batch_size model.global_batch_size model.rampup_batch_size model.tensor_model_parallel_size
-=  model.pipeline_model_parallel_size model.context_parallel_size model.num_layers model.hidden_size
+=  model.pipeline_model_parallel_size model.context_parallel_size model.expert_model_parallel_size
+=  model.num_layers model.hidden_size
 =  model.ffn_hidden_size model.num_attention_heads model.num_query_groups model.kv_channels model.max_position_embeddings
 =  model.init_method_std model.hidden_dropout model.attention_dropout model.make_vocab_size_divisible_by
 =  model.sequence_parallel model.hysteresis model.seed model.rotary_base model.masked_softmax_fusion
@@ -101,7 +102,7 @@ LOST = {
         exp_manager.checkpoint_callback_params.mode exp_manager.checkpoint_callback_params.*""",
     "gradient accumulation follows from --global-batch-size": "trainer.accumulate_grad_batches",
     "8-bit training is not part of this suite; use --bf16": "model.fp8* model.reduce_amax",
-    "mixtures of experts are not part of this suite": "model.moe_* model.expert_model_parallel_size model.num_moe_experts",
+    "mixtures of experts are not part of this suite": "model.moe_* model.num_moe_experts",
     "residuals and the loss have the format of --precision, the loss fp32": """model.fp32_residual_connection
         model.fp16_lm_cross_entropy""",
     "blocks are pre-norm": "model.transformer_block_type",

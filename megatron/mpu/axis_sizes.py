@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a mesh's axes (mesh.py), from settings and the number of ranks. Needs neither torch nor numpy."""
+
+import math
+from typing import Optional
+
+from megatron.errors import SettingsError
+
+
+def sizes_of(parallel, world_size: int) -> dict[str, int]:
+    """Sizes of the axes of dense weights in a job with these settings (`schema.Parallel`) on `world_size` ranks."""
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    dp = world_size // (tp * pp * cp)
+    shard = 1 if parallel.sharding_stage == 0 else parallel.sharding_degree or dp
+    return dict(tp=tp, pp=pp, cp=cp, replicate=dp // shard, shard=shard)
+
+
+def expert_sizes(
+    sizes: dict[str, int], ep: int = 1, etp: Optional[int] = None, *, shard_over_cp: bool = False
+) -> dict[str, int]:
+    """Sizes of the experts' axes on the ranks of `sizes`, slowest to fastest.
+
+    etp: ranks that divide each expert (default: tp, as in Megatron-LM)
+    The state of experts is divided inside the blocks of consecutive ranks that divide the state of dense weights: each
+    block of shard x cp x tp ranks is expert_shard x ep x etp. A block that ep x etp fill or exceed divides experts no
+    further. So expert_replicate is `replicate` (Megatron-LM's --num-distributed-optimizer-instances), or less.
+    Raises SettingsError for sizes that do not divide the ranks.
+
+    >>> expert_sizes(dict(pp=2, replicate=2, shard=8, cp=1, tp=2), ep=4, etp=1)
+    {'pp': 2, 'expert_replicate': 2, 'expert_shard': 4, 'ep': 4, 'etp': 1}
+    """
+    etp = sizes["tp"] if etp is None else etp
+    stage, block = math.prod(sizes.values()) // sizes["pp"], sizes["shard"] * sizes["cp"] * sizes["tp"]
+    one_copy, sharded = ep * etp, sizes["shard"] > 1 or shard_over_cp
+    flags = f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp}"
+    if min(ep, etp) < 1 or stage % one_copy:
+        raise SettingsError(
+            f"{flags} does not divide the {stage} ranks of a pipeline stage",
+            f"{stage * sizes['pp']} ranks, --pipeline-model-parallel-size {sizes['pp']}",
+            f"choose a product that divides {stage}",
+        )
+    if sharded and block % one_copy and one_copy % block:
+        raise SettingsError(
+            f"{flags} = {one_copy}, and {block} ranks divide optimizer state: one of the two has to divide the other",
+            f"--sharding-degree {sizes['shard']} x --context-parallel-size {sizes['cp']} x "
+            f"--tensor-model-parallel-size {sizes['tp']} = {block}",
+            "choose another --sharding-degree, or leave it out",
+        )
+    shard = max(1, block // one_copy) if sharded else 1
+    return dict(pp=sizes["pp"], expert_replicate=stage // one_copy // shard, expert_shard=shard, ep=ep, etp=etp)
