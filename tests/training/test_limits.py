@@ -9,8 +9,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from megatron.checkpoint import manager
 from megatron.checkpoint.interval import best_interval
-from megatron.errors import NumericsError
+from megatron.errors import NumericsError, StorageError
 from megatron.guard import replicas, stopping
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict, Watch
@@ -20,14 +21,16 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.planner.memory import _first_units
 from megatron.planner.preflight.machines import compared
 from megatron.settings.batch import batch_size, total_iterations
+from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import RANGES
 from megatron.settings.schema import Batch, Guard, Optimizer
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.profiler import Profiler
 from megatron.tools import status
-from megatron.training.measures import early_end_reason
+from megatron.training.measures import Collected, early_end_reason
 from megatron.training.outcome import clip_coefficient
 from megatron.training.pace import Pace
+from megatron.training.rules import check
 from megatron.training.step_notes import StepNotes
 
 STEPS = Batch(global_batch_size=1, train_iters=100)
@@ -357,3 +360,48 @@ def test_whole_units_are_moved_until_their_share_is_reached():
     units = Units([SimpleNamespace(padded=lambda shard: 100)] * 4)
     moved = [_first_units(units, 2, fraction) for fraction in (0, 0.25, 0.2501, 0.5, 0.75, 0.9, 1, 1.5)]
     assert moved == [0, 50, 100, 100, 150, 200, 200, 200]
+
+
+def test_a_run_is_done_with_its_last_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "last_state", lambda folder: dict(config={}))
+    monkeypatch.setattr(status, "from_record", lambda record: object())
+    monkeypatch.setattr(status, "_total", lambda *_: 10)
+    for iteration, state in ((9, "unknown"), (10, "done"), (11, "done")):
+        monkeypatch.setattr(status, "_checkpoint", lambda folder, at, n=iteration: (n, 1.0))
+        assert status.look_at_checkpoint(tmp_path, 2.0).state == state
+
+
+def test_a_save_that_failed_the_last_time_is_not_waited_for(monkeypatch):
+    """Two tries more, after 2 and 4 seconds."""
+    waited = []
+    monkeypatch.setattr(manager.time, "sleep", waited.append)
+
+    def save(*_):
+        raise StorageError("the disk is full")
+
+    own = SimpleNamespace(
+        settings=SimpleNamespace(save_retries=2, save_mirror=None),
+        _saver=SimpleNamespace(save=save),
+        log=lambda line: None,
+    )
+    path, failure = manager.CheckpointManager._try(own, 7, [], {})
+    assert path is None and isinstance(failure, StorageError) and waited == [2.0, 4.0]
+
+
+def test_samples_that_fill_up_the_last_batch_of_an_evaluation_do_not_count():
+    context = SimpleNamespace(
+        mesh=SimpleNamespace(tp=SimpleNamespace(rank=0), cp=SimpleNamespace(size=1)),
+        all_gather_object=lambda own: [own],
+    )
+    collected = Collected()
+    collected.take(torch.tensor([2, 0, 1, 3]), torch.tensor([[3.0], [1.0], [2.0], [9.0]]))
+    assert collected.whole(context, 3).tolist() == [[1.0], [2.0], [3.0]]
+
+
+def test_a_loss_scale_may_begin_at_its_least():
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --vocab-size 9 --train-iters 1 --lr 1"
+    said = lambda least: check(
+        parse_pretrain(f"{flags} --fp16 --initial-loss-scale 64 --min-loss-scale {least}".split()), 1
+    )
+    assert not [line for line in said(64) if "loss-scale" in line]
+    assert [line for line in said(64.1) if "--min-loss-scale" in line]
