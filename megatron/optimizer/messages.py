@@ -10,11 +10,12 @@ the executor, inside a pass where a piece of it begins. Of that it hears in thre
 
 The first two are needed, and registered, only where weights are gathered inside passes. A layer that comes out of turn
 (one that is recomputed for another, or used twice) gathers its weights on the spot, and keeps them until the list frees
-them. A model that runs without a schedule has all its weights gathered until the end of the step.
+them. A model that runs in somebody's own loop, without a schedule, has lists of single passes.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Optional
 
 import torch
@@ -66,11 +67,12 @@ class Messages:
         self.inside: Sequence[Op] = ()  # its pieces, and the messages between them
         self.at, self.places = 0, {}  # what of it comes next; where its pieces are
         self.on_the_spot: set[str] = set()  # units that a layer out of turn has gathered
+        self.alone = None  # of a pass of somebody's own loop: the messages behind it, and its context
         self.late: list[UnitGradients] = []  # gradients that were not complete when the list reduced them
         gradients.arrived = self._arrived
-        if how.zero == 3 or how.gather_ahead:
-            for number, chunk in enumerate(chunks):
-                self._register_hooks(number, chunk)
+        self.gathers = how.zero == 3 or how.gather_ahead  # inside passes
+        for number, chunk in enumerate(chunks) if self.gathers or how.zero == 2 else ():
+            self._register_hooks(number, chunk)
 
     # ---- lists -----------------------------------------------------------------------------------------------------
 
@@ -195,14 +197,49 @@ class Messages:
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
     def _register_hooks(self, number: int, chunk: torch.nn.Module) -> None:
-        def without_schedule(module, args):
-            if self.running is None:
-                self.weights.need(*(memory for memory in self.weights.memory.values() if number in memory.unit.chunks))
+        def pre_forward(module, args):
+            if self.running is None or self.alone:
+                self._begin_alone(Op("F", 0, number))
 
-        chunk.register_forward_pre_hook(without_schedule)
-        for place, name in enumerate(self.layers[number]):
+        def post_forward(module, args, output):
+            if self.alone:
+                self._end_alone()
+                for tensor in _backward_roots(output):
+                    tensor.register_hook(begin_backward)
+
+        def begin_backward(gradient):
+            if self.running is None:
+                self._begin_alone(Op("B", 0, number))
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_alone)
+
+        chunk.register_forward_pre_hook(pre_forward)
+        chunk.register_forward_hook(post_forward)
+        for place, name in enumerate(self.layers[number]) if self.gathers else ():
             following = (number, OUT) if place + 1 == len(self.layers[number]) else None
             self._register_layer(chunk.get_submodule(name), (number, str(place)), following)
+
+    def _begin_alone(self, op: Op) -> None:
+        """Begin a pass of somebody's own loop, with the messages of a step that has this micro-batch alone."""
+        passes = [op] if op.kind == "F" and not torch.is_grad_enabled() else [op._replace(kind=kind) for kind in "FB"]
+        how = replace(self.how, reduce_beside=self.how.reduce_beside and self.how.zero > 1)
+        ops = list_messages(passes, self._chunks([True] * len(self.layers)), how).ops
+        places = [place for place, one in enumerate(ops) if one.kind == op.kind]
+        begun = 1 + max(place for place, one in enumerate(ops) if one.kind == "F") if op.kind == "B" else 0
+        for one in ops[begun : places[0]]:
+            self.run(one)
+        ends = len(ops) if op == passes[-1] else places[-1] + 1
+        self.alone = ops[places[-1] + 1 : ends], self.passing(op, ops[places[0] : places[-1] + 1])
+        self.alone[1].__enter__()
+        roots = [unit for group in self.chunks[op.chunk].roots(op.chunk) for unit in self.units[group]]
+        self.weights.need(
+            *(self.weights.memory[unit.name] for unit in roots)
+        )  # another micro-batch may have freed them
+
+    def _end_alone(self) -> None:
+        (behind, passing), self.alone = self.alone, None
+        passing.__exit__(None, None, None)
+        for op in behind:
+            self.run(op)
 
     def _register_layer(self, module: torch.nn.Module, group: Group, following: Optional[Group]) -> None:
         memory = [self.weights.memory[unit.name] for unit in self.units[group]]

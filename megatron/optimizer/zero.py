@@ -13,7 +13,7 @@ In stage 0 the shard axis has size 1: its shard is the whole unit. The others di
 
     `messages.plan` -> passes and messages, by `pipeline.execute` -> `reduce_grads` -> `step`
 
-Passes may also run without a list: parameters are then gathered before, and gradients reduced after all of them.
+In a loop of one's own, without `execute`, each pass has a list, and ZeRO 0 and 1 reduce after all passes.
 
 Gradients are *sums* of token losses over the global batch, times the loss scale of the caller. `step` gets one factor for
 them, so that averaging, un-scaling and clipping are one pass over the buffer.

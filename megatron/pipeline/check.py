@@ -20,7 +20,7 @@ from megatron.errors import SettingsError, StorageError, run_main
 from megatron.pipeline.custom_schedule import is_file, read_schedule
 from megatron.pipeline.draw import diagram, svg
 from megatron.pipeline.schedule import TRAINING, BrokenSchedule, Op, StageMap, default_chunks, problems, stage_map
-from megatron.pipeline.sharding import ALL, IN, OUT, ChunkPieces, Sharding, list_messages
+from megatron.pipeline.sharding import ALL, IN, OUT, ChunkPieces, Sharding, list_messages, passes_of
 from megatron.pipeline.simulate import (
     COST,
     Cost,
@@ -95,7 +95,10 @@ def _compared(asked: CheckOptions) -> tuple[dict[str, Times], str]:
     for name, (plan, stages) in plans.items():
         verify(plan, num_microbatches, stages)
         chunks = len(stages) // len(plan)
-        plan, cost = (plan, passes) if asked.zero is None else _with_messages(asked, plan, stages, passes)
+        if asked.zero is None:
+            plan, cost = list(map(passes_of, plan)), passes
+        else:
+            plan, cost = _with_messages(asked, plan, stages, passes)
         result = report(plan, stages, cost, asked.wire, asked.update)
         live = " ".join(f"{held / chunks:g}" for held in result.live)
         span = result.span / chunks / passes["F"]
@@ -113,7 +116,7 @@ UNIT = "forward pass of a rank's layers"
 def _with_messages(
     asked: CheckOptions, plan: RankSchedules, stages: StageMap, passes: Mapping[str, float]
 ) -> tuple[RankSchedules, Cost]:
-    """The plan with the requested gathers and reductions, of chunks with only layers; and the time of each op."""
+    """The plan with the requested gathers and reductions, and the time of each op. The ends of a model take no time."""
     wrong = [name for name in ("gather", "reduce", "update") if not 0 <= getattr(asked, name) < math.inf]
     if wrong or asked.layers < 1:
         raise SettingsError(
@@ -132,7 +135,7 @@ def _with_messages(
         except BrokenSchedule as error:
             raise SettingsError(f"--schedule {asked.schedule}: rank {rank} cannot run this list", str(error)) from error
         if asked.list_ops:
-            print(f"rank {rank}: {' '.join(map(str, listed.ops + listed.after[:-1]))}")
+            print(*listed.ops, *listed.after[:-1], f" # rank {rank}")
         lists.append([op for part in listed for op in part])
     messages = dict(G=asked.gather * (asked.zero > 0), H=asked.gather, R=asked.reduce)
 

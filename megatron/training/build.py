@@ -4,7 +4,6 @@
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -271,15 +270,12 @@ def build_pipeline(config: schema.Config, context: RankContext) -> Pipeline:
     return Pipeline.of(config.parallel, config.model.num_layers, num_microbatches)
 
 
-def refusal_of_schedule(
-    pipeline: Pipeline, optimizer: DistributedOptimizer, learns: Sequence[bool]
-) -> Optional[SettingsError]:
+def refusal_of_schedule(pipeline: Pipeline, optimizer: DistributedOptimizer, learns) -> Optional[SettingsError]:
     """Why this rank cannot run the messages that a schedule file lists, if it does and cannot."""
-    if pipeline.custom is None:
-        return None
     rank = optimizer.mesh.pp.rank
     try:
-        optimizer.messages.plan(pipeline.ops(rank, pipeline.custom.num_microbatches), learns)
+        if pipeline.custom:
+            optimizer.messages.plan(pipeline.ops(rank, pipeline.custom.num_microbatches), learns)
     except BrokenSchedule as error:
         what = f"--pipeline-schedule {pipeline.name}: rank {rank} of the pipeline cannot run its list"
         return SettingsError(what, str(error), DO)

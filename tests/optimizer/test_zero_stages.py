@@ -328,19 +328,27 @@ class Log(list):
             block.up.weight.register_hook(lambda *_, name=name: self.append(f"backward {name}"))
 
 
-def _events(rank, num_microbatches, **parallel):
+def _own_loop(model, optimizer, inputs, training=True):
+    """What `_passes` does, in a loop of one's own."""
+    for x in inputs:
+        y = model[0](x)
+        if training:
+            y.backward()
+
+
+def _events(rank, num_microbatches, loop=_passes, **parallel):
     """Events of a step and of the forward pass behind it."""
     log = Log()
     with pytest.MonkeyPatch.context() as patch:
         log.watch(patch)
         model, optimizer = _optimizer(rank, {"shard" if "sharding_stage" in parallel else "replicate": 2}, **parallel)
         log.layers(model)
-        _passes(model, optimizer, [INPUT] * num_microbatches)
+        loop(model, optimizer, [INPUT] * num_microbatches)
         log.append("totals")
         optimizer.finalize_grads(torch.zeros(1))
         optimizer.step(1e-3, 0.0, 1.0)
         log.append("updated")
-        _passes(model, optimizer, [INPUT], training=False)
+        loop(model, optimizer, [INPUT], training=False)
     return list(log)
 
 
@@ -369,9 +377,10 @@ def test_kept_gradients_are_reduced_behind_the_passes_otherwise(run_ranks):
         assert _in_order(events, *started, "wait reduce_scatter 0")  # one is summed while the next are on their way
 
 
+@pytest.mark.parametrize("loop", [_passes, _own_loop])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_stage_2_reduces_each_micro_batch(overlap, run_ranks):
-    for events in run_ranks(2, lambda rank: _events(rank, 2, sharding_stage=2, overlap_grad_reduce=overlap)):
+def test_stage_2_reduces_each_micro_batch(overlap, loop, run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 2, loop, sharding_stage=2, overlap_grad_reduce=overlap)):
         passes = events[: events.index("totals")]
         assert sum(event.startswith("start reduce_scatter") for event in passes) == 2 * 5
         layer = ["start reduce_scatter 1", "wait reduce_scatter 1", "backward 1", "start reduce_scatter 2"]
@@ -380,8 +389,9 @@ def test_stage_2_reduces_each_micro_batch(overlap, run_ranks):
             assert _in_order(passes, layer[0], layer[2], layer[3], layer[1])
 
 
-def test_stage_1_gathers_all_units_ahead_and_waits_at_their_use(run_ranks):
-    for events in run_ranks(2, lambda rank: _events(rank, 1, sharding_stage=1, overlap_param_gather=True)):
+@pytest.mark.parametrize("loop", [_passes, _own_loop])
+def test_stage_1_gathers_all_units_ahead_and_waits_at_their_use(loop, run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 1, loop, sharding_stage=1, overlap_param_gather=True)):
         update, behind = events[: events.index("updated")], events[events.index("updated") :]
         assert [event for event in update if "all_gather" in event] == [f"start all_gather {n}" for n in range(5)]
         # Table and norm are 0 and 1, the layers 2 to 4. NCCL gathers in the order of the starts: a wait out of that order
@@ -398,8 +408,9 @@ def test_stage_1_gathers_all_units_ahead_and_waits_at_their_use(run_ranks):
         ]
 
 
-def test_stage_3_gathers_the_next_layer_ahead_in_both_directions(run_ranks):
-    for events in run_ranks(2, lambda rank: _events(rank, 1, sharding_stage=3, overlap_param_gather=True)):
+@pytest.mark.parametrize("loop", [_passes, _own_loop])
+def test_stage_3_gathers_the_next_layer_ahead_in_both_directions(loop, run_ranks):
+    for events in run_ranks(2, lambda rank: _events(rank, 1, loop, sharding_stage=3, overlap_param_gather=True)):
         passes = [event for event in events[: events.index("totals")] if "reduce_scatter" not in event]
         assert [event.replace("all_gather ", "") for event in passes] == [
             "start 0",

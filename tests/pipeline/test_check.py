@@ -136,6 +136,29 @@ def test_command_shows_a_schedule_of_ones_own(tmp_path, capsys):
     assert "2 ranks, 2 micro-batches" in out and "own.txt" in out and "rank  1 |" in out
 
 
+def test_messages_of_data_parallelism_are_listed_as_a_file_has_them(tmp_path, capsys):
+    """The lines that the command prints are a schedule file with the same times; moved, they give others."""
+    flags = "--pp 2 --micro 4 --zero 3 --layers 2 --no-diagram".split()
+    main([*flags, "--schedule", "1f1b", "--list-ops"])
+    *_, first, second, numbers = capsys.readouterr().out.splitlines()
+    assert first.startswith("G0:in g0:in F0:in G0:0 g0:0 F0:0 D0:0") and "r3:in" in first
+    path = tmp_path / "own.txt"
+    spans = []
+    for text in (
+        f"{first}\n{second}\n",
+        f"{first.replace('G0:1 g0:1', 'g0:1').replace('F0:0', 'G0:1 F0:0')}\n{second}",
+    ):
+        path.write_text(text)
+        main([*flags, "--schedule", str(path)])
+        spans.append(float(capsys.readouterr().out.splitlines()[-1].split()[2]))
+    assert spans[0] == float(numbers.split()[2]) > spans[1]
+    main([*flags[:4], "--schedule", str(path), "--no-diagram"])  # the passes alone
+    assert float(capsys.readouterr().out.splitlines()[-1].split()[2]) == 15.0
+    path.write_text(f"{first.replace('E0:0', '')}\n{second}\n")
+    with pytest.raises(SettingsError, match="rank 0 cannot run this list\n  G2:0 needs weights of chunk 0, layer 0"):
+        main([*flags, "--schedule", str(path)])
+
+
 def test_command_refuses_what_cannot_run():
     code = subprocess.run(
         [sys.executable, "-m", "megatron.pipeline.check", *"--pp 4 --micro 6 --chunks 2 --schedule zb-h1".split()],
