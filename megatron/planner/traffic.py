@@ -163,9 +163,8 @@ def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
     for unit in units.others:
         among = tuple(chunk for chunk, stage in enumerate(stages) if _used(unit.ends, stage, len(pipeline.stages)))
         begun = starts(layout.schedule, layout.pp, num_microbatches, layout.chunks, rank, among)
-        # Frozen parameters have no last gradient, and stay until the end of the step.
-        elements += begun * unit.padded(layout.shard) + min(begun, 1) * unit.padded_frozen(layout.shard)
-        calls += begun * bool(unit.slots) + min(begun, 1) * bool(unit.frozen)
+        elements += begun * (unit.padded(layout.shard) + unit.padded_frozen(layout.shard))
+        calls += begun * (bool(unit.slots) + bool(unit.frozen))
     return elements + num_microbatches * layers, calls
 
 
