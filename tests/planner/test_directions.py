@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron.errors import SettingsError
-from megatron.pipeline.sharding import Sharding
 from megatron.planner import choose, dry_run, memory, picture, problems, search, speed, target, text, tuning
+from megatron.planner.live import ShardingTimes
 from megatron.planner.memory import MemoryReport
 from megatron.planner.parity import Trace, compare
 from megatron.planner.preflight.machines import check_clocks
@@ -40,8 +40,8 @@ def test_the_slowest_rank_sets_the_pace(monkeypatch):
 
 @pytest.mark.parametrize("last", [0.5, 9.0])
 def test_of_both_ends_of_a_pipeline_the_one_that_sends_longer_counts(last, monkeypatch):
-    first = StepCommunication(Sharding(2, gather=0.5, reduce=0.25), 1.0)  # 1 + .5 + 4 x .25
-    other = StepCommunication(Sharding(2, gather=0.5, reduce=0.25), last)
+    first = StepCommunication(ShardingTimes(2, gather=0.5, reduce=0.25), 1.0)  # 1 + .5 + 4 x .25
+    other = StepCommunication(ShardingTimes(2, gather=0.5, reduce=0.25), last)
     monkeypatch.setattr(speed, "_once", lambda job, layout, cluster, rank: other if rank else first)
     assert speed.step_communication(None, anything(), None) is (other if last > 1 else first)
 
@@ -81,7 +81,7 @@ def test_the_rank_that_lacks_most_is_named(monkeypatch):
 def test_the_smallest_micro_batch_is_named_where_none_fits(monkeypatch):
     rejected = [SimpleNamespace(layout=anything(micro_batch_size=size)) for size in (4, 2, 8)]
     outcome = SimpleNamespace(found=SimpleNamespace(plans=[], rejected=rejected), cluster=None, job=None)
-    monkeypatch.setattr(choose, "find_micro_batch", lambda config: outcome)
+    monkeypatch.setattr(choose, "search_micro_batch", lambda config: outcome)
     monkeypatch.setattr(choose, "replace", lambda job, **_: job)
     monkeypatch.setattr(choose, "memory_problems", lambda job, layout, cluster: ["too large"])
     with pytest.raises(SettingsError, match="even 2 is too large"):
@@ -134,7 +134,7 @@ def test_parts_of_a_step_are_told_from_the_longest_on(monkeypatch):
 
 
 def test_micro_batches_are_told_from_the_smallest_on(monkeypatch):
-    monkeypatch.setattr(text, "resting_on", lambda cluster: "")
+    monkeypatch.setattr(text, "speeds_note", lambda cluster: "")
     step = SimpleNamespace(seconds=1.0, tokens_per_second=lambda job: 1.0)
     plans = [SimpleNamespace(layout=anything(micro_batch_size=n), bytes=n, step=step, job=None) for n in (4, 1, 2)]
     rejected = [SimpleNamespace(layout=anything(micro_batch_size=n), why=lambda n=n: f"lacks {n}") for n in (16, 8)]
