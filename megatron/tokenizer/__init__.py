@@ -67,13 +67,15 @@ def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
 
 
 def unused_rows(asked: int | None, vocab_size: int) -> str:
-    """A note on a --vocab-size that is larger than the vocabulary; "" if the difference is only padding.
+    """A note on a --vocab-size that is larger than the vocabulary; "" if the difference may be padding.
 
     >>> unused_rows(50257, 8192)
     '--vocab-size 50257 is larger than the vocabulary: 42065 rows of the embedding belong to none of its 8192 tokens'
+    >>> unused_rows(51200, 50257), bool(unused_rows(2000, 1000))
+    ('', True)
     """
     unused = (asked or 0) - vocab_size
-    if unused < 1024:
+    if unused < max(128, vocab_size // 16):
         return ""
     rows = f"{unused} rows of the embedding belong to none of its {vocab_size} tokens"
     return f"--vocab-size {asked} is larger than the vocabulary: {rows}"

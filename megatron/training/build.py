@@ -48,7 +48,16 @@ from megatron.training.datasets import build_batches, build_datasets, build_requ
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
+from megatron.training.start_log import (
+    crowded,
+    end_of_document,
+    left_out,
+    log_notices,
+    nothing_left,
+    resumed,
+    summary,
+    without_data,
+)
 from megatron.training.state import Run, State
 
 
@@ -109,7 +118,9 @@ def build_run(
     )
     notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
-    log_notices(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *changed.warnings])
+    named = idle(config, world)
+    warnings = [*named.values(), *without_data(config, datasets, named), *changed.warnings]
+    log_notices(log, [*remarks(config, world), *notices], warnings)
     measures = measures_of(recipe, config)
     return Run(
         config=config,
