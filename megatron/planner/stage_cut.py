@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from heapq import nsmallest
-from math import gcd
 
 from megatron.model.balance import balanced
 from megatron.model.t5 import stages as t5_stages
@@ -73,10 +72,10 @@ def normalize_config(config: Config) -> Config:
     p, asked, here = found.parallel, found.planner, rank_env.ranks()
     model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
     world = max(1, (asked.world_size or here.world_size) // model) * model
-    dp, local = world // model, asked.local_world_size or here.local_world_size or gcd(world, 8)
+    dp, local = world // model, asked.local_world_size or here.local_world_size
     if batch.problems(found.batch, dp):
         return found
-    cluster = Cluster(target.device_by_flags(found), world, min(local, world))
+    cluster = Cluster(target.device_by_flags(found), world, min(local or target.ranks_of_node(world), world))
     job, _ = target.job_of(found, cluster, dp)
     layout = Layout.of(found, world)
     odd = any(size % layout.tp for size in job.facts.divisible_by_tp().values())

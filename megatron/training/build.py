@@ -43,7 +43,7 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
-from megatron.training.checkpointing import check_samples, load, open_checkpoint_manager, refuse_to_mix
+from megatron.training.checkpointing import check_later_checkpoints, check_samples, load, open_checkpoint_manager
 from megatron.training.datasets import build_batches, build_datasets, build_requests, build_vocabulary, verify_data
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.resume import ResumeChanges, resume
@@ -95,7 +95,7 @@ def build_run(
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint, vocab_size)
     code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
-    refuse_to_mix(config.checkpoint, state.iteration, context.all_gather_object)
+    later = check_later_checkpoints(config.checkpoint, state.iteration, context.all_gather_object)
     heartbeat.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, log)
@@ -120,6 +120,7 @@ def build_run(
     world = context.mesh.world_size
     named = idle(config, world)
     warnings = [*named.values(), *without_data(config, datasets, named), *changed.warnings]
+    warnings += later if not config.batch.skip_train else []
     log_notices(log, [*remarks(config, world), *notices], warnings)
     measures = measures_of(recipe, config)
     return Run(
