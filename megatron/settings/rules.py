@@ -479,6 +479,18 @@ REMARKS = (
         ),
     ),
     Rule(
+        lambda s: (
+            not s.group_query_attention
+            and (given := s.settings.given("num_query_groups"))
+            and given.flag == "--num-query-groups"
+            and given.value != s.num_attention_heads
+        ),
+        lambda s: (
+            f"--num-query-groups {s.num_query_groups} is group-query attention by itself; in Megatron-LM it has no effect "
+            "without --group-query-attention"
+        ),
+    ),
+    Rule(
         lambda s: s.precision == "fp16" and s.device == "cpu",
         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",
     ),
