@@ -37,7 +37,7 @@ from megatron.data.file_formats import (
 from megatron.data.plain_text import PlainText, note
 from megatron.errors import DataError
 
-OUR_SUFFIXES = (".rejected.jsonl", ".contaminated.jsonl", ".stats.json")
+OUR_SUFFIXES = (".rejected.jsonl", ".contaminated.jsonl", ".stats.json", ".sums.json")
 STDIN = "-"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

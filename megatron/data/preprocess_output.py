@@ -62,8 +62,8 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
         if shared.screened[:, 0].any():
             why += f", {int(shared.screened[:, 0].sum())} texts with n-grams of evaluation sets"
         do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
-        if rejected == lines and "not JSON" in reason:
-            do = "a document is a line of JSON; a file of plain text wants a name that ends in .txt"
+        if "not JSON" in reason:
+            do = "a document is a line of JSON; plain text is read from files whose names end in .txt"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
     for index, (key, prefix) in enumerate(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from heapq import nsmallest
-from math import gcd
 
 from megatron.model.balance import balanced
 from megatron.model.t5 import stages as t5_stages
@@ -73,10 +72,11 @@ def normalize_config(config: Config) -> Config:
     p, asked, here = normalized.parallel, normalized.planner, rank_env.ranks()
     model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
     world = max(1, (asked.world_size or here.world_size) // model) * model
-    dp, local = world // model, asked.local_world_size or here.local_world_size or gcd(world, 8)
+    dp, local = world // model, asked.local_world_size or here.local_world_size
     if batch.problems(normalized.batch, dp):
         return normalized
-    cluster = Cluster(target.device_by_flags(normalized), world, min(local, world))
+    ranks_of_node = min(local or target.ranks_of_node(world), world)
+    cluster = Cluster(target.device_by_flags(normalized), world, ranks_of_node)
     job, _ = target.job_of(normalized, cluster, dp)
     layout = Layout.of(normalized, world)
     odd = any(size % layout.tp for size in job.facts.divisible_by_tp().values())

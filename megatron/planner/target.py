@@ -28,12 +28,24 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Clu
     """(the cluster, a description of the source of its figures)."""
     asked, here = config.planner, rank_env.ranks(env)
     world = asked.world_size or here.world_size
-    local = asked.local_world_size or here.local_world_size or math.gcd(world, 8)
+    said = asked.local_world_size or here.local_world_size
+    local = said or ranks_of_node(world)
     if world % min(local, world):
         raise SettingsError(f"--world-size {world} is not a multiple of --local-world-size {local}")
     memory = device_memory(asked, env)
     device, source = _device(config, memory, elsewhere=asked.world_size is not None, local=min(local, world))
+    if asked.world_size and not said and local < world:
+        source += f"; {local} a node assumed: --local-world-size"
     return Cluster(device, world, min(local, world)), source
+
+
+def ranks_of_node(world: int) -> int:
+    """The ranks of a node where nobody says them: all of up to 8, else 8, or the most below 8 that divide them.
+
+    >>> [ranks_of_node(world) for world in (1, 6, 7, 16, 12)]
+    [1, 6, 7, 8, 6]
+    """
+    return next(local for local in range(min(world, 8), 0, -1) if world % local == 0)
 
 
 def device_memory(asked: Planner, env: Mapping[str, str] = os.environ) -> Optional[float]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from megatron.settings.rules import evaluates_early, has_data
 from megatron.settings.schema import AUTO, WORD_PIECE
 from megatron.settings.statements import Statement
 
@@ -40,6 +41,11 @@ def _reads_files(s: SimpleNamespace, *kinds: str) -> bool:
 
 def planned(s: SimpleNamespace) -> bool:
     return s.dry_run or s.preflight or layout_was_open(s)
+
+
+def _tests(s: SimpleNamespace) -> object:
+    """Whether the number of test batches is that of --eval-iters, and there are data for them."""
+    return s.test_iters is None and has_data(s, "test")
 
 
 FILES = Needs("--data-path or its like", lambda s: s.settings.data.files)
@@ -119,12 +125,19 @@ EFFECTS: dict[str, Needs] = {
     "verify_data": FILES,
     "dataset_type": FILES,
     "eval_interval": VALIDATION,
+    "eval_iters": Needs(
+        "validation data and no --full-validation, or test data and no --test-iters",
+        lambda s: _tests(s) or (not s.full_validation and (has_data(s, "valid") or not s.eval_iters)),
+    ),
+    "test_iters": Needs(
+        "test data (a third part of --split, or --test-data-path)", lambda s: has_data(s, "test") or not s.test_iters
+    ),
     "eval_same_samples": Needs(
         "--eval-iters above 0, and not --full-validation", lambda s: s.eval_iters and not s.full_validation
     ),
     "stop_at_loss": Needs(
         "validations ahead of the end (--eval-iters or --full-validation, --eval-interval or --eval-epoch)",
-        lambda s: VALIDATION.met(s) and (s.eval_epoch or s.train_iters is None or s.eval_interval < s.train_iters),
+        evaluates_early,
     ),
     "skip_train": Needs(
         "--eval-iters or --test-iters above 0, or --full-validation",

@@ -4,6 +4,7 @@ group names, keys spelled as fields or as flags.
 """
 
 from pathlib import Path
+from typing import Optional
 
 from megatron.errors import UsageError
 from megatron.settings.python_file import compose_python
@@ -43,10 +44,10 @@ def read_text(path: str, flag: str = "") -> str:
         raise UsageError(f"{flag}{path}: not UTF-8 text") from None
 
 
-def read_settings(root, path: str) -> list[tuple[str, list[str], int]]:
+def read_settings(root, path: str) -> list[tuple[str, Optional[list[str]], int]]:
     """[(key, words, line)] of a file's root, in order; a mapping under a key is a group and opens up.
 
-    `null` leaves a key out. Raises UsageError for a key that is given twice.
+    `null` leaves a key out; a key without a value has None for its words. Raises UsageError for a key that is given twice.
     """
     import yaml
 
@@ -63,7 +64,7 @@ def merged(mapping) -> list[tuple]:
     return own
 
 
-def _unfold(mapping, path: str, seen: dict[str, int], yaml) -> list[tuple[str, list[str], int]]:
+def _unfold(mapping, path: str, seen: dict[str, int], yaml) -> list[tuple[str, Optional[list[str]], int]]:
     found = []
     for key_node, node in merged(mapping):
         key, line = str(key_node.value).replace("-", "_").lstrip("_"), key_node.start_mark.line + 1
@@ -75,6 +76,6 @@ def _unfold(mapping, path: str, seen: dict[str, int], yaml) -> list[tuple[str, l
         seen[key] = line
         if isinstance(node, yaml.SequenceNode):
             found.append((key, [str(item.value) for item in node.value], line))
-        elif node.style is not None or node.value not in ("", "null", "~"):
-            found.append((key, [node.value], line))
+        elif node.style is not None or node.value not in ("null", "~"):
+            found.append((key, [node.value] if node.style or node.value else None, line))
     return found

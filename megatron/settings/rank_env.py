@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of how many this process is: what torchrun, srun or `scripts/_launch.sh` say in the environment.
+"""Which rank of how many this process is: what torchrun, srun, mpirun or `scripts/_launch.sh` say in the environment.
 
 >>> ranks(dict(RANK="3", WORLD_SIZE="16"))
 Ranks(rank=3, world_size=16, local_rank=0, local_world_size=None)
@@ -34,10 +34,14 @@ BY_HAND = {
     "--host": "MASTER_ADDR",
     "--port": "MASTER_PORT",
 }
+# torchrun's words, and those of two families of mpirun
+TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
+MPICH = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Say in torchrun's words what SLURM says, or the command line does; returns the other words of that.
+    """Say in torchrun's words what srun or mpirun says, or the command line does; returns the other words of that.
 
     `--rank 1 --world_size 2 --host node0 --port 29500` makes this process one of a job. Without --rank, --world-size is
     that of a plan; where somebody else has numbered the ranks, all these words stay.
@@ -55,7 +59,7 @@ def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[s
         else:
             found[name] = value if equals else next(words, "")
     if "RANK" in env or "RANK" not in found:
-        adopt_slurm(env)
+        adopt_launcher(env)
         return argv
     for flag, name in BY_HAND.items():
         if name != "MASTER_ADDR" and not found.get(name, "0").isdecimal():
@@ -77,16 +81,40 @@ def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[s
     return rest
 
 
-def adopt_slurm(env: MutableMapping[str, str] = os.environ) -> None:
-    """Say in torchrun's words what `srun` says to a task, where it has started one for each rank and nobody else spoke.
+def adopt_launcher(env: MutableMapping[str, str] = os.environ) -> None:
+    """Say in torchrun's words what mpirun or srun says, where it has started a process for each rank and nobody else spoke.
+
+    mpirun names no host where ranks of several machines meet: -x MASTER_ADDR=HOST does.
+
+    >>> env = dict(OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_LOCAL_RANK="3",
+    ...            OMPI_COMM_WORLD_LOCAL_SIZE="4")
+    >>> adopt_launcher(env)
+    >>> ranks(env), env["MASTER_ADDR"]
+    (Ranks(rank=3, world_size=4, local_rank=3, local_world_size=4), 'localhost')
+    """
+    if "RANK" in env:
+        return
+    # First: what mpirun starts inside an allocation of SLURM has the words of its own daemon's task, too.
+    for names in (OPEN_MPI, MPICH):
+        if all(name in env for name in names) and int(env[names[0]]) > 1:
+            env.update({ours: env[theirs] for ours, theirs in zip(TORCHRUN, names)})
+            env.setdefault("MASTER_PORT", "29500")
+            if env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]:
+                env.setdefault("MASTER_ADDR", "localhost")
+            return
+    _adopt_slurm(env)
+
+
+def _adopt_slurm(env: MutableMapping[str, str]) -> None:
+    """Say in torchrun's words what `srun` says to a task, where it has started one for each rank.
 
     >>> env = dict(SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="12", SLURM_STEP_TASKS_PER_NODE="8,4", SLURM_PROCID="9",
     ...            SLURM_NODEID="1", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu-[07,12-14],cpu3", SLURM_JOB_ID="5")
-    >>> adopt_slurm(env)
+    >>> _adopt_slurm(env)
     >>> [env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
     ['9', '12', '1', '4', 'gpu-07', '20080']
     """
-    if "RANK" in env or "SLURM_STEP_ID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+    if "SLURM_STEP_ID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return
     each = []  # "8(x2),4": tasks of each node
     for part in env["SLURM_STEP_TASKS_PER_NODE"].split(","):

@@ -232,10 +232,14 @@ class SettingsReader:
             return [self._of_key(one.key.rpartition(".")[2], one.words, SaidBy.COMMAND, one.where) for one in said]
         return []
 
-    def _read_plain(self, rows: list[tuple[str, list[str], int]], path: str, helpers: Collection[str]) -> None:
+    def _read_plain(
+        self, rows: list[tuple[str, Optional[list[str]], int]], path: str, helpers: Collection[str]
+    ) -> None:
         """Take (key, words, line) of a file. helpers: names in Python that other lines use; they need not be settings."""
+        if empty := [f"{key} (line {line})" for key, words, line in rows if words is None]:
+            self.notes.append(f"{path}: without a value, and left out as by null: {', '.join(empty)}")
         for key, words, line in rows:
-            if key not in helpers or dashed(key) in self.spellings:
+            if words is not None and (key not in helpers or dashed(key) in self.spellings):
                 self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
 
     def _read_colossalais(self, path: str) -> bool:

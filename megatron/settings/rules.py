@@ -480,6 +480,18 @@ REMARKS = (
         ),
     ),
     Rule(
+        lambda s: (
+            not s.group_query_attention
+            and (given := s.settings.given("num_query_groups"))
+            and given.flag == "--num-query-groups"
+            and given.value != s.num_attention_heads
+        ),
+        lambda s: (
+            f"--num-query-groups {s.num_query_groups} is group-query attention by itself; in Megatron-LM it has no effect "
+            "without --group-query-attention"
+        ),
+    ),
+    Rule(
         lambda s: s.precision == "fp16" and s.device == "cpu",
         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",
     ),
@@ -505,10 +517,22 @@ REMARKS = (
         ),
     ),
     Rule(
-        lambda s: s.train_iters and evaluates(s) and s.eval_interval > s.train_iters and not s.eval_epoch,
         lambda s: (
-            f"--eval-interval {s.eval_interval} is beyond --train-iters {s.train_iters}: "
-            "evaluation happens at the end alone"
+            evaluates(s)
+            and 0 < steps(s) < s.eval_interval
+            and (s.settings.given("eval_interval") if s.eval_epoch else s.train_iters)
+        ),
+        lambda s: (
+            f"--eval-interval {s.eval_interval} is beyond "
+            + (f"--train-iters {s.train_iters}" if s.train_iters else f"the {steps(s)} steps of this run")
+            + f": evaluation happens {'by --eval-epoch and ' * bool(s.eval_epoch)}at the end alone"
+        ),
+    ),
+    Rule(
+        lambda s: evaluates(s) and s.eval_epoch and s.train_epochs and s.eval_epoch > s.train_epochs,
+        lambda s: (
+            f"--eval-epoch {s.eval_epoch} is beyond --train-epochs {s.train_epochs}: "
+            f"evaluation happens {'by --eval-interval and ' * (s.eval_interval < steps(s))}at the end alone"
         ),
     ),
 )
@@ -518,11 +542,22 @@ REMARKS = (
 
 
 def evaluates(s: SimpleNamespace) -> bool:
-    """Whether there are validations, and --split leaves something for them, as far as it can be read."""
-    if not (s.eval_iters or s.full_validation):
-        return False
+    """Whether there are validations, and data for them."""
+    return (s.eval_iters or s.full_validation) and has_data(s, "valid")
+
+
+def evaluates_early(s: SimpleNamespace) -> bool:
+    """Whether there are validations ahead of the end, where the length of training is known."""
+    epochs = s.eval_epoch and s.eval_epoch < (s.train_epochs or math.inf)
+    return bool(evaluates(s) and (epochs or s.eval_interval < (steps(s) or math.inf)))
+
+
+def has_data(s: SimpleNamespace, part: str) -> bool:
+    """Whether there are data for "valid" or "test", as far as --split can be read."""
+    if s.paths or not s.data_path:
+        return not s.paths or part in s.paths
     try:
-        return not s.data_path or float(s.split.split(",")[1]) > 0
+        return float(s.split.split(",")[("train", "valid", "test").index(part)]) > 0
     except (ValueError, IndexError):
         return len(s.split.split(",")) > 1  # what is no number is told elsewhere
 

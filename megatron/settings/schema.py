@@ -835,7 +835,9 @@ class Planner:
     )
     allow_memory_overcommit: bool = setting("train also where there is less memory free than is predicted", False)
     world_size: Optional[int] = setting("ranks to plan for (default: those of this job)", None, "--num-gpus")
-    local_world_size: Optional[int] = setting("ranks of a node (default: this job's, else 8)", None, "--gpus-per-node")
+    local_world_size: Optional[int] = setting(
+        "ranks of a node (default: this job's, else all of up to 8, or 8)", None, "--gpus-per-node"
+    )
     device_name: Optional[str] = setting("device to plan for, such as A100-80GB (default: what is here)", None)
     device_memory_gb: Optional[float] = setting(
         "GB (10^9 bytes) of a device (default: DEVICE_MEMORY_GB, or its own)", None

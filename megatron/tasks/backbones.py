@@ -212,13 +212,14 @@ def trunk_idle(chosen: Callable[[Any], str], pooling: Callable[[Any], Optional[s
         own = {field.name for group in row.groups.values() for field in fields(group)}
         of_another = Needs(f"--backbone {name}", lambda s, name=name: chosen(s) == name)
         conditions |= {setting: needs for setting, needs in row.recipe.idle.items() if setting not in conditions}
-        conditions |= {setting: _both(of_another, row.recipe.idle.get(setting)) for setting in own}
+        conditions |= {setting: both(of_another, row.recipe.idle.get(setting)) for setting in own}
         whole = Needs("a --pooling other than mean", lambda s, name=name: half_of(name, pooling(s)) is None)
-        conditions |= {setting: _both(conditions[setting], whole) for setting in (row.half.unused if row.half else ())}
+        conditions |= {setting: both(conditions[setting], whole) for setting in (row.half.unused if row.half else ())}
     return conditions
 
 
-def _both(first: Needs, second: Needs | None) -> Needs:
+def both(first: Needs, second: Needs | None) -> Needs:
+    """The condition that both are met."""
     if second is None:
         return first
     return Needs(f"{first.words} and {second.words}", lambda s: first.met(s) and second.met(s))

@@ -194,7 +194,11 @@ QUESTIONS = (
     ),
 )
 TASKS = {task.name: task for task in (*GLUE, *CLUE, *QUESTIONS)}
+WITHOUT_TRAINING = ("LAMBADA", "WIKITEXT103", "WIKITEXT2")  # tasks of `megatron.tools.evaluate`
 _NOT_HERE = {
+    **dict.fromkeys(
+        map(str.lower, WITHOUT_TRAINING), "it is evaluated without training: python -m megatron.tools.evaluate"
+    ),
     **dict.fromkeys(("cmrc", "cmrc2018"), "its answers are pieces of a text, and such tasks are not there"),
     "multitask": "several tasks are trained together by --task-mixture, of pretrain_bert.py and pretrain_t5.py",
 }
@@ -214,8 +218,8 @@ def find_task(name: str, said: str = "") -> Task:
     if plain in _NOT_HERE:
         raise UsageError(f"--task {name}: {_NOT_HERE[plain]}", do="see docs/finetuning.md and docs/masked_data.md")
     raise UsageError(
-        f"{said or f'--task {name}'}: there is no such task{did_you_mean(name, TASKS)}",
-        f"there are {', '.join(TASKS)}",
+        f"{said or f'--task {name}'}: there is no such task{did_you_mean(name, (*TASKS, *WITHOUT_TRAINING))}",
+        f"there are {', '.join(TASKS)}; and, evaluated without training, {', '.join(WITHOUT_TRAINING)}",
         "or describe one of your own in a YAML file: docs/finetuning.md",
     )
 

@@ -8,9 +8,10 @@ from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
 from megatron.model.recipe import Recipe
-from megatron.settings.effects import Needs
+from megatron.model.t5.rules import refused
+from megatron.settings.effects import CUDA, Needs
 from megatron.settings.from_checkpoint import saved_record, shape_of
-from megatron.settings.rules import Rule
+from megatron.settings.rules import Rule, evaluates_early
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
 from megatron.settings.statements import Statement
@@ -20,6 +21,7 @@ from megatron.tasks.backbones import (
     BACKBONES,
     DEFAULT,
     HEAD,
+    both,
     chooser_facts,
     classifier_facts,
     find_backbone,
@@ -139,6 +141,31 @@ TASK_RULES = (
         lambda s: not s.full_validation,
         lambda s: "--no-full-validation: metrics are over all examples of a validation file; leave it out",
     ),
+    *(
+        Rule(
+            lambda s, rule=rule: own(s).backbone == DEFAULT and rule.broken(s), rule.message
+        )  # encoders have their own
+        for rule in refused("reset_position_ids reset_attention_mask eod_mask_loss", "a sample is one text, or a pair")
+    ),
+    *(
+        Rule(
+            lambda s, name=name: getattr(s, name) and not finds_words(own(s)),
+            lambda s, name=name: (
+                f"--{name.replace('_', '-')} {getattr(s, name)}: it is of a loss over words, in pretraining and with "
+                "--pet-loss words; leave it out"
+            ),
+        )
+        for name in ("label_smoothing", "z_loss_coeff")
+    ),
+    *(
+        Rule(
+            lambda s, name=name: name in s.paths,
+            lambda s, name=name: (
+                f"--{name}-data-path is for token files, as pretraining has them; the task's file is --{name}-data"
+            ),
+        )
+        for name in ("train", "valid", "test")
+    ),
     Rule(
         lambda s: own(s).backbone != DEFAULT and s.seq_length < 4,
         lambda s: f"--seq-length {s.seq_length} must be at least 4: special tokens take part of it",
@@ -146,12 +173,22 @@ TASK_RULES = (
 )
 JUDGED = Needs(
     "a validation file, and evaluations ahead of the end (--eval-epoch, --eval-interval)",
-    lambda s: (
-        open_task(own(s)).files["valid"] and (s.eval_epoch or s.train_iters is None or s.eval_interval < s.train_iters)
-    ),
+    lambda s: open_task(own(s)).files["valid"] and evaluates_early(s),
 )
+PATTERN = Needs("--pet-pattern", lambda s: own(s).pet_pattern)
+WORDS_LOSS = Needs("--pet-loss words", lambda s: finds_words(own(s)))
+TOKEN_FILES = Needs("token files, as pretraining has them: those of a task are read whole", lambda s: False)
+ALL_EXAMPLES = Needs("batches to count: all examples of a file are evaluated", lambda s: False)
 TASK_IDLE = {
-    "pet_loss": Needs("--pet-pattern", lambda s: own(s).pet_pattern),
+    "pet_loss": PATTERN,
+    "final_logit_softcapping": PATTERN,
+    "untie_embeddings_and_output_weights": PATTERN._replace(
+        words="--pet-pattern, or a checkpoint to compare it with", met=lambda s: own(s).pet_pattern or s.load
+    ),
+    "cross_entropy_chunk": WORDS_LOSS,
+    "cross_entropy_loss_fusion": both(CUDA, WORDS_LOSS),
+    **dict.fromkeys(("split", "dataset_type", "data_cache_path", "verify_data"), TOKEN_FILES),
+    **dict.fromkeys(("eval_iters", "test_iters", "eval_same_samples"), ALL_EXAMPLES),
     "patience": JUDGED,
     "stop_at_loss": JUDGED,
 }

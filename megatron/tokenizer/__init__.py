@@ -8,7 +8,7 @@ tokenizer.encode("Hello world"), tokenizer.eod, tokenizer.vocab_size  # ([15496,
 from importlib import import_module
 from pathlib import Path
 
-from megatron.errors import SettingsError, did_you_mean
+from megatron.errors import DataError, SettingsError, did_you_mean
 from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer.base import SENTINEL, SPECIAL, Tokenizer
 from megatron.tokenizer.named import kind_of, with_files
@@ -28,6 +28,12 @@ TYPES = {  # --tokenizer-type -> module with `build`, required settings
     "NullTokenizer": ("null", ("vocab_size",)),
 }
 
+READS = {  # module -> the file that its --tokenizer-model is
+    "huggingface": "a tokenizer.json of Hugging Face",
+    "sentence_piece": "a .model file of SentencePiece",
+    "ranks": "a .tiktoken file, or Megatron-LM's JSON ranks",
+}
+
 
 def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     """Build the `base.Tokenizer` of `--tokenizer-type` and the vocabulary flags.
@@ -45,7 +51,13 @@ def build_tokenizer(settings: TokenizerSettings, notify=lambda message: None):
     if missing:
         do = "or --tokenizer-model with the folder that has them, or its name in $MEGATRON_CACHE"
         raise SettingsError(f"--tokenizer-type {kind} needs {' and '.join(missing)}", do=do)
-    tokenizer = import_module(f"megatron.tokenizer.{module}").build(settings, notify)
+    try:
+        tokenizer = import_module(f"megatron.tokenizer.{module}").build(settings, notify)
+    except DataError as error:
+        if error.do or module not in READS:
+            raise
+        do = f"{kind} reads {READS[module]}; vocab.json and merges.txt are --vocab-file and --merge-file (GPT2BPETokenizer)"
+        raise DataError(error.what, error.why, do) from error
     return with_extra_ids(tokenizer, settings.vocab_extra_ids) if settings.vocab_extra_ids else tokenizer
 
 
@@ -67,13 +79,15 @@ def with_extra_ids(tokenizer: Tokenizer, count: int) -> Tokenizer:
 
 
 def unused_rows(asked: int | None, vocab_size: int) -> str:
-    """A note on a --vocab-size that is larger than the vocabulary; "" if the difference is only padding.
+    """A note on a --vocab-size that is larger than the vocabulary; "" if the difference may be padding.
 
     >>> unused_rows(50257, 8192)
     '--vocab-size 50257 is larger than the vocabulary: 42065 rows of the embedding belong to none of its 8192 tokens'
+    >>> unused_rows(51200, 50257), bool(unused_rows(2000, 1000))
+    ('', True)
     """
     unused = (asked or 0) - vocab_size
-    if unused < 1024:
+    if unused < max(128, vocab_size // 16):
         return ""
     rows = f"{unused} rows of the embedding belong to none of its {vocab_size} tokens"
     return f"--vocab-size {asked} is larger than the vocabulary: {rows}"

@@ -7,6 +7,7 @@ Loading needs no such step here: any layout reads any checkpoint. `megatron.tool
 checkpoints of this suite, optimizer state included, and `from-megatron` for those of Megatron-LM.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
@@ -30,20 +31,25 @@ class UtilOptions:
         "pipeline stages: a file for each", 1, "--target-pipeline-model-parallel-size"
     )
     model_type: Optional[Literal["GPT", "BERT", "T5"]] = setting("the kind of model (default: the checkpoint's)", None)
-    loader: str = setting("accepted: the format of --load-dir is recognised", "megatron")
-    saver: str = setting("accepted: there is one format", "megatron")
+    loader: Optional[str] = setting("megatron or mcore: which of them --load-dir has is recognised", None)
+    saver: Optional[str] = setting("megatron or mcore: this suite's format is written in their place", None)
     megatron_path: Optional[str] = setting("accepted: no code from there is run", None)
 
 
 def main(argv: list[str]) -> None:
     """Translate the flags and let `megatron.tools.checkpoint` do it."""
     asked = parse_one(argv, UtilOptions, "python -m megatron.tools.checkpoint_util", __doc__)
+    _check_formats(asked)
     from megatron.tools import checkpoint
 
     source = Path(asked.load_dir)
     theirs = ("mp_rank_*", "*/mp_rank_*", "*.distcp", "*/*.distcp")  # Megatron-LM's own formats
     foreign = any(next(source.glob(pattern), None) for pattern in theirs)
     if foreign and asked.model_type in (None, "GPT"):
+        if max(asked.target_tensor_parallel_size, asked.target_pipeline_parallel_size) > 1:
+            _note(
+                "--target-*-parallel-size have no effect on what is read from Megatron-LM: any layout loads the result"
+            )
         return checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
     if foreign:
         raise SettingsError(
@@ -57,6 +63,23 @@ def main(argv: list[str]) -> None:
             raise CheckpointError(f"--model-type {asked.model_type}: {source} holds a model of type {found}")
     sizes = f"--tp {asked.target_tensor_parallel_size} --pp {asked.target_pipeline_parallel_size}"
     checkpoint.main(["reshard", asked.load_dir, asked.save_dir, *sizes.split()])
+
+
+def _check_formats(asked: UtilOptions) -> None:
+    """Raise SettingsError for formats of other libraries; a note tells a --saver what is written in its place."""
+    tool, folders = "python -m megatron.tools.checkpoint", f"{asked.load_dir} {asked.save_dir}"
+    for flag, word, command in (("loader", asked.loader, "from-hf"), ("saver", asked.saver, "to-hf")):
+        if word not in (None, "megatron", "mcore"):
+            raise SettingsError(
+                f"--{flag} {word}: it is megatron or mcore here",
+                do=f"for a model of Hugging Face transformers: {tool} {command} {folders}",
+            )
+    if asked.saver:
+        _note(f"--saver {asked.saver} writes this suite's format; Megatron-LM's: {tool} to-megatron {folders}")
+
+
+def _note(sentence: str) -> None:
+    print(f"note: {sentence}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ class EvaluateOptions:
     pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
-    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
+    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
+        "default: as trained", None, "--bf16=bf16", "--fp16=fp16"
+    )
     output: Optional[str] = setting("file for the results, JSON lines", None)
     train_data: Optional[list[str]] = setting(
         "prefixes of the token files of training, where they have moved: their .contamination says which items they hold",
@@ -67,7 +69,7 @@ IDLE = {
 
 
 def main(argv: list[str]) -> None:
-    rank_env.adopt_slurm()
+    rank_env.adopt_launcher()
     groups, given = parse_with_record(
         argv,
         dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings),

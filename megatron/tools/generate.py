@@ -75,7 +75,7 @@ COMMON = tuple(
 
 
 def main(argv: list[str]) -> None:
-    rank_env.adopt_slurm()
+    rank_env.adopt_launcher()
     groups, given = parse_with_record(
         argv,
         dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),

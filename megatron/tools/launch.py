@@ -306,7 +306,9 @@ class Launch:
         elif killed and left is endings:
             said = f"error: {not_answered(killed, self.patience())}\n"
         elif not told:
-            said = said or unsaid(rank, code, bool(self.signals), last_checkpoint_of(self.args))
+            words = [word.replace("_", "-") for word in self.args.training_script_args]
+            saves = "--exit-signal-handler" in words
+            said = said or unsaid(rank, code, bool(self.signals), last_checkpoint_of(self.args), saves)
             said = with_reason(said, not_answered(killed, self.patience())) if killed else said
         return "" if told else said, code if code >= 0 else 128 - code, rank
 
@@ -404,8 +406,11 @@ CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"), f"{CRASH}: PYT
 )
 
 
-def unsaid(rank: int, code: int, asked: bool, saved: Optional[str] = None) -> str:
-    """What is said of a rank that has left no message. asked: the ranks were told to end; saved: the last checkpoint."""
+def unsaid(rank: int, code: int, asked: bool, saved: Optional[str] = None, saves: bool = False) -> str:
+    """What is said of a rank that has left no message. asked: the ranks were told to end; saved: the last checkpoint.
+
+    saves: --exit-signal-handler is given
+    """
     if code >= 0:
         return (
             f"error: rank {rank} ended with exit code {code} and left no message\n"
@@ -415,7 +420,10 @@ def unsaid(rank: int, code: int, asked: bool, saved: Optional[str] = None) -> st
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = "with --exit-signal-handler the ranks save first" if asked and name == "SIGTERM" else CAUSES.get(name)
+    hint = CAUSES.get(name)
+    if asked and name == "SIGTERM":
+        early = "the ranks were still starting: --exit-signal-handler works from the first step on"
+        hint = early if saves else "with --exit-signal-handler the ranks save first"
     where = f"  the last checkpoint: {saved}\n" if saved else ""
     return f"error: rank {rank} was ended by {name}\n{where}" + (f"  -> {hint}\n" if hint else "")
 

@@ -46,7 +46,7 @@ class HarnessOptions:
 
 
 def main(argv: list[str]) -> None:
-    rank_env.adopt_slurm()
+    rank_env.adopt_launcher()
     groups, said = parse_with_record(
         argv,
         dict(lm_eval=HarnessOptions, tokenizer=TokenizerSettings),

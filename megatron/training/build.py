@@ -46,12 +46,21 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
-from megatron.training.checkpointing import check_samples, load, open_checkpoint_manager, refuse_to_mix
+from megatron.training.checkpointing import check_later_checkpoints, check_samples, load, open_checkpoint_manager
 from megatron.training.datasets import build_batches, build_datasets, build_requests, build_vocabulary, verify_data
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
+from megatron.training.start_log import (
+    crowded,
+    end_of_document,
+    left_out,
+    log_notices,
+    nothing_left,
+    resumed,
+    summary,
+    without_data,
+)
 from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pending, Run, State
 
 
@@ -89,7 +98,7 @@ def build_run(
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint, vocab_size)
     code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
-    refuse_to_mix(config.checkpoint, state.iteration, context.all_gather_object)
+    later = check_later_checkpoints(config.checkpoint, state.iteration, context.all_gather_object)
     heartbeat.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, log)
@@ -112,7 +121,10 @@ def build_run(
     )
     notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
-    log_notices(log, [*remarks(config, world), *notices], [*idle(config, world).values(), *changed.warnings])
+    named = idle(config, world)
+    warnings = [*named.values(), *without_data(config, datasets, named), *changed.warnings]
+    warnings += later if not config.batch.skip_train else []
+    log_notices(log, [*remarks(config, world), *notices], warnings)
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
     learns = needs_gradient(stages, pipeline, context.mesh, context.all_gather_object)
     raise_on_all_ranks(refusal_of_schedule(pipeline, optimizer, learns), context)

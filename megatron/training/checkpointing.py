@@ -133,14 +133,21 @@ def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
     changes.refuse_another_model(config, recipe.part(config, saved))
 
 
-def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object) -> None:
+def check_later_checkpoints(settings: schema.Checkpoint, iteration: int, all_gather_object) -> list[str]:
     """Raise CheckpointError if `--save` holds later checkpoints of a run from which this one does not resume.
 
     Both would be in one folder, and the next load would choose the one with the higher number. The same holds for mirror
-    and copies.
+    and copies. Returns a warning if this run was told to start from an earlier one in that folder.
     """
-    if settings.save is None or same_place(settings.load, settings.save):
-        return
+    if settings.save is None:
+        return []
+    if same_place(settings.load, settings.save):
+        later = all_gather_object([step for step in checkpoints(location(settings.save)) if step > iteration])[0]
+        listed = ", ".join(map(str, later[:8])) + ", ..." * (len(later) > 8)
+        return [
+            f"--save {settings.save} holds later checkpoints, which this run does not continue (iterations {listed}): it "
+            f"starts at iteration {iteration} and replaces those whose iterations it saves; another --save keeps them"
+        ] * bool(later)
     flags = {"--save": settings.save}
     if settings.load is None:
         flags.update({"--save-mirror": settings.save_mirror, "--save-copy": settings.save_copy})
@@ -152,6 +159,7 @@ def refuse_to_mix(settings: schema.Checkpoint, iteration: int, all_gather_object
                 f"this run starts at iteration {iteration}: its checkpoints would be mixed with them",
                 f"--load {folder} resumes that run; otherwise give another {flag}, or move them away",
             )
+    return []
 
 
 def check_samples(

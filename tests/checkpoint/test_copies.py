@@ -71,10 +71,10 @@ def test_a_new_run_does_not_lay_its_checkpoints_between_the_copies_of_another(ru
     for flag in ("save_copy", "save_mirror"):
         settings = schema.Checkpoint(save=str(tmp_path / "new"), **{flag: str(tmp_path / "copy")})
         with pytest.raises(CheckpointError, match="copy holds checkpoints of another run, up to iteration 2"):
-            checkpointing.refuse_to_mix(settings, 0, alone)
-        checkpointing.refuse_to_mix(settings, 2, alone)
+            checkpointing.check_later_checkpoints(settings, 0, alone)
+        checkpointing.check_later_checkpoints(settings, 2, alone)
     command = schema.Checkpoint(save=str(tmp_path / "new"), save_copy="rclone copy {} site:run")
-    checkpointing.refuse_to_mix(command, 0, alone)
+    checkpointing.check_later_checkpoints(command, 0, alone)
 
 
 def test_a_copy_of_the_same_iteration_is_replaced(run, tmp_path):

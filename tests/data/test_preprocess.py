@@ -256,6 +256,22 @@ def test_nothing_to_write(vocab, tmp_path):
         assert {path.name for path in (tmp_path / "out").iterdir()} <= {"bad.rejected.jsonl"}
 
 
+def test_plain_text_under_another_name(vocab, tmp_path):
+    (tmp_path / "a.md").write_text("# Title\n\nplain text\n\n17\n")
+    with pytest.raises(DataError, match="plain text is read from files whose names end in .txt"):
+        run(vocab, str(tmp_path / "a.md"), tmp_path / "out")
+
+
+def test_a_folder_with_earlier_output_gives_the_same_again(vocab, corpus, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "the quick fox"}\n')
+    run(vocab, str(folder), folder / "one")
+    run(vocab, str(folder), folder / "two")
+    assert (folder / "two_text_document.bin").read_bytes() == (folder / "one_text_document.bin").read_bytes()
+    assert not list(folder.glob("*.rejected.jsonl"))
+
+
 def test_two_jobs_with_one_prefix(vocab, corpus, tmp_path):
     with Workspace(str(tmp_path / "out")):
         with pytest.raises(Locked, match="another job"):

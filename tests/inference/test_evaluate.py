@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import finetune
 from megatron.data.indexed import write_index
 from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.scoring import Score, score, windows
 from megatron.tasks.lambada import Example, count_correct
 from megatron.tools import evaluate as tool
-from megatron.tools import generate
+from megatron.tools import generate, tasks
 
 
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 40))
@@ -47,6 +48,44 @@ def test_score_is_the_sum_over_tokens_each_seen_alone(small_gpt):
     assert result.tokens == 74
     assert result.loss_sum == pytest.approx(expected, rel=1e-5)
     assert score(model, tokens, length=16, stride=5, batch_size=1).loss_sum == pytest.approx(expected, rel=1e-5)
+
+
+def test_megatrons_command_line_as_it_is_written(checkpoint, tmp_path, capsys):
+    """Flags of the shape are compared with the checkpoint's, and those of training named once."""
+    (tmp_path / "wiki").write_text("a plain text of some words and more of them\n")
+    task = [
+        "--task",
+        "WIKITEXT103",
+        "--valid-data",
+        str(tmp_path / "wiki"),
+        "--load",
+        str(checkpoint),
+        "--device",
+        "cpu",
+    ]
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    more = "--fp16 --log-interval 10 --no-load-optim --no-load-rng --micro-batch-size 8 --DDP-impl local"
+    tasks.main([*task, *f"{shape} {more}".split()])
+    heard = capsys.readouterr()
+    assert "validation results on WIKITEXT103" in heard.out
+    assert (
+        "note: settings of training, which an evaluation does not do: --log-interval 10, --no-load-optim\n" in heard.err
+    )
+    with pytest.raises(SettingsError, match="holds another model\n  --num-layers 7: [0-9]+ in the checkpoint"):
+        tasks.main([*task, "--num-layers", "7"])
+    for wrong in ("--num-layers seven", "--log-intervall 3", "orphan"):
+        with pytest.raises(UsageError, match=wrong.split()[-1] if wrong == "orphan" else wrong.split()[0]):
+            tasks.main([wrong, *task] if wrong == "orphan" else [*task, *wrong.split(), "--lr", "1"])
+
+
+def test_a_misspelt_task_names_the_one_that_is_near(checkpoint):
+    for main in (tasks.main, finetune.main):
+        with pytest.raises(UsageError, match="did you mean LAMBADA"):
+            main(["--task", "LAMBDA", "--load", str(checkpoint)])
+    with pytest.raises(
+        UsageError, match="--task LAMBADA: it is evaluated without training: python -m megatron.tools.eval"
+    ):
+        finetune.main(["--task", "LAMBADA", "--load", str(checkpoint)])
 
 
 def test_a_model_without_opinions_has_the_vocabulary_as_perplexity(small_gpt):

@@ -80,7 +80,7 @@ def test_the_rank_that_lacks_most_is_named(monkeypatch):
 
 def test_the_smallest_micro_batch_is_named_where_none_fits(monkeypatch):
     rejected = [SimpleNamespace(layout=anything(micro_batch_size=size)) for size in (4, 2, 8)]
-    outcome = SimpleNamespace(found=SimpleNamespace(plans=[], rejected=rejected), cluster=None, job=None)
+    outcome = SimpleNamespace(searched=SimpleNamespace(plans=[], rejected=rejected), cluster=None, job=None)
     monkeypatch.setattr(choose, "search_micro_batch", lambda config: outcome)
     monkeypatch.setattr(choose, "replace", lambda job, **_: job)
     monkeypatch.setattr(choose, "memory_problems", lambda job, layout, cluster: ["too large"])

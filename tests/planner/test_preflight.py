@@ -106,7 +106,7 @@ MISTAKES = {  # flags -> what the user reads
     "--data-path nowhere": "--data-path: there is no nowhere.idx and no nowhere.bin; preprocess_data.py writes them",
     "--data-path text.jsonl": "--data-path: text.jsonl is a file|--input text.jsonl --output-prefix text ",
     "--data-path cut": "--data-path: cut.bin holds 20 tokens, its .idx describes 400",
-    "--world-size 100": "100 ranks cannot be divided by tensor x pipeline x context parallel size 8 x 16 x 1|run on 128",
+    "--world-size 100 --local-world-size 4": "100 ranks cannot be divided by tensor x pipeline x context|run on 128",
     "--data-parallel-size 4": "--data-parallel-size 4 is not what there is|run on 512 ranks",
     "--num-layers-per-virtual-pipeline-stage 4": "--num-layers-per-virtual-pipeline-stage 4 does not cut 96 layers|1 or 2",
     "--pipeline-schedule zb-v --virtual-pp-degree 3": "schedule zb-v has 2 model chunks a rank, not 3",

@@ -30,7 +30,7 @@ ALWAYS = """
     eod_mask_loss
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters
     train_samples train_epochs lr_step_unit save_epoch eval_epoch log_epoch
-    log_memory_interval eval_iters test_iters eval_requests exit_interval exit_duration_in_mins
+    log_memory_interval eval_requests exit_interval exit_duration_in_mins
     precision device torch_compile attention_backend deterministic_mode cross_entropy_chunk manual_gc_interval
     masked_softmax_fusion fuse_attn_qkv flash_attention_version
     recompute_granularity recompute_method recompute_num_layers
@@ -119,6 +119,8 @@ CASES = {
     "dataset_type": ("--dataset-type webtext", "", "--data-path d"),
     "verify_data": ("--verify-data", "", "--data-path d"),
     "eval_interval": ("--eval-interval 5", "--eval-iters 0", "--eval-iters 0 --full-validation"),
+    "eval_iters": ("--eval-iters 1", "--full-validation --test-iters 1", "--full-validation"),
+    "test_iters": ("--test-iters 2", "--data-path d --split 95,5,0", "--data-path d"),
     "eval_same_samples": ("--eval-same-samples", "--full-validation", ""),
     "stop_at_loss": ("--stop-at-loss 2", "--eval-iters 0 --eval-interval 5", "--eval-interval 5"),
     "skip_train": ("--skip-train", "--eval-iters 0", "--eval-iters 0 --full-validation"),
@@ -220,6 +222,26 @@ def test_values_that_ask_for_nothing_are_not_said(tmp_path):
     ]
     assert idle(config("--sequence-parallel false --no-save-optim false"), 1) == {}
     assert idle(config("--model-name-or-path gpt2-medium"), 1) == {}
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--data-path d --split 95,5,0 --test-iters 1", "--test-iters 1"),
+        ("--train-data-path a --valid-data-path b --test-iters 2", "--test-iters 2"),
+        ("--train-data-path a --eval-iters 1", "--eval-iters 1"),
+        ("--data-path d --split 95,5,0 --full-validation --eval-iters 1", "--eval-iters 1"),
+        ("--data-path d --split 100 --eval-iters 1 --test-iters 0", "--eval-iters 1"),
+        ("--data-path d --split 100 --eval-iters 0 --test-iters 0", None),
+        ("--data-path d --split 100,0,0 --full-validation --eval-iters 0", "--eval-iters 0"),
+        ("--data-path d --split 95,5,0 --eval-iters 1", None),
+        ("--data-path d --split 95,0,5 --eval-iters 1", None),
+        ("--train-data-path a --test-data-path b --test-iters 2", None),
+    ],
+)
+def test_evaluations_without_data_are_said(flags, named):
+    found = list(idle(config(flags), 1).values())
+    assert [words.partition(" has no effect")[0] for words in found] == ([named] if named else [])
 
 
 def test_files_beside_a_tokenizer_model_that_reads_none():

@@ -370,6 +370,14 @@ def test_layers(tmp_path):
     assert parse_pretrain(f"--config {file} --preset gpt2 --fp16".split()).precision.precision == "fp16"
 
 
+def test_keys_without_a_value_are_named(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("seed:\nlr: 1e-4\nsave: null\nload: ~\ndata:\n")
+    assert read(f"--config {file}").logging.seed == 1234
+    [note] = [line for line in capsys.readouterr().err.splitlines() if "without a value" in line]
+    assert note == f"note: {file}: without a value, and left out as by null: seed (line 1), data (line 5)"
+
+
 def test_a_folder_as_model_name_is_loaded(tmp_path):
     assert read(f"--model-name-or-path {tmp_path}").checkpoint.load == str(tmp_path)
     assert read(f"--model-name-or-path {tmp_path} --load other").checkpoint.load == "other"

@@ -235,7 +235,20 @@ def test_what_is_planned_for(command, tmp_path):
     cluster = lambda flags: target.cluster_of(parse_pretrain(command(flags)), {})[0]
     found = cluster("--device auto --world-size 32 --local-world-size 4 --device-name H100-80GB --device-memory-gb 50")
     assert (found.world_size, found.local_size, found.device.name, found.device.memory_gb) == (32, 4, "H100-80GB", 50)
-    assert cluster("--device auto --world-size 32").local_size == 8
+    assert {world: cluster(f"--device auto --world-size {world}").local_size for world in (6, 7, 8, 16, 32)} == {
+        6: 6,
+        7: 7,
+        8: 8,
+        16: 8,
+        32: 8,
+    }
+    asked = parse_pretrain(command(f"{GPT_1B} --auto-parallel --world-size 12 --global-batch-size 24"))
+    with pytest.raises(SettingsError, match="12: how many ranks does a node have(.|\n)*--local-world-size 6"):
+        automatic(asked, lambda text: None)
+    said = lambda flags: target.cluster_of(parse_pretrain(command(flags)), {})[1]
+    assert "8 a node assumed" in said("--world-size 16") and "assumed:" not in said(
+        "--world-size 16 --local-world-size 8"
+    )
     (tmp_path / "measured.json").write_text(json.dumps(dict(device=vars(cpu()) | dict(flops=dict(fp32=123e9)))))
     assert cluster(f"--calibration {tmp_path / 'measured.json'}").device.flops == dict(fp32=123e9)
     assert cluster("").device.flops != dict(fp32=123e9)

@@ -3,8 +3,8 @@
 
 import pytest
 
-from megatron.errors import UsageError
-from megatron.settings.rank_env import Ranks, adopt, adopt_slurm, first_host, ranks
+from megatron.errors import SettingsError, UsageError
+from megatron.settings.rank_env import Ranks, adopt, adopt_launcher, first_host, ranks
 
 STEP = dict(
     SLURM_STEP_ID="3",
@@ -19,7 +19,7 @@ STEP = dict(
 
 
 def adopted(**env):
-    adopt_slurm(env)
+    adopt_launcher(env)
     return env
 
 
@@ -45,6 +45,39 @@ def test_a_task_of_srun_for_each_rank():
 )
 def test_what_is_no_task_for_each_rank_stays_as_it_is(env):
     assert adopted(**env) == env
+
+
+OPEN_MPI = {
+    f"OMPI_COMM_WORLD_{name}": n for name, n in dict(SIZE="8", RANK="5", LOCAL_RANK="1", LOCAL_SIZE="4").items()
+}
+MPICH = dict(PMI_SIZE="8", PMI_RANK="5", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="4")
+
+
+@pytest.mark.parametrize("words", [OPEN_MPI, MPICH, STEP | OPEN_MPI])
+def test_a_process_of_mpirun_for_each_rank(words):
+    env = adopted(**words)
+    assert ranks(env) == Ranks(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert "MASTER_ADDR" not in env  # of several machines: -x MASTER_ADDR
+    assert adopted(**words | dict(MASTER_ADDR="h1"))["MASTER_ADDR"] == "h1"
+    assert adopted(**words | dict(RANK="0", WORLD_SIZE="1"))["WORLD_SIZE"] == "1"  # torchrun under mpirun
+
+
+def test_one_process_of_mpirun_is_alone():
+    env = OPEN_MPI | dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "1")
+    assert adopted(**env) == env
+
+
+def test_ranks_that_have_no_place_to_meet(monkeypatch):
+    from megatron.mpu.initialize import join_job
+    from megatron.settings.schema import Kernels, Parallel
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        SettingsError, match="MASTER_ADDR and MASTER_PORT not set(.|\n)*torchrun(.|\n)*unset WORLD_SIZE"
+    ):
+        join_job(Parallel(), Kernels(device="cpu"))
 
 
 @pytest.mark.parametrize(

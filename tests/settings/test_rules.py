@@ -374,5 +374,9 @@ def test_remarks():
     told = lambda flags: any(alone in remark for remark in remarks(config(flags), 1))
     assert told("--save x --train-iters 5000") and not told("--save x --train-iters 500")
     assert not told("--save x --train-iters 5000 --save-interval 9") and not told("--train-iters 5000")
+    of_groups = lambda flags: sum("in Megatron-LM it has no effect" in remark for remark in remarks(config(flags), 1))
+    heads = "--num-attention-heads 4 --num-query-groups"
+    assert [of_groups(f"{heads} {more}") for more in ("2", "4", "2 --group-query-attention")] == [1, 0, 0]
+    assert of_groups("--num-attention-heads 4 --num-key-value-heads 2") == 0  # a word of others, who mean it
     found = "\n".join(remarks(config("--fp16 --device cpu"), 1))
     assert "90 times as slow" in found and "nothing of this training will be kept" in found

@@ -68,6 +68,23 @@ def test_load_goes_on_from_the_newest_or_from_the_step_that_is_asked_for(base, t
     assert [step["iteration"] for step in again.steps] == [2, 3] and again.losses == base.losses[1:]
 
 
+@pytest.mark.parametrize(
+    "flags, listed",
+    [
+        ("--ckpt-step 1", "(iterations 2, 3): it starts at iteration 1"),
+        ("--finetune", "(iterations 1, 2, 3)"),
+        ("", None),
+    ],
+)
+def test_a_run_names_the_checkpoints_of_another_line_of_training_that_it_replaces(flags, listed, base, train, capsys):
+    capsys.readouterr()
+    train(f"--lr-decay-style constant --load {base.folder} --train-iters 4 {flags}", "base")
+    later = [line for line in capsys.readouterr().out.splitlines() if "holds later checkpoints" in line]
+    assert [listed in line and line.startswith(f"warning: --save {base.folder} ") for line in later] == [True] * bool(
+        listed
+    )
+
+
 def state_of(run):
     """(iteration, steps of the optimizer, whether its moments are all zero)."""
     moments = [piece.tensor for piece in run.optimizer.pieces() if re.search(r"exp_avg|moment", piece.name)]

@@ -325,9 +325,25 @@ def test_sentencepiece(tmp_path, kind):
     assert tokenizer.encode(CORPUS[0]) == reference.encode(CORPUS[0])
     assert tokenizer.eod not in tokenizer.encode("a</s>b")
     assert tokenizer.decode(tokenizer.encode("the quick fox")) == "the quick fox"
-    path.write_bytes(b"no model")
-    with pytest.raises(DataError, match="not a SentencePiece model"):
-        build_tokenizer(Settings("SentencePieceTokenizer", tokenizer_model=str(path)))
+
+
+@pytest.mark.parametrize(
+    "kind, wanted",
+    {
+        "SentencePieceTokenizer": "a .model file of SentencePiece",
+        "TikTokenizer": "a .tiktoken file, or Megatron-LM's JSON ranks",
+        "HuggingFaceTokenizer": "a tokenizer.json of Hugging Face",
+    }.items(),
+)
+def test_a_vocabulary_in_the_place_of_a_model_says_what_is_wanted(kind, wanted, tmp_path):
+    if kind == "SentencePieceTokenizer":
+        pytest.importorskip("sentencepiece")
+    path = tmp_path / "vocab.json"
+    path.write_text('{"a": 0, "b": 1}')
+    with pytest.raises(
+        DataError, match=f"vocab.json: .*(\n.*)?\n  -> {kind} reads {wanted}; vocab.json and merges.txt are"
+    ):
+        build_tokenizer(Settings(kind, tokenizer_model=str(path)))
 
 
 @pytest.fixture(scope="module")

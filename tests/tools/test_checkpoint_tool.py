@@ -216,6 +216,22 @@ def test_checkpoint_util_knows_checkpoints_of_megatron_lm(tmp_path):
         checkpoint_util.main(["--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "b")])
 
 
+def test_checkpoint_util_knows_formats(tmp_path, capsys):
+    save(tmp_path / "a", tensors(), state=STATE)
+    words = ["--load-dir", str(tmp_path / "a"), "--save-dir", str(tmp_path / "b")]
+    for flag, word, command in (("--saver", "llama_hf", "to-hf"), ("--loader", "llama_mistral", "from-hf")):
+        with pytest.raises(SettingsError, match=f"{flag} {word}: .*\n.*checkpoint {command} {tmp_path / 'a'}"):
+            checkpoint_util.main([*words, flag, word])
+    assert not (tmp_path / "b").exists()
+    checkpoint_util.main([*words, "--loader", "mcore", "--saver", "mcore"])
+    assert "note: --saver mcore writes this suite's format; Megatron-LM's: python -m" in capsys.readouterr().err
+    (tmp_path / "c" / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="holds no mp_rank"):
+        flags = ["--load-dir", str(tmp_path / "c"), "--save-dir", str(tmp_path / "d")]
+        checkpoint_util.main([*flags, "--target-tensor-parallel-size", "4"])
+    assert "parallel-size have no effect on what is read from Megatron-LM" in capsys.readouterr().err
+
+
 def test_reshard_of_a_damaged_checkpoint_leaves_nothing(folder, tmp_path):
     flip(shard_of(folder))
     with pytest.raises(CheckpointError, match="is damaged"):

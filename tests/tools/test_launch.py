@@ -231,6 +231,24 @@ def test_ctrl_c_leaves_the_ranks_the_time_to_save(start):
     assert job.end() == (130, ["stopped", "  the last checkpoint: x", "  -> go on"])
 
 
+@pytest.mark.parametrize(
+    "flags, hint",
+    [
+        ([], "  -> with --exit-signal-handler the ranks save first"),
+        (
+            ["--exit_signal_handler"],
+            "  -> the ranks were still starting: --exit-signal-handler works from the first step on",
+        ),
+    ],
+)
+def test_sigterm_before_the_first_step(flags, hint, start):
+    job = start("rank.py", "goes on", *flags)
+    job.alive()
+    os.kill(job.pid, signal.SIGTERM)
+    code, said = job.end()
+    assert code == 143 and re.fullmatch("error: rank [01] was ended by SIGTERM", said[0]) and said[-1] == hint
+
+
 def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):
     monkeypatch.setattr(launch, "AT_ONCE", 0.2)
     job = start("rank.py", "goes on")

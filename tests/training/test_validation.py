@@ -127,6 +127,19 @@ def test_two_losses_of_the_end_have_a_reason(interval, before, tmp_path, capsys)
     assert len(losses) == 1
 
 
+def test_batches_that_were_asked_for_and_have_no_samples_are_said(capsys):
+    """A recipe may give no test data, and a small file none to the last part of --split."""
+
+    def datasets(config, tokenizer, vocab_size, sizes, log):
+        return tuple(MockDataset(32, LENGTH, vocab_size, EOD, 1234, n) if n < 2 else None for n in range(3))
+
+    mine = replace(own_dataset.recipe(), build_datasets=datasets)
+    start(f"{FLAGS} {STILL} --train-iters 2 --eval-iters 1 --test-iters 2 --mock-data false".split(), mine)
+    assert "warning: --test-iters 2 has no effect: there are no test samples" in capsys.readouterr().out
+    start(f"{FLAGS} {STILL} --train-iters 2 --eval-iters 1 --mock-data false".split(), mine)
+    assert "has no effect" not in capsys.readouterr().out
+
+
 def test_what_is_left_to_do_at_the_end_is_done(tmp_path):
     """The last step is no multiple of the interval; and a launch behind it trains nothing but evaluates."""
     flags = f"{STILL} --train-iters 3 --eval-iters 1 --eval-same-samples --save {tmp_path} --load {tmp_path}"
