@@ -19,6 +19,7 @@ from megatron.settings.dialects.commands import (
     TABLES,
     answer_of_paddlenlp,
     defaults_of_paddlenlp,
+    others_defaults,
     profiler_options,
 )
 from megatron.settings.dialects.megatron_lm import answer
@@ -67,6 +68,7 @@ class SettingsReader:
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
+        self.of_fleetx: Mapping[str, Any] = {}  # the keys that PaddleFleetX's files give
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> words without effect
@@ -182,7 +184,7 @@ class SettingsReader:
                 if root is not None and fleetx.is_fleetx(root):
                     below, own = entries, fleetx.read(path)
                     entries = fleetx.over(below, own)
-                    self._note_replaced(below, own, entries)
+                    self._note_replaced(below, own)
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
         said: dict[int, fleetx.Entries] = {}  # turn -> what its -o say
@@ -195,8 +197,10 @@ class SettingsReader:
                 self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
             below, own = said.get(turn, {}), fleetx.override({}, key, value)
             said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
-            self._note_replaced(below, own, said[turn])
+            self._note_replaced(below, own)
         found = fleetx.translate(entries, self.purpose)
+        self.notes += [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
+        self.of_fleetx = found.given if entries and paths else {}
         for flag, words, one in found.flags:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
             on_command = one.where.startswith(fleetx.COMMAND)
@@ -207,13 +211,12 @@ class SettingsReader:
         self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
 
-    def _note_replaced(self, below: Mapping[str, Any], own: Mapping[str, Any], both: Mapping[str, Any]) -> None:
-        """Values of PaddleFleetX's keys that later ones of the same source replace, or empty. both: one over the other"""
-        for key, one in below.items():
-            emptied = (other for name, other in own.items() if other.words is None and key.startswith(f"{name}."))
-            by = both.get(key) or next(emptied, one)
-            if one.words not in (None, by.words):
-                self.replaced.append((f"{one.where}={one.value}", f"{by.where}={' '.join(by.words or ['null'])}"))
+    def _note_replaced(self, below: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Values of PaddleFleetX's keys that later ones of the same source replace, or empty."""
+        from megatron.settings.dialects import fleetx
+
+        for one, by in fleetx.replaced(below, own):
+            self.replaced.append((f"{one.where}={one.value}", f"{by.where}={' '.join(by.words or ['null'])}"))
 
     def _override(self, key: str, value: str, word: str) -> list[Word]:
         """What `-o key=value` says of a setting by its own name, with or without its group."""
@@ -340,11 +343,16 @@ class SettingsReader:
             self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
 
     def _note_whose_defaults(self) -> None:
-        """PaddleNLP's words, and what PaddleNLP does otherwise where nothing is said."""
+        """PaddleNLP's words or PaddleFleetX's file, and what those do otherwise where nothing is said."""
         said = {one.name for one in self.statements}
         if self.trains:
             is_said = lambda flag: self.spellings[flag].setting.name in said
             self.notes += defaults_of_paddlenlp(self.line.words, is_said)
+        if self.purpose == "train" and any(key.startswith("Engine.") for key in self.of_fleetx):
+            from megatron.settings.dialects import fleetx
+
+            unsaid = [one for one in fleetx.DEFAULTS if one.applies(self.of_fleetx) and not is_said(one.flag)]
+            self.notes += [others_defaults(fleetx.TABLES["train"], unsaid)] * bool(unsaid)
 
     def read_plan(self) -> Optional[GivenPlan]:
         """`--parallel-plan`: its layout wins over files and earlier turns; a word that says otherwise is a problem."""

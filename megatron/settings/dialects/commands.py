@@ -4,10 +4,11 @@
 What is not named here is read as `settings.parse` reads it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megatron.settings.dialects.programs import INSTEAD, OURS
-from megatron.settings.dialects.table import Default, Dialect, epochs_unless, sentence
+from megatron.settings.dialects.table import VARIABLE, Computed, Default, Dialect, NoEffect, epochs_unless, sentence
+from megatron.settings.spelling import YES
 
 PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_only")
 
@@ -36,9 +37,25 @@ def profiler_options(words: list[str], given: object = None) -> list[tuple[str, 
 
 def tests_of(words, given):
     """PaddleNLP tests ten times as many batches as it validates."""
-    tests = [("--test-iters", [str(10 * int(words[0]))])] * ("--test_iters" not in given)
-    return [("--eval-iters", words), *tests]
+    ten = str(10 * int(words[0])) if words[0].isdecimal() else f"$((10 * {words[0]}))"
+    tests = words[0].isdecimal() or VARIABLE.search(words[0]) and words[0].strip("${}").isidentifier()
+    return [("--eval-iters", words), *[("--test-iters", [ten])] * bool(tests and "--test_iters" not in given)]
 
+
+def unless(key: str, words: tuple[str, ...], why: str, flag: str) -> Computed:
+    """A flag that has no effect beside a key that has one of these words."""
+
+    def computed(own, given):
+        if key in given and given[key].value.lower() in words:
+            raise NoEffect(f"{key} {given[key].value}: {why}, there as well")
+        return [(flag, own)]
+
+    return computed
+
+
+NONE = ("--lr_decay_style=none",)
+CONSTANT = ("--lr_decay_style", ("none",), "the rate is --max_lr from the first step to the last")
+NO_DROPOUT = ("--check_accuracy", YES, "training has no dropout")
 
 PADDLENLP = Dialect(
     "paddlenlp",
@@ -98,13 +115,18 @@ PADDLENLP = Dialect(
         **dict.fromkeys(PROFILER, profiler_options),
         "--num_train_epochs": epochs_unless("--max_steps"),
         "--eval_iters": tests_of,
+        "--min_lr": unless(*CONSTANT, "--min-lr"),
+        "--decay_steps": unless(*CONSTANT, "--lr-decay-iters"),
+        "--warmup_rate": unless(*CONSTANT, "--lr-warmup-fraction"),
+        "--hidden_dropout_prob": unless(*NO_DROPOUT, "--hidden-dropout"),
+        "--attention_probs_dropout_prob": unless(*NO_DROPOUT, "--attention-dropout"),
     },
     defaults=(
         Default("--lr", "1e-4"),
-        Default("--min-lr", "1e-5"),
+        Default("--min-lr", "1e-5", NONE),
         Default("--lr-decay-style", "cosine"),
-        Default("--lr-decay-iters", "360000", ("--lr?decay?samples",)),
-        Default("--lr-warmup-fraction", "0.01", ("--warmup_steps", "--lr?warmup?iters", "--lr?warmup?samples")),
+        Default("--lr-decay-iters", "360000", (*NONE, "--lr?decay?samples")),
+        Default("--lr-warmup-fraction", "0.01", (*NONE, "--warmup_steps", "--lr?warmup?iters", "--lr?warmup?samples")),
         Default("--weight-decay", "0"),
         Default("--clip-grad", "0"),
         Default("--micro-batch-size", "8"),
@@ -113,7 +135,7 @@ PADDLENLP = Dialect(
         Default("--eval-interval", "500"),
         Default("--eval-iters", "10"),
         Default("--test-iters", "100", ("--eval_iters",)),
-        Default("--save-interval", "500"),
+        Default("--save-interval", "500", where="--output_dir"),
         Default("--split", "949,50,1"),
     ),
     programs=("run_pretrain_static.py", "run_pretrain.py"),
@@ -159,12 +181,13 @@ def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[
     alone = [flag for flag, values in flags.items() if flag in FALSE_ALONE and not values]
     notes = [f"{flag} without a value is true here, and false in PaddleNLP" for flag in alone]
     others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, flags))]
-    if len(THEIRS & set(flags)) > 2 and others:
-        told = ", ".join(f"{one.flag} {one.word}" for one in others)
-        notes.append(
-            f"PaddleNLP's defaults, where this suite has others: {told} (megatron.tools.translate writes them)"
-        )
-    return notes
+    return notes + [others_defaults(PADDLENLP, others)] * bool(len(THEIRS & set(flags)) > 2 and others)
+
+
+def others_defaults(dialect: Dialect, defaults: Iterable[Default]) -> str:
+    """A note of defaults that nobody overrides."""
+    told = ", ".join(dict.fromkeys(f"{one.flag} {one.word}" for one in defaults))
+    return f"{dialect.title}'s defaults, where this suite has others: {told} (megatron.tools.translate writes them)"
 
 
 LLMACC = Dialect(
