@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Optional
 from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
 from megatron.settings.dialects.commands import (
+    CHINESE,
     PROFILER,
     TABLES,
     answer_of_paddlenlp,
@@ -36,6 +37,10 @@ MEANS_TOO = {
     "--check-accuracy": dict(attention_dropout=0.0),
     "--activations-checkpoint-method": dict(recompute_granularity="full"),
 }
+
+# (a flag that gives way to others, setting) -> what it is without them
+GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
+GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 
 # what names data -> what else would name them
 INSTEAD_OF_FILES = dict(
@@ -325,6 +330,10 @@ class SettingsReader:
             else:
                 self.replaced.append((one.words, by.words))
         self.notes += messages.replaced(self.replaced)
+        for one in self.statements:
+            by, why = chosen.get(one.name), GIVES_WAY.get((one.flag, one.name))
+            if why and by and not one.withdraws and by.is_given and by.flag != one.flag and by.value != one.value:
+                self.notes.append(f"{one.words} {why}, and gives way to {by.words}")
         return chosen
 
     def _drop_other_data(self) -> None:
@@ -339,12 +348,16 @@ class SettingsReader:
         """PaddleNLP's words for learning rates without the curve, which is a cosine there and a line here."""
         named = any(one.name == "lr_decay_style" for one in self.statements)
         theirs = [one.flag for one in self.statements if one.flag in ("--decay-steps", "--warmup-rate")]
+        if "--warmup-rate" in theirs and ("--lr-decay-style", ["none"]) in self.line.words:
+            self.notes.append("--warmup-rate beside --lr-decay-style none warms up; PaddleNLP has no warm-up then")
         if theirs and not named and self.trains:
             self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
 
     def _note_whose_defaults(self) -> None:
         """PaddleNLP's words or PaddleFleetX's file, and what those do otherwise where nothing is said."""
         said = {one.name for one in self.statements}
+        if ("--model-type", ["gpt-cn"]) in self.line.words and "tokenizer_model" not in said:
+            self.notes.append(f"--model-type gpt-cn trains a GPT; {CHINESE}")
         if self.trains:
             is_said = lambda flag: self.spellings[flag].setting.name in said
             self.notes += defaults_of_paddlenlp(self.line.words, is_said)

@@ -126,7 +126,8 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     if lost is not None and source.value.lower() in NO and not dialect.knows(source.key):
         out.idle.append((source, ANYWAY))
     elif lost is not None and (idle is None or dialect.knows(source.key)):
-        out.lost.append((source, lost + did_you_mean(source.key, dialect.keys(), 0.9)))
+        near = "" if dialect.knows(source.key) else did_you_mean(source.key, dialect.keys(), 0.9)
+        out.lost.append((source, lost + near))
     elif idle is not None:
         out.idle.append((source, idle))
     elif dialect.knows(source.key):
@@ -217,8 +218,9 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
             out.idle.append((line.source, ANYWAY))
         elif line.says and line.source != winner.source:
             same = line.says.value == winner.says.value
-            note = (line.source, overruled(same, winner.source))
-            out.idle += [note] * (note not in out.idle and not (same and id(line.source) in seen))
+            part = f"its {' '.join([line.flag, *line.words])}: " if id(line.source) in seen else ""  # of --use_amp true
+            note = (line.source, part + overruled(same, winner.source))
+            out.idle += [note] * (note not in out.idle and not (same and part))
     out.lines = kept
 
 

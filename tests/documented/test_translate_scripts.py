@@ -282,3 +282,16 @@ def test_the_command_for_automatic_layouts_runs(translated):
     assert re.search("local_batch_size: 2: .*--global-batch-size N", lost(text))
     code, text, _ = translated("fleetx --strict tools/auto.py -c tiny.yaml -o Global.global_batch_size=8")
     assert code == 3 or value(started(text), "--global-batch-size") == "8"
+
+
+def test_a_part_of_a_word_that_another_one_overrules_is_named_as_a_part(translated):
+    text = translated(f"paddlenlp {TRAIN} --use_amp true --amp_level O2")[1]
+    words = started(text)
+    assert "--fp16" in words and value(words, "--amp-level") == "O2"
+    assert "--use_amp true: its --amp-level O1: command: --amp_level O2 says another value" in text
+
+
+def test_what_is_said_of_names_is_true(translated):
+    text = translated(f"paddlenlp {TRAIN} --model_name_or_path ./output/model --model_type ernie")[1]
+    assert "(a shape, or a folder to --load" in text
+    assert "--model_type ernie: a GPT is trained; the vocabulary of gpt-cn is" in text and "did you mean" not in text

@@ -53,6 +53,7 @@ def unless(key: str, words: tuple[str, ...], why: str, flag: str) -> Computed:
     return computed
 
 
+CHINESE = "the vocabulary of gpt-cn is --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE"
 NONE = ("--lr_decay_style=none",)
 CONSTANT = ("--lr_decay_style", ("none",), "the rate is --max_lr from the first step to the last")
 NO_DROPOUT = ("--check_accuracy", YES, "training has no dropout")
@@ -96,7 +97,7 @@ PADDLENLP = Dialect(
     changed={
         "--input_dir": "token files of preprocess_data.py: their prefix",
         "--dp_degree": "replicas outside sharding: world = mp x sharding x pp x dp, asserted",
-        "--model_name_or_path": "a shape; weights are in --load, the vocabulary in --vocab-file and --merge-file",
+        "--model_name_or_path": "a shape, or a folder to --load; the vocabulary is in --vocab-file and --merge-file",
         "--use_amp": "formats op by op, first loss scale 2^15; --amp-level O2 is faster",
         "--global_batch_size": "micro-batches follow from it; the mean is over all tokens of the batch",
     },
@@ -109,7 +110,7 @@ PADDLENLP = Dialect(
     lost={
         "say --load DIR to go on, and --finetune to take its weights alone": "--continue_training",
         "layers are compiled by --torch-compile": "--to_static",
-        "Chinese texts have --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE": "--model_type",
+        f"a GPT is trained; {CHINESE}": "--model_type",
     },
     computed={
         **dict.fromkeys(PROFILER, profiler_options),
@@ -142,10 +143,13 @@ PADDLENLP = Dialect(
     base=True,
 )
 
-# a flag of PaddleNLP's evaluation and generation -> the flag that says it here
+# a flag of PaddleNLP's evaluation and generation -> what says it here
 ELSEWHERE = {
     "--init-checkpoint-path": "--load",
-    "--decode-strategy": "--greedy",
+    "--model-name": "--load (the checkpoint has its model and its vocabulary)",
+    "--decode-strategy": "--greedy, --num-beams, or for sampling --top-p and --top-k",
+    "--num-return-sequences": "--num-samples",
+    "--early-stopping": "--num-beams (its search ends by itself)",
     "--max-length": "--tokens-to-generate",
     "--min-length": "--min-tokens-to-generate",
 }
@@ -180,7 +184,8 @@ def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[
     flags = dict(words)
     alone = [flag for flag, values in flags.items() if flag in FALSE_ALONE and not values]
     notes = [f"{flag} without a value is true here, and false in PaddleNLP" for flag in alone]
-    others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, flags))]
+    said = [*flags, *(f"{flag}={' '.join(values)}" for flag, values in words)]
+    others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, said))]
     return notes + [others_defaults(PADDLENLP, others)] * bool(len(THEIRS & set(flags)) > 2 and others)
 
 
