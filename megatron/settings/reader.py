@@ -189,7 +189,7 @@ class SettingsReader:
                 if root is not None and fleetx.is_fleetx(root):
                     below, own = entries, fleetx.read(path)
                     entries = fleetx.over(below, own)
-                    self._note_replaced(below, own)
+                    self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
         said: dict[int, fleetx.Entries] = {}  # turn -> what its -o say
@@ -202,7 +202,7 @@ class SettingsReader:
                 self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
             below, own = said.get(turn, {}), fleetx.override({}, key, value)
             said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
-            self._note_replaced(below, own)
+            self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
         found = fleetx.translate(entries, self.purpose)
         self.notes += [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
         self.of_fleetx = found.given if entries and paths else {}
@@ -215,13 +215,6 @@ class SettingsReader:
             self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
-
-    def _note_replaced(self, below: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Values of PaddleFleetX's keys that later ones of the same source replace, or empty."""
-        from megatron.settings.dialects import fleetx
-
-        for one, by in fleetx.replaced(below, own):
-            self.replaced.append((f"{one.where}={one.value}", f"{by.where}={' '.join(by.words or ['null'])}"))
 
     def _override(self, key: str, value: str, word: str) -> list[Word]:
         """What `-o key=value` says of a setting by its own name, with or without its group."""

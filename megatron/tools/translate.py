@@ -118,14 +118,13 @@ def divided(argv: list[str]) -> tuple[list[str], list[str]]:
         if "--to" in argv[:at] and argv[at].partition("=")[0].replace("_", "-") in spellings():
             break  # a command of this suite without the name of its script
         at += 1 if argv[at] in SWITCHES or "=" in argv[at] else 2
-    own, words, rest = argv[:at], argv[at : at + 1], argv[at + 1 :]
-    while words and rest and is_source(words[0]):
-        flag = rest[0].partition("=")[0]
-        target = own if flag in (*SWITCHES, "--format", "--from", "--to") else words
-        count = 2 if target is own and flag not in SWITCHES and "=" not in rest[0] else 1
-        target += rest[:count]
-        del rest[:count]
-    return own, words + rest
+    own, words = argv[:at], argv[at:]
+    for number in range(len(words) - 1, 0, -1) if words and is_source(words[0]) else ():
+        flag, equals, _ = words[number].partition("=")
+        if flag in (*SWITCHES, "--format", "--from", "--to"):
+            end = number + (1 if flag in SWITCHES or equals else 2)
+            own, words = own + words[number:end], words[:number] + words[end:]
+    return own, words
 
 
 def is_source(word: str) -> bool:
@@ -157,7 +156,6 @@ class Script:
 
     folders: list[Path]
     held: dict[str, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)  # sentences: which file was read of several
     depth: int = 0  # in how many loops, conditions and functions a command stands
     depends: bool = False  # on what the command before it says: `[ -z "$X" ] && X=3`
 
@@ -175,20 +173,15 @@ class Script:
             self.held.pop(words[0], None)
         self.depends = command.joined in ("&&", "||")
 
-    def file(self, one: TheirSetting, name: str, missing: list[tuple[TheirSetting, str]]) -> str | None:
+    def file(self, one: TheirSetting, name: str, missing: list[tuple[TheirSetting, str]], notes: list) -> str | None:
         """The file that a source names, here or in the folder of the script; what is not there goes to `missing`."""
         name = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: self.held.get(found[1] or found[2], found[0]), name)
         found = [path for folder in self.folders if (path := folder / name).is_file()]
         others = [path for path in found if not path.samefile(found[0])]
-        self.others += [f"{one.where}: {found[0]} is read, and not {path}" for path in others[:1]]
+        notes += [f"{one.where}: {found[0]} is read, and not {path}" for path in others[:1]]
         why = unread(name) if VARIABLE.search(name) else f"{name}: no such file; translate it by itself"
         missing += [] if found else [(one, why)]
         return str(found[0]) if found else None
-
-    def notes(self) -> list[str]:
-        """Which files were read of several, since the last command."""
-        notes, self.others = self.others, []
-        return notes
 
 
 def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun | str]:
@@ -319,7 +312,7 @@ def of_fleetx_command(command: Command, script: Script) -> TranslatedRun:
     """tools/train.py, or tools/auto.py, which searches a layout. Its last -c counts, alone."""
     named = {flag: [one for one in command.sources if FLEETX.get(one.key, "") == flag] for flag in ("-c", "-o", "")}
     lost = [(one, HELD_BY_SHELL if one.key[0] == "$" else "no word of PaddleFleetX's tools") for one in named[""]]
-    path = script.file(named["-c"][-1], named["-c"][-1].value, lost) if named["-c"] else None
+    path = script.file(named["-c"][-1], named["-c"][-1].value, lost, command.notes) if named["-c"] else None
     run = of_fleetx(path, [word for one in named["-o"] for word in one.words])
     run.found.lost += lost
     run.found.idle += [
@@ -328,7 +321,7 @@ def of_fleetx_command(command: Command, script: Script) -> TranslatedRun:
     if Path(command.program).name == "auto.py" and "--auto-parallel" in run.known:
         search(run.found, TheirSetting("", [], command.where, command.program))
     run.start, notes = started(command, run.found)
-    run.behind, run.notes = command.behind, command.notes + script.notes() + notes
+    run.behind, run.notes = command.behind, command.notes + notes
     return run
 
 
@@ -352,7 +345,7 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
     if not dialect.base:
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
     if dialect.name == "nemo":
-        sources = with_hydras_file(sources, script, missing)
+        sources = with_hydras_file(sources, script, missing, command.notes)
     for one in list(sources):
         reader, name = CONFIGS.get((dialect.name, _bare(one.key))), one.value
         if reader is None and one.key.endswith(".json"):
@@ -360,7 +353,7 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         if reader is None or name in ("", "true"):
             continue
         sources.remove(one)
-        if (path := script.file(one, name, missing)) is None:
+        if (path := script.file(one, name, missing, command.notes)) is None:
             continue
         if reader == "deepspeed":
             own = translate(DIALECTS["deepspeed"], read_tree(path), own)
@@ -376,17 +369,17 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         start, notes = [*start[:interpreter], *words], notes + more
     if dialect.name == "llmacc" and any(one.key in ("--world-size", "--world_size") for one in sources):
         start, program = [word for word in start if word == "python"] or ["python"], "-m megatron.tools.plan"
-    return TranslatedRun(found, start, program, command.behind, command.notes + script.notes() + notes)
+    return TranslatedRun(found, start, program, command.behind, command.notes + notes)
 
 
-def with_hydras_file(sources: list[TheirSetting], script: Script, missing: list) -> list[TheirSetting]:
+def with_hydras_file(sources: list[TheirSetting], script: Script, *told: list) -> list[TheirSetting]:
     """`--config-path=conf --config-name=c` as what conf/c.yaml says, before the words that override it."""
     named = {one.key: one for one in sources if one.key in ("config_path", "config_name")}
     if "config_name" not in named:
         return sources
     name = named["config_name"].value.removesuffix(".yaml") + ".yaml"
     inside = Path(named["config_path"].value if "config_path" in named else "conf") / name
-    path = script.file(named["config_name"], str(inside), missing)
+    path = script.file(named["config_name"], str(inside), *told)
     return (read_tree(path) if path else []) + [one for one in sources if one.key not in named]
 
 

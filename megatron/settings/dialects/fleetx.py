@@ -259,6 +259,10 @@ def over(below: Entries, own: Entries) -> Entries:
     return {key: one for key, one in below.items() if key not in own and not key.startswith(gone)} | own
 
 
+def in_words(pair: tuple[TheirSetting, TheirSetting]) -> tuple[str, str]:
+    return tuple(f"{one.where}={' '.join(one.words or ['null'])}" for one in pair)
+
+
 def dropped(entries: Entries) -> list[tuple[TheirSetting, str]]:
     """(an empty section, what it leaves out of the files that it builds on)."""
     emptied = [one for one in entries.values() if one.words is None and one.text and one.where]
