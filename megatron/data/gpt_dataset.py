@@ -206,10 +206,14 @@ def _build_split(blend: Blend, split: int, config: GPTDatasetConfig):
         planned, built = share_sizes(blend.weights, size)
         datasets = [_build_file(prefix, count, split, config) for prefix, count in zip(blend.prefixes, built)]
         return _build_blend(datasets, blend.prefixes, blend.weights, sum(planned), split, config)
-    if len(blend.prefixes) == 1:
-        if split == TEST and (note := _no_test(config.open(blend.prefixes[0]), config)):
+    if split == TEST:
+        notes = {prefix: _no_test(config.open(prefix), config) for prefix in blend.prefixes}
+        for note in filter(None, notes.values()):
             config.log(note)
+        blend = blend._replace(prefixes=[prefix for prefix in blend.prefixes if not notes[prefix]])
+        if not blend.prefixes:
             return None
+    if len(blend.prefixes) == 1:
         return _build_file(blend.prefixes[0], size, split, config)
     datasets = [_build_file(prefix, None, split, config) for prefix in blend.prefixes]
     lengths = [len(dataset) for dataset in datasets]

@@ -142,7 +142,11 @@ def problems(batch: Batch, dp: int) -> list[str]:
         return found
     step = batch.micro_batch_size * dp
     full = full_size(batch, dp)
-    found += _not_multiple("--global-batch-size", full, step, batch.micro_batch_size, dp)
+    if batch.local_batch_size and not batch.global_batch_size:
+        micro = batch.micro_batch_size
+        found += _not_multiple("--local-batch-size", batch.local_batch_size, micro, micro, None)
+    else:
+        found += _not_multiple("--global-batch-size", full, step, batch.micro_batch_size, dp)
     for flag, asserted, unit, each in (
         ("--local-batch-size", batch.local_batch_size, dp, f"{dp} data parallel ranks"),
         (
@@ -193,11 +197,11 @@ def _rampup_problems(batch: Batch, dp: int, step: int) -> list[str]:
     return found
 
 
-def _not_multiple(what: str, value: int, step: int, micro: int, dp: int) -> list[str]:
+def _not_multiple(what: str, value: int, step: int, micro: int, dp: int | None) -> list[str]:
     if value % step == 0:
         return []
     near = [str(n) for n in (value // step * step, value // step * step + step) if n]
     return [
-        f"{what} {value} is not a multiple of --micro-batch-size {micro} x data parallel size {dp} = {step}; "
-        f"nearest: {', '.join(near)}"
+        f"{what} {value} is not a multiple of --micro-batch-size {micro}"
+        f"{f' x data parallel size {dp} = {step}' if dp else ''}; nearest: {', '.join(near)}"
     ]

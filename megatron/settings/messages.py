@@ -30,7 +30,7 @@ def _near(flag: str, flags: Collection[str]) -> list[str]:
     flag = "--" + flag.strip("-;,.")  # -tp, --bf16;
     if flag in flags:
         return [flag]
-    if ELSEWHERE.get(flag) in flags:
+    if ELSEWHERE.get(flag, "").split(" ")[0].rstrip(",") in flags and f"{flag}-or-path" not in flags:
         return [ELSEWHERE[flag]]
     near = difflib.get_close_matches(flag, flags, n=2, cutoff=0.75)
     near = near or difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.85)

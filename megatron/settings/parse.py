@@ -86,7 +86,8 @@ def parse_with_record(
     said = " ".join(reader.problems)  # a value that cannot be read, or a misspelled flag, is not missing as well
     missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
     if missing:
-        reader.problems.append(messages.missing(missing, "load" in chosen))
+        trains = missing[0].name == "task" and reader.of_fleetx and "; a file for pretraining: pretrain_gpt.py -c FILE"
+        reader.problems.append(messages.missing(missing, "load" in chosen) + (trains or ""))
     if reader.problems:
         raise messages.usage_error(reader.problems, prog)
     reader.print_notes()

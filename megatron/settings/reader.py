@@ -15,10 +15,12 @@ from typing import Any, NamedTuple, Optional
 from megatron.errors import did_you_mean
 from megatron.settings import messages, schema
 from megatron.settings.dialects.commands import (
+    CHINESE,
     PROFILER,
     TABLES,
     answer_of_paddlenlp,
     defaults_of_paddlenlp,
+    others_defaults,
     profiler_options,
 )
 from megatron.settings.dialects.megatron_lm import answer
@@ -35,6 +37,10 @@ MEANS_TOO = {
     "--check-accuracy": dict(attention_dropout=0.0),
     "--activations-checkpoint-method": dict(recompute_granularity="full"),
 }
+
+# (a flag that gives way to others, setting) -> what it is without them
+GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
+GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 
 # what names data -> what else would name them
 INSTEAD_OF_FILES = dict(
@@ -67,6 +73,7 @@ class SettingsReader:
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
+        self.of_fleetx: Mapping[str, Any] = {}  # the keys that PaddleFleetX's files give
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> words without effect
@@ -182,7 +189,7 @@ class SettingsReader:
                 if root is not None and fleetx.is_fleetx(root):
                     below, own = entries, fleetx.read(path)
                     entries = fleetx.over(below, own)
-                    self._note_replaced(below, own, entries)
+                    self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
         said: dict[int, fleetx.Entries] = {}  # turn -> what its -o say
@@ -195,8 +202,10 @@ class SettingsReader:
                 self.notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
             below, own = said.get(turn, {}), fleetx.override({}, key, value)
             said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
-            self._note_replaced(below, own, said[turn])
+            self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
         found = fleetx.translate(entries, self.purpose)
+        self.notes += [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
+        self.of_fleetx = found.given if entries and paths else {}
         for flag, words, one in found.flags:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
             on_command = one.where.startswith(fleetx.COMMAND)
@@ -206,14 +215,6 @@ class SettingsReader:
             self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.told(one, why) for one, why in found.problems]
         return placed
-
-    def _note_replaced(self, below: Mapping[str, Any], own: Mapping[str, Any], both: Mapping[str, Any]) -> None:
-        """Values of PaddleFleetX's keys that later ones of the same source replace, or empty. both: one over the other"""
-        for key, one in below.items():
-            emptied = (other for name, other in own.items() if other.words is None and key.startswith(f"{name}."))
-            by = both.get(key) or next(emptied, one)
-            if one.words not in (None, by.words):
-                self.replaced.append((f"{one.where}={one.value}", f"{by.where}={' '.join(by.words or ['null'])}"))
 
     def _override(self, key: str, value: str, word: str) -> list[Word]:
         """What `-o key=value` says of a setting by its own name, with or without its group."""
@@ -326,6 +327,10 @@ class SettingsReader:
             else:
                 self.replaced.append((one.words, by.words))
         self.notes += messages.replaced(self.replaced)
+        for one in self.statements:
+            by, why = chosen.get(one.name), GIVES_WAY.get((one.flag, one.name))
+            if why and by and not one.withdraws and by.is_given and by.flag != one.flag and by.value != one.value:
+                self.notes.append(f"{one.words} {why}, and gives way to {by.words}")
         return chosen
 
     def _drop_other_data(self) -> None:
@@ -340,15 +345,24 @@ class SettingsReader:
         """PaddleNLP's words for learning rates without the curve, which is a cosine there and a line here."""
         named = any(one.name == "lr_decay_style" for one in self.statements)
         theirs = [one.flag for one in self.statements if one.flag in ("--decay-steps", "--warmup-rate")]
+        if "--warmup-rate" in theirs and ("--lr-decay-style", ["none"]) in self.line.words:
+            self.notes.append("--warmup-rate beside --lr-decay-style none warms up; PaddleNLP has no warm-up then")
         if theirs and not named and self.trains:
             self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
 
     def _note_whose_defaults(self) -> None:
-        """PaddleNLP's words, and what PaddleNLP does otherwise where nothing is said."""
+        """PaddleNLP's words or PaddleFleetX's file, and what those do otherwise where nothing is said."""
         said = {one.name for one in self.statements}
+        if ("--model-type", ["gpt-cn"]) in self.line.words and "tokenizer_model" not in said:
+            self.notes.append(f"--model-type gpt-cn trains a GPT; {CHINESE}")
         if self.trains:
             is_said = lambda flag: self.spellings[flag].setting.name in said
             self.notes += defaults_of_paddlenlp(self.line.words, is_said)
+        if self.purpose == "train" and any(key.startswith("Engine.") for key in self.of_fleetx):
+            from megatron.settings.dialects import fleetx
+
+            unsaid = [one for one in fleetx.DEFAULTS if one.applies(self.of_fleetx) and not is_said(one.flag)]
+            self.notes += [others_defaults(fleetx.TABLES["train"], unsaid)] * bool(unsaid)
 
     def read_plan(self) -> Optional[GivenPlan]:
         """`--parallel-plan`: its layout wins over files and earlier turns; a word that says otherwise is a problem."""

@@ -127,6 +127,7 @@ RANGES = {  # what a value must be -> test, fields
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
 }
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+REPLICAS = ("sharding_degree", "dp_degree")
 # What other numbers follow from.
 SIZES = {*LAYOUT, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size", "kv_channels"}
 SIZES |= {"num_query_groups", "micro_batch_size", "global_batch_size", "num_layers_per_virtual_pipeline_stage"}
@@ -236,8 +237,8 @@ RULES = (
     Rule(
         lambda s: s.world % s.model_ranks and not s.parallel_plan and alone(s),
         lambda s: (
-            f"{' x '.join(said(s, name) for name in LAYOUT if getattr(s, name) > 1 or s.model_ranks == 1)}: "
-            f"{s.model_ranks} ranks are needed, and this process is alone{start_them(s, s.model_ranks)}"
+            f"{' x '.join(said(s, name) for name in (*LAYOUT, *REPLICAS) if (getattr(s, name) or 1) > 1) or '--tp 1'}: "
+            f"{ranks_needed(s)} ranks are needed, and this process is alone{start_them(s, ranks_needed(s))}"
         ),
     ),
     Rule(
@@ -268,10 +269,10 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.sharding_degree and s.dp % s.sharding_degree,
+        lambda s: s.sharding_degree and s.dp % s.sharding_degree and not (alone(s) and s.model_ranks > 1),
         lambda s: (
             f"--sharding-degree {s.sharding_degree} does not divide the data parallel size {s.dp}; nearest: "
-            f"{either(divisors(s.dp, s.sharding_degree))}{start_them(s, s.sharding_degree * s.model_ranks)}"
+            f"{either(divisors(s.dp, s.sharding_degree))}{start_them(s, ranks_needed(s))}"
         ),
     ),
     Rule(
@@ -419,7 +420,7 @@ RULES = (
     *(
         Rule(
             lambda s, name=name, needs=needs: getattr(s, name) and not getattr(s, needs),
-            lambda s, name=name, needs=needs, why=why: f"--{name.replace('_', '-')} needs --{needs}: {why}",
+            lambda s, name=name, needs=needs, why=why: f"{said(s, name).split()[0]} needs --{needs}: {why}",
         )
         for name, needs, why in (
             ("save_interval", "save", "there is no folder to save into"),
@@ -581,6 +582,11 @@ def steps(s: SimpleNamespace) -> int:
 def alone(s: SimpleNamespace) -> bool:
     """Whether this is about the one process of a command that no launcher has started."""
     return s.world == 1 and not (s.dry_run or s.preflight or s.world_size)
+
+
+def ranks_needed(s: SimpleNamespace) -> int:
+    """The least number of ranks that the given layout has."""
+    return s.model_ranks * math.prod(getattr(s, name) or 1 for name in REPLICAS)
 
 
 def start_them(s: SimpleNamespace, ranks: int) -> str:

@@ -20,7 +20,9 @@ from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import TheirSetting
 from megatron.settings.files import read_text
 from megatron.settings.python_file import items, read_assignments
-from megatron.settings.words import JOINED_LINES
+from megatron.settings.schema import GROUPS
+from megatron.settings.spelling import dashed, spellings_of
+from megatron.settings.words import GLUED, JOINED_LINES
 
 FLAG = re.compile(r"--?[A-Za-z]")
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
@@ -34,6 +36,9 @@ CONDITIONS, LOOPS, TESTS = ("if", "elif", "while", "until"), ("for", "select"), 
 FUNCTION = re.compile(r"function [\w-]+( \( \))?|[\w-]+ \( \)")
 ITS_OWN = "set unset wait shift export : true".split()  # these of the shell mean the same around another program
 CODE = "code"  # the key of a line that would have to be run
+LITERAL = "\uf8ff"  # a dollar sign that a shell leaves alone, as in '$x'
+ALONE = re.compile(rf"\$\w+|\$\{{[^}}]*\}}|{RUN}")  # a word that is a variable, or what a command prints
+LISTS = re.compile(r"\$[@*]|\$\{[@*]|\$\{\w+\[[@*]\]")  # and one that holds a list of words
 
 
 @dataclass
@@ -48,10 +53,10 @@ class Command:
     program: str
     sources: list[TheirSetting]
     where: str = ""
-    words: list[str] = field(default_factory=list)  # after the program
+    words: list[str] = field(default_factory=list)  # after the program, as the script has them
     notes: list[str] = field(default_factory=list)
     behind: list[str] = field(default_factory=list)  # redirections of the shell
-    places: list[str] = field(default_factory=list)  # of the words of the launcher
+    tokens: list[tuple[str, str, str]] = field(default_factory=list)  # the launcher: word, place, as the script has it
     kind: str = "other"
     text: str = ""  # as the script has it
     in_condition: bool = False  # `if python train.py; then`, which is named as well
@@ -138,12 +143,14 @@ def _words(line: str) -> list[tuple[str, str]]:
 
 
 def _unquoted(found: re.Match) -> str:
-    """What quotes hold; `x` is $(x), so that `quoted` keeps it."""
+    """What quotes hold; `x` is $(x), so that `quoted` keeps it; a dollar sign that a shell leaves alone is `LITERAL`."""
     text = found[0]
     if text[0] in '"`':
-        inner = re.sub(r'\\(["\\])', r"\1", text[1:-1]) if text[0] == '"' else text
+        inner = re.sub(r'\\(["\\])', r"\1", text[1:-1].replace("\\$", LITERAL)) if text[0] == '"' else text
         return re.sub("`([^`]*)`", r"$(\1)", inner)
-    return text[1:-1] if text[0] == "'" else text.removeprefix("\\")
+    if text[0] in "'\\":
+        return (text[1:-1] if text[0] == "'" else text[1:]).replace("$", LITERAL)
+    return text
 
 
 def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[tuple[str, list[tuple[str, str, str]], str]]:
@@ -191,10 +198,10 @@ def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], note
         launcher = launcher[:-1]
     program = words[at] if at >= 0 else ""
     place = tokens[max(at, 0)][1] if tokens else ""
-    places = [where for _, where, _ in tokens]
     end = next((i for i in range(at + 1, len(words)) if REDIRECTION.fullmatch(words[i])), len(words))
     flags, behind = list(flags_of_words(tokens[at + 1 : end])), words[end:]
-    return Command(launcher, program, flags, place, words[at + 1 : end], notes, behind, places, text=text)
+    own = [written for _, _, written in tokens[at + 1 : end]]
+    return Command(launcher, program, flags, place, own, notes, behind, tokens[: len(launcher)], text=text)
 
 
 def _assigned(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
@@ -213,24 +220,37 @@ def quoted(word: str) -> str:
         name, _, value = word.partition("=")
         return f"{name}={quoted(value)}" if value else word
     if "$" not in word:
-        return shlex.quote(word)
-    return '"' + re.sub(rf'{RUN}|"', lambda found: found[0] if found[0] != '"' else '\\"', word) + '"'
+        return shlex.quote(word.replace(LITERAL, "$"))
+    inner = re.sub(rf'{RUN}|"', lambda found: found[0] if found[0] != '"' else '\\"', word)
+    return f'"{inner}"'.replace(LITERAL, "\\$")
 
 
 def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
-    """Flags and their words; words that belong to none are `key=value` pairs, as hydra has them."""
+    """Flags and their words; words that belong to none are `key=value` pairs, as hydra has them.
+
+    A variable after a value is a source of its own, for it may hold flags: `--lr 1e-4 $MORE`.
+    """
     flag, words, where = "", [], ""
     for word, place, _ in [*tokens, ("--", "", "")]:
-        if word == "--" or FLAG.match(word):
+        glued = GLUED.fullmatch(word)
+        more = LISTS.match(word) or words and ALONE.fullmatch(word) and not _takes_many(flag)
+        if word == "--" or FLAG.match(word) or more:
             if flag:
-                yield TheirSetting(flag, words, where, " ".join([flag, *map(shlex.quote, words)]))
-            flag, equals, value = word.partition("=")
-            words, where = [value] if equals else [], place
+                yield TheirSetting(flag, words, where, " ".join([flag, *map(quoted, words)]))
+            flag, equals, value = (word, "", "") if more else word.partition("=")
+            flag, value = (glued[1], glued[2]) if glued else (flag, value)
+            words, where = [value] if glued or equals else [], place
         elif flag and (flag == "-o" or not re.match(r"[+~]*[\w.]+\.[\w.]+=", word)):
             words.append(word)
         else:
             key, _, value = word.partition("=")
             yield TheirSetting(key.lstrip("+~"), value.strip("[]").split(","), place, word)
+
+
+def _takes_many(flag: str) -> bool:
+    """Whether a flag, by this suite's own name for it, is one for several values."""
+    spelling = spellings_of(GROUPS).get("--" + flag.lstrip("-").replace("_", "-"))
+    return spelling is not None and spelling.setting.many and spelling.flag == dashed(spelling.setting.name)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ there is instead. Files are read, and never run.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from megatron.errors import did_you_mean
 from megatron.settings import schema
@@ -22,7 +21,17 @@ from megatron.settings.dialects.deepspeed import DEEPSPEED
 from megatron.settings.dialects.hf_trainer import HF_TRAINER
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.dialects.nemo import NEMO
-from megatron.settings.dialects.table import Default, Dialect, FlagLine, NoEffect, TheirSetting, flags_of, sentence
+from megatron.settings.dialects.table import (
+    VARIABLE,
+    Default,
+    Dialect,
+    FlagLine,
+    NoEffect,
+    TheirSetting,
+    flags_of,
+    sentence,
+    unread,
+)
 from megatron.settings.sources import CODE
 from megatron.settings.spelling import NO, BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, resolve
@@ -31,7 +40,7 @@ FLEETX = fleetx.TABLES["train"]
 DIALECTS = {
     one.name: one for one in (PADDLENLP, FLEETX, COLOSSALAI, DEEPSPEED, MEGATRON_DEEPSPEED, NEMO, LLMACC, HF_TRAINER)
 }
-VARIABLE = re.compile(r"\$(\w|\(|\{\w+[}:#%/?+=-])")  # of a shell: $X, ${X:-3}, $(nproc)
+HELD_BY_SHELL = "a variable of the shell: what it holds is not read; translate that"
 ANYWAY = "it is done anyway, or asks for nothing"
 EMPTY = ("", "null", "none", "~", "???")
 
@@ -64,33 +73,24 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translatio
         if given[source.key] is source or source.key == CODE:
             _one(dialect, source, given, known, out)
         else:
-            out.idle.append((source, _overruled(source.words == given[source.key].words, given[source.key])))
+            out.idle.append((source, overruled(source.words == given[source.key].words, given[source.key])))
     _keep_last(out, known)
     out.idle += [(TheirSetting(text, [], dialect.title, text), why) for text, why in dialect.unsaid.items()]
-    said = {_name(line, known) for line in out.lines}
-    for default in dialect.defaults:
-        unasked = default.where and not _said((default.where,), given) or _said(default.unless, given)
-        if not unasked and _name(default, known) not in said:
-            out.lines.append(FlagLine(default.flag, [default.word], None))
+    _add_defaults(dialect, given, known, out)
     return out
 
 
-def _overruled(same: bool, winner: TheirSetting) -> str:
+def _add_defaults(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
+    """Lines of what the other suite does where nothing is said. A value that is none here is no reason for a default."""
+    wrong = (flag for one, _ in out.lost for flag in (*dialect.flags_of_key(one.key), dashed(one.key.lstrip("-"))))
+    said = {_name(line, known) for line in out.lines} | {known[flag].setting.name for flag in wrong if flag in known}
+    for default in dialect.defaults:
+        if default.applies(given) and _name(default, known) not in said:
+            out.lines.append(FlagLine(default.flag, [default.word], None))
+
+
+def overruled(same: bool, winner: TheirSetting) -> str:
     return f"{winner.where}: {winner.text} says {'the same' if same else 'another value'}"
-
-
-def unread(value: str) -> str:
-    """What is said of a value that is no number, which may be a variable of a shell."""
-    if VARIABLE.search(value):
-        return f"what {value} holds is not read: say its value"
-    return f"'{value}' is not a number"
-
-
-def _said(keys: tuple[str, ...], given: Mapping[str, TheirSetting]) -> bool:
-    """Whether one of the keys is given, itself or something below it, or with its value, which may be a pattern."""
-    found = {key.split(".")[0] for key in given} | set(given)
-    found |= {f"{source.key}={source.value.lower()}" for source in given.values()}
-    return any(fnmatchcase(one, key) for one in found for key in keys)
 
 
 def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spelling], out: Translation) -> None:
@@ -126,7 +126,8 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     if lost is not None and source.value.lower() in NO and not dialect.knows(source.key):
         out.idle.append((source, ANYWAY))
     elif lost is not None and (idle is None or dialect.knows(source.key)):
-        out.lost.append((source, lost + did_you_mean(source.key, dialect.keys(), 0.9)))
+        near = "" if dialect.knows(source.key) else did_you_mean(source.key, dialect.keys(), 0.9)
+        out.lost.append((source, lost + near))
     elif idle is not None:
         out.idle.append((source, idle))
     elif dialect.knows(source.key):
@@ -139,7 +140,7 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     elif dialect.base and source.key.startswith("-"):
         _flag_of_megatron(source, dialect, known, out)
     elif source.key.startswith("$"):
-        out.lost.append((source, "a variable of the shell: what it holds is not read; translate that"))
+        out.lost.append((source, HELD_BY_SHELL))
     else:
         near = did_you_mean(source.key, dialect.keys(), 0.8)
         out.lost.append((source, f"no key that is known of {dialect.title}{near}"))
@@ -217,8 +218,9 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
             out.idle.append((line.source, ANYWAY))
         elif line.says and line.source != winner.source:
             same = line.says.value == winner.says.value
-            note = (line.source, _overruled(same, winner.source))
-            out.idle += [note] * (note not in out.idle and not (same and id(line.source) in seen))
+            part = f"its {' '.join([line.flag, *line.words])}: " if id(line.source) in seen else ""  # of --use_amp true
+            note = (line.source, part + overruled(same, winner.source))
+            out.idle += [note] * (note not in out.idle and not (same and part))
     out.lines = kept
 
 
@@ -232,7 +234,10 @@ def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> 
     out.idle, out.lost = out.idle + [(one, why) for why, one in found.notes], out.lost + found.problems
     told = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
     out.idle += [(one, ANYWAY) for key, one in found.given.items() if key not in told]
+    out.idle += fleetx.dropped(entries)
     _keep_last(out, known)
+    if found.purpose == "train":
+        _add_defaults(FLEETX, found.given, known, out)
     return out
 
 

@@ -15,6 +15,8 @@ from megatron.settings.dialects.megatron_lm import answer
 THEN = "--then"  # scripts put it between their words and those of whoever calls them
 OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config", THEN)
 TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
+# argparse's short forms: -crun.yaml, -oModel.hidden_size=64
+GLUED = re.compile(r"(-c(?=[^-=].*\.(?:yaml|yml|json|py)$)|-o(?=\w+(?:\.\w+)+=))(.+)")
 JOINED_LINES = re.compile(r"(true|false|[-+]?[\d.]+(?:[eE][-+]?\d+)?)(--[A-Za-z][\w-]*)", re.IGNORECASE)
 
 
@@ -82,7 +84,10 @@ def _refused(word: str, flags: Collection[str], line: CommandLine) -> bool:
 
 
 def _parts(word: str, flags: Collection[str], line: CommandLine) -> list[str]:
-    """A word as two where it is a value and a flag: what a backslash without a blank before it makes of two lines."""
+    """A word as two where it is a value and a flag: what a backslash without a blank before it makes of two lines; or where
+    it is a short flag and its value."""
+    if glued := GLUED.fullmatch(word):
+        return [*glued.groups()]
     joined = JOINED_LINES.fullmatch(word)
     if not joined or with_dashes(joined[2]) not in flags and not answer(joined[2]):
         return [word]

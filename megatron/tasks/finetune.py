@@ -100,6 +100,13 @@ TASK_RULES = (
         lambda s: bool(own(s).pet_pattern) != bool(own(s).pet_verbalizer),
         lambda s: "--pet-pattern and --pet-verbalizer belong together; give both, or neither",
     ),
+    Rule(  # which rules.tokenizer_type has for data without files
+        lambda s: s.tokenizer == "NullTokenizer" and not s.tokenizer_type,
+        lambda s: (
+            "the task is text, and no vocabulary is given; --vocab-file vocab.json --merge-file merges.txt, or "
+            "--tokenizer-model FILE"
+        ),
+    ),
     Rule(
         lambda s: own(s).backbone not in BACKBONES,
         lambda s: f"--backbone {own(s).backbone}: fine-tuning knows {', '.join(BACKBONES)}",

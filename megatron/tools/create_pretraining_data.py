@@ -16,6 +16,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 from megatron.errors import DataError, SettingsError, run_main
+from megatron.settings.effects import EFFECTS, Needs, idle_flags
 from megatron.settings.schema import WORD_PIECE, TokenizerSettings, setting
 
 
@@ -26,7 +27,7 @@ class CreateOptions:
     input: list[str] = setting("JSON lines: a file or a folder; .zst, .gz, .bz2, .xz too", MISSING, "--input-path")
     output_prefix: str = setting("files are named <prefix>_ids.npy and <prefix>_idx.npz")
     model_name: Optional[str] = setting("folder with the vocabulary, or its name in $MEGATRON_CACHE", None)
-    data_format: Literal["JSON"] = setting("one JSON object a line is the only format", "JSON", also=dict(text="JSON"))
+    data_format: Literal["JSON"] = setting("one JSON object a line is the only format", "JSON")
     data_impl: Optional[Literal["mmap", "lazy"]] = setting("PaddleNLP's choice of .bin and .idx; see the note", None)
     json_keys: Optional[list[str]] = setting("key whose text is taken (default: text)", None, "--json-key")
     split_sentences: bool = setting("one sequence per sentence instead of one per document", False)
@@ -52,15 +53,30 @@ class CreateOptions:
     keep_newlines: ClassVar[bool] = False
 
 
+SENTENCES = Needs("--split-sentences", lambda s: s.split_sentences)
+WORDS = Needs("--cn-whole-word-segment", lambda s: s.cn_whole_word_segment)
+IDLE = dict(
+    sentence_splitter=SENTENCES,
+    lang=SENTENCES,
+    chinese=SENTENCES,
+    cn_seg_func=WORDS._replace(met=lambda s: s.cn_whole_word_segment and not s.cn_splited),
+    cn_split_dimer=Needs("--cn-splited", lambda s: s.cn_splited),
+)
+BOTH = Needs(  # WordPiece has one file
+    "the other one of --vocab-file and --merge-file: --model-name names both",
+    lambda s: s.merge_file and s.vocab_file or s.tokenizer in WORD_PIECE,
+)
+
+
 def main(argv: list[str]) -> None:
     start = time.perf_counter()
-    from megatron.settings.parse import parse
+    from megatron.settings.parse import parse_with_record
 
     groups = dict(create=CreateOptions, tokenizer=TokenizerSettings)
     prog = "python -m megatron.tools.create_pretraining_data"
     common = tuple(CreateOptions.__dataclass_fields__) + ("tokenizer_type",)
     argv, mark = take_mark(argv)
-    parsed = parse(argv, groups, prog=prog, description=__doc__.split("\n")[0], common=common)
+    parsed, given = parse_with_record(argv, groups, prog=prog, description=__doc__.split("\n")[0], common=common)
     settings = check(parsed["create"] if mark is None else replace(parsed["create"], cn_split_dimer=mark))
     vocabulary = parsed["tokenizer"]
     if settings.model_name and vocabulary.tokenizer_model is None:
@@ -76,8 +92,13 @@ def main(argv: list[str]) -> None:
     from megatron.data.json_input import find_sources
     from megatron.data.preprocess import preprocess
     from megatron.data.preprocess_report import Reporter, print_totals
+    from megatron.tokenizer import tokenizer_type
 
     find_sources(settings.input)  # what is not there is told before a vocabulary is read
+    table = EFFECTS | dict(vocab_file=BOTH, merge_file=BOTH) if settings.model_name else EFFECTS
+    told = idle_flags(vocabulary, given, table, tokenizer=tokenizer_type(vocabulary))
+    for sentence in [*idle_flags(settings, given, IDLE), *told]:
+        print(f"note: {sentence}", file=sys.stderr)
     tokenizer = make_tokenizer(settings, vocabulary)
     if settings.append_eod and tokenizer.eod is None:
         print(f"note: {tokenizer.name} has no token that ends a document: nothing is appended, as in PaddleNLP")

@@ -127,6 +127,9 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
     """Raise UsageError unless exactly one kind of data is given, DataError when its file is missing, SettingsError for
     sizes and ranks that cannot be. given: setting -> who gave it.
     """
+    if settings.valid_data and not (settings.task or settings.data_path):
+        named = words_of(given, "valid_data", settings.valid_data)
+        raise UsageError(f"{named} needs --task: WIKITEXT103 (perplexity), or LAMBADA (--cloze-eval)")
     if bool(settings.data_path) == bool(settings.task):
         raise UsageError("what to evaluate on is not clear", "give --data-path, or --task with --valid-data")
     if settings.task and not settings.valid_data:

@@ -133,6 +133,11 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
     parser.add_argument("--gpus", "--devices", help="GPUs for the ranks, one each: 2,3 (PaddlePaddle's flag)")
     parser.prog, parser.description, parser.error = f"python -m {MODULE}", "Start the ranks of a job.", refuse
     args = parser.parse_args(argv)
+    if args.log_dir is not None and (args.redirects, args.tee) == ("0", "0"):
+        args.redirects, args.tee = (
+            "3",
+            "0:3",
+        )  # as PaddlePaddle: the output of each rank in a file, of the first here too
     if place := re.fullmatch(r"([^:]+):(\d+)", args.master_addr):
         raise UsageError(
             f"--master-addr {place[0]}: an address without a port is wanted",

@@ -22,12 +22,14 @@ from megatron.errors import SettingsError, UsageError, did_you_mean, run_main
 from megatron.settings.dialects import fleetx
 from megatron.settings.dialects.launchers import LAUNCHERS, UNREAD, meeting
 from megatron.settings.dialects.programs import INSTEAD, OURS
-from megatron.settings.dialects.table import Dialect, FlagLine, TheirSetting, sentence
+from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, TheirSetting, sentence, unread
 from megatron.settings.files import read_text
 from megatron.settings.parse import parse
 from megatron.settings.schema import GROUPS, setting
 from megatron.settings.sources import (
     CLOSES,
+    LITERAL,
+    LOOPS,
     OPENS,
     REDIRECTION,
     Command,
@@ -40,7 +42,16 @@ from megatron.settings.sources import (
     read_words,
 )
 from megatron.settings.spelling import BadValue, Spelling, spellings_of
-from megatron.settings.translate import DIALECTS, VARIABLE, Translation, back, spellings, translate, translate_fleetx
+from megatron.settings.translate import (
+    DIALECTS,
+    HELD_BY_SHELL,
+    Translation,
+    back,
+    overruled,
+    spellings,
+    translate,
+    translate_fleetx,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class TranslateOptions:
 
 
 SWITCHES = ("--strict", "--debug", "--help", "-h", "--help-all", "--print-config")
+FILES = (".yaml", ".yml", ".json", ".sh")
 
 
 def main(argv: list[str]) -> None:
@@ -81,16 +93,16 @@ def main(argv: list[str]) -> None:
     dialect = DIALECTS[given[0]]
     if options.to_dialect:
         return print_back(dialect, words)
-    lost = named = 0
+    lost, named, text = 0, 0, []
     for one in translations(dialect, words):
         if isinstance(one, str):
-            print(
-                one if options.format == "command" else "\n".join(f"# {line.lstrip('# ')}" for line in one.splitlines())
-            )
+            commented = [f"# {line.lstrip('# ')}" for line in one.splitlines()]
+            text += [one] if options.format == "command" else commented
             named += isinstance(one, Untranslated)
             continue
-        print("\n".join(shown(one, dialect, options.format)))
+        text += shown(one, dialect, options.format)
         lost += len(one.found.lost)
+    print("\n".join(text).replace(LITERAL, "$"))
     told = [f"{lost} settings of {dialect.title} have no equivalent"] * bool(lost)
     told += [f"{named} commands are not translated"] * bool(named)
     if options.strict and told:
@@ -98,13 +110,28 @@ def main(argv: list[str]) -> None:
 
 
 def divided(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(this command's own words, those to translate): these begin with the first that is no flag of ours, nor its value."""
+    """(this command's own words, those to translate): these begin with the first that is no flag of ours, nor its value.
+    Our flags may also stand after a file, or after a command that is one word.
+    """
     at = 0
     while at < len(argv) and argv[at].startswith("-"):
         if "--to" in argv[:at] and argv[at].partition("=")[0].replace("_", "-") in spellings():
             break  # a command of this suite without the name of its script
         at += 1 if argv[at] in SWITCHES or "=" in argv[at] else 2
-    return argv[:at], argv[at:]
+    own, words = argv[:at], argv[at:]
+    for number in range(len(words) - 1, 0, -1) if words and is_source(words[0]) else ():
+        flag, equals, _ = words[number].partition("=")
+        if flag in (*SWITCHES, "--format", "--from", "--to"):
+            end = number + (1 if flag in SWITCHES or equals else 2)
+            own, words = own + words[number:end], words[:number] + words[end:]
+    return own, words
+
+
+def is_source(word: str) -> bool:
+    """Whether a word is all that is translated, a file or a text, and not the first one of a command."""
+    launchers = (one for launcher in LAUNCHERS for one in launcher.programs)
+    program = PYTHON.fullmatch(word) or word.endswith(".py") or name_among(word, [*launchers])
+    return " " in word or word.endswith(FILES) or Path(word).is_file() and not program
 
 
 @dataclass
@@ -123,6 +150,40 @@ class Untranslated(str):
     """A comment that names a command of a script that has no translation."""
 
 
+@dataclass
+class Script:
+    """What its commands find: folders in which files may be, and what its variables are known to hold."""
+
+    folders: list[Path]
+    held: dict[str, str] = field(default_factory=dict)
+    depth: int = 0  # in how many loops, conditions and functions a command stands
+    depends: bool = False  # on what the command before it says: `[ -z "$X" ] && X=3`
+
+    def pass_by(self, command: Command) -> None:
+        """Take a command of the shell: `CONFIG=run.yaml`, `cd projects/gpt`."""
+        first, *words = command.text.split() or [""]
+        self.depth += (first in OPENS and first != "else") - (first in CLOSES and first not in ("elif", "else"))
+        for one in command.sources if command.kind == "assigns" else ():
+            self.held.pop(one.key, None)
+            if not (self.depth or self.depends or "$" in one.value):
+                self.held[one.key] = one.value
+        if first == "cd" and len(words) >= 1 and "$" not in words[0]:
+            self.folders = [folder / words[0] for folder in self.folders] + self.folders
+        if first in LOOPS and words:
+            self.held.pop(words[0], None)
+        self.depends = command.joined in ("&&", "||")
+
+    def file(self, one: TheirSetting, name: str, missing: list[tuple[TheirSetting, str]], notes: list) -> str | None:
+        """The file that a source names, here or in the folder of the script; what is not there goes to `missing`."""
+        name = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: self.held.get(found[1] or found[2], found[0]), name)
+        found = [path for folder in self.folders if (path := folder / name).is_file()]
+        others = [path for path in found if not path.samefile(found[0])]
+        notes += [f"{one.where}: {found[0]} is read, and not {path}" for path in others[:1]]
+        why = unread(name) if VARIABLE.search(name) else f"{name}: no such file; translate it by itself"
+        missing += [] if found else [(one, why)]
+        return str(found[0]) if found else None
+
+
 def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun | str]:
     """What the words name: a file of settings, a script with commands, or one command. Text: lines of a shell, such as
     commands that prepare its data."""
@@ -132,7 +193,9 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
         return
     variables: list[TheirSetting] = []  # of the environment, which the suite reads
     empty = False  # whether only comments stand in a loop or a condition, which a shell refuses
+    script = Script([Path("."), *[path.parent] * (path.is_file() and path.parent != Path("."))])
     for command in commands_of(dialect, words):
+        script.pass_by(command)
         instead = INSTEAD.get(name_among(command.program, INSTEAD))
         if command.kind == "other" or instead or command.in_condition:
             yield Untranslated(f"# {command.where}: not translated: {command.text}{instead and f': {instead}' or ''}")
@@ -151,13 +214,20 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
         elif name_among(command.program, OURS):
             yield from of_tool(command)
         else:
-            yield of_command(dialect, command, variables, Path(".") if command.where == "command" else path.parent)
+            yield of_command(dialect, command, variables, script)
 
 
 def commands_of(dialect: Dialect, words: list[str]) -> list[Command]:
     """The commands of a script, of a text, or the one that the words are."""
     [name, *others], path = words, Path(words[0])
-    if others:
+    if others and dialect is DIALECTS["fleetx"] and path.is_file() and path.suffix != ".sh" and others[0][0] == "-":
+        commands = [read_words(["train.py", "-c", *words], dialect.programs)]
+    elif others and is_source(name):
+        raise UsageError(
+            f"{name}: nothing is read after it, and there is {' '.join(others)}",
+            do="change the file, or give the command that starts it; of several files translate one at a time",
+        )
+    elif others:
         commands = [read_words(words, dialect.programs)]
     elif path.is_file():
         commands = read_commands(read_text(name), name, dialect.programs)
@@ -175,18 +245,22 @@ def commands_of(dialect: Dialect, words: list[str]) -> list[Command]:
 def of_tool(command: Command) -> Iterator[str]:
     """A command that prepares data, or uses what was trained, by the program of ours that takes its flags."""
     place = f"# {command.where}: {command.program}: "
-    many = f"\n# {command.where}: once for each file; --input FOLDER takes all of them" if "{}" in command.words else ""
+    many = (
+        f"\n# {command.where}: once for each file; --input FOLDER takes all of them"
+        if {"{}", "'{}'"} & {*command.words}
+        else ""
+    )
     found = Translation()
     start, notes = started(command, found)
     yield from (f"# {note}" for note in notes)
     yield from (Untranslated(f"# {_place(source)}: not translated: {text}") for source, text in found.lost)
-    words = [*start, OURS[name_among(command.program, OURS)], *map(quoted, command.words), *map(as_is, command.behind)]
+    words = [*start, OURS[name_among(command.program, OURS)], *command.words, *map(as_is, command.behind)]
     yield f"{place}its flags are taken as they are{many}\n" + " ".join(words)
 
 
 def of_file(dialect: Dialect, path: str) -> TranslatedRun:
     if dialect.name == "fleetx":
-        return of_fleetx([path], [])
+        return of_fleetx(path, [])
     sources = read_python(path, dialect.names) if path.endswith(".py") else read_tree(path)
     if not count_known(dialect, sources):
         most = max(DIALECTS.values(), key=lambda one: count_known(one, sources))
@@ -203,17 +277,21 @@ def count_known(dialect: Dialect, sources: list[TheirSetting]) -> int:
     return sum(dialect.names(key) or key.partition(".")[0] in sections for key in keys)
 
 
-def of_fleetx(paths: list[str], overrides: list[str]) -> TranslatedRun:
-    """Files, and `Section.key=value` over them, as the command that they are for."""
-    entries: fleetx.Entries = {}
-    for path in paths:
-        entries = fleetx.over(entries, fleetx.read(path))
+def of_fleetx(path: str | None, overrides: list[str]) -> TranslatedRun:
+    """A file, and `Section.key=value` over it, as the command that it is for."""
+    entries: fleetx.Entries = fleetx.read(path) if path else {}
+    said: fleetx.Entries = {}
+    replaced: list[tuple[TheirSetting, TheirSetting]] = []
     for word in overrides:
         key, _, value = word.partition("=")
-        entries = fleetx.override(entries, key, value)
+        own = fleetx.override({}, key, value)
+        replaced += fleetx.replaced(said, own)
+        said, entries = fleetx.over(said, own), fleetx.over(entries, own)
     program, groups = command_for(fleetx.purpose_of(entries))
     known = spellings_of(groups)
-    return TranslatedRun(translate_fleetx(entries, known), ["python"], program, known=known)
+    found = translate_fleetx(entries, known)
+    found.idle += [(one, overruled(False, by)) for one, by in replaced]
+    return TranslatedRun(found, ["python"], program, known=known)
 
 
 def command_for(purpose: str) -> tuple[str, dict[str, type]]:
@@ -230,29 +308,44 @@ def command_for(purpose: str) -> tuple[str, dict[str, type]]:
     )[purpose]
 
 
-def of_fleetx_command(command: Command, folder: Path) -> TranslatedRun:
-    """tools/train.py, or tools/auto.py, which searches a layout."""
+def of_fleetx_command(command: Command, script: Script) -> TranslatedRun:
+    """tools/train.py, or tools/auto.py, which searches a layout. Its last -c counts, alone."""
     named = {flag: [one for one in command.sources if FLEETX.get(one.key, "") == flag] for flag in ("-c", "-o", "")}
-    paths, overrides = ([word for one in named[flag] for word in one.words] for flag in ("-c", "-o"))
-    run = of_fleetx([str(folder / path) for path in paths], overrides)
-    run.found.lost += [(one, "no word of PaddleFleetX's tools") for one in named[""]]
+    lost = [(one, HELD_BY_SHELL if one.key[0] == "$" else "no word of PaddleFleetX's tools") for one in named[""]]
+    path = script.file(named["-c"][-1], named["-c"][-1].value, lost, command.notes) if named["-c"] else None
+    run = of_fleetx(path, [word for one in named["-o"] for word in one.words])
+    run.found.lost += lost
+    run.found.idle += [
+        (one, overruled(one.words == named["-c"][-1].words, named["-c"][-1])) for one in named["-c"][:-1]
+    ]
     if Path(command.program).name == "auto.py" and "--auto-parallel" in run.known:
-        run.found.lines.append(FlagLine("--auto-parallel", [], TheirSetting("", [], command.where, command.program)))
+        search(run.found, TheirSetting("", [], command.where, command.program))
     run.start, notes = started(command, run.found)
     run.behind, run.notes = command.behind, command.notes + notes
     return run
 
 
-def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting], folder: Path) -> TranslatedRun:
+def search(found: Translation, source: TheirSetting) -> None:
+    """tools/auto.py makes the layout that its file has; without one it is searched, for a batch that is given."""
+    flags = {line.flag: line for line in found.lines}
+    if any(flag.endswith(("-model-parallel-size", "--data-parallel-size", "--dp-degree")) for flag in flags):
+        return found.idle.append((source, "its file has a layout; without one --auto-parallel would search it"))
+    found.lines.append(FlagLine("--auto-parallel", [], source))
+    if "--local-batch-size" in flags and "--global-batch-size" not in flags:
+        found.lines.remove(flags["--local-batch-size"])
+        found.lost.append((flags["--local-batch-size"].source, "of a search the whole batch is: --global-batch-size N"))
+
+
+def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting], script: Script) -> TranslatedRun:
     """A command, with the files that its flags name."""
     if dialect.name == "fleetx":
-        return of_fleetx_command(command, folder)
+        return of_fleetx_command(command, script)
     own, sources, missing = Translation(), [*variables, *command.sources], []
     start, notes = started(command, own)
     if not dialect.base:
         sources = [one._replace(key=_bare(one.key), words=one.words or ["true"]) for one in sources]
     if dialect.name == "nemo":
-        sources = with_hydras_file(sources, folder, missing)
+        sources = with_hydras_file(sources, script, missing, command.notes)
     for one in list(sources):
         reader, name = CONFIGS.get((dialect.name, _bare(one.key))), one.value
         if reader is None and one.key.endswith(".json"):
@@ -260,7 +353,7 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         if reader is None or name in ("", "true"):
             continue
         sources.remove(one)
-        if (path := named_file(one, folder, name, missing)) is None:
+        if (path := script.file(one, name, missing, command.notes)) is None:
             continue
         if reader == "deepspeed":
             own = translate(DIALECTS["deepspeed"], read_tree(path), own)
@@ -279,21 +372,14 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
     return TranslatedRun(found, start, program, command.behind, command.notes + notes)
 
 
-def named_file(one: TheirSetting, folder: Path, name: str, missing: list[tuple[TheirSetting, str]]) -> str | None:
-    """The file that a source names, in the folder of its script or here; what is not there goes to `missing`."""
-    found = [str(path) for path in (folder / name, Path(name)) if path.is_file()]
-    missing += [] if found else [(one, f"{name}: no such file; translate it by itself")]
-    return found[0] if found else None
-
-
-def with_hydras_file(sources: list[TheirSetting], folder: Path, missing: list) -> list[TheirSetting]:
+def with_hydras_file(sources: list[TheirSetting], script: Script, *told: list) -> list[TheirSetting]:
     """`--config-path=conf --config-name=c` as what conf/c.yaml says, before the words that override it."""
     named = {one.key: one for one in sources if one.key in ("config_path", "config_name")}
     if "config_name" not in named:
         return sources
     name = named["config_name"].value.removesuffix(".yaml") + ".yaml"
     inside = Path(named["config_path"].value if "config_path" in named else "conf") / name
-    path = named_file(named["config_name"], folder, str(inside), missing)
+    path = script.file(named["config_name"], str(inside), *told)
     return (read_tree(path) if path else []) + [one for one in sources if one.key not in named]
 
 
@@ -337,15 +423,15 @@ def started(command: Command, found: Translation) -> tuple[list[str], list[str]]
         f"{command.where}: python {word}: ranks are started without it" for word in own if word not in ("-u", "-m")
     ]
     at += 2 if words[at + 1 : at + 2] in (["launch"], ["run"]) else 1
-    flags, tokens = words[at:], [(word, where, "") for word, where in zip(words, command.places)][at:]
+    tokens = command.tokens[at:]
     sources = [one._replace(words=one.words or ["true"]) for one in flags_of_words(tokens)]
     if config := next((one for one in sources if one.key == "--config_file" and Path(one.value).is_file()), None):
         read = [one._replace(key=f"--{one.key.rpartition('.')[2]}") for one in read_tree(config.value)]
         sources = read + [one for one in sources if one is not config]
     if launcher is LAUNCHERS[0]:
         found.idle += [(one, text) for one in sources if (text := sentence(launcher.idle, one.key))]
-        start = [word for word in flags if not sentence(launcher.idle, word)]
-        return [*map(quoted, before), "torchrun", *map(quoted, start)], notes
+        start = [written for word, _, written in tokens if not sentence(launcher.idle, word)]
+        return [*map(quoted, before), "torchrun", *start], notes
     start, told = started_by(translate(launcher, sources, found))
     return [*map(quoted, before), *start], notes + told
 

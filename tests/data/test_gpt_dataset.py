@@ -243,6 +243,12 @@ def test_a_test_without_documents_is_left_out_with_a_note(tmp_path):
     assert len(train) >= 10 and len(valid) >= 2 and test is None
     [note] = [line for line in said if line.startswith("note: ")]
     assert "leaves nothing for test" in note and "--split 18,1,1" in note  # 969,30,1 of 20 gives 19, 1, 0
+    both, said = [prefix, write_tokens(tmp_path / "b", (5,) * 20)], []
+    assert build_datasets(Data(data_path=both), 4, (10, 2, 2), 1, log=said.append)[2] is None
+    assert sum("leaves nothing for test" in line for line in said) == 2
+    both[1] = write_tokens(tmp_path / "b", (5,) * 2000)
+    test = build_datasets(Data(data_path=both), 4, (10, 2, 2), 1, log=print)[2]
+    assert test is not None and {test.origin(i).prefix for i in range(len(test))} == {both[1]}
     text = broken(tmp_path, "leaves nothing for valid", data_path=["P"], split="99,0.5,0.5")
     assert "--split 18,1,1" in text and "--eval-iters 0" in text
 

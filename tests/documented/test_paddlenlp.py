@@ -147,15 +147,81 @@ def test_what_translate_makes_of_devices_switches_and_other_commands(words, star
 
 @pytest.mark.parametrize(
     "flag, instead",
-    [("init_checkpoint_path", "load"), ("decode_strategy", "greedy"), ("max_length", "tokens-to-generate")],
+    [
+        ("init_checkpoint_path", "load"),
+        ("decode_strategy", "greedy, --num-beams, or for sampling --top-p and --top-k"),
+        ("max_length", "tokens-to-generate"),
+        ("num_return_sequences", "num-samples"),
+        ("early_stopping", "num-beams"),
+        ("model_name", "load .the checkpoint has its model"),
+    ],
 )
 def test_words_of_the_other_commands_have_a_hint(flag, instead):
-    from megatron.inference.sampling import Sampling
+    from megatron.inference.sampling import Sampling, Search
     from megatron.settings.parse import parse
     from megatron.tools.generate import GenerateOptions
 
     with pytest.raises(UsageError, match=f"did you mean --{instead}"):
-        parse([f"--{flag}", "x"], dict(generate=GenerateOptions, sampling=Sampling))
+        parse([f"--{flag}", "x"], dict(generate=GenerateOptions, sampling=Sampling, search=Search))
+
+
+def test_an_evaluation_without_its_task_names_the_file():
+    from megatron.tools import evaluate
+
+    with pytest.raises(UsageError, match="--eval-path x needs --task: WIKITEXT103"):
+        evaluate.main(["--load", "y", "--eval_path", "x"])
+
+
+SAME_SOURCE = [
+    (
+        "--check_accuracy true --hidden_dropout_prob 0.3",
+        (0.3, 0),
+        "--check-accuracy true is no dropout, and gives way to --hidden-dropout-prob 0.3",
+    ),
+    (
+        "--attention_dropout 0.2 --check_accuracy true",
+        (0, 0.2),
+        "--check-accuracy true is no dropout, and gives way to --attention-dropout 0.2",
+    ),
+    ("--check_accuracy false --hidden_dropout_prob 0.3", (0.3, 0.1), ""),
+    ("--use_amp true --bf16", (0.1, 0.1), "--use-amp true is fp16, and gives way to --bf16"),
+    ("--bf16 --use_amp true", (0.1, 0.1), "--use-amp true is fp16, and gives way to --bf16"),
+    ("--use_amp true --amp_level O2", (0.1, 0.1), ""),
+    (
+        "--max_lr 1 --lr_decay_style none --warmup_rate 0.1 --decay_steps 9",
+        (0.1, 0.1),
+        "--warmup-rate beside --lr-decay-style none warms up",
+    ),
+    ("--lr_decay_style cosine --warmup_rate 0.1 --decay_steps 9", (0.1, 0.1), ""),
+    ("--model_type gpt-cn", (0.1, 0.1), "the vocabulary of gpt-cn is --tokenizer-type GPTChineseTokenizer"),
+    ("--model_type gpt-cn --tokenizer_model x", (0.1, 0.1), ""),
+]
+
+
+@pytest.mark.parametrize("line, dropouts, told", SAME_SOURCE)
+def test_words_that_decide_about_others_say_so(line, dropouts, told, capsys):
+    config = parse_pretrain([*TINY, *line.split()])
+    assert (config.model.hidden_dropout, config.model.attention_dropout) == dropouts
+    err = capsys.readouterr().err
+    assert told in err and (told or not err)
+    assert "bf16" not in line or (config.precision.precision, config.precision.amp_level) == ("bf16", "O1")
+
+
+def test_one_number_of_ranks_for_all_that_need_some():
+    """World = mp x pp x sharding x dp, as PaddleNLP has it."""
+    words = "--mp_degree 2 --sharding_degree 4 --use_sharding true --dp_degree 1 --global_batch_size 32"
+    [said] = [one for one in check(parse_pretrain([*TINY, *words.split()]), 1) if "rank" in one]
+    assert said.startswith("--mp-degree 2 x --sharding-degree 4: 8 ranks are needed") and "--nproc-per-node 8" in said
+
+
+def test_messages_have_the_words_that_were_given():
+    said = check(parse_pretrain([*TINY, "--save_steps", "5"]), 1)
+    assert "--save-steps needs --save: there is no folder to save into" in said
+    config = parse_pretrain([*TINY, "--micro-batch-size", "2", "-o", "Global.local_batch_size=3"])
+    [said] = [one for one in check(config, 1) if "multiple" in one]
+    assert said.startswith(
+        "--local-batch-size 3 (-o Global.local_batch_size) is not a multiple of --micro-batch-size 2;"
+    )
 
 
 def test_an_empty_file_is_named(tmp_path, capsys):

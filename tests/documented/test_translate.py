@@ -307,7 +307,6 @@ def test_paddlenlps_defaults_are_lines(capsys):
         "--eval-interval": "500",
         "--eval-iters": "10",
         "--test-iters": "100",
-        "--save-interval": "500",
         "--split": "949,50,1",
     }
     assert "--use_amp: PaddleNLP reads it as false where no value follows" in text
@@ -350,13 +349,13 @@ def test_variables_of_a_shell_stay(capsys):
     }
     assert wanted.items() <= found.items() and found["--eval-interval"] == "7"
     assert (
-        "--use_amp '$AMP': what $AMP holds is not read: say its value or, if it is true, --fp16 --amp-level O1"
+        '--use_amp "$AMP": what $AMP holds is not read: say its value or, if it is true, --fp16 --amp-level O1'
         " --initial-loss-scale 32768" in text
     )
     text = printed(capsys, "--from", "paddlenlp", "--format", "yaml", line)
     assert "tensor_model_parallel_size: '$MP'" in text and "which YAML has not: write its value" in text
     text = printed(capsys, "--from", "hf-trainer", "python run_clm.py --learning_rate $LR --warmup_steps $W")
-    assert '--lr "$LR"' in text and "--warmup_steps '$W': what $W holds is not read: say its value" in text
+    assert '--lr "$LR"' in text and '--warmup_steps "$W": what $W holds is not read: say its value' in text
 
 
 def test_notes_of_what_has_no_effect_are_true(capsys, tmp_path):

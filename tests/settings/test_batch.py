@@ -122,7 +122,7 @@ def test_problems_are_named_in_flags(changes, dp, words):
         (dict(local_batch_size=8, gradient_accumulation_steps=4, global_batch_size=32), 32, None),
         (dict(local_batch_size=8, global_batch_size=64), 64, "--local-batch-size 8 is not 64 samples / (4 data"),
         (dict(gradient_accumulation_steps=3, global_batch_size=16), 16, "--gradient-accumulation-steps 3 is not 16"),
-        (dict(local_batch_size=3), 12, "--global-batch-size 12 is not a multiple"),
+        (dict(local_batch_size=3), 12, "--local-batch-size 3 is not a multiple of --micro-batch-size 2;"),
     ],
 )
 def test_what_other_suites_call_the_batch(said, size, words):

@@ -9,6 +9,7 @@ from megatron.errors import SettingsError, UsageError
 from megatron.inference.sampling import Sampling, Search
 from megatron.model.arguments import parse_any
 from megatron.settings.parse import parse, parse_pretrain
+from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
 from megatron.tasks import finetune
 from megatron.tools import evaluate, generate
@@ -409,6 +410,21 @@ def test_fine_tuning_reads_its_files(glue, capsys):
     assert made["data"].dataloader_type == "cyclic"
     told = capsys.readouterr().err
     assert "Data.Eval.dataset.name" in told and "sampler" not in told and "split" not in told
+
+
+def test_fine_tuning_says_which_command_a_file_of_pretraining_is_for(tmp_path):
+    (tmp_path / "gpt.yaml").write_text("Model: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}\n")
+    with pytest.raises(UsageError, match="missing: --task; a file for pretraining: pretrain_gpt.py -c FILE"):
+        parse(["-c", str(tmp_path / "gpt.yaml")], {**GROUPS, **finetune.groups()})
+
+
+def test_fine_tuning_names_the_vocabulary_that_it_lacks(glue, tmp_path):
+    for name in ("train.tsv", "dev.tsv", "test.tsv"):
+        (tmp_path / name).write_text("sentence\tlabel\na b\t1\n")
+    words = ["-c", glue, "-o", "Model.vocab_size=50304", "-o", f"Data.Train.dataset.root={tmp_path}"]
+    config = finetune.normalize_task_config(parse_pretrain(words, extra_groups=finetune.groups()))
+    said, _ = violations(config, 1, finetune.TASK_RULES)
+    assert any(one.startswith("the task is text, and no vocabulary is given; --vocab-file") for one in said)
 
 
 def test_pretraining_says_which_command_fine_tunes(glue):

@@ -306,7 +306,7 @@ MISTAKES = [
     ("--json_key body", 4, "no key 'body'"),
     ("--json_key text title", 3, "one key fills one pair of files"),
     ("--on-bad-line stop --input_path {t}/bad.jsonl", 4, "bad.jsonl, line 2"),
-    ("--data_format text2", 2, "--data-format"),
+    ("--data_format text", 2, "'text' is none of JSON"),
     ("--workers 0", 3, "--workers 0: at least 1"),
     ("--workers many", 2, "--workers"),
     ("--log_interval 0", 3, "--log-interval 0"),
@@ -384,6 +384,30 @@ def test_data_impl_is_named(bpe, tmp_path, capsys):
     main([*flags(bpe, "GPTTokenizer", tmp_path / "in.jsonl", tmp_path / "out"), "--data_impl", "mmap"])
     assert "note: --data-impl mmap has no effect: _ids.npy and _idx.npz are written" in capsys.readouterr().err
     assert (tmp_path / "out_ids.npy").exists() and not (tmp_path / "out.bin").exists()
+
+
+IDLE = [
+    ("--chinese", "--chinese has no effect without --split-sentences"),
+    ("--lang german", "--lang german has no effect without --split-sentences"),
+    ("--sentence_splitter nltk", "--sentence-splitter nltk has no effect without --split-sentences"),
+    ("--cn_seg_func lac", "--cn-seg-func lac has no effect without --cn-whole-word-segment"),
+    ("--cn_split_dimer |", "--cn-split-dimer | has no effect without --cn-splited"),
+    ("--merge_file {m}/merges.txt", "merges.txt has no effect without the other one of --vocab-file and --merge-file"),
+    (
+        "--vocab_file nothere",
+        "--vocab-file nothere has no effect without the other one of --vocab-file and --merge-file",
+    ),
+    ("--vocab_file {m}/vocab.json --merge_file {m}/merges.txt", ""),
+    ("--split_sentences --chinese", ""),
+]
+
+
+@pytest.mark.parametrize("words, told", IDLE)
+def test_words_without_effect_are_named(bpe, tmp_path, capsys, words, told):
+    (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n')
+    main([*flags(bpe, "GPTTokenizer", tmp_path / "in.jsonl", tmp_path / "out"), *words.format(m=bpe).split()])
+    err = capsys.readouterr().err
+    assert told in err and err.count("has no effect") == bool(told)
 
 
 # Sample -----------------------------------------------------------------------------------------------------------------

@@ -325,6 +325,25 @@ def test_paddles_words_for_gpus(words, tmp_path, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and config_from_args(args)[0].nproc_per_node == 2
 
 
+def test_a_folder_for_logs_alone_takes_the_output_of_all_ranks(tmp_path, monkeypatch):
+    """As PaddlePaddle's --log_dir: a file for each, and what the first one prints is seen as well."""
+    (tmp_path / "rank.py").touch()
+    monkeypatch.chdir(tmp_path)
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    for words, files, seen in (
+        (["--log_dir", "logs"], {0, 1}, {0}),
+        (["--log_dir", "logs", "-t", "1:3"], {1}, {1}),
+        (["--log_dir", "logs", "--redirects", "1:3"], {1}, set()),
+        ([], set(), set()),
+    ):
+        args = launch.parse(get_args_parser(), [*words, "--nproc-per-node", "2", "rank.py"])
+        args.log_dir = args.log_dir or str(tmp_path / "logs")
+        logs = config_from_args(args)[0].logs_specs.reify({0: {}, 1: {}})
+        assert {rank for rank in (0, 1) if logs.stdouts[rank]} == files, words
+        assert {rank for rank, path in logs.tee_stdouts.items() if path} == seen, words
+
+
 def test_ranks_that_cannot_be_started(start, tmp_path):
     """A wrong number of them, which torch notices late; the later flag counts."""
     code, said = start("--nproc-per-node", "gpux", "rank.py", "exits").end()

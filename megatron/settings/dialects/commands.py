@@ -4,10 +4,11 @@
 What is not named here is read as `settings.parse` reads it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megatron.settings.dialects.programs import INSTEAD, OURS
-from megatron.settings.dialects.table import Default, Dialect, epochs_unless, sentence
+from megatron.settings.dialects.table import VARIABLE, Computed, Default, Dialect, NoEffect, epochs_unless, sentence
+from megatron.settings.spelling import YES
 
 PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_only")
 
@@ -36,9 +37,26 @@ def profiler_options(words: list[str], given: object = None) -> list[tuple[str, 
 
 def tests_of(words, given):
     """PaddleNLP tests ten times as many batches as it validates."""
-    tests = [("--test-iters", [str(10 * int(words[0]))])] * ("--test_iters" not in given)
-    return [("--eval-iters", words), *tests]
+    ten = str(10 * int(words[0])) if words[0].isdecimal() else f"$((10 * {words[0]}))"
+    tests = words[0].isdecimal() or VARIABLE.search(words[0]) and words[0].strip("${}").isidentifier()
+    return [("--eval-iters", words), *[("--test-iters", [ten])] * bool(tests and "--test_iters" not in given)]
 
+
+def unless(key: str, words: tuple[str, ...], why: str, flag: str) -> Computed:
+    """A flag that has no effect beside a key that has one of these words."""
+
+    def computed(own, given):
+        if key in given and given[key].value.lower() in words:
+            raise NoEffect(f"{key} {given[key].value}: {why}, there as well")
+        return [(flag, own)]
+
+    return computed
+
+
+CHINESE = "the vocabulary of gpt-cn is --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE"
+NONE = ("--lr_decay_style=none",)
+CONSTANT = ("--lr_decay_style", ("none",), "the rate is --max_lr from the first step to the last")
+NO_DROPOUT = ("--check_accuracy", YES, "training has no dropout")
 
 PADDLENLP = Dialect(
     "paddlenlp",
@@ -79,7 +97,7 @@ PADDLENLP = Dialect(
     changed={
         "--input_dir": "token files of preprocess_data.py: their prefix",
         "--dp_degree": "replicas outside sharding: world = mp x sharding x pp x dp, asserted",
-        "--model_name_or_path": "a shape; weights are in --load, the vocabulary in --vocab-file and --merge-file",
+        "--model_name_or_path": "a shape, or a folder to --load; the vocabulary is in --vocab-file and --merge-file",
         "--use_amp": "formats op by op, first loss scale 2^15; --amp-level O2 is faster",
         "--global_batch_size": "micro-batches follow from it; the mean is over all tokens of the batch",
     },
@@ -92,19 +110,24 @@ PADDLENLP = Dialect(
     lost={
         "say --load DIR to go on, and --finetune to take its weights alone": "--continue_training",
         "layers are compiled by --torch-compile": "--to_static",
-        "Chinese texts have --tokenizer-type GPTChineseTokenizer --tokenizer-model FILE": "--model_type",
+        f"a GPT is trained; {CHINESE}": "--model_type",
     },
     computed={
         **dict.fromkeys(PROFILER, profiler_options),
         "--num_train_epochs": epochs_unless("--max_steps"),
         "--eval_iters": tests_of,
+        "--min_lr": unless(*CONSTANT, "--min-lr"),
+        "--decay_steps": unless(*CONSTANT, "--lr-decay-iters"),
+        "--warmup_rate": unless(*CONSTANT, "--lr-warmup-fraction"),
+        "--hidden_dropout_prob": unless(*NO_DROPOUT, "--hidden-dropout"),
+        "--attention_probs_dropout_prob": unless(*NO_DROPOUT, "--attention-dropout"),
     },
     defaults=(
         Default("--lr", "1e-4"),
-        Default("--min-lr", "1e-5"),
+        Default("--min-lr", "1e-5", NONE),
         Default("--lr-decay-style", "cosine"),
-        Default("--lr-decay-iters", "360000", ("--lr?decay?samples",)),
-        Default("--lr-warmup-fraction", "0.01", ("--warmup_steps", "--lr?warmup?iters", "--lr?warmup?samples")),
+        Default("--lr-decay-iters", "360000", (*NONE, "--lr?decay?samples")),
+        Default("--lr-warmup-fraction", "0.01", (*NONE, "--warmup_steps", "--lr?warmup?iters", "--lr?warmup?samples")),
         Default("--weight-decay", "0"),
         Default("--clip-grad", "0"),
         Default("--micro-batch-size", "8"),
@@ -113,17 +136,20 @@ PADDLENLP = Dialect(
         Default("--eval-interval", "500"),
         Default("--eval-iters", "10"),
         Default("--test-iters", "100", ("--eval_iters",)),
-        Default("--save-interval", "500"),
+        Default("--save-interval", "500", where="--output_dir"),
         Default("--split", "949,50,1"),
     ),
     programs=("run_pretrain_static.py", "run_pretrain.py"),
     base=True,
 )
 
-# a flag of PaddleNLP's evaluation and generation -> the flag that says it here
+# a flag of PaddleNLP's evaluation and generation -> what says it here
 ELSEWHERE = {
     "--init-checkpoint-path": "--load",
-    "--decode-strategy": "--greedy",
+    "--model-name": "--load (the checkpoint has its model and its vocabulary)",
+    "--decode-strategy": "--greedy, --num-beams, or for sampling --top-p and --top-k",
+    "--num-return-sequences": "--num-samples",
+    "--early-stopping": "--num-beams (its search ends by itself)",
     "--max-length": "--tokens-to-generate",
     "--min-length": "--min-tokens-to-generate",
 }
@@ -158,13 +184,15 @@ def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[
     flags = dict(words)
     alone = [flag for flag, values in flags.items() if flag in FALSE_ALONE and not values]
     notes = [f"{flag} without a value is true here, and false in PaddleNLP" for flag in alone]
-    others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, flags))]
-    if len(THEIRS & set(flags)) > 2 and others:
-        told = ", ".join(f"{one.flag} {one.word}" for one in others)
-        notes.append(
-            f"PaddleNLP's defaults, where this suite has others: {told} (megatron.tools.translate writes them)"
-        )
-    return notes
+    said = [*flags, *(f"{flag}={' '.join(values)}" for flag, values in words)]
+    others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, said))]
+    return notes + [others_defaults(PADDLENLP, others)] * bool(len(THEIRS & set(flags)) > 2 and others)
+
+
+def others_defaults(dialect: Dialect, defaults: Iterable[Default]) -> str:
+    """A note of defaults that nobody overrides."""
+    told = ", ".join(dict.fromkeys(f"{one.flag} {one.word}" for one in defaults))
+    return f"{dialect.title}'s defaults, where this suite has others: {told} (megatron.tools.translate writes them)"
 
 
 LLMACC = Dialect(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import UsageError, did_you_mean
-from megatron.settings.dialects.table import Dialect, TheirSetting, sentence
+from megatron.settings.dialects.table import VARIABLE, Default, Dialect, TheirSetting, sentence, unread
 from megatron.settings.files import compose, merged
 from megatron.settings.spelling import NO, YES, dashed
 
@@ -23,6 +23,7 @@ BASE, INHERITED, NAME = "_base_", "_inherited_", "Data.Train.dataset.name"
 EMPTY = ("", "~", "null", "Null", "NULL", "None")
 COMMAND = "-o "  # where an override stands, and its key
 Entries = dict[str, TheirSetting]  # a key without a value has None for its words; `where` ends in the key
+MIXED = "Engine.mix_precision"
 GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()  # tasks of Data.Train.dataset.name
 # Model.module begins with -> the command that the file is for
 MODULES = dict(gptfinetune="task", gptgeneration="generate", gpteval="evaluate")
@@ -135,6 +136,17 @@ REFUSED = {
     "no first or last token can be forced": "Generation.forced_bos_token_id Generation.forced_eos_token_id",
     "all texts are searched together": "Generation.num_beam_groups Generation.diversity_rate",
 }
+# What its engine does where nothing is said.
+DEFAULTS = (
+    Default("--train-iters", "500000", ("Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode=epoch")),
+    Default("--log-interval", "1", ("Engine.logging_freq",)),
+    Default("--eval-iters", "0", ("Engine.eval_iters", "Engine.run_mode=epoch")),
+    Default("--eval-interval", "1000000000", ("Engine.eval_freq",), where="Engine.eval_iters"),  # never
+    *(
+        Default("--initial-loss-scale", "32768", (f"{MIXED}.scale_loss", f"{MIXED}.dtype=bfloat16"), f"{MIXED}.{on}")
+        for on in ("enable=[ty1]*", "use_pure_fp16=[ty1]*")
+    ),
+)
 RECOMPUTED = "Model.recompute_granularity Model.no_recompute_layers Model.use_recompute Engine.use_recompute".split()
 _COMPRESSION = """Quantization.enable Quantization.pretrained Quantization.weight_quantize_type Quantization.weight_bits
     Quantization.weight_preprocess_type Quantization.activation_quantize_type Quantization.activation_bits
@@ -169,7 +181,8 @@ def _table(*purposes: str) -> Dialect:
         section = word if word.endswith(":") else section
         rows += [f"{section[:-1]}.{word}  {dashed(word)}"] * (word != section)
     words = "\n".join(rows + [OTHERS[purpose] for purpose in purposes])
-    return Dialect("fleetx", "PaddleFleetX", words, idle=IDLE, lost=REFUSED, programs=("train.py", "auto.py"))
+    more = dict(idle=IDLE, lost=REFUSED, defaults=DEFAULTS, programs=("train.py", "auto.py"))
+    return Dialect("fleetx", "PaddleFleetX", words, **more)
 
 
 TABLES = {purpose: _table(*of) for purpose, of in dict(train=["train"], task=["train", "task"]).items()}
@@ -238,7 +251,33 @@ def override(entries: Entries, key: str, text: str) -> Entries:
 def over(below: Entries, own: Entries) -> Entries:
     """Entries over others. An empty key empties its section, and a section takes the place of a value."""
     gone = tuple(f"{key}." for key, one in own.items() if one.words is None)
+    for section in gone:  # its text says what is lost
+        names = ", ".join(
+            key.removeprefix(section) for key, one in below.items() if key.startswith(section) and one.words
+        )
+        own = own | {section[:-1]: own[section[:-1]]._replace(text=names)} if names else own
     return {key: one for key, one in below.items() if key not in own and not key.startswith(gone)} | own
+
+
+def in_words(pair: tuple[TheirSetting, TheirSetting]) -> tuple[str, str]:
+    return tuple(f"{one.where}={' '.join(one.words or ['null'])}" for one in pair)
+
+
+def dropped(entries: Entries) -> list[tuple[TheirSetting, str]]:
+    """(an empty section, what it leaves out of the files that it builds on)."""
+    emptied = [one for one in entries.values() if one.words is None and one.text and one.where]
+    return [(one._replace(text=""), f"is empty, and leaves out what its base says: {one.text}") for one in emptied]
+
+
+def replaced(below: Entries, own: Entries) -> list[tuple[TheirSetting, TheirSetting]]:
+    """(an entry that does not count, the one over it that does) for values that others of the same source replace."""
+    pairs = []
+    for key, one in below.items():
+        emptied = (other for name, other in own.items() if other.words is None and key.startswith(f"{name}."))
+        by = own.get(key) or next(emptied, one)
+        if one.words not in (None, by.words):
+            pairs.append((one, by))
+    return pairs
 
 
 def _flat(mapping, origin, prefix: str = "") -> Entries:
@@ -292,7 +331,8 @@ class Translated:
         """Whether a switch is on; None where nobody says it, or something else, which is refused."""
         value = self.word(key)
         if key in self.given and value not in YES + NO:
-            self.refuse(key, f"'{self.given[key].value}' is neither true nor false")
+            given = self.given[key].value
+            self.refuse(key, unread(given) if VARIABLE.search(given) else f"'{given}' is neither true nor false")
         return value in YES if value in YES + NO else None
 
     def left(self, pattern: str) -> list[str]:
@@ -490,6 +530,8 @@ def _switch(out: Translated, *names: str) -> tuple[bool, list[str]]:
     """
     states = {key: out.is_on(key) for key in names if key in out.given}
     own = {key: on for key, on in states.items() if out.given[key].where.startswith(COMMAND)} or states
+    if set(own.values()) == {None}:  # refused
+        return False, []
     switches = [key for key, on in own.items() if on] or list(own)
     on = any(own.values())
     out.note(

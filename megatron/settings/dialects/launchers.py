@@ -8,7 +8,7 @@ may end in flags of this suite, where a launcher says what its program is to do 
 
 from collections.abc import Mapping
 
-from megatron.settings.dialects.table import Dialect, FlagLine, NoEffect
+from megatron.settings.dialects.table import VARIABLE, Dialect, FlagLine, NoEffect, unread
 
 MACHINES = (
     "start it on each machine, with --rdzv-backend c10d --rdzv-endpoint FIRST:PORT, or --node-rank and --master-addr"
@@ -77,6 +77,9 @@ def cards(words, given):
     if last and last[0].words != words:
         raise NoEffect(f"{last[0].text} says which, the last word for it")
     numbers = [number for word in words for number in word.split(",") if number]
+    if any(map(VARIABLE.search, words)):  # how many it holds torchrun sees
+        count = [("--nproc-per-node", ["gpu"])] * (not {"--nproc_per_node", "--num_processes"} & set(given))
+        return [(f"CUDA_VISIBLE_DEVICES={','.join(words)}", []), *count]
     if numbers == ["all"]:
         return [("--nproc-per-node", ["gpu"])]
     first = [str(number) for number in range(len(numbers))]
@@ -92,6 +95,8 @@ def cards(words, given):
 
 def slots(words, given):
     """DeepSpeed's hosts and their devices: `worker-0:0,1@worker-1:0,1`."""
+    if VARIABLE.search(words[0]):
+        raise ValueError(unread(words[0]))
     hosts = [host.partition(":") for host in words[0].split("@")]
     if len({devices for _, _, devices in hosts}) > 1:
         raise ValueError("hosts with devices of their own: start torchrun on each of them, with CUDA_VISIBLE_DEVICES")
@@ -102,13 +107,17 @@ def slots(words, given):
 def first_of(words, given):
     """A list of machines as how many there are, and where the first one is."""
     hosts = ",".join(words).split(",")
+    if not {"--nnodes", "--num_nodes"} & set(given) and any(map(VARIABLE.search, words)):
+        raise ValueError(f"{unread(hosts[0])}, or how many there are: --nnodes N --master-addr FIRST")
     own = [("--master-addr", hosts[:1])] * ("--master_addr" not in given)
     return own + [("--nnodes", [str(len(hosts))])] * (not {"--nnodes", "--num_nodes"} & set(given))
 
 
 def endpoint(words, given):
     host, colon, port = words[0].rpartition(":")
-    if not colon or not port.isdecimal() or "/" in host:
+    if VARIABLE.match(words[0]) and not colon:  # both are in it
+        return [("--rdzv-backend", ["c10d"]), ("--rdzv-endpoint", words)]
+    if not colon or not (port.isdecimal() or VARIABLE.match(port)) or "/" in host:
         raise ValueError(
             "the place of the first machine is HOST:PORT; with etcd say --rdzv-backend and --rdzv-endpoint"
         )
@@ -118,6 +127,8 @@ def endpoint(words, given):
 def each_machine(words, given):
     """accelerate counts the ranks of all machines."""
     machines = given["--num_machines"].value if "--num_machines" in given else "1"
+    if machines == "1":
+        return [("--nproc-per-node", words)]
     count, rest = divmod(int(words[0]), int(machines))
     if rest or not count:
         raise ValueError(f"{words[0]} ranks on {machines} machines: say --nproc-per-node on each")

@@ -26,6 +26,8 @@ from typing import NamedTuple
 from megatron.settings.spelling import NO, YES
 from megatron.settings.statements import Statement
 
+VARIABLE = re.compile(r"\$(\w|[@*(]|\{\w+[}:#%/?+=\[-])")  # of a shell: $X, ${X:-3}, $(nproc)
+
 
 class TheirSetting(NamedTuple):
     """One setting as another suite has it: `key`, the words of its value, where it stands, and the text there."""
@@ -52,6 +54,13 @@ class FlagLine(NamedTuple):
 
 class NoEffect(ValueError):
     """Raised by a `Computed` for what has no effect here. The message says why."""
+
+
+def unread(value: str) -> str:
+    """What is said of a value that is no number, which may be a variable of a shell."""
+    if VARIABLE.search(value):
+        return f"what {value} holds is not read: say its value"
+    return f"'{value}' is not a number"
 
 
 def epochs_unless(steps: str) -> "Computed":
@@ -87,6 +96,13 @@ class Default(NamedTuple):
     def is_said(self, flag: str) -> bool:
         """Whether a flag, with dashes, is among those that take its place."""
         return any(fnmatchcase(flag, one.replace("_", "-")) for one in self.unless)
+
+    def applies(self, given: Mapping[str, TheirSetting]) -> bool:
+        """Whether none of the keys is given that take its place, itself or something below it, or with its value."""
+        found = {key.split(".")[0] for key in given} | set(given)
+        found |= {f"{source.key}={source.value.lower()}" for source in given.values()}
+        said = lambda *keys: any(fnmatchcase(one, key) for one in found for key in keys)
+        return not said(*self.unless) and (not self.where or said(self.where))
 
 
 @dataclass(frozen=True)
@@ -174,6 +190,11 @@ class Dialect:
     def keys(self) -> list[str]:
         """The keys that have rows."""
         return [row.partition("=")[0] for row in self.table]
+
+    def flags_of_key(self, key: str) -> list[str]:
+        """The flags that a key may mean."""
+        rows = [meaning for row, meaning in self.table.items() if row.partition("=")[0] == key]
+        return [word for meaning in rows for word in meaning.replace(";", "").split() if word.startswith("--")]
 
     def values(self, key: str) -> list[str]:
         """The values of a key that have rows of their own."""
