@@ -71,12 +71,6 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
         )
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if world > 1 and joined:
-        if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-            raise SettingsError(
-                f"rank {rank} of {world} does not know where the ranks meet: {' and '.join(absent)} not set",
-                f"WORLD_SIZE={world} is in the environment, which torchrun sets with the others",
-                "start all ranks with torchrun (mpirun: add -x MASTER_ADDR=HOST); or unset WORLD_SIZE and RANK",
-            )
         backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         if backend == "nccl":
             prefer_messages()
@@ -90,6 +84,12 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
             # Without device_id: all ranks would have to take part in the making of every group (mpu/groups.py).
             dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
         except (RuntimeError, ValueError) as error:
+            if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+                raise SettingsError(
+                    f"rank {rank} of {world} does not know where the ranks meet: {' and '.join(absent)} not set",
+                    f"WORLD_SIZE={world} is in the environment, which torchrun sets with the others",
+                    "start all ranks with torchrun (mpirun: add -x MASTER_ADDR=HOST); or unset WORLD_SIZE and RANK",
+                ) from error
             raise PeerLost(
                 f"rank {rank} of {world} could not join the job at {where}",
                 str(error).splitlines()[0],

@@ -44,14 +44,7 @@ def search_layouts(config: schema.Config) -> SearchResult:
     sized, given = replace(config, batch=batch.smallest(config.batch)), config.given_words
     if wrong := [words for name in schema.GROUPS for words in out_of_range(getattr(sized, name), given).values()]:
         raise refusal(wrong)
-    cluster, source = target.cluster_of(config)
-    asked, world, local = config.planner, cluster.world_size, cluster.local_size
-    if asked.world_size and not asked.local_world_size and world > 8 != local:
-        raise SettingsError(
-            f"--world-size {world}: how many ranks does a node have?",
-            "8 are assumed where they divide the world size",
-            f"--local-world-size {local}, or another divisor of {world}",
-        )
+    cluster, source = target.cluster_of(config, ask=True)
     return _searched(config, cluster, source, space_of(config, cluster), kept(config))
 
 

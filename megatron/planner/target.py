@@ -24,8 +24,8 @@ from megatron.telemetry.host_memory import available_memory
 GPT2_VOCABULARY = 50257
 
 
-def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Cluster, str]:
-    """(the cluster, a description of the source of its figures)."""
+def cluster_of(config: Config, env: Mapping[str, str] = os.environ, ask: bool = False) -> tuple[Cluster, str]:
+    """(the cluster, a description of the source of its figures). ask: refuse to guess nodes of other than 8 ranks."""
     asked, here = config.planner, rank_env.ranks(env)
     world = asked.world_size or here.world_size
     said = asked.local_world_size or here.local_world_size
@@ -35,6 +35,9 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ) -> tuple[Clu
     memory = device_memory(asked, env)
     device, source = _device(config, memory, elsewhere=asked.world_size is not None, local=min(local, world))
     if asked.world_size and not said and local < world:
+        if ask and local != 8:
+            do = f"--local-world-size {local}, or another divisor of {world}"
+            raise SettingsError(f"--world-size {world}: how many ranks does a node have?", "8 do not divide them", do)
         source += f"; {local} a node assumed: --local-world-size"
     return Cluster(device, world, min(local, world)), source
 

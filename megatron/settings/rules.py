@@ -557,10 +557,13 @@ def has_data(s: SimpleNamespace, part: str) -> bool:
     """Whether there are data for "valid" or "test", as far as --split can be read."""
     if s.paths or not s.data_path:
         return not s.paths or part in s.paths
+    shares = s.split.replace("/", ",").split(",")
     try:
-        return float(s.split.split(",")[("train", "valid", "test").index(part)]) > 0
-    except (ValueError, IndexError):
-        return len(s.split.split(",")) > 1  # what is no number is told elsewhere
+        return float(shares[("train", "valid", "test").index(part)]) > 0
+    except IndexError:
+        return False
+    except ValueError:
+        return True  # what is no number is reported elsewhere
 
 
 def _asks_for_epochs(s: SimpleNamespace) -> list[str]:

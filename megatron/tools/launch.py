@@ -311,8 +311,7 @@ class Launch:
         elif killed and left is endings:
             said = f"error: {not_answered(killed, self.patience())}\n"
         elif not told:
-            words = [word.replace("_", "-") for word in self.args.training_script_args]
-            saves = "--exit-signal-handler" in words
+            saves = "--exit-signal-handler" in [word.replace("_", "-") for word in self.args.training_script_args]
             said = said or unsaid(rank, code, bool(self.signals), last_checkpoint_of(self.args), saves)
             said = with_reason(said, not_answered(killed, self.patience())) if killed else said
         return "" if told else said, code if code >= 0 else 128 - code, rank

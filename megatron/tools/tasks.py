@@ -9,6 +9,7 @@
 
 import contextlib
 import sys
+from dataclasses import fields
 
 from megatron.errors import SettingsError, run_main
 from megatron.settings import messages
@@ -24,6 +25,8 @@ from megatron.storage.durable import Damaged
 from megatron.tasks.description import WITHOUT_TRAINING
 from megatron.tasks.settings import GROUP, TaskSettings
 
+# settings of the model that a checkpoint decides
+SHAPE = {field.name for field in fields(Model) if field.metadata.get("on_resume") in ON_RESUME[:2]}
 # settings with a default that others give -> the property with their value
 FILLED_BY = dict(ffn_hidden_size="ffn_size", kv_channels="head_dim", num_query_groups="query_groups")
 FILLED_BY |= dict(max_position_embeddings="position_table")
@@ -57,7 +60,7 @@ def _zero_shot(argv: list[str]) -> list[str]:
     if reader.problems:
         raise messages.usage_error(reader.problems, "python -m megatron.tasks.main")
     asked, load = reader.chosen(), said(mine, own).get("load")
-    shape = {name: asked.pop(name) for name in (*asked,) if _of_shape(name)}
+    shape = {name: asked.pop(name) for name in sorted(SHAPE & set(asked))}
     with contextlib.suppress(Damaged):  # which `evaluate` reports
         if load is not None and shape:
             _compare(shape, str(load.value))
@@ -65,11 +68,6 @@ def _zero_shot(argv: list[str]) -> list[str]:
         listed = ", ".join(one.words for one in asked.values())
         print(f"note: settings of training, which an evaluation does not do: {listed}", file=sys.stderr)
     return mine
-
-
-def _of_shape(name: str) -> bool:
-    field = Model.__dataclass_fields__.get(name)
-    return field is not None and field.metadata.get("on_resume") in ON_RESUME[:2]
 
 
 def _compare(shape: dict[str, Statement], load: str) -> None:

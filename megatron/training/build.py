@@ -51,16 +51,7 @@ from megatron.training.datasets import build_batches, build_datasets, build_requ
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
-from megatron.training.start_log import (
-    crowded,
-    end_of_document,
-    left_out,
-    log_notices,
-    nothing_left,
-    resumed,
-    summary,
-    without_data,
-)
+from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
 from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pending, Run, State
 
 
@@ -98,7 +89,7 @@ def build_run(
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint, vocab_size)
     code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
-    later = check_later_checkpoints(config.checkpoint, state.iteration, context.all_gather_object)
+    later = check_later_checkpoints(config, state.iteration, context.all_gather_object)
     heartbeat.beat("index")
     if config.data.verify_data:
         verify_data(config.data, context, log)
@@ -121,9 +112,7 @@ def build_run(
     )
     notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
     world = context.mesh.world_size
-    named = idle(config, world)
-    warnings = [*named.values(), *without_data(config, datasets, named), *changed.warnings]
-    warnings += later if not config.batch.skip_train else []
+    warnings = [*idle(config, world, datasets).values(), *changed.warnings, *later]
     log_notices(log, [*remarks(config, world), *notices], warnings)
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
     learns = needs_gradient(stages, pipeline, context.mesh, context.all_gather_object)

@@ -133,12 +133,13 @@ def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
     changes.refuse_another_model(config, recipe.part(config, saved))
 
 
-def check_later_checkpoints(settings: schema.Checkpoint, iteration: int, all_gather_object) -> list[str]:
+def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_object) -> list[str]:
     """Raise CheckpointError if `--save` holds later checkpoints of a run from which this one does not resume.
 
     Both would be in one folder, and the next load would choose the one with the higher number. The same holds for mirror
     and copies. Returns a warning if this run was told to start from an earlier one in that folder.
     """
+    settings = config.checkpoint
     if settings.save is None:
         return []
     if same_place(settings.load, settings.save):
@@ -147,7 +148,7 @@ def check_later_checkpoints(settings: schema.Checkpoint, iteration: int, all_gat
         return [
             f"--save {settings.save} holds later checkpoints, which this run does not continue (iterations {listed}): it "
             f"starts at iteration {iteration} and replaces those whose iterations it saves; another --save keeps them"
-        ] * bool(later)
+        ] * bool(later and not config.batch.skip_train)
     flags = {"--save": settings.save}
     if settings.load is None:
         flags.update({"--save-mirror": settings.save_mirror, "--save-copy": settings.save_copy})

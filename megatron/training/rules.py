@@ -7,6 +7,7 @@ Pure: it needs no torch.
 """
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import megatron.data.rules
@@ -113,16 +114,22 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
     return rules.remarks(settings, world_size)
 
 
-def idle(settings: schema.Config, world_size: int) -> dict[str, str]:
+def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:
     """name -> sentence, for each given setting without effect: often another setting was forgotten.
 
+    datasets: (train, valid, test) of the run, which may be None also where --split leaves something for them
     With --skip-train, settings of the optimizer are not reported: none of them has an effect.
     """
     own = linear_kinds.idle_of(settings.model)
     table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **own, **recipe_of(settings).idle}
     if settings.batch.skip_train:
         table = {name: needs for name, needs in table.items() if not hasattr(settings.optimizer, name)}
-    return without_effect(rules.record(settings, world_size), table)
+    found = without_effect(rules.record(settings, world_size), table)
+    for name, part, dataset in zip(("eval_iters", "test_iters"), ("validation", "test"), datasets[1:]):
+        given = settings.given(name)
+        if given and given.value and dataset is None and (name == "test_iters" or datasets[2] is None):
+            found.setdefault(name, f"{given.words} has no effect: there are no {part} samples")
+    return found
 
 
 def layout_is_open(settings: schema.Config) -> bool:

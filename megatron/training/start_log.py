@@ -4,7 +4,6 @@
 import math
 import platform
 import sys
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -122,18 +121,6 @@ def end_of_document(config: schema.Config, recipe: Recipe, tokenizer, vocab_size
     if not (recipe.own_data and tokenizer and vocab_size == (config.tokenizer.vocab_size or 0) + 1):
         return []
     return [f"the vocabulary has {vocab_size} tokens: --vocab-size, and {vocab_size - 1} for the end of a document"]
-
-
-def without_data(config: schema.Config, datasets, named: Collection[str]) -> list[str]:
-    """A warning for each given number of evaluation batches if there is no sample to evaluate.
-
-    named: settings that are reported already, by what the settings themselves say
-    """
-    return [
-        f"{given.words} has no effect: there are no {part} samples"
-        for name, part, dataset in (("eval_iters", "validation", datasets[1]), ("test_iters", "test", datasets[2]))
-        if dataset is None and name not in named and (given := config.given(name)) and given.value
-    ]
 
 
 def nothing_left(batch: schema.Batch, state: State, dp: int) -> list[str]:

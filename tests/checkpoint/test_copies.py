@@ -4,6 +4,7 @@
 import shutil
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,14 +68,15 @@ def test_copies_are_checkpoints_and_a_run_goes_on_from_them(run, tmp_path, backg
 
 
 def test_a_new_run_does_not_lay_its_checkpoints_between_the_copies_of_another(run, tmp_path):
+    of = lambda checkpoint: SimpleNamespace(checkpoint=checkpoint)
     run(tmp_path / "copy", [1, 2])
     for flag in ("save_copy", "save_mirror"):
         settings = schema.Checkpoint(save=str(tmp_path / "new"), **{flag: str(tmp_path / "copy")})
         with pytest.raises(CheckpointError, match="copy holds checkpoints of another run, up to iteration 2"):
-            checkpointing.check_later_checkpoints(settings, 0, alone)
-        checkpointing.check_later_checkpoints(settings, 2, alone)
+            checkpointing.check_later_checkpoints(of(settings), 0, alone)
+        checkpointing.check_later_checkpoints(of(settings), 2, alone)
     command = schema.Checkpoint(save=str(tmp_path / "new"), save_copy="rclone copy {} site:run")
-    checkpointing.check_later_checkpoints(command, 0, alone)
+    checkpointing.check_later_checkpoints(of(command), 0, alone)
 
 
 def test_a_copy_of_the_same_iteration_is_replaced(run, tmp_path):

@@ -236,6 +236,8 @@ def test_values_that_ask_for_nothing_are_not_said(tmp_path):
         ("--data-path d --split 100,0,0 --full-validation --eval-iters 0", "--eval-iters 0"),
         ("--data-path d --split 95,5,0 --eval-iters 1", None),
         ("--data-path d --split 95,0,5 --eval-iters 1", None),
+        ("--data-path d --split 95/5/0 --eval-iters 1", None),
+        ("--data-path d --split 95,5 --test-iters 1", "--test-iters 1"),
         ("--train-data-path a --test-data-path b --test-iters 2", None),
     ],
 )
