@@ -221,8 +221,11 @@ class Messages:
     def _begin_alone(self, op: Op) -> None:
         """Begin a pass of somebody's own loop, with the messages of a step that has this micro-batch alone."""
         passes = [op] if op.kind == "F" and not torch.is_grad_enabled() else [op._replace(kind=kind) for kind in "FB"]
-        how = replace(self.how, reduce_beside=self.how.reduce_beside and self.how.zero > 1)
-        ops = list_messages(passes, self._chunks([True] * len(self.layers)), how).ops
+        key = "alone", *passes
+        if key not in self.lists:
+            how = replace(self.how, reduce_beside=self.how.reduce_beside and self.how.zero > 1)
+            self.lists[key] = list_messages(passes, self._chunks([True] * len(self.layers)), how)
+        ops = self.lists[key].ops
         places = [place for place, one in enumerate(ops) if one.kind == op.kind]
         begun = 1 + max(place for place, one in enumerate(ops) if one.kind == "F") if op.kind == "B" else 0
         for one in ops[begun : places[0]]:

@@ -41,7 +41,7 @@ class Op(NamedTuple):
     @property
     def whole(self) -> "Op":
         """The pass of which this is a piece."""
-        return self._replace(piece="")
+        return Op(self.kind, self.micro, self.chunk) if self.piece else self
 
 
 _OP = re.compile(r"([FBIW]|[GgDHhERr](?=.*:))([0-9]+)(?:\.([0-9]+))?(?::(in|out|tied|all|[0-9]+))?")
