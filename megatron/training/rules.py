@@ -6,6 +6,8 @@
 Pure: it needs no torch.
 """
 
+from collections.abc import Sequence
+
 import megatron.data.rules
 import megatron.optimizer.rules
 import megatron.pipeline.rules
@@ -78,7 +80,7 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
     return rules.remarks(settings, world_size)
 
 
-def idle(settings: schema.Config, world_size: int, datasets: tuple = ()) -> dict[str, str]:
+def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:
     """name -> sentence, for each given setting without effect: often another setting was forgotten.
 
     datasets: (train, valid, test) of the run, which may be None also where --split leaves something for them
