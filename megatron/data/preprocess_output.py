@@ -63,7 +63,7 @@ def finish(settings, tokenizer: Tokenizer, dtype: np.dtype, written: Written, se
             why += f", {int(shared.screened[:, 0].sum())} texts with n-grams of evaluation sets"
         do = "check --input and --json-keys" + (f"; all of them: {rejected_path}" if rejected else "")
         if "not JSON" in reason:
-            do = "a document is a line of JSON; plain text is read from files whose names end in .txt"
+            do = "a document is a line of JSON; plain text is read from a file whose name ends in .txt"
         raise DataError(f"no text in {', '.join(settings.input)}", why, do)
     outputs = {}
     for index, (key, prefix) in enumerate(

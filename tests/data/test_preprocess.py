@@ -258,7 +258,7 @@ def test_nothing_to_write(vocab, tmp_path):
 
 def test_plain_text_under_another_name(vocab, tmp_path):
     (tmp_path / "a.md").write_text("# Title\n\nplain text\n\n17\n")
-    with pytest.raises(DataError, match="plain text is read from files whose names end in .txt"):
+    with pytest.raises(DataError, match="plain text is read from a file whose name ends in .txt"):
         run(vocab, str(tmp_path / "a.md"), tmp_path / "out")
 
 
