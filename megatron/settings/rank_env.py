@@ -95,11 +95,12 @@ def adopt_launcher(env: MutableMapping[str, str] = os.environ) -> None:
     if "RANK" in env:
         return
     # First: what mpirun starts inside an allocation of SLURM has the words of its own daemon's task, too.
-    for names in (OPEN_MPI, MPICH):
-        if all(name in env for name in names) and int(env[names[0]]) > 1:
-            env.update({ours: env[theirs] for ours, theirs in zip(TORCHRUN, names)})
+    # srun may set the first two of MPICH's.
+    for names, needed in ((OPEN_MPI, OPEN_MPI[:2]), (MPICH, MPICH)):
+        if all(name in env for name in needed) and int(env[names[0]]) > 1:
+            env.update({ours: env[theirs] for ours, theirs in zip(TORCHRUN, names) if theirs in env})
             env.setdefault("MASTER_PORT", "29500")
-            if env["LOCAL_WORLD_SIZE"] == env["WORLD_SIZE"]:
+            if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
                 env.setdefault("MASTER_ADDR", "localhost")
             return
     _adopt_slurm(env)

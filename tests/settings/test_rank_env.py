@@ -62,6 +62,12 @@ def test_a_process_of_mpirun_for_each_rank(words):
     assert adopted(**words | dict(RANK="0", WORLD_SIZE="1"))["WORLD_SIZE"] == "1"  # torchrun under mpirun
 
 
+def test_two_words_of_mpirun():
+    assert ranks(adopted(**dict(list(OPEN_MPI.items())[:2]))) == Ranks(rank=5, world_size=8)  # never a job of its own
+    env = STEP | dict(list(MPICH.items())[:2])  # srun --mpi=pmi2
+    assert ranks(adopted(**env)) == ranks(adopted(**STEP))
+
+
 def test_one_process_of_mpirun_is_alone():
     env = OPEN_MPI | dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "1")
     assert adopted(**env) == env
