@@ -54,7 +54,7 @@ def quickstart(bash, copy, tmp_path_factory) -> str:
     with open(made / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (made / "said").exists():
-            shutil.copytree(made / "runs", copy / "runs")
+            shutil.copytree(made / "runs", copy / "runs", dirs_exist_ok=True)
         else:
             said = bash("scripts/quickstart.sh", "--train-iters", "4", "--log-interval", "2").stdout
             shutil.copytree(copy / "runs", made / "runs")
