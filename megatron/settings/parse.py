@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command line, read into frozen groups of settings.
+"""Parse a command line into frozen groups of settings.
 
     parse(argv, {"model": Model, "data": Data}) -> {"model": Model(...), "data": Data(...)}
 
-A setting gets its value from the last of: its default, the recipe's, a preset (`--model-name-or-path gpt2-medium`), a file
-(`--config run.yaml`), the command line. The environment sets nothing. Underscores in flags are dashes, every switch may be
-given a value (`--bf16 true`), and all problems of a command line are reported together.
+A setting takes its value from the last of: its default, the recipe's, a preset (`--model-name-or-path gpt2-medium`),
+a file (`--config run.yaml`), the command line. The environment sets nothing. Underscores in flags are dashes, every switch
+takes an optional value (`--bf16 true`), and all problems of a command line are reported together.
 
     words.py       the command line as words            files.py, dialects/   files as words
-    reader.py      words to statements                  statements.py         which statement counts
+    reader.py      words to statements                  statements.py         which statement wins
 """
 
 import os
@@ -31,8 +31,8 @@ COMMON = tuple(
     lr_warmup_iters weight_decay clip_grad precision save load save_interval
     """.split()
 )
-# Of a recipe: name -> value of settings whose default is another one, or a function of what is said that finds them. A
-# value may be such a function itself: it returns the value, or None to leave the default.
+# A recipe's own defaults: setting -> value, or a function that returns this dict from the statements made so far. A
+# value may also be a function of them: it returns the value, or None to leave the default.
 Defaults = Mapping[str, Any] | Callable[[Mapping[str, Statement]], Mapping[str, Any]]
 
 
@@ -42,7 +42,7 @@ def parse_pretrain(
     description: str = "Pretrain a language model.",
     defaults: Defaults = NONE,
 ) -> schema.Config:
-    """The settings of a pretraining recipe; its own groups arrive in `Config.extra`. Not yet checked by rules."""
+    """Parse the settings of a pretraining recipe; its own groups are in `Config.extra`. Rules are not checked yet."""
     groups, said = parse_with_record(
         argv, schema.GROUPS | dict(extra_groups), description=description, defaults=defaults
     )
@@ -63,10 +63,10 @@ def parse_with_record(
     common: tuple[str, ...] = COMMON,
     defaults: Defaults = NONE,
 ) -> tuple[dict[str, object], dict[str, Statement]]:
-    """(one frozen dataclass per group, setting -> the statement that gave it its value).
+    """Parse a command line into (one frozen dataclass per group, setting -> the statement that set its value).
 
     `common` names the fields that `--help` shows. `--help`, `--help-all` and `--print-config` print and exit with 0;
-    the last one is a UsageError after it if a value is out of range. Raises UsageError with every problem at once.
+    the last one then raises UsageError if a value is out of range. Raises UsageError with all problems together.
     """
     settings = settings_of(groups)
     reader, prog = SettingsReader(groups), prog or _command()
@@ -79,11 +79,11 @@ def parse_with_record(
         _print(help_text(settings, prog, description, None if "--help-all" in asked else common, own))
         sys.exit(0)
     reader.say_defaults(defaults(reader.chosen()) if callable(defaults) else defaults, "the recipe")
-    if not callable(defaults):  # which looks into the checkpoint by itself
+    if not callable(defaults):  # a function reads the checkpoint itself
         reader.read_checkpoint(groups)
     plan = reader.read_plan()
     chosen = reader.resolve()
-    said = " ".join(reader.problems)  # a value that cannot be read, or a misspelled flag, is not missing as well
+    said = " ".join(reader.problems)  # a bad value or a misspelled flag is not reported as missing too
     missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
     if missing:
         trains = missing[0].name == "task" and reader.of_fleetx and "; a file for pretraining: pretrain_gpt.py -c FILE"
@@ -110,15 +110,15 @@ def parse_with_record(
 
 
 def _command() -> str:
-    """What runs, as users type it: `pretrain_gpt.py`, or `python -m megatron.pretrain`."""
+    """The running command as users type it: `pretrain_gpt.py`, or `python -m megatron.pretrain`."""
     module = getattr(sys.modules["__main__"].__spec__, "name", "")
     return f"python -m {module}" if module.startswith("megatron.") else Path(sys.argv[0]).name
 
 
 def said(argv: list[str], groups: Mapping[str, type] = MappingProxyType(schema.GROUPS)) -> dict[str, Statement]:
-    """What a command line, with its files, says of each setting: for whoever needs some of it to know what to read it with.
+    """Read the statements of a command line and its files, for callers that need some settings before they can parse.
 
-    groups: those that have the settings. Judges nothing: `parse` will.
+    groups: the groups that have the settings. Checks nothing: `parse` does.
     """
     reader = SettingsReader(groups)
     reader.read_command(argv)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands with one dataclass of settings, whose files stand without a flag, as those of Megatron-LM's tools do:
-`shuf IN -o OUT --seed 1`.
+"""Command lines with positional files and one dataclass of settings, as in Megatron-LM's tools: `shuf IN -o OUT --seed 1`
 
 files, flags = divide(argv, Options, {"-o": "--output"})
 options = parse_one(flags, Options, f"{PROG} IN", "What it does.")
@@ -23,7 +22,7 @@ Options = TypeVar("Options")
 def parse_one(
     argv: list[str], kind: type[Options], prog: str, about: str, common: tuple[str, ...] | None = None
 ) -> Options:
-    """The settings of a command. prog: "python -m MODULE ..."; about: a docstring, whose first line is shown; common: what
+    """Parse a command's settings. prog: "python -m MODULE ..."; about: a docstring, its first line is shown; common: what
     --help shows (default: all but --debug).
     """
     name = prog.split()[2].rpartition(".")[2]
@@ -34,11 +33,11 @@ def parse_one(
 def divide(
     argv: list[str], kind: type, letters: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
-    """(words that belong to no flag, flags with their values). A lone `-` is a word: stdin.
+    """Split a command line into (positional words, flags with their values). A lone `-` is a word: stdin.
 
-    kind: the command's dataclass of settings. letters: short flags -> the long ones that they stand for. A flag of
-    true or false takes the next word only where that is true or false; one of several values takes all words up to
-    the next flag; any other takes one. `--` ends the flags.
+    kind: the command's dataclass of settings. letters: short flag -> long flag. A switch takes the next word only if
+    that is true or false; a flag with several values takes all words up to the next flag; any other takes one word.
+    `--` ends the flags.
     """
     known = spellings_of(dict(one=kind))
     files, flags, at = [], [], 0
@@ -59,7 +58,7 @@ def divide(
 
 
 def _values(flag: str, known: Mapping, rest: list[str]) -> int:
-    """How many of the words behind a flag are its values."""
+    """How many of the words after a flag are its values."""
     until = next((number for number, word in enumerate(rest) if word.startswith("--")), len(rest))
     if flag in VALUED:
         return min(1, until)
@@ -74,10 +73,10 @@ def _values(flag: str, known: Mapping, rest: list[str]) -> int:
 
 
 def expect(files: list[str], names: str, prog: str) -> list[str]:
-    """The files, where there are as many as `names` has words. Raises UsageError otherwise."""
+    """Return the files if there are as many as `names` has words. Raises UsageError otherwise."""
     wanted = names.split()
     if len(files) == len(wanted):
         return files
     given = f"{len(files)} given: {' '.join(files)}" if files else "none given"
     plural = "s are" if len(wanted) > 1 else " is"
-    raise UsageError(f"{len(wanted)} file{plural} wanted ({given})", do=f"{prog} {names}; --help tells the flags")
+    raise UsageError(f"{len(wanted)} file{plural} wanted ({given})", do=f"{prog} {names}; --help lists the flags")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command line and everything that it names says of the settings: words to statements.
+"""Read the words of a command line, and of the files that it names, into statements about settings.
 
-A word of any source goes one way: `SettingsReader.read` asks its readers in turn, and what none takes is an error. The
-sources are the command line, files of settings (also PaddleFleetX's), a known shape, a layout as a file, a checkpoint.
+All words take one path: `SettingsReader.read` tries its readers in turn, and a word that none takes is an error. The
+sources are the command line, files of settings (also PaddleFleetX's), a preset shape, a layout file, a checkpoint.
 """
 
 import os
@@ -19,8 +19,8 @@ from megatron.settings.dialects.commands import (
     PROFILER,
     TABLES,
     answer_of_paddlenlp,
+    defaults_note,
     defaults_of_paddlenlp,
-    others_defaults,
     profiler_options,
 )
 from megatron.settings.dialects.megatron_lm import answer
@@ -30,19 +30,19 @@ from megatron.settings.spelling import BadValue, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
-# A flag of another suite -> what it says besides, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15, and
-# its --check_accuracy is training without dropout; Megatron-LM's old name of --recompute-method recomputes all of a layer.
-MEANS_TOO = {
+# A flag of another suite -> settings that it implies, as a preset does: PaddleNLP's mixed precision is O1, its scale 2^15,
+# and its --check_accuracy trains without dropout; Megatron-LM's old name of --recompute-method recomputes whole layers.
+IMPLIED = {
     "--use-amp": dict(amp_level="O1", initial_loss_scale=2.0**15),
     "--check-accuracy": dict(attention_dropout=0.0),
     "--activations-checkpoint-method": dict(recompute_granularity="full"),
 }
 
-# (a flag that gives way to others, setting) -> what it is without them
+# (a flag that others override, setting) -> what it means without them
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 
-# what names data -> what else would name them
+# a setting that names data -> the settings that it replaces
 INSTEAD_OF_FILES = dict(
     mock_data=("data_path", "train_data_path", "valid_data_path", "test_data_path"),
     train_data_path=("data_path", "mock_data"),
@@ -51,7 +51,7 @@ INSTEAD_OF_FILES = dict(
 
 
 class Word(NamedTuple):
-    """A flag and its words, and who says them: `--tp 8`, or `tp: 8` in run.yaml:3."""
+    """A flag with its words and its source: `--tp 8`, or `tp: 8` in run.yaml:3."""
 
     flag: str
     words: list[str]
@@ -59,12 +59,12 @@ class Word(NamedTuple):
     where: str = ""
 
     def __str__(self) -> str:
-        """As its user wrote it."""
+        """The flag or key as the user wrote it."""
         return f"{self.where}: {self.flag[2:].replace('-', '_')}" if self.where else self.flag
 
 
 class SettingsReader:
-    """Collects statements, and every problem on the way."""
+    """Collects the statements of all sources, and all problems."""
 
     def __init__(self, groups: Mapping[str, type]):
         self.spellings, self.groups = spellings_of(groups), set(groups)
@@ -73,14 +73,14 @@ class SettingsReader:
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
-        self.of_fleetx: Mapping[str, Any] = {}  # the keys that PaddleFleetX's files give
+        self.of_fleetx: Mapping[str, Any] = {}  # the keys of PaddleFleetX's files
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.notices: dict[str, list[str]] = {}  # sentence -> words without effect
-        self.replaced: list[tuple[str, str]] = []  # (words that do not count, the later ones that do)
+        self.replaced: list[tuple[str, str]] = []  # (overridden words, the later ones that count)
 
     def read_command(self, argv: list[str]) -> None:
-        """Take a command line and the files that it names."""
+        """Read a command line and the files that it names."""
         self.line = split(argv, self.spellings)
         self.problems += self.line.problems
         self.notes += self.line.notes
@@ -98,7 +98,7 @@ class SettingsReader:
         self._read_preset()
 
     def read(self, word: Word) -> None:
-        """Take one word. What no reader takes is unknown."""
+        """Read one word. A word that no reader takes is unknown."""
         readers = (
             self._of_setting,
             self._of_profiler,
@@ -119,10 +119,10 @@ class SettingsReader:
             self.problems.append(f"{word} {bad}")
             return True
         self.statements.append(statement)
-        for name, value in MEANS_TOO.get(word.flag, {}).items():
+        for name, value in IMPLIED.get(word.flag, {}).items():
             if dashed(name) in self.spellings:
-                besides = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
-                self.statements.append(replace(besides, withdraws=statement.switch_off or statement.withdraws))
+                implied = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
+                self.statements.append(replace(implied, withdraws=statement.switch_off or statement.withdraws))
         return True
 
     def _of_profiler(self, word: Word) -> bool:
@@ -163,7 +163,7 @@ class SettingsReader:
         return True
 
     def _of_paddlenlp(self, word: Word) -> bool:
-        """A word of PaddleNLP's that is no flag here."""
+        """A PaddleNLP flag that this suite does not have."""
         idle, refused = answer_of_paddlenlp(word.flag) if self.trains else ("", "")
         if idle:
             self.notices.setdefault(idle, []).append(str(word))
@@ -172,7 +172,7 @@ class SettingsReader:
         return bool(idle or refused)
 
     def _read_files(self, paths: list[str], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
-        """Take what files say. Returns each `Section.key=value` of -o with what it says, which the command line places.
+        """Read the files. Returns each `Section.key=value` of -o -> its words, which the caller reads in order.
 
         overrides: each with its turn
         """
@@ -182,7 +182,7 @@ class SettingsReader:
         entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
         for path in paths:
-            if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalais(path)):
+            if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalai(path)):
                 root = files.compose(path)
                 if root is None:
                     self.notes.append(f"{path} is empty: it sets nothing")
@@ -192,7 +192,7 @@ class SettingsReader:
                     self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
-        said: dict[int, fleetx.Entries] = {}  # turn -> what its -o say
+        said: dict[int, fleetx.Entries] = {}  # turn -> the entries of its -o
         for word, turn in overrides:
             key, _, value = word.partition("=")
             if key.partition(".")[0] not in fleetx.SECTIONS or "=" not in word:
@@ -203,21 +203,21 @@ class SettingsReader:
             below, own = said.get(turn, {}), fleetx.override({}, key, value)
             said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
             self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
-        found = fleetx.translate(entries, self.purpose)
+        translated = fleetx.translate(entries, self.purpose)
         self.notes += [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
-        self.of_fleetx = found.given if entries and paths else {}
-        for flag, words, one in found.flags:
+        self.of_fleetx = translated.given if entries and paths else {}
+        for flag, words, one in translated.flags:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
             on_command = one.where.startswith(fleetx.COMMAND)
             read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
             placed[by[-1]].append(read) if on_command else self.read(read)
-        for sentence, one in found.notes:
+        for sentence, one in translated.notes:
             self.notices.setdefault(sentence, []).append(one.where)
-        self.problems += [fleetx.told(one, why) for one, why in found.problems]
+        self.problems += [fleetx.problem_text(one, why) for one, why in translated.problems]
         return placed
 
     def _override(self, key: str, value: str, word: str) -> list[Word]:
-        """What `-o key=value` says of a setting by its own name, with or without its group."""
+        """The words of `-o key=value` for a setting's own name, with or without its group."""
         from megatron.settings.dialects import fleetx
 
         section, group = key.partition(".")[0], key.rpartition(".")[0].lower()
@@ -236,15 +236,15 @@ class SettingsReader:
     def _read_plain(
         self, rows: list[tuple[str, Optional[list[str]], int]], path: str, helpers: Collection[str]
     ) -> None:
-        """Take (key, words, line) of a file. helpers: names in Python that other lines use; they need not be settings."""
+        """Read (key, words, line) of a file. helpers: Python names that other lines use; they need not be settings."""
         if empty := [f"{key} (line {line})" for key, words, line in rows if words is None]:
             self.notes.append(f"{path}: without a value, and left out as by null: {', '.join(empty)}")
         for key, words, line in rows:
             if words is not None and (key not in helpers or dashed(key) in self.spellings):
                 self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
 
-    def _read_colossalais(self, path: str) -> bool:
-        """Take a Python file of Colossal-AI's, translated; False where it is none."""
+    def _read_colossalai(self, path: str) -> bool:
+        """Translate and read a Python file of Colossal-AI; False if it is none."""
         from megatron.settings.dialects.colossalai import COLOSSALAI
         from megatron.settings.sources import read_python
         from megatron.settings.translate import translate
@@ -254,24 +254,24 @@ class SettingsReader:
             COLOSSALAI.knows(one.key) and dashed(one.key.split(".")[-1]) not in self.spellings for one in sources
         ):
             return False
-        found = translate(COLOSSALAI, sources)
-        for line in found.lines:
+        translation = translate(COLOSSALAI, sources)
+        for line in translation.lines:
             self.read(
                 Word(line.flag, line.words, SaidBy.FILE, line.source.where if line.source else COLOSSALAI.unasked)
             )
-        for source, sentence in found.idle:
+        for source, sentence in translation.idle:
             self.notices.setdefault(sentence, []).append(f"{source.where}: {source.key}")
-        self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in found.lost]
+        self.problems += [f"{source.where}: {source.text}: {sentence}" for source, sentence in translation.lost]
         return True
 
     def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
-        """A key of a file as a word; several words are one where a setting of text wants one: split: [969, 30, 1]"""
+        """A key of a file as a word; a list becomes one word for a setting of text: split: [969, 30, 1]"""
         spelling = self.spellings.get(dashed(key))
         one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
         return Word(dashed(key), [",".join(words)] if one else words, source, where)
 
     def _read_preset(self) -> None:
-        """`--model-name-or-path`: a known shape fills what nobody else set; a folder becomes `--load`."""
+        """Read `--model-name-or-path`: a known shape fills unset settings; a folder becomes `--load`."""
         said = self.chosen()
         chosen = said.get("model_name_or_path")
         if chosen is None or chosen.source < SaidBy.FILE:
@@ -287,7 +287,7 @@ class SettingsReader:
             self.say(values, SaidBy.PRESET, f"preset {name}")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str) -> None:
-        """Take values that are no words: of a preset, a recipe, a checkpoint or a plan. Unknown names are left out."""
+        """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped."""
         for name, value in values.items():
             spelling = self.spellings.get(dashed(name))
             if spelling is None:
@@ -302,7 +302,7 @@ class SettingsReader:
                 self.statements.append(Statement(name, value, source, spelling.flag, words, where, **common))
 
     def say_defaults(self, defaults: Mapping[str, Any], recipe: str) -> None:
-        """Take a recipe's own defaults. One that is no setting, or no value of it, is a problem."""
+        """Add a recipe's own defaults. An unknown setting or a bad value is a problem."""
         known = {spelling.setting.name for spelling in self.spellings.values()}
         for name in defaults:
             if name not in known:
@@ -311,14 +311,14 @@ class SettingsReader:
         self.say({name: value for name, value in values.items() if value is not None}, SaidBy.RECIPE, recipe)
 
     def chosen(self) -> dict[str, Statement]:
-        """Setting -> the statement that counts, of what has been read so far."""
+        """Map each setting to the statement that wins, of those read so far."""
         return resolve(self.statements)[0]
 
     def resolve(self) -> dict[str, Statement]:
-        """The same at the end, with contradictions among the problems."""
-        self._drop_other_data()
-        self._note_whose_curve()
-        self._note_whose_defaults()
+        """Resolve all statements at the end; contradictions are added to the problems."""
+        self._drop_replaced_data()
+        self._note_decay_style()
+        self._note_other_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
         for one, by in overruled(self.statements, chosen):
@@ -333,25 +333,25 @@ class SettingsReader:
                 self.notes.append(f"{one.words} {why}, and gives way to {by.words}")
         return chosen
 
-    def _drop_other_data(self) -> None:
-        """Data that the command line names take the place of those that a file names, by whichever setting."""
+    def _drop_replaced_data(self) -> None:
+        """Data of the command line replace data of a file, whichever settings name them."""
         mine = {one.name for one in self.statements if one.source == SaidBy.COMMAND and one.value}
         others = {other for name in mine & set(INSTEAD_OF_FILES) for other in INSTEAD_OF_FILES[name]} - mine
         dropped = [one for one in self.statements if one.source == SaidBy.FILE and one.name in others and one.value]
         self.statements = [one for one in self.statements if one not in dropped]
         self.notes += [f"{one.words} gives way to the data of the command line" for one in dropped]
 
-    def _note_whose_curve(self) -> None:
-        """PaddleNLP's words for learning rates without the curve, which is a cosine there and a line here."""
+    def _note_decay_style(self) -> None:
+        """Note PaddleNLP's learning rate flags without a decay style: the default is cosine there and linear here."""
         named = any(one.name == "lr_decay_style" for one in self.statements)
         theirs = [one.flag for one in self.statements if one.flag in ("--decay-steps", "--warmup-rate")]
         if "--warmup-rate" in theirs and ("--lr-decay-style", ["none"]) in self.line.words:
-            self.notes.append("--warmup-rate beside --lr-decay-style none warms up; PaddleNLP has no warm-up then")
+            self.notes.append("--warmup-rate with --lr-decay-style none warms up; PaddleNLP has no warm-up then")
         if theirs and not named and self.trains:
             self.notes.append(f"{theirs[0]} without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine")
 
-    def _note_whose_defaults(self) -> None:
-        """PaddleNLP's words or PaddleFleetX's file, and what those do otherwise where nothing is said."""
+    def _note_other_defaults(self) -> None:
+        """Note where defaults of PaddleNLP or PaddleFleetX differ, for their flags and files."""
         said = {one.name for one in self.statements}
         if ("--model-type", ["gpt-cn"]) in self.line.words and "tokenizer_model" not in said:
             self.notes.append(f"--model-type gpt-cn trains a GPT; {CHINESE}")
@@ -362,10 +362,10 @@ class SettingsReader:
             from megatron.settings.dialects import fleetx
 
             unsaid = [one for one in fleetx.DEFAULTS if one.applies(self.of_fleetx) and not is_said(one.flag)]
-            self.notes += [others_defaults(fleetx.TABLES["train"], unsaid)] * bool(unsaid)
+            self.notes += [defaults_note(fleetx.TABLES["train"], unsaid)] * bool(unsaid)
 
     def read_plan(self) -> Optional[GivenPlan]:
-        """`--parallel-plan`: its layout wins over files and earlier turns; a word that says otherwise is a problem."""
+        """Read `--parallel-plan`: its layout overrides files and earlier turns; a flag that contradicts it is a problem."""
         chosen = self.chosen()
         asked = chosen.get("parallel_plan")
         if asked is None or not self.trains:
@@ -392,7 +392,7 @@ class SettingsReader:
         return plan
 
     def read_checkpoint(self, groups: Mapping[str, type]) -> None:
-        """`--use-checkpoint-args`, or `--finetune` without a shape: what nobody gave of it is that of the checkpoint."""
+        """Read the checkpoint for `--use-checkpoint-args`, or `--finetune` without a shape: it fills what is not given."""
         chosen = self.chosen()
         values = {name: one.value for name, one in chosen.items()}
         lacks_shape = not {"num_layers", "hidden_size", "num_attention_heads"} <= set(chosen)
@@ -401,7 +401,7 @@ class SettingsReader:
             self.problems.append("--use-checkpoint-args needs --load: there is no checkpoint to take them from")
         if not self.trains or "load" not in values or not (asked or lacks_shape and values.get("finetune")):
             return
-        # Here, because it needs packages, which a python may lack: `run_main` says so.
+        # Imported here: it needs packages that may be missing, which `run_main` reports.
         from megatron.settings.from_checkpoint import Damaged, saved_record, settings_of_shape, shape_of
 
         by_folder = asked and chosen["use_checkpoint_args"].source == SaidBy.PRESET
@@ -409,7 +409,7 @@ class SettingsReader:
         try:
             where, record = saved_record(str(values["load"]), values.get("ckpt_step"))
         except (Damaged, OSError) as error:
-            if lacks_shape:  # otherwise it is a run that has not saved yet, and loading says what is wrong
+            if lacks_shape:  # otherwise the run has not saved yet, and loading reports what is wrong
                 self.problems.append(f"{origin}: no shape of a model can be taken from --load: {error}")
             return
         mine, theirs = (record.get("model_type", "GPT") for record in (values, record["config"]["model"]))
@@ -421,7 +421,7 @@ class SettingsReader:
         self.notes.append(f"the shape of the model, and its tokenizer, are those of {where} ({origin})")
 
     def print_notes(self) -> None:
-        """What the user should know, once for a job."""
+        """Print the notes, once per job."""
         if os.environ.get("RANK", "0") == "0":
             for note in self.notes:
                 print(f"note: {note}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings work together: tables of rules, walked once, so that all violations are reported at once.
+"""Rules for combinations of settings: tables that are checked in one pass, so all violations are reported together.
 
-Here are the rules that need no other package; `pipeline/rules.py`, `data/rules.py`, `optimizer/rules.py` and each recipe
-have their own, and `training/rules.py` walks all of them. Everything is pure; files are looked at later, by whoever opens
-them. A rule sees all settings under their own names in one record `s`, beside `s.world` (ranks), `s.dp` (data parallel
+This module has the rules that need no other package; `pipeline/rules.py`, `data/rules.py`, `optimizer/rules.py` and each
+recipe have their own, and `training/rules.py` checks all of them. Rules are pure; files are checked when they are opened.
+A rule sees all settings under their own names in one record `s`, together with `s.world` (ranks), `s.dp` (data parallel
 ranks) and `s.head` (width of a head).
 """
 
@@ -22,9 +22,9 @@ from megatron.storage.urls import UrlPath, local_folder, location
 
 
 def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]) -> tuple[list[str], SimpleNamespace]:
-    """(what is wrong by these rules and those of this module, the record that rules see).
+    """Check these rules and those of this module. Returns (violations, the record that rules see).
 
-    Values out of range are told, and others stand in for them so that other rules can go on.
+    Values out of range are reported, and replaced by harmless ones so that other rules can be checked.
     """
     open_size = _open_size(settings)
     wrong, settings = _out_of_range(replace(settings, batch=batch.smallest(settings.batch)))
@@ -35,7 +35,7 @@ def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]
 
 
 def of_given_values(sentences: list[str], s: SimpleNamespace) -> list[str]:
-    """Those that speak of no value which stands in for one out of range, or follows from it: nobody has given that."""
+    """Drop sentences about a value that replaces one out of range, or follows from it: the user did not give that."""
     if s.stand_ins & SIZES:
         return []
     spelled = {word for name in s.stand_ins for word in (_flag(name), said(s, name).split()[0])}
@@ -44,8 +44,8 @@ def of_given_values(sentences: list[str], s: SimpleNamespace) -> list[str]:
 
 
 def in_given_words(sentences: list[str], settings: schema.Config) -> list[str]:
-    """The sentences with `--flag value` of given settings in the words of whoever gave them: `--tp 8`, or
-    `--logging-freq 0 (-o Engine.logging_freq)`. What follows a semicolon is advice, and stays as it is.
+    """Replace `--flag value` in the sentences by what the user wrote: `--tp 8`, or
+    `--logging-freq 0 (-o Engine.logging_freq)`. Text after a semicolon is advice, and is unchanged.
     """
     parted = [sentence.partition("; ") for sentence in sentences]
     for name, words in settings.given_words.items():
@@ -55,13 +55,13 @@ def in_given_words(sentences: list[str], settings: schema.Config) -> list[str]:
 
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
-    """What works and is probably not meant, one sentence each."""
+    """Sentences about settings that work but are probably not intended."""
     s = record(settings, world_size)
     return in_given_words([rule.message(s) for rule in REMARKS if rule.broken(s)], settings)
 
 
 def tokenizer_type(t: schema.TokenizerSettings, data: schema.Data) -> str | None:
-    """The type that the given files can only mean, as in Megatron-LM; numbers for data without files. None: not clear."""
+    """The tokenizer type that the given files imply, as in Megatron-LM; numbers for data without files. None: unclear."""
     if t.vocab_file and t.merge_file:
         return "GPT2BPETokenizer"
     numbers = data.mock_data or not data.files
@@ -69,7 +69,7 @@ def tokenizer_type(t: schema.TokenizerSettings, data: schema.Data) -> str | None
 
 
 def word_piece(said: Mapping[str, Statement]) -> str | None:
-    """The type of a --vocab-file alone in pretrain_bert.py and pretrain_t5.py, as in Megatron-LM. said: by whom."""
+    """The tokenizer type of a --vocab-file alone in pretrain_bert.py and pretrain_t5.py, as in Megatron-LM."""
     values = {name: said[name].value for name in ("vocab_file", "merge_file", "tokenizer_model") if name in said}
     alone = any(values.values()) and not values.get("merge_file") and not values.get("tokenizer_model")
     return "BertWordPieceLowerCase" if alone and not str(values["vocab_file"]).endswith(".json") else None
@@ -95,7 +95,7 @@ RANGES = {  # what a value must be -> test, fields
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top""",
     ),
-    "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: of fewer steps it judges none
+    "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: fewer steps are not judged
     "at least 0": (
         lambda v: v >= 0,
         """
@@ -128,13 +128,13 @@ RANGES = {  # what a value must be -> test, fields
 }
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 REPLICAS = ("sharding_degree", "dp_degree")
-# What other numbers follow from.
+# settings that other numbers are derived from
 SIZES = {*LAYOUT, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "ffn_hidden_size", "kv_channels"}
 SIZES |= {"num_query_groups", "micro_batch_size", "global_batch_size", "num_layers_per_virtual_pipeline_stage"}
 
 
 def _open_size(settings: schema.Config) -> list[str]:
-    """What `--micro-batch-size auto` lacks: a batch whose part of each rank it can divide."""
+    """The problem of `--micro-batch-size auto` without a global batch to divide."""
     b, most = settings.batch, settings.planner.max_global_batch_size
     given = b.global_batch_size or b.local_batch_size or (most and not b.rampup_batch_size)
     if b.micro_batch_size != schema.AUTO or given:
@@ -143,15 +143,13 @@ def _open_size(settings: schema.Config) -> list[str]:
 
 
 def _out_of_range(settings: schema.Config) -> tuple[dict[str, str], schema.Config]:
-    """Violations of ranges, and the settings with harmless values in their place, so that other rules can go on."""
-    found = {}
+    """Violations of ranges, and the settings with harmless values instead, so that other rules can be checked."""
+    violations = {}
     for name in schema.GROUPS:
         group = getattr(settings, name)
         wrong = out_of_range(group, settings.given_words)
-        found |= wrong
-        counts = {
-            name for name in wrong if isinstance(getattr(group, name), int)
-        }  # what is optional may be missed, too
+        violations |= wrong
+        counts = {name for name in wrong if isinstance(getattr(group, name), int)}  # optional numbers may be needed too
         harmless = {
             field.name: 1
             if field.default is MISSING or field.default is None and field.name in counts
@@ -160,11 +158,11 @@ def _out_of_range(settings: schema.Config) -> tuple[dict[str, str], schema.Confi
             if field.name in wrong
         }
         settings = replace(settings, **{name: replace(group, **harmless)})
-    return found, settings
+    return violations, settings
 
 
 def out_of_range(group, given: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """field -> what is wrong with it, for the values of a group of settings that are wrong whatever the others are.
+    """field -> problem, for values of a group of settings that are invalid regardless of the others.
 
     given: `Config.given_words`
     """
@@ -178,7 +176,7 @@ def out_of_range(group, given: Mapping[str, str] = MappingProxyType({})) -> dict
 
 
 def said(s: SimpleNamespace, name: str) -> str:
-    """A setting and its value in the words of whoever gave it: `--max-steps 0`."""
+    """A setting and its value as the user wrote them: `--max-steps 0`."""
     given = s.settings.given(name)
     return given.words if given else f"{_flag(name)} {getattr(s, name)}"
 
@@ -192,14 +190,14 @@ def _flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """`broken(s)` is true where the settings cannot work; `message(s)` tells so, with values that do."""
+    """A rule: `broken(s)` is true if the settings cannot work; `message(s)` says so, with values that do."""
 
     broken: Callable[[SimpleNamespace], object]
     message: Callable[[SimpleNamespace], str]
 
 
 def record(settings: schema.Config, world: int) -> SimpleNamespace:
-    """All settings under their own names, and what follows from them: what rules see."""
+    """The record that rules see: all settings under their own names, and numbers derived from them."""
     s = SimpleNamespace(
         **{f.name: getattr(getattr(settings, g), f.name) for g in schema.GROUPS for f in fields(schema.GROUPS[g])}
     )
@@ -543,18 +541,18 @@ REMARKS = (
 
 
 def evaluates(s: SimpleNamespace) -> bool:
-    """Whether there are validations, and data for them."""
+    """Whether the run validates, and has data for it."""
     return (s.eval_iters or s.full_validation) and has_data(s, "valid")
 
 
 def evaluates_early(s: SimpleNamespace) -> bool:
-    """Whether there are validations ahead of the end, where the length of training is known."""
+    """Whether the run validates before its end, as far as its length is known."""
     epochs = s.eval_epoch and s.eval_epoch < (s.train_epochs or math.inf)
     return bool(evaluates(s) and (epochs or s.eval_interval < (steps(s) or math.inf)))
 
 
 def has_data(s: SimpleNamespace, part: str) -> bool:
-    """Whether there are data for "valid" or "test", as far as --split can be read."""
+    """Whether there are data for "valid" or "test", as far as --split is readable."""
     if s.paths or not s.data_path:
         return not s.paths or part in s.paths
     shares = s.split.replace("/", ",").split(",")
@@ -563,7 +561,7 @@ def has_data(s: SimpleNamespace, part: str) -> bool:
     except IndexError:
         return False
     except ValueError:
-        return True  # what is no number is reported elsewhere
+        return True  # a bad number is reported elsewhere
 
 
 def _asks_for_epochs(s: SimpleNamespace) -> list[str]:
@@ -572,38 +570,38 @@ def _asks_for_epochs(s: SimpleNamespace) -> list[str]:
     return [flag for flag, given in (asked | {"--lr-step-unit epoch": s.lr_step_unit == "epoch"}).items() if given]
 
 
-LONG = 1000  # steps that nobody wants to make again
+LONG = 1000  # steps that are too many to repeat
 
 
 def steps(s: SimpleNamespace) -> int:
-    """Of the whole run; 0 where its length is not known."""
+    """The number of steps of the run; 0 if unknown."""
     if s.train_iters is None and s.train_samples is None:
         return 0
     return s.train_iters or (s.train_samples or 0) // max(1, batch.full_size(s.settings.batch, s.dp))
 
 
 def alone(s: SimpleNamespace) -> bool:
-    """Whether this is about the one process of a command that no launcher has started."""
+    """Whether this is a single process that no launcher started."""
     return s.world == 1 and not (s.dry_run or s.preflight or s.world_size)
 
 
 def ranks_needed(s: SimpleNamespace) -> int:
-    """The least number of ranks that the given layout has."""
+    """The smallest number of ranks of the given layout."""
     return s.model_ranks * math.prod(getattr(s, name) or 1 for name in REPLICAS)
 
 
 def start_them(s: SimpleNamespace, ranks: int) -> str:
-    """The end of a sentence about ranks that are missing: how to start them."""
+    """The end of a message about missing ranks: how to start them."""
     return f"; start them: {launch_command(ranks)}" if alone(s) and ranks > 1 else ""
 
 
 def multiples(value: int, of: int) -> list[int]:
-    """The multiples of `of` below and above a value that is none."""
+    """The multiples of `of` below and above a value."""
     return [n for n in (value // of * of, value // of * of + of) if n]
 
 
 def divisors(of: int, near: float) -> list[int]:
-    """The two divisors of a number that lie nearest."""
+    """The two nearest divisors of a number."""
     return sorted(sorted((n for n in range(1, of + 1) if of % n == 0), key=lambda n: abs(n - near))[:2])
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings as other suites have them, read from their files and command lines: [TheirSetting(key, words, where, text)].
+"""Read other suites' settings from their files and command lines: [TheirSetting(key, words, where, text)].
 
     read_commands("torchrun --nproc_per_node 8 train.py --lr 1e-4", "run.sh")
         -> [Command(["torchrun", "--nproc_per_node", "8"], "train.py", [TheirSetting("--lr", ["1e-4"], "run.sh:1", ...)])]
 
-YAML, JSON and Python are read, and nothing in them is run.
+YAML, JSON and Python are parsed, never run.
 """
 
 import ast
@@ -34,44 +34,44 @@ OPERATORS = (";", ";;", "&&", "||")
 OPENS, CLOSES = ("then", "do", "else", "{", "("), ("elif", "else", "fi", "done", "}", ")")
 CONDITIONS, LOOPS, TESTS = ("if", "elif", "while", "until"), ("for", "select"), ("[", "[[", "test")
 FUNCTION = re.compile(r"function [\w-]+( \( \))?|[\w-]+ \( \)")
-ITS_OWN = "set unset wait shift export : true".split()  # these of the shell mean the same around another program
-CODE = "code"  # the key of a line that would have to be run
+BUILTINS = "set unset wait shift export : true".split()  # shell commands that need no change around another program
+CODE = "code"  # the key of a line that only execution could resolve
 LITERAL = "\uf8ff"  # a dollar sign that a shell leaves alone, as in '$x'
-ALONE = re.compile(rf"\$\w+|\$\{{[^}}]*\}}|{RUN}")  # a word that is a variable, or what a command prints
-LISTS = re.compile(r"\$[@*]|\$\{[@*]|\$\{\w+\[[@*]\]")  # and one that holds a list of words
+ALONE = re.compile(rf"\$\w+|\$\{{[^}}]*\}}|{RUN}")  # a word that is a variable or the output of a command
+LISTS = re.compile(r"\$[@*]|\$\{[@*]|\$\{\w+\[[@*]\]")  # a word that holds a list of words
 
 
 @dataclass
 class Command:
-    """One command of a script: what starts it, the script or module, its flags, and what is odd about its lines.
+    """One command of a script: its launcher, the script or module, its flags, and notes about its lines.
 
-    kind: what becomes of it: "run" is translated, "assigns" (`export NAME=value`, `sources` are its names) and "shell" (the
-    words of loops and conditions) stay, and "other" is only named.
+    kind: "run" is translated, "assigns" (`export NAME=value`, `sources` are its names) and "shell" (the words of loops
+    and conditions) are kept, and "other" is only reported.
     """
 
     launcher: list[str]
     program: str
     sources: list[TheirSetting]
     where: str = ""
-    words: list[str] = field(default_factory=list)  # after the program, as the script has them
+    words: list[str] = field(default_factory=list)  # after the program, as written
     notes: list[str] = field(default_factory=list)
     behind: list[str] = field(default_factory=list)  # redirections of the shell
-    tokens: list[tuple[str, str, str]] = field(default_factory=list)  # the launcher: word, place, as the script has it
+    tokens: list[tuple[str, str, str]] = field(default_factory=list)  # the launcher: word, place, as written
     kind: str = "other"
-    text: str = ""  # as the script has it
-    in_condition: bool = False  # `if python train.py; then`, which is named as well
-    joined: str = ""  # the operator between it and the next one
+    text: str = ""  # as written
+    in_condition: bool = False  # `if python train.py; then`, which is reported too
+    joined: str = ""  # the operator before the next command
 
 
 def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[Command]:
-    """The commands of a script, by its lines. Those of `programs` and of what prepares their data are to be run, else all
-    with flags; without any of them the list is empty.
+    """Parse a script into commands. Those of `programs`, and those that prepare their data, are of kind "run"; without
+    them, all commands with flags. The list is empty if there are none.
 
-    A line that ends in a backslash goes on, also where the shell would take its value and the next flag for one word,
-    or the backslash for a part of a comment; that is noted.
+    A line that ends in a backslash continues, even if the shell would join its last word with the next flag, or read
+    the backslash as part of a comment; a note says so.
     """
-    found, tokens, notes = [], [], []
-    own, inside = {*ITS_OWN}, False  # a `case`, of which everything is only named
+    commands, tokens, notes = [], [], []
+    own, inside = {*BUILTINS}, False  # inside a `case`, everything is only reported
     lines = text.splitlines()
     for number, raw in enumerate(lines, 1):
         body, continued = raw.rstrip(), raw.rstrip().endswith("\\")
@@ -90,22 +90,22 @@ def read_commands(text: str, name: str, programs: tuple[str, ...] = ()) -> list[
                 kind = kind or ("shell" if first in own and one.kind == "other" else one.kind)
                 if inside := (inside or first == "case") and first != "esac":
                     one, kind = Command([], "", [], one.where, text=one.text), "other"
-                found.append(replace(one, kind=kind, joined=joined))
+                commands.append(replace(one, kind=kind, joined=joined))
                 notes = []
             tokens, notes = [], []
-    wanted = [one for one in found if name_among(one.program, (*programs, *OURS, *INSTEAD))]
-    if not wanted and found and all(one.sources and not one.launcher and not one.program for one in found):
-        return [Command([], "", [source for one in found for source in one.sources], kind="run")]  # a list of flags
-    wanted = wanted or [one for one in found if one.sources and one.kind == "other" and not programs]
+    wanted = [one for one in commands if name_among(one.program, (*programs, *OURS, *INSTEAD))]
+    if not wanted and commands and all(one.sources and not one.launcher and not one.program for one in commands):
+        return [Command([], "", [source for one in commands for source in one.sources], kind="run")]  # a list of flags
+    wanted = wanted or [one for one in commands if one.sources and one.kind == "other" and not programs]
     for one in wanted:
         one.in_condition = one.kind == "shell"
         one.kind = "run" if one.kind == "other" else one.kind
-    return list(_with_operators(found)) if wanted else []
+    return list(_with_operators(commands)) if wanted else []
 
 
-def _with_operators(found: list[Command]) -> Iterator[Command]:
-    """The commands with what joins them, as `cd x &&`: it stays between words of the shell, and is named beside others."""
-    for one, after in pairwise([*found, Command([], "", [])]):
+def _with_operators(commands: list[Command]) -> Iterator[Command]:
+    """Add `&&` and `||` to the commands: kept between words of the shell, and reported with other commands."""
+    for one, after in pairwise([*commands, Command([], "", [])]):
         operator = one.joined if one.joined in ("&&", "||") else ""
         single = after.kind == "assigns" and len(after.sources) == 1
         if operator and single and one.kind == "other" and one.text.split()[0] in TESTS:
@@ -123,7 +123,7 @@ def _with_operators(found: list[Command]) -> Iterator[Command]:
 
 
 def read_words(words: list[str], programs: tuple[str, ...] = ()) -> Command:
-    """A command as a shell has split it already."""
+    """Parse a command that a shell has already split."""
     tokens = []
     for word in words:
         joined = JOINED_LINES.fullmatch(word)
@@ -132,19 +132,19 @@ def read_words(words: list[str], programs: tuple[str, ...] = ()) -> Command:
 
 
 def _words(line: str) -> list[tuple[str, str]]:
-    """(word, as it is written) of a line of a shell, up to a comment. Quotes that another line closes are left out.
+    """Split a line of a shell into (word, as written), up to a comment. Quotes that another line closes are skipped.
 
     >>> _words("A=$(cat x | wc -l); echo 'b c' # d")
     [('A=$(cat x | wc -l)', 'A=$(cat x | wc -l)'), (';', ';'), ('echo', 'echo'), ('b c', "'b c'")]
     """
-    found = WORD.findall(line)
-    end = next((i for i, word in enumerate(found) if word.startswith("#")), len(found))
-    return [(re.sub(QUOTED, _unquoted, word, flags=re.VERBOSE), word) for word in found[:end]]
+    words = WORD.findall(line)
+    end = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
+    return [(re.sub(QUOTED, _unquoted, word, flags=re.VERBOSE), word) for word in words[:end]]
 
 
-def _unquoted(found: re.Match) -> str:
-    """What quotes hold; `x` is $(x), so that `quoted` keeps it; a dollar sign that a shell leaves alone is `LITERAL`."""
-    text = found[0]
+def _unquoted(match: re.Match) -> str:
+    """The text inside quotes; `x` becomes $(x), so that `quoted` keeps it; a literal dollar sign becomes `LITERAL`."""
+    text = match[0]
     if text[0] in '"`':
         inner = re.sub(r'\\(["\\])', r"\1", text[1:-1].replace("\\$", LITERAL)) if text[0] == '"' else text
         return re.sub("`([^`]*)`", r"$(\1)", inner)
@@ -154,7 +154,7 @@ def _unquoted(found: re.Match) -> str:
 
 
 def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[tuple[str, list[tuple[str, str, str]], str]]:
-    """(kind, tokens, the operator behind it) of each command: `if [ $A ]; then python a.py; fi` are four."""
+    """Split tokens into commands: (kind, tokens, operator after it). `if [ $A ]; then python a.py; fi` has four."""
     part, kind, condition, subshells = [], "", False, 0
     for token in [*tokens, (";", "", ";")]:
         word = token[2]
@@ -181,7 +181,7 @@ def _parts(tokens: list[tuple[str, str, str]]) -> Iterator[tuple[str, list[tuple
 
 
 def name_among(program: str, names: Collection[str]) -> str:
-    """By which of the names a program goes, "" for none: ./tools/eval.py by tools/eval.py, x/train.py by train.py."""
+    """The name that a program's path ends in, "" for none: tools/eval.py of ./tools/eval.py, train.py of x/train.py."""
     return next((name for name in names if program == name or program.endswith(f"/{name}")), "")
 
 
@@ -205,7 +205,7 @@ def _command(tokens: list[tuple[str, str, str]], programs: tuple[str, ...], note
 
 
 def _assigned(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
-    """The variables of a line that does nothing but `export A=1 B=2`."""
+    """The variables of a line that only assigns: `export A=1 B=2`."""
     exported = [word for word, _, _ in tokens[:1] if word == "export"]
     own = tokens[len(exported) :]
     if own and all(ASSIGNED.match(word) for word, _, _ in own):
@@ -215,20 +215,20 @@ def _assigned(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
 
 
 def quoted(word: str) -> str:
-    """A word for bash; variables in it stay variables, and NAME=value an assignment."""
+    """Quote a word for bash; variables in it stay variables, and NAME=value an assignment."""
     if ASSIGNED.match(word):
         name, _, value = word.partition("=")
         return f"{name}={quoted(value)}" if value else word
     if "$" not in word:
         return shlex.quote(word.replace(LITERAL, "$"))
-    inner = re.sub(rf'{RUN}|"', lambda found: found[0] if found[0] != '"' else '\\"', word)
+    inner = re.sub(rf'{RUN}|"', lambda match: match[0] if match[0] != '"' else '\\"', word)
     return f'"{inner}"'.replace(LITERAL, "\\$")
 
 
 def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]:
-    """Flags and their words; words that belong to none are `key=value` pairs, as hydra has them.
+    """Parse flags and their words; words without a flag are hydra's `key=value` pairs.
 
-    A variable after a value is a source of its own, for it may hold flags: `--lr 1e-4 $MORE`.
+    A variable after a value is a setting of its own, since it may hold flags: `--lr 1e-4 $MORE`.
     """
     flag, words, where = "", [], ""
     for word, place, _ in [*tokens, ("--", "", "")]:
@@ -248,7 +248,7 @@ def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]
 
 
 def _takes_many(flag: str) -> bool:
-    """Whether a flag, by this suite's own name for it, is one for several values."""
+    """Whether a flag with this suite's own name takes several values."""
     spelling = spellings_of(GROUPS).get("--" + flag.lstrip("-").replace("_", "-"))
     return spelling is not None and spelling.setting.many and spelling.flag == dashed(spelling.setting.name)
 
@@ -257,9 +257,9 @@ def _takes_many(flag: str) -> bool:
 
 
 def read_tree(path: str) -> list[TheirSetting]:
-    """The leaves of a YAML or JSON file, by dotted keys. Raises UsageError where it is none.
+    """Read the leaves of a YAML or JSON file, with dotted keys. Raises UsageError for other files.
 
-    `${model.x}` and `${.x}` of OmegaConf are what they refer to, where that is plain.
+    OmegaConf's `${model.x}` and `${.x}` are resolved if they refer to a plain value.
     """
     import yaml
 
@@ -272,9 +272,9 @@ def read_tree(path: str) -> list[TheirSetting]:
         raise UsageError(f"{where}: neither YAML nor JSON", str(getattr(error, "problem", "") or error)) from None
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{path}: no settings in it", "keys and values are wanted")
-    found = list(_leaves(root, "", path, text.splitlines(), yaml))
-    last = {one.key: one for one in found}
-    return [one._replace(words=[_resolved(word, one.key, last) for word in one.words]) for one in found]
+    leaves = list(_leaves(root, "", path, text.splitlines(), yaml))
+    last = {one.key: one for one in leaves}
+    return [one._replace(words=[_resolved(word, one.key, last) for word in one.words]) for one in leaves]
 
 
 def _leaves(mapping, prefix: str, path: str, lines: list[str], yaml) -> Iterator[TheirSetting]:
@@ -292,19 +292,19 @@ def _leaves(mapping, prefix: str, path: str, lines: list[str], yaml) -> Iterator
             yield TheirSetting(key, words, f"{path}:{line + 1}", text if alone else f"{key}: {', '.join(words)}")
 
 
-def _resolved(word: str, key: str, found: dict[str, TheirSetting]) -> str:
+def _resolved(word: str, key: str, leaves: dict[str, TheirSetting]) -> str:
     reference = re.fullmatch(r"\$\{(\.?)([\w.]+)\}", word)
     if not reference:
         return word
     target = (key.rpartition(".")[0] + "." if reference[1] else "") + reference[2]
-    return _resolved(found[target].value, target, found) if target in found and target != key else word
+    return _resolved(leaves[target].value, target, leaves) if target in leaves and target != key else word
 
 
 def read_python(path: str, names: Callable[[str], bool] = lambda key: True) -> list[TheirSetting]:
-    """Assignments of a Python file by dotted keys: constants, lists, `dict(...)`. A class or a call stands as its name, and
-    a line that would have to be run has the key `CODE`; imports only bring names. Raises UsageError of what is no Python.
+    """Read the assignments of a Python file, with dotted keys: constants, lists, `dict(...)`. A class or a call is read
+    as its name, and a line that needs execution has the key `CODE`; imports are skipped. Raises UsageError for bad Python.
 
-    names: whether a key means something by itself: one that does not, and that other lines use, counts there alone.
+    names: whether a key is a setting; a name that is none, and that other lines use, is only substituted there.
     """
     text = read_text(path)
     file, lines = read_assignments(text, path), text.splitlines()
@@ -331,5 +331,5 @@ def _values(node: ast.expr, key: str) -> Iterator[tuple[str, list[str], int]]:
 
 
 def _word(node: ast.expr) -> str:
-    """A value as a word: `3`, `HybridAdam` for a name or a call of it."""
+    """Convert a value to a word: `3`, `HybridAdam` for a name or a call of it."""
     return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(getattr(node, "func", node))

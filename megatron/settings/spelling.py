@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataclass fields read as settings: their flags, their other spellings, and text turned into their values.
+"""Settings from dataclass fields: their flags, aliases, and the conversion of text to values.
 
 >>> from megatron.settings.schema import Model
 >>> [setting] = [s for s in settings_of({"model": Model}) if s.name == "bias_gelu_fusion"]
@@ -22,12 +22,12 @@ YES, NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class BadValue(ValueError):
-    """The text cannot be a value of the setting. The message says what would be, without naming the setting."""
+    """Raised for text that is no value of a setting. The message says what is valid, and does not name the setting."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of one group.
+    """A setting: one field of one group.
 
     `kind` is bool, int, float, str or a tuple of choices; `many` says that the value is a list of them.
     """
@@ -48,16 +48,16 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The main spelling: `--no-x` for a switch that is on by default: only switching it off says anything."""
+        """The main spelling: `--no-x` for a switch that is on by default, since only switching it off has an effect."""
         return negated(self.name) if self.default is True else dashed(self.name)
 
     def word(self, value):
-        """The value as one would give it: `auto` where that stands for a number that nobody means as one."""
+        """The value as a user writes it: `auto` for a negative number that stands for it."""
         words = [word for word, other in self.also.items() if other == value and isinstance(other, int) and other < 0]
         return words[0] if words else value
 
     def words(self, value) -> list[str]:
-        """What a command line says for a value; nothing for None."""
+        """The words of a command line that set a value; empty for None."""
         value = self.word(value)
         if self.name == "sharding_stage" and value == 1:
             return ["--use-distributed-optimizer"]  # as Megatron-LM has it
@@ -67,16 +67,16 @@ class Setting:
         return [dashed(self.name), *(f"{one:g}" if isinstance(one, float) else str(one) for one in values)]
 
     def checked(self, value):
-        """A value out of Python or JSON as the setting has it: `3.0 -> 3`. Raises BadValue."""
+        """Convert a value from Python or JSON to the setting's type: `3.0 -> 3`. Raises BadValue."""
         if value is None and self.optional:
             return None
         return self.value([str(one) for one in (value if isinstance(value, (list, tuple)) else [value])])
 
     def value(self, words: list[str]):
-        """Words of a command line or a file as a value: `["3"] -> 3`. Raises BadValue."""
+        """Convert words of a command line or a file to a value: `["3"] -> 3`. Raises BadValue."""
         if self.many:
             if self.kind is not str:
-                words = " ".join(words).split()  # "16 16 1000" in quotes is three numbers too
+                words = " ".join(words).split()  # quoted "16 16 1000" is three numbers too
             if not words:
                 raise BadValue("needs at least one value")
             return [one_value(self.kind, word, self.also) for word in words]
@@ -96,9 +96,9 @@ class Spelling:
     """A flag that sets a setting.
 
     implies   the value that the flag stands for: --bf16
-    off       the value that `false` after it stands for, if it is known: --use-sharding false
+    off       the value for `false` after the flag, if known: --use-sharding false
     negates   --no-x
-    yielding  it gives way to other spellings: --use-distributed-optimizer, where --sharding-stage 2 is said, too
+    yielding  other spellings override it: --use-distributed-optimizer next to --sharding-stage 2
     """
 
     flag: str
@@ -109,7 +109,7 @@ class Spelling:
     yielding: bool = False
 
     def statement(self, words: list[str], source: SaidBy, where: str = "", turn: int = 0) -> Statement:
-        """What the flag says with these words. Raises BadValue.
+        """The statement that the flag makes with these words. Raises BadValue.
 
         >>> from megatron.settings.schema import Parallel
         >>> spellings_of({"parallel": Parallel})["--use-sharding"].statement(["true"], SaidBy.COMMAND).value
@@ -135,7 +135,7 @@ class Spelling:
         return Statement(self.setting.name, value, source, self.flag, text, where, default=default, **common)
 
     def value(self, words: list[str]):
-        """The value that the flag gives with these words; None where it says only what the value is not."""
+        """The value that the flag gives with these words; None if it only excludes a value."""
         statement = self.statement(words, SaidBy.COMMAND)
         return None if statement.withdraws else statement.value
 
@@ -147,7 +147,7 @@ class Spelling:
 
 
 def settings_of(groups: Mapping[str, type]) -> list[Setting]:
-    """All fields of the groups, in order. A name may occur once: it is a flag."""
+    """All fields of the groups, in order. Names are flags, so each occurs once."""
     return [setting for name, group in groups.items() for setting in _settings_of(name, group)]
 
 
@@ -158,18 +158,18 @@ def _settings_of(name: str, group: type) -> tuple[Setting, ...]:
 
 
 def spellings_of(groups: Mapping[str, type]) -> Mapping[str, Spelling]:
-    """Every flag of the groups -> what it means."""
+    """Map every flag of the groups to its spelling."""
     return _spellings_of(tuple(groups.items()))
 
 
 @lru_cache(maxsize=64)
 def _spellings_of(groups: tuple[tuple[str, type], ...]) -> Mapping[str, Spelling]:
-    found: dict[str, Spelling] = {}  # two settings that claim the same flag are our mistake, not the user's
+    result: dict[str, Spelling] = {}  # two settings with the same flag are a bug, not a user's mistake
     for setting in settings_of(dict(groups)):
         for spelling in _spellings(setting):
-            other = found.setdefault(spelling.flag, spelling)
+            other = result.setdefault(spelling.flag, spelling)
             assert other is spelling, f"{spelling.flag} means {other.setting.name} and {setting.name}"
-    return MappingProxyType(found)
+    return MappingProxyType(result)
 
 
 def dashed(name: str) -> str:
@@ -181,10 +181,10 @@ def negated(name: str) -> str:
 
 
 def one_value(kind: type | tuple, word: str, also: dict | None = None):
-    """One word as a bool, int, float, str or choice. Raises BadValue with what would be understood."""
+    """Convert one word to a bool, int, float, str or choice. Raises BadValue that says what is valid."""
     also = also or {}
-    if unsaid := [name for name, value in also.items() if str(value) == word and word.startswith("-")]:
-        raise BadValue(f"'{word}' is no value for it; say {unsaid[0]} if that is meant")
+    if names := [name for name, value in also.items() if str(value) == word and word.startswith("-")]:
+        raise BadValue(f"'{word}' is no value for it; say {names[0]} if that is meant")
     word = str(also.get(word, word))
     if not word.strip():
         raise BadValue("is empty (a shell variable that is not set?)")
@@ -229,8 +229,8 @@ def _setting(group: str, field, hint) -> Setting:
         hint = typing.get_args(hint)[0]
     kind = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else hint
     default = field.default_factory() if field.default_factory is not MISSING else field.default
-    said = [field.metadata.get(name, unsaid) for name, unsaid in dict(help="", alias=(), also={}).items()]
-    return Setting(group, field.name, kind, many, optional, default, *said)
+    metadata = [field.metadata.get(name, default) for name, default in dict(help="", alias=(), also={}).items()]
+    return Setting(group, field.name, kind, many, optional, default, *metadata)
 
 
 def _spellings(setting: Setting):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another suite's settings in the flags of this one, each beside the line that it comes from.
+"""Translate another suite's settings to flags of this one, each with the line that it comes from.
 
     translate(DEEPSPEED, read_tree("ds.json")) -> Translation([FlagLine("--bf16", [], TheirSetting(...), "")], ...)
     back(DEEPSPEED, [("--bf16", [])]) -> ({"bf16.enabled": "true"}, [])
 
-Nothing is dropped: a source is a line, has no effect here for a reason that is said, or has no equivalent, with what
-there is instead. Files are read, and never run.
+Nothing is dropped: a source becomes a line, or has no effect here for a stated reason, or has no equivalent, and an
+alternative is named. Files are parsed, never run.
 """
 
 import re
@@ -47,9 +47,10 @@ EMPTY = ("", "null", "none", "~", "???")
 
 @dataclass
 class Translation:
-    """lines: what this suite is told. idle, lost: (source, sentence) of what has no effect here, and no equivalent.
+    """The result of a translation.
 
-    start: words for torchrun, and NAME=value for its environment; kept: words that stand as they are beside ours.
+    lines: flags of this suite. idle, lost: (source, sentence) of sources without an effect, and without an equivalent.
+    start: flags for torchrun, and NAME=value for its environment. kept: words that are passed on unchanged.
     """
 
     lines: list[FlagLine] = field(default_factory=list)
@@ -64,11 +65,10 @@ def spellings() -> dict[str, Spelling]:
 
 
 def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translation | None = None) -> Translation:
-    """What the sources mean here; of two that say the same setting, the last one counts, as it does there. out: what stands
-    before them."""
+    """Translate the sources; of two for one setting the last counts, as in that suite. out: a translation to extend."""
     out, sources = out or Translation(), [one._replace(key=dialect.name_of(one.key)) for one in sources]
     given, known = {source.key: source for source in sources}, spellings()
-    _say_presence(dialect, given, known, out)
+    _add_presence(dialect, given, known, out)
     for source in sources:
         if given[source.key] is source or source.key == CODE:
             _one(dialect, source, given, known, out)
@@ -81,7 +81,7 @@ def translate(dialect: Dialect, sources: Iterable[TheirSetting], out: Translatio
 
 
 def _add_defaults(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
-    """Lines of what the other suite does where nothing is said. A value that is none here is no reason for a default."""
+    """Add lines for the other suite's defaults. A setting with a value that is refused gets no default."""
     wrong = (flag for one, _ in out.lost for flag in (*dialect.flags_of_key(one.key), dashed(one.key.lstrip("-"))))
     said = {_name(line, known) for line in out.lines} | {known[flag].setting.name for flag in wrong if flag in known}
     for default in dialect.defaults:
@@ -133,10 +133,10 @@ def _without_row(dialect: Dialect, source: TheirSetting, known: Mapping[str, Spe
     elif dialect.knows(source.key):
         known_values = dialect.values(source.key)
         switch = known_values in (["true"], ["true", "false"])
-        told = "is neither true nor false" if switch else f"is none of {', '.join(known_values)}"
+        problem = "is neither true nor false" if switch else f"is none of {', '.join(known_values)}"
         meaning = dialect.table.get(f"{source.key}=true", "").replace(";", "")
         held = unread(source.value) + (f" or, if it is true, {meaning}" if meaning else "")
-        out.lost.append((source, held if VARIABLE.search(source.value) else f"'{source.value}' {told}"))
+        out.lost.append((source, held if VARIABLE.search(source.value) else f"'{source.value}' {problem}"))
     elif dialect.base and source.key.startswith("-"):
         _flag_of_megatron(source, dialect, known, out)
     elif source.key.startswith("$"):
@@ -150,15 +150,15 @@ def _flag_of_megatron(source: TheirSetting, dialect: Dialect, known: Mapping[str
     flag = dashed(source.key.lstrip("-"))
     if flag in known:
         _add(source, [(flag, source.words)], dialect, known, out)
-    elif (found := answer(flag, source.words)) is not None:
-        target = out.lost if found.refused else out.idle
-        target.append((source, found.sentence or "it asks for nothing"))
+    elif (known_answer := answer(flag, source.words)) is not None:
+        target = out.lost if known_answer.refused else out.idle
+        target.append((source, known_answer.sentence or "it asks for nothing"))
     else:
         out.lost.append((source, f"no flag that is known{did_you_mean(flag, known, 0.8)}"))
 
 
 def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spelling], out: Translation) -> None:
-    """Add lines in this suite's main spelling, and words of torchrun. A value that is none here is told instead."""
+    """Add lines in this suite's main spelling, and flags of torchrun. A bad value is reported instead."""
     for flag, words in flags:
         spelling = known.get(flag)
         if spelling is None:
@@ -168,7 +168,7 @@ def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spel
         try:
             statement = spelling.statement(words, SaidBy.COMMAND)
         except BadValue as bad:
-            if any(map(VARIABLE.search, words)):  # what it holds, the command sees
+            if any(map(VARIABLE.search, words)):  # the command checks its value
                 statement = Statement(spelling.setting.name, " ".join(words), SaidBy.COMMAND, flag)
                 out.lines.append(FlagLine(flag, words, source, changed, statement))
             else:
@@ -178,12 +178,12 @@ def _add(source: TheirSetting, flags, dialect: Dialect, known: Mapping[str, Spel
 
 
 def _canonical(spelling: Spelling, flag: str, value, words: list[str]) -> tuple[str, list[str]]:
-    """The setting's main flag, and its value where the flag alone does not say it."""
+    """The setting's main flag, and its value if the flag does not imply it."""
     setting = spelling.setting
     if setting.kind is bool:
         return (dashed(setting.name), [str(value).lower()]) if value == setting.default else (setting.flag, [])
     if flag in ("--bf16", "--fp16"):
-        return flag, []  # as everybody says it
+        return flag, []  # the common spelling
     if value is None:
         return flag, words  # --recompute-activations false
     if spelling.implies is not None:
@@ -191,8 +191,8 @@ def _canonical(spelling: Spelling, flag: str, value, words: list[str]) -> tuple[
     return dashed(setting.name), [also if isinstance(also := setting.also.get(word), str) else word for word in words]
 
 
-def _say_presence(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
-    """A section that means something by being there: `zero = dict(...)` of Colossal-AI. What stands in it comes after."""
+def _add_presence(dialect: Dialect, given: Mapping[str, TheirSetting], known, out: Translation) -> None:
+    """Translate sections whose presence has a meaning: `zero = dict(...)` of Colossal-AI. Their keys come after."""
     for name, meaning in dialect.presence.items():
         inside = [source for key, source in given.items() if f"{key}.".startswith(f"{name}.")]
         if inside and inside[0].value.lower() not in EMPTY:
@@ -206,7 +206,7 @@ def _name(line: FlagLine | Default, known: Mapping[str, Spelling]) -> str:
 
 
 def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
-    """Of lines that say the same setting the one that would count on a command line of these words."""
+    """Keep one of several lines for a setting: the one that would count on a command line."""
     chosen, _ = resolve([line.says for line in out.lines if line.says])
     winners = {line.says.name: line for line in out.lines if line.says and line.says is chosen.get(line.says.name)}
     kept, seen = [], {id(line.source) for line in winners.values()}
@@ -225,26 +225,26 @@ def _keep_last(out: Translation, known: Mapping[str, Spelling]) -> None:
 
 
 def translate_fleetx(entries: fleetx.Entries, known: Mapping[str, Spelling]) -> Translation:
-    """The same of PaddleFleetX's YAML, which has a reader of its own. known: the flags of the command that it is for."""
-    found, out = fleetx.translate(entries, fleetx.purpose_of(entries)), Translation()
-    for flag, words, one in found.flags:
+    """Translate PaddleFleetX's YAML, which has its own reader. known: the flags of the command that it is for."""
+    translated, out = fleetx.translate(entries, fleetx.purpose_of(entries)), Translation()
+    for flag, words, one in translated.flags:
         spelling = known.get(flag)
         text = spelling is not None and spelling.setting.kind is str and not spelling.setting.many
         _add(one, [(flag, [",".join(words)] if text else words)], FLEETX, known, out)
-    out.idle, out.lost = out.idle + [(one, why) for why, one in found.notes], out.lost + found.problems
-    told = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
-    out.idle += [(one, ANYWAY) for key, one in found.given.items() if key not in told]
+    out.idle, out.lost = out.idle + [(one, why) for why, one in translated.notes], out.lost + translated.problems
+    reported = {one.key for one, _ in out.idle + out.lost} | {line.source.key for line in out.lines}
+    out.idle += [(one, ANYWAY) for key, one in translated.given.items() if key not in reported]
     out.idle += fleetx.dropped(entries)
     _keep_last(out, known)
-    if found.purpose == "train":
-        _add_defaults(FLEETX, found.given, known, out)
+    if translated.purpose == "train":
+        _add_defaults(FLEETX, translated.given, known, out)
     return out
 
 
 def back(dialect: Dialect, flags: Iterable[tuple[str, list[str]]]) -> tuple[dict[str, list[str]], list[str]]:
-    """({key of the other suite: words}, flags that it has no one word for) of flags of this suite: by the first row that
-    says the same."""
-    known, found, lost = spellings(), {}, []
+    """Translate flags of this suite back: ({key of the other suite: words}, flags without a single equivalent). The first
+    row with the same meaning counts."""
+    known, keys, lost = spellings(), {}, []
     for flag, words in flags:
         name = known[flag].setting.name
         try:
@@ -258,19 +258,19 @@ def back(dialect: Dialect, flags: Iterable[tuple[str, list[str]]]) -> tuple[dict
             names = [known[one].setting.name for one in (first, *others) if one in known]
             if name not in names or ";" in meaning:
                 continue
-            if len(names) > 1:  # a list, whose other places have this suite's defaults
+            if len(names) > 1:  # a list; its other values are this suite's defaults
                 defaults = [str(known[one].setting.default) for one in (first, *others)]
-                found.setdefault(key, defaults)[names.index(name)] = shown[0]
+                keys.setdefault(key, defaults)[names.index(name)] = shown[0]
             elif not equals and not others:
-                found[key] = shown
+                keys[key] = shown
             elif known[first].value(others) == value:
-                found[key] = [word] if word else []
+                keys[key] = [word] if word else []
             else:
                 continue
             break
         else:
             if dialect.as_is:
-                found[flag] = words
+                keys[flag] = words
             else:
                 lost.append(" ".join([flag, *words]))
-    return found, lost
+    return keys, lost

@@ -190,7 +190,7 @@ SAME_SOURCE = [
     (
         "--max_lr 1 --lr_decay_style none --warmup_rate 0.1 --decay_steps 9",
         (0.1, 0.1),
-        "--warmup-rate beside --lr-decay-style none warms up",
+        "--warmup-rate with --lr-decay-style none warms up",
     ),
     ("--lr_decay_style cosine --warmup_rate 0.1 --decay_steps 9", (0.1, 0.1), ""),
     ("--model_type gpt-cn", (0.1, 0.1), "the vocabulary of gpt-cn is --tokenizer-type GPTChineseTokenizer"),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other suites' flags and YAML keys, and what each of them means here."""
+"""Tables that translate other suites' flags and YAML keys."""

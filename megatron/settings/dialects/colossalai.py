@@ -74,7 +74,7 @@ CHANGED = {
 
 
 def micro_batch(words, given):
-    """BATCH_SIZE is what one rank has at once, which its pipeline cuts into NUM_MICRO_BATCHES."""
+    """Translate BATCH_SIZE: the batch of one rank, which its pipeline splits into NUM_MICRO_BATCHES."""
     parts = int(given["NUM_MICRO_BATCHES"].value) if "NUM_MICRO_BATCHES" in given else 1
     size, rest = divmod(int(words[0]), parts)
     if rest or not size:
@@ -83,7 +83,7 @@ def micro_batch(words, given):
 
 
 def accumulated(words, given):
-    """gradient_accumulation counts batches of BATCH_SIZE, each of NUM_MICRO_BATCHES."""
+    """Translate gradient_accumulation: it counts batches of BATCH_SIZE, each of NUM_MICRO_BATCHES."""
     parts = given["NUM_MICRO_BATCHES"].value if "NUM_MICRO_BATCHES" in given else "1"
     return [("--gradient-accumulation-steps", [str(int(words[0]) * int(parts))])]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suites whose runs are command lines with flags of Megatron-LM, or close to them, for `settings.translate`.
+"""Suites with command lines of Megatron-LM's flags, or close to them, for `settings.translate`.
 
-What is not named here is read as `settings.parse` reads it.
+Other flags are read as `settings.parse` reads them.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_
 
 
 def profiler_options(words: list[str], given: object = None) -> list[tuple[str, list[str]]]:
-    """Flags for PaddleNLP's options of its profiler. Raises ValueError for what is none.
+    """Translate PaddleNLP's profiler options to flags. Raises ValueError for an unknown option.
 
     >>> profiler_options(["batch_range=[50, 60]; profile_path=traces"])
     [('--profile', []), ('--profile-step-start', ['50']), ('--profile-step-end', ['60']), ('--profile-dir', ['traces'])]
@@ -26,13 +26,13 @@ def profiler_options(words: list[str], given: object = None) -> list[tuple[str, 
     steps = said.get("batch_range", "10,20").strip("[]").split(",")
     if len(steps) != 2 or not all(map(str.isdecimal, steps)):
         raise ValueError(f"batch_range={said['batch_range']}: the first step and the one to end before, as in [10,20]")
-    found = [("--profile", []), ("--profile-step-start", steps[:1]), ("--profile-step-end", steps[1:])]
-    found += [("--profile-dir", [path]) for path in [said.get("profile_path")] if path]
-    found += [("--profile-detailed", [])] * said.get("tracer_option", "").endswith("OpDetail")
+    flags = [("--profile", []), ("--profile-step-start", steps[:1]), ("--profile-step-end", steps[1:])]
+    flags += [("--profile-dir", [path]) for path in [said.get("profile_path")] if path]
+    flags += [("--profile-detailed", [])] * said.get("tracer_option", "").endswith("OpDetail")
     if said.get("tracer_option", "Default") not in ("Default", "OpDetail", "AllOpDetail"):
         raise ValueError(f"tracer_option={said['tracer_option']}: there is Default, OpDetail, AllOpDetail")
     ends = said.get("exit_on_finished", "").lower() in ("yes", "true", "t", "1")
-    return found + [("--exit-interval", steps[1:])] * ends
+    return flags + [("--exit-interval", steps[1:])] * ends
 
 
 def tests_of(words, given):
@@ -43,7 +43,7 @@ def tests_of(words, given):
 
 
 def unless(key: str, words: tuple[str, ...], why: str, flag: str) -> Computed:
-    """A flag that has no effect beside a key that has one of these words."""
+    """Compute a flag that has no effect if another key has one of these values."""
 
     def computed(own, given):
         if key in given and given[key].value.lower() in words:
@@ -143,7 +143,7 @@ PADDLENLP = Dialect(
     base=True,
 )
 
-# a flag of PaddleNLP's evaluation and generation -> what says it here
+# a flag of PaddleNLP's evaluation and generation -> its equivalent here
 ELSEWHERE = {
     "--init-checkpoint-path": "--load",
     "--model-name": "--load (the checkpoint has its model and its vocabulary)",
@@ -154,7 +154,7 @@ ELSEWHERE = {
     "--min-length": "--min-tokens-to-generate",
 }
 _ROWS = [(key.replace("_", "-"), meaning) for key, meaning in PADDLENLP.table.items()]
-THEIRS = {key for key, meaning in _ROWS if "=" not in key and key != meaning}  # its words that are no other suite's
+THEIRS = {key for key, meaning in _ROWS if "=" not in key and key != meaning}  # flags that only PaddleNLP has
 FALSE_ALONE = {key[:-1] for key, _ in _ROWS if key.endswith("=")}
 
 
@@ -164,7 +164,7 @@ def here_for(script: str) -> str:
 
 
 def answer_of_paddlenlp(flag: str) -> tuple[str, str]:
-    """(why it has no effect, why it is refused) of a word of PaddleNLP's, with dashes, that is no flag here; or empty.
+    """(why it has no effect, why it is refused) for a PaddleNLP flag, with dashes, that is no flag here; "" if neither.
 
     >>> answer_of_paddlenlp("--micro-bsz")
     ('', 'has another name here: --micro-batch-size')
@@ -176,7 +176,7 @@ def answer_of_paddlenlp(flag: str) -> tuple[str, str]:
 
 
 def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[[str], bool]) -> list[str]:
-    """What a command in PaddleNLP's words should know of its defaults. is_said: whether somebody says a flag's setting.
+    """Notes on defaults that differ for a command with PaddleNLP's flags. is_said: whether a flag's setting is given.
 
     >>> defaults_of_paddlenlp([("--use-amp", [])], lambda flag: True)
     ['--use-amp without a value is true here, and false in PaddleNLP']
@@ -186,13 +186,13 @@ def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[
     notes = [f"{flag} without a value is true here, and false in PaddleNLP" for flag in alone]
     said = [*flags, *(f"{flag}={' '.join(values)}" for flag, values in words)]
     others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, said))]
-    return notes + [others_defaults(PADDLENLP, others)] * bool(len(THEIRS & set(flags)) > 2 and others)
+    return notes + [defaults_note(PADDLENLP, others)] * bool(len(THEIRS & set(flags)) > 2 and others)
 
 
-def others_defaults(dialect: Dialect, defaults: Iterable[Default]) -> str:
-    """A note of defaults that nobody overrides."""
-    told = ", ".join(dict.fromkeys(f"{one.flag} {one.word}" for one in defaults))
-    return f"{dialect.title}'s defaults, where this suite has others: {told} (megatron.tools.translate writes them)"
+def defaults_note(dialect: Dialect, defaults: Iterable[Default]) -> str:
+    """A note that lists another suite's defaults that differ."""
+    flags = ", ".join(dict.fromkeys(f"{one.flag} {one.word}" for one in defaults))
+    return f"{dialect.title}'s defaults, where this suite has others: {flags} (megatron.tools.translate writes them)"
 
 
 LLMACC = Dialect(

@@ -108,7 +108,7 @@ CHANGED = {
 
 
 def share_of_peak(flag):
-    """A ratio of the scheduler's highest rate, as a rate."""
+    """Compute a rate from a ratio to the scheduler's peak rate."""
 
     def computed(words, given):
         peak = given.get("optimizer.params.lr") or given.get("scheduler.params.warmup_max_lr")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings from a YAML file of PaddleFleetX: sections, `_base_`, and `-o Section.key=value`, as flags of this suite.
+"""Translate a YAML file of PaddleFleetX to flags: sections, `_base_`, and `-o Section.key=value`.
 
     read("pretrain_gpt_345M.yaml") -> {"Model.hidden_size": TheirSetting("Model.hidden_size", ["1024"], ...), ...}
     translate(entries, "train") -> Translated(flags=[("--hidden-size", ["1024"], TheirSetting(...)), ...], ...)
 
-A key means one flag, or some together with others, or it is noted or refused by its name and place: which of these depends
-on the command that reads it. A key that is none of them is unknown, and an error.
+A key becomes one flag, or several keys become flags together, or it is noted or refused with its name and place: this
+depends on the command that reads it. Any other key is unknown, and an error.
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ SECTIONS = """Global Engine Model Data Distributed Optimizer Profiler Fused Fuse
     Compress Quantization Prune Distillation Tuning""".split()
 BASE, INHERITED, NAME = "_base_", "_inherited_", "Data.Train.dataset.name"
 EMPTY = ("", "~", "null", "Null", "NULL", "None")
-COMMAND = "-o "  # where an override stands, and its key
+COMMAND = "-o "  # the place of an override: this and its key
 Entries = dict[str, TheirSetting]  # a key without a value has None for its words; `where` ends in the key
 MIXED = "Engine.mix_precision"
 GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()  # tasks of Data.Train.dataset.name
 # Model.module begins with -> the command that the file is for
 MODULES = dict(gptfinetune="task", gptgeneration="generate", gpteval="evaluate")
-# For whom a section is, where that is not training and fine-tuning.
+# The commands of a section, if those are not training and fine-tuning.
 SECTION_OF = dict(Generation=["generate"], Offline_Eval=["evaluate"], Inference=["generate", "evaluate"])
 
 # purpose -> keys whose last part is a flag here, by sections
@@ -54,7 +54,7 @@ SAME = dict(
         Global: device
         Offline_Eval: eval_path overlapping_eval batch_size""",
 )
-# Of others, and of single values of them (in small letters; of switches true or false).
+# Other keys, and single values of them (in lower case; true or false for switches).
 OTHERS = dict(
     train="""
         Engine.save_load.ckpt_dir                        --load
@@ -192,17 +192,17 @@ KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.tab
 )
 
 
-def told(one: TheirSetting, why: str) -> str:
+def problem_text(one: TheirSetting, why: str) -> str:
     return f"{one.where}{'' if why.startswith('is ') else ':'} {why}"
 
 
 def is_fleetx(root) -> bool:
-    """Whether a YAML mapping (a node of PyYAML) has the sections of PaddleFleetX, or builds on such a file."""
+    """Whether a YAML mapping (a node of PyYAML) has sections of PaddleFleetX, or is based on a file that has."""
     return any(key.value == BASE or key.value in SECTIONS and isinstance(node.value, list) for key, node in root.value)
 
 
 def read(path: str, above: tuple[Path, ...] = ()) -> Entries:
-    """The entries of a file and of those that it builds on."""
+    """Read the entries of a file and of its base files."""
     file, root, base = Path(path), compose(path), {}
     if file.resolve() in above:
         raise UsageError(f"{path}: builds on itself ({BASE})")
@@ -227,7 +227,7 @@ def _pairs(root) -> list[tuple]:
 
 
 def _inherits(node, where: str) -> bool:
-    """The value of `_inherited_`: whether what stands in the file below is kept."""
+    """The value of `_inherited_`: whether the entries of the base file are kept."""
     word = str(node.value).lower()
     if word not in YES + NO:
         raise UsageError(f"{where}{INHERITED}: '{node.value}' is neither true nor false")
@@ -235,7 +235,7 @@ def _inherits(node, where: str) -> bool:
 
 
 def override(entries: Entries, key: str, text: str) -> Entries:
-    """The entries with `-o key=text` over them; what is overridden stands last."""
+    """Apply `-o key=text` to the entries; the override comes last."""
     import yaml
 
     node = yaml.ScalarNode("", text)
@@ -243,15 +243,15 @@ def override(entries: Entries, key: str, text: str) -> Entries:
         try:
             node = yaml.compose(text.replace("(", "[").replace(")", "]"), Loader=yaml.BaseLoader)
         except yaml.YAMLError:
-            pass  # a word like any other
+            pass  # an ordinary word
     pair = yaml.MappingNode("", [(yaml.ScalarNode("", key), node)])
     return over(entries, _flat(pair, lambda _: COMMAND))
 
 
 def over(below: Entries, own: Entries) -> Entries:
-    """Entries over others. An empty key empties its section, and a section takes the place of a value."""
+    """Merge entries over others. An empty key empties its section, and a section replaces a value."""
     gone = tuple(f"{key}." for key, one in own.items() if one.words is None)
-    for section in gone:  # its text says what is lost
+    for section in gone:  # its text names the dropped keys
         names = ", ".join(
             key.removeprefix(section) for key, one in below.items() if key.startswith(section) and one.words
         )
@@ -264,13 +264,13 @@ def in_words(pair: tuple[TheirSetting, TheirSetting]) -> tuple[str, str]:
 
 
 def dropped(entries: Entries) -> list[tuple[TheirSetting, str]]:
-    """(an empty section, what it leaves out of the files that it builds on)."""
+    """[(an empty section, a note of the base file's keys that it drops)]."""
     emptied = [one for one in entries.values() if one.words is None and one.text and one.where]
     return [(one._replace(text=""), f"is empty, and leaves out what its base says: {one.text}") for one in emptied]
 
 
 def replaced(below: Entries, own: Entries) -> list[tuple[TheirSetting, TheirSetting]]:
-    """(an entry that does not count, the one over it that does) for values that others of the same source replace."""
+    """[(an overridden entry, the one that counts)] for values that the same source replaces."""
     pairs = []
     for key, one in below.items():
         emptied = (other for name, other in own.items() if other.words is None and key.startswith(f"{name}."))
@@ -281,25 +281,25 @@ def replaced(below: Entries, own: Entries) -> list[tuple[TheirSetting, TheirSett
 
 
 def _flat(mapping, origin, prefix: str = "") -> Entries:
-    found: Entries = {}
+    entries: Entries = {}
     for key_node, node in merged(mapping):
         key = f"{prefix}{key_node.value}"
-        if first := next((one for name, one in found.items() if f"{name}.".startswith(f"{key}.")), None):
+        if first := next((one for name, one in entries.items() if f"{name}.".startswith(f"{key}.")), None):
             raise UsageError(f"{origin(key_node)}{key} is given twice (also in {first.where})")
         if key_node.value == INHERITED:
             section = prefix.rstrip(".")
             if not _inherits(node, f"{origin(key_node)}{prefix}") and section:
-                found[section] = TheirSetting(section, None, "", "")
+                entries[section] = TheirSetting(section, None, "", "")
         elif isinstance(node.value, list) and node.id == "mapping":
-            found |= _flat(node, origin, f"{key}.")
+            entries |= _flat(node, origin, f"{key}.")
         elif key != BASE:
             words = _words(node)
-            found[key] = TheirSetting(key, words, f"{origin(key_node)}{key}", " ".join(words or []))
-    return found
+            entries[key] = TheirSetting(key, words, f"{origin(key_node)}{key}", " ".join(words or []))
+    return entries
 
 
 def _words(node) -> Optional[list[str]]:
-    """A value as words: `[949, 50, 1]`, also in quotes, are three."""
+    """Split a value into words: `[949, 50, 1]` has three, also in quotes."""
     if isinstance(node.value, list):
         return [one.value if isinstance(one.value, str) else "[...]" for one in node.value] or None
     text = node.value.strip()
@@ -310,9 +310,9 @@ def _words(node) -> Optional[list[str]]:
 
 @dataclass
 class Translated:
-    """What entries mean to a command: flags; (sentence, entry) of what has no effect; (entry, sentence) of what is refused.
+    """Entries translated for a command: flags; notes (sentence, entry) of no effect; problems (entry, sentence).
 
-    Whoever reads an entry takes it. What nobody has taken in the end is unknown.
+    A function that handles an entry takes it. Entries that none takes are translated one by one, or unknown.
     """
 
     given: Entries
@@ -324,11 +324,11 @@ class Translated:
     emptied: Entries = field(default_factory=dict)  # keys and sections that are null
 
     def word(self, key: str, default: str = "") -> str:
-        """The value in small letters."""
+        """The value in lower case."""
         return self.given[key].value.lower() if key in self.given else default
 
     def is_on(self, key: str) -> Optional[bool]:
-        """Whether a switch is on; None where nobody says it, or something else, which is refused."""
+        """Whether a switch is on; None if it is not given, or has another value, which is refused."""
         value = self.word(key)
         if key in self.given and value not in YES + NO:
             given = self.given[key].value
@@ -336,15 +336,15 @@ class Translated:
         return value in YES if value in YES + NO else None
 
     def left(self, pattern: str) -> list[str]:
-        """Known keys that nobody has taken, by the beginning of their names."""
+        """Known keys with this prefix that are not taken yet."""
         return [key for key in self.given if key.startswith(pattern) and key not in self.taken and owners_of(key)]
 
     def take(self, *keys: str) -> None:
         self.taken.update(keys)
 
     def say(self, flag: str, words: Optional[list[str]], *keys: str) -> None:
-        """Take the first key for a flag, with its value where words is None. What the other keys say is a part of that: the
-        flag stands where the last of all stands that -o gives, or else where the first one does.
+        """Add a flag for the first key and take it; words None: its value. The other keys contribute to the value: the
+        flag's place is that of the last key given by -o, or else of the first key.
         """
         said = [self.given[key] for key in keys if key in self.given]
         overrides = [one for one in self.given.values() if one in said and one.where.startswith(COMMAND)]
@@ -361,7 +361,7 @@ class Translated:
 
 
 def translate(entries: Entries, purpose: str = "train") -> Translated:
-    """What entries mean to the command that reads them: train, task (fine-tuning), generate, evaluate, or another one."""
+    """Translate entries for the command that reads them: train, task (fine-tuning), generate, evaluate, or another."""
     out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose)
     out.emptied = {key: one for key, one in entries.items() if one.words is None}
     if purpose in TABLES:
@@ -371,19 +371,19 @@ def translate(entries: Entries, purpose: str = "train") -> Translated:
         joint(out)
     for key in [key for key in out.given if key not in out.taken]:
         _single(out, key)
-    if another:  # nothing else is wrong with a file of another command
+    if another:  # report nothing else about a file for another command
         out.notes, out.problems = [], another
     return out
 
 
 def purpose_of(entries: Entries) -> str:
-    """Which command a file is for, by its module or its data."""
+    """The command that a file is for, by its module or its data."""
     module, name = (entries[key].text.lower() if key in entries else "" for key in ("Model.module", NAME))
     return "task" if name in GLUE else next((of for begin, of in MODULES.items() if module.startswith(begin)), "train")
 
 
 def _single(out: Translated, key: str) -> None:
-    """A key that means something by itself, or nothing to this command."""
+    """Translate a key on its own, or note that this command does not use it."""
     table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
     if not owners:
         return out.refuse(key, f"is no known key{did_you_mean(key, KNOWN, 0.8)}")
@@ -406,7 +406,7 @@ def _single(out: Translated, key: str) -> None:
 
 
 def owners_of(key: str) -> list[str]:
-    """The commands that a key is for; none where nobody knows it."""
+    """The commands that a key is for; empty for an unknown key."""
     section, *rest = key.split(".")
     if section == "Data" and rest[0] in ("Eval", "Test") and key not in KNOWN:
         key = ".".join(["Data", "Train", *rest[1:]])
@@ -416,17 +416,17 @@ def owners_of(key: str) -> list[str]:
     return ["task"] if key in OTHERS["task"].split() and not sentence(REFUSED, key) else _for(key)
 
 
-# Keys that mean something together ------------------------------------------------------------------------------------
+# Keys that are translated together ------------------------------------------------------------------------------------
 
 
 def _module(out: Translated) -> None:
-    """Which command a file is for."""
+    """Check that the file is for this command."""
     value, name = out.word("Model.module", "gptmodule"), out.word(NAME)
     meant = next((of for begin, of in MODULES.items() if value.startswith(begin)), None)
     if out.purpose == "train" and "task" in (meant, purpose_of(out.given)):
-        found = {flag: " ".join(words) for flag, words, _ in translate(out.given, "task").flags}
-        words = [f"{flag} {found[flag]}" for flag in ("--data-path", "--pretrained-checkpoint") if flag in found]
-        command = " ".join(["python finetune.py --task", found.get("--task", "NAME"), *words])
+        flags = {flag: " ".join(words) for flag, words, _ in translate(out.given, "task").flags}
+        words = [f"{flag} {flags[flag]}" for flag in ("--data-path", "--pretrained-checkpoint") if flag in flags]
+        command = " ".join(["python finetune.py --task", flags.get("--task", "NAME"), *words])
         out.refuse(NAME if name in GLUE else "Model.module", f"fine-tuning is {command}, with the same -c and -o")
     elif meant not in (None, out.purpose):
         out.refuse("Model.module", f"'{value}' is not supported; {BELONGS[meant]}")
@@ -438,7 +438,7 @@ def _module(out: Translated) -> None:
 
 
 def _compression(out: Translated) -> None:
-    """Sections with a switch; what they ask for is not there."""
+    """Refuse the sections of compression if their switch is on."""
     for key in [key for key in out.given if sentence({"-": COMPRESSION + TEACHER}, key)]:
         if key == "Compress.pretrained":
             out.refuse(key, "is not supported: compression is not part of pretraining; say --load DIR --finetune")
@@ -452,7 +452,7 @@ def _compression(out: Translated) -> None:
 
 
 def _lengths(out: Translated) -> None:
-    """Steps, or epochs. With GPTModuleAuto an epoch has Engine.max_steps steps, and validations are counted in epochs."""
+    """Length of training in steps or epochs. GPTModuleAuto: an epoch has Engine.max_steps, eval_freq counts epochs."""
     steps, epochs, often, batches = (
         f"Engine.{name}" for name in "max_steps num_train_epochs eval_freq eval_iters".split()
     )
@@ -492,12 +492,12 @@ def _lengths(out: Translated) -> None:
 
 
 def _times(one: str, other: str) -> str:
-    """A product in digits; of what is no number the first one, which the flag refuses."""
+    """The product of two numbers as digits; the first word if one is no number, so that the flag refuses it."""
     return str(int(one) * int(other)) if one.isdecimal() and other.isdecimal() else one
 
 
 def _precision(out: Translated) -> None:
-    """On by `enable`, by the earlier `use_pure_fp16`, or by a level without either."""
+    """Mixed precision: on by `enable`, by the earlier `use_pure_fp16`, or by a level without either."""
     at, formats = "Engine.mix_precision.", dict(float16="fp16", bfloat16="bf16")
     names = "dtype level scale_loss custom_black_list custom_white_list"
     half, level, scale, *lists = (at + name for name in names.split())
@@ -524,9 +524,9 @@ def _precision(out: Translated) -> None:
 
 
 def _switch(out: Translated, *names: str) -> tuple[bool, list[str]]:
-    """(whether a switch of several names is on, the names that say so). What says otherwise is noted.
+    """Resolve a switch with several names: (whether it is on, the names that set it). Names that differ are noted.
 
-    -o counts before files; of one source, the name that is on.
+    -o overrides files; within one source, a name that is on wins.
     """
     states = {key: out.is_on(key) for key in names if key in out.given}
     own = {key: on for key, on in states.items() if out.given[key].where.startswith(COMMAND)} or states
@@ -552,7 +552,7 @@ def _recompute(out: Translated) -> None:
 
 
 def _sharding(out: Translated) -> None:
-    """A degree of 1 shards nothing, whatever the stage. Their data parallelism is outside of it, but with GPTModuleAuto."""
+    """Sharding. A degree of 1 shards nothing at any stage. Their dp_degree excludes sharding, except for GPTModuleAuto."""
     at, dp = "Distributed.sharding.sharding_", "Distributed.dp_degree"
     degree, stage = at + "degree", at + "stage"
     if out.word(degree, "1") != "1":
@@ -581,7 +581,7 @@ def _profiler(out: Translated) -> None:
 
 
 def _rates(out: Translated) -> None:
-    """Rate and warm-up have two names each, of which -o counts. A warm-up is a share of the decay, or from 1 on steps."""
+    """Learning rate and warm-up have two names each; -o wins. A warm-up below 1 is a share of the decay, else steps."""
     for names in (("max_lr", "learning_rate"), ("warmup_rate", "warmup")):
         given = [key for name in names if (key := f"Optimizer.lr.{name}") in out.given]
         own = [key for key in given if out.given[key].where.startswith(COMMAND)]
@@ -594,11 +594,11 @@ def _rates(out: Translated) -> None:
         if float(out.word(key, "0")) >= 1:
             out.say("--lr-warmup-iters", None, key)
     except ValueError:
-        pass  # the flag of a share says what is wrong with it
+        pass  # the flag for a share reports it
 
 
 def _data(out: Translated) -> None:
-    """Validation takes its part of the training files, unless it has files of its own."""
+    """Data: validation takes its part of the training files, unless it has its own files."""
     train, own, split = (
         f"Data.{name}" for name in "Train.dataset.input_dir Eval.dataset.input_dir Train.dataset.split".split()
     )
@@ -629,7 +629,7 @@ def _data(out: Translated) -> None:
 
 
 def _validation(out: Translated) -> None:
-    """What Data.Eval says otherwise than Data.Train, and than what is done."""
+    """Note keys of Data.Eval that differ from Data.Train and from what validation does."""
     task = out.purpose == "task"
     done = {"sampler.shuffle": NO, "sampler.drop_last": NO if task else YES}
     done |= {"dataset.split": ("dev",)} if task else {}
@@ -645,7 +645,7 @@ def _validation(out: Translated) -> None:
 
 
 def _weights(out: Translated) -> None:
-    """The model that generates or is evaluated, and the ranks that share it."""
+    """The model for generation or evaluation, and its ranks."""
     saved, exported = "Engine.save_load.ckpt_dir", "Inference.model_dir"
     if {saved, exported} & set(out.given):
         out.say("--load", None, *([exported] if exported in out.given else [saved]))
@@ -685,7 +685,7 @@ def _strategy(out: Translated) -> None:
 
 
 def _offline(out: Translated) -> None:
-    """Perplexity of WikiText, or the last words of LAMBADA."""
+    """Evaluation: perplexity of WikiText, or the last words of LAMBADA."""
     cloze, path = "Offline_Eval.cloze_eval", "Offline_Eval.eval_path"
     on = out.is_on(cloze)
     if cloze in out.given and on is not None or path in out.given:
@@ -693,7 +693,7 @@ def _offline(out: Translated) -> None:
 
 
 def _clipping(out: Translated) -> None:
-    """Their optimizers clip nothing without `grad_clip`; --clip-grad does."""
+    """Clipping: their optimizers do not clip without `grad_clip`; --clip-grad does by default."""
     if "Optimizer.name" in out.given and "Optimizer.grad_clip.clip_norm" not in out.given:
         emptied = [one for key, one in out.emptied.items() if key.startswith("Optimizer.grad_clip") and one.where]
         out.flags.append(("--clip-grad", ["0"], (emptied or [out.given["Optimizer.name"]])[-1]))

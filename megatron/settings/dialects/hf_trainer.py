@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrainingArguments of Hugging Face's Trainer, and the words of its run_clm.py, for `settings.translate`."""
+"""TrainingArguments of Hugging Face's Trainer, and the flags of its run_clm.py, for `settings.translate`."""
 
 import re
 
@@ -105,7 +105,7 @@ CHANGED = {
 
 
 def warmup(words, given):
-    """Steps; below 1 a share of them."""
+    """Translate warmup_steps: a number of steps, or below 1 a share of them."""
     if float(words[0]) == 0 and "warmup_ratio" in given:
         raise NoEffect("warmup_ratio says how long warm-up is")
     share = 0 < float(words[0]) < 1
@@ -120,7 +120,7 @@ def warmup_share(words, given):
 
 
 def resume(words, given):
-    """A folder; or, with true, the newest checkpoint of output_dir."""
+    """Translate resume_from_checkpoint: a folder, or true for the newest checkpoint of output_dir."""
     newest = words[0].lower() == "true"
     if newest and "output_dir" not in given:
         raise ValueError("say --load DIR: there is no output_dir")
@@ -128,7 +128,7 @@ def resume(words, given):
 
 
 def each_epoch(each, others):
-    """A strategy whose `epoch` needs a training that is counted in epochs."""
+    """Translate a strategy; its value `epoch` needs a training that is counted in epochs."""
 
     def computed(words, given):
         if words[0] == "epoch" and counts_steps(given, "max_steps"):
@@ -141,7 +141,7 @@ def each_epoch(each, others):
 
 
 def trackers(words, given):
-    """wandb has a project, TensorBoard a folder; the other trackers are not there."""
+    """Translate report_to: wandb needs a project, TensorBoard a folder; other trackers are refused."""
     flags = []
     for word in words:
         if word == "wandb" and not {"project", "WANDB_PROJECT"} & set(given):
@@ -154,7 +154,7 @@ def trackers(words, given):
 
 
 NEVER = [("--eval-iters", ["0"])]
-AT_EPOCHS = [("--eval-epoch", ["1"]), ("--eval-interval", ["1000000000"])]  # nowhere else
+AT_EPOCHS = [("--eval-epoch", ["1"]), ("--eval-interval", ["1000000000"])]  # never in between
 
 
 GPT2_CONFIG = dict(
@@ -166,7 +166,7 @@ GPT2_CONFIG = dict(
 
 
 def overrides(words, given):
-    """run_clm.py's n_embd=1024,n_layer=24,n_head=16,n_positions=1024."""
+    """Translate run_clm.py's n_embd=1024,n_layer=24,n_head=16,n_positions=1024."""
     pairs = [pair.partition("=") for word in words for pair in word.split(",") if pair]
     unknown = [name for name, _, _ in pairs if name not in GPT2_CONFIG]
     if unknown:

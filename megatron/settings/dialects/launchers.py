@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What starts the ranks of other suites, as words of torchrun, which are those of `megatron.tools.launch`, too.
+"""Launchers of other suites, translated to flags of torchrun, which `megatron.tools.launch` takes too.
 
-There is one table for all of them: a word means the same wherever there is it. torchrun's own words stay as they are. A row
-may end in flags of this suite, where a launcher says what its program is to do (accelerate's --mixed_precision), and in
-`NAME=value` of the environment.
+One table serves all of them: a flag has the same meaning in each. torchrun's own flags are unchanged. A row may
+translate to flags of this suite, if a launcher sets up training (accelerate's --mixed_precision), or to `NAME=value`
+of the environment.
 """
 
 from collections.abc import Mapping
@@ -72,12 +72,12 @@ DEVICES = [f"--{name}" for name in ("gpus", "devices", "xpus", "npus", "selected
 
 
 def cards(words, given):
-    """A list of devices as how many there are, and which, unless these are the first ones."""
+    """Translate a list of devices to their number, and to CUDA_VISIBLE_DEVICES unless they are the first ones."""
     last = [one for one in given.values() if one.key in DEVICES][-1:]
     if last and last[0].words != words:
         raise NoEffect(f"{last[0].text} says which, the last word for it")
     numbers = [number for word in words for number in word.split(",") if number]
-    if any(map(VARIABLE.search, words)):  # how many it holds torchrun sees
+    if any(map(VARIABLE.search, words)):  # torchrun counts them
         count = [("--nproc-per-node", ["gpu"])] * (not {"--nproc_per_node", "--num_processes"} & set(given))
         return [(f"CUDA_VISIBLE_DEVICES={','.join(words)}", []), *count]
     if numbers == ["all"]:
@@ -94,18 +94,18 @@ def cards(words, given):
 
 
 def slots(words, given):
-    """DeepSpeed's hosts and their devices: `worker-0:0,1@worker-1:0,1`."""
+    """Translate DeepSpeed's hosts and their devices: `worker-0:0,1@worker-1:0,1`."""
     if VARIABLE.search(words[0]):
         raise ValueError(unread(words[0]))
     hosts = [host.partition(":") for host in words[0].split("@")]
     if len({devices for _, _, devices in hosts}) > 1:
         raise ValueError("hosts with devices of their own: start torchrun on each of them, with CUDA_VISIBLE_DEVICES")
-    found = cards([hosts[0][2]], given) if hosts[0][2] else []
-    return found if len(hosts) == 1 else [*found, *first_of([",".join(host for host, _, _ in hosts)], given)]
+    devices = cards([hosts[0][2]], given) if hosts[0][2] else []
+    return devices if len(hosts) == 1 else [*devices, *first_of([",".join(host for host, _, _ in hosts)], given)]
 
 
 def first_of(words, given):
-    """A list of machines as how many there are, and where the first one is."""
+    """Translate a list of machines to their number and the address of the first one."""
     hosts = ",".join(words).split(",")
     if not {"--nnodes", "--num_nodes"} & set(given) and any(map(VARIABLE.search, words)):
         raise ValueError(f"{unread(hosts[0])}, or how many there are: --nnodes N --master-addr FIRST")
@@ -115,7 +115,7 @@ def first_of(words, given):
 
 def endpoint(words, given):
     host, colon, port = words[0].rpartition(":")
-    if VARIABLE.match(words[0]) and not colon:  # both are in it
+    if VARIABLE.match(words[0]) and not colon:  # it holds host and port
         return [("--rdzv-backend", ["c10d"]), ("--rdzv-endpoint", words)]
     if not colon or not (port.isdecimal() or VARIABLE.match(port)) or "/" in host:
         raise ValueError(
@@ -125,7 +125,7 @@ def endpoint(words, given):
 
 
 def each_machine(words, given):
-    """accelerate counts the ranks of all machines."""
+    """Translate accelerate's --num_processes, which counts the ranks of all machines."""
     machines = given["--num_machines"].value if "--num_machines" in given else "1"
     if machines == "1":
         return [("--nproc-per-node", words)]
@@ -136,7 +136,7 @@ def each_machine(words, given):
 
 
 def torchruns_words(words, given):
-    """`--extra_launch_args a=1,b=2` of colossalai run."""
+    """Translate `--extra_launch_args a=1,b=2` of colossalai run."""
     pairs = [pair.partition("=") for pair in ",".join(words).split(",")]
     return [("--" + name.replace("_", "-"), [value] if value else []) for name, _, value in pairs]
 
@@ -179,12 +179,12 @@ LAUNCHERS = (
     launcher("colossalai run", "colossalai", **{"--host": first_of, "-H": first_of}),
     launcher("mpirun", "mpirun", "mpiexec", "mpiexec.hydra", "orterun"),
 )
-# variables of the environment that only other suites read
+# environment variables that only other suites read
 UNREAD = "FLAGS_* PADDLE_* ACCELERATE_* DS_* HF_* TRANSFORMERS_* COLOSSALAI_* TOKENIZERS_PARALLELISM GLOG_* BKCL_*"
 
 
 def meeting(start: list[FlagLine]) -> tuple[list[FlagLine], list[str]]:
-    """(words of torchrun that ranks on several machines need to find each other, what has to be said).
+    """Complete torchrun's flags for a rendezvous of several machines: (lines, sentences about what is missing).
 
     >>> lines, _ = meeting([FlagLine("--nnodes", ["2"], None), FlagLine("--master-addr", ["a"], None)])
     >>> [(line.flag, *line.words) for line in lines]

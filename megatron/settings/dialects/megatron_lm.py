@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers for flags of Megatron-LM (and of its forks) that are no settings of this suite.
 
-A flag either has no effect here, for a reason that leaves the result of training what it would have been, or it is
-refused with a way out. The tables below say which; a name may be a pattern (`--moe-*`), and the more exact name wins.
-`--flag=value` in the refused table is a value that asks for nothing, such as one expert group: it passes in silence.
+A flag either has no effect here, because the result of training is the same without it, or it is refused with an
+alternative. The tables below list both; a name may be a pattern (`--moe-*`), and an exact name wins over a pattern.
+`--flag=value` in `NEUTRAL` is a value that asks for nothing, such as one expert group: it is accepted without a note.
 
     >>> answer("--transformer-impl", ["local"])
     Answer(refused=False, sentence='there is one implementation of the model')
@@ -15,14 +15,14 @@ from fnmatch import fnmatchcase
 
 @dataclass(frozen=True)
 class Answer:
-    """What to tell somebody who gave the flag. Not refused and without a sentence: nothing was asked for."""
+    """The answer to a flag. Not refused and without a sentence: the flag asked for nothing."""
 
     refused: bool
     sentence: str
 
 
 def answer(flag: str, words: list[str] | tuple[str, ...] = ()) -> Answer | None:
-    """The answer for a flag and the words behind it; None for a flag that nobody knows."""
+    """The answer for a flag and the words after it; None for an unknown flag."""
     name = flag.replace("_", "-")
     if " ".join(words).lower() == "false" and negation(name) in _REFUSED:  # --drop-last false is --no-drop-last
         return Answer(True, _REFUSED[negation(name)])
@@ -33,7 +33,7 @@ def answer(flag: str, words: list[str] | tuple[str, ...] = ()) -> Answer | None:
         for pattern, sentence in table.items():
             if "*" in pattern and fnmatchcase(name, pattern):
                 return _judge(refused, sentence, name, words)
-    # The other half of a pair: the sentence says that neither has an effect.
+    # The flag's negation: neither of the two has an effect.
     other = negation(name)
     return _judge(False, _IGNORED[other], name, words) if other in _IGNORED else None
 
@@ -47,7 +47,7 @@ def negation(name: str) -> str:
 
 
 def known_flags() -> list[str]:
-    """Every name that the tables spell out."""
+    """Every name in the tables that is no pattern."""
     return [name for name in (*_IGNORED, *_REFUSED) if "*" not in name]
 
 
@@ -58,7 +58,7 @@ def _judge(refused: bool, sentence: str, name: str, words) -> Answer:
     return Answer(refused, sentence)
 
 
-# A sentence, and indented under it the flags that it answers.
+# A sentence, and indented below it the flags that it answers.
 IGNORED = """
 # Speed: other arrangements of the same arithmetic.
 gradients are added in place anyway
@@ -176,7 +176,7 @@ repeated steps are not compared; replicas are, see --check-replicas-interval
 """
 
 REFUSED = """
-# What comes next.
+# Recomputation, pipeline schedules, offloading and profiling.
 say --recompute-granularity full, full_attn or core_attn
     --recompute-modules --pp-recompute-interval --recompute-lgd --deepspeed-activation-checkpointing
 activations are kept on the device, or computed again; see --recompute-granularity
@@ -366,7 +366,7 @@ NEUTRAL = """
 """
 
 
-# Values of Megatron-LM's that have another name here, and what to say for them.
+# Megatron-LM's values that have another name here, and that name.
 INSTEAD = {
     "Llama2Tokenizer": "say SentencePieceTokenizer",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",
@@ -375,16 +375,16 @@ INSTEAD = {
 
 
 def sentences(table: str) -> dict[str, list[str]]:
-    """A table as sentence -> names."""
-    found: dict[str, list[str]] = {}
+    """Parse a table into sentence -> names."""
+    result: dict[str, list[str]] = {}
     sentence = ""
     for line in table.splitlines():
         if line.startswith(" "):
-            found[sentence] += line.split()
+            result[sentence] += line.split()
         elif line and not line.startswith("#"):
             sentence = line
-            found[sentence] = []
-    return found
+            result[sentence] = []
+    return result
 
 
 def _by_name(table: str) -> dict[str, str]:

@@ -136,7 +136,7 @@ def precision(words, given):
 
 
 def resume(words, given):
-    """From the folder of the run's own checkpoints, which is an error where it has none, unless that is ignored."""
+    """Load the run's own checkpoints; a folder without any is an error unless resume_ignore_no_checkpoint is set."""
     ignored = given.get("exp_manager.resume_ignore_no_checkpoint")
     begins = "--auto-resume" if ignored and ignored.value.lower() == "true" else "--exit-on-missing-checkpoint"
     return [("--load", folder_of_runs(given)), (begins, [])] if words[0].lower() == "true" else []
@@ -150,13 +150,13 @@ def ranks(words, given):
 
 
 def minutes(words, given):
-    """DD:HH:MM:SS."""
+    """Convert DD:HH:MM:SS to minutes."""
     days, hours, rest, seconds = (float(part) for part in words[0].split(":"))
     return [("--exit-duration-in-mins", [f"{days * 1440 + hours * 60 + rest + seconds / 60:g}"])]
 
 
 def constant(words, given):
-    """The last steps of NeMo's cosine stay at min_lr: it decays over the others."""
+    """Translate constant_steps: NeMo's cosine decays over the steps before these, which stay at min_lr."""
     steps = given.get("trainer.max_steps")
     if steps is None:
         raise ValueError("trainer.max_steps is not said, less which these steps the decay is long")
@@ -164,7 +164,7 @@ def constant(words, given):
 
 
 def batches(flag):
-    """A count, or a share of the validation set, which is written with a point."""
+    """Translate a number of batches; a value with a decimal point is a share of the validation set."""
 
     def computed(words, given):
         if words[0] == "1.0" and flag == "--eval-iters":
@@ -188,7 +188,7 @@ COMPUTED = {
     "trainer.num_nodes": lambda words, given: [("--nnodes", words)],
     "trainer.max_time": minutes,
     "exp_manager.resume_if_exists": resume,
-    "exp_manager.resume_ignore_no_checkpoint": lambda words, given: [],  # resume looks at it
+    "exp_manager.resume_ignore_no_checkpoint": lambda words, given: [],  # read by resume()
     "model.optim.sched.constant_steps": constant,
     "model.nsys_profile.end_step": lambda words, given: [("--profile-step-end", [str(int(words[0]) + 1)])],
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs around a training in the scripts of other suites: which of ours takes their flags as they are."""
+"""Programs in the scripts of other suites, and the commands here that take their flags unchanged."""
 
-# name of a script or module -> ours
+# script or module -> the command here
 OURS = {
     "preprocess_data.py": "preprocess_data.py",
     "merge_datasets.py": "merge_datasets.py",
@@ -17,7 +17,7 @@ OURS = {
         remove_group_duplicates filter_ngrams""".split()
     },
 }
-# what there is for a program with other flags
+# script -> the command here that takes other flags
 _TEXT, _FIGURES = (f"python -m megatron.tools.{name} --load DIR" for name in ("generate", "evaluate"))
 INSTEAD = {
     "tools/export.py": "python -m megatron.tools.checkpoint to-hf writes weights for other programs",

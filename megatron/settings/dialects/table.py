@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dialect is: a table from another suite's words to flags of this one, for `settings.translate`.
+"""The `Dialect`: a table from another suite's settings to flags of this one, for `settings.translate`.
 
-A line of `words` is a key, or a key with one of its values (in small letters), and behind two blanks what it means here:
+A line of `words` is a key, or a key with one of its values (in lower case), and after two blanks its meaning here:
 
-    zero_optimization.stage              --sharding-stage             the same, with the value that is given
-    bf16.enabled=true                    --bf16                       for this value alone
+    zero_optimization.stage              --sharding-stage             the same, with its value
+    bf16.enabled=true                    --bf16                       for this value only
     optimizer.params.betas               --adam-beta1 --adam-beta2    a list: one value for each flag
     --use_amp=true                       --fp16; --amp-level O1       several flags at once
-    -  scheduler.params.warmup_type=linear x.y=none                   what is done here anyway, several in a line
-    =  optimizer.params.weight_decay seed                              what has the same name here
+    -  scheduler.params.warmup_type=linear x.y=none                   always done here, several in a line
+    =  optimizer.params.weight_decay seed                              keys with the same name here
     optim=adamw|sgd                      --optimizer ...               several values, or keys, with one meaning
 
-`false` of a key that has a row for `true` asks for nothing, unless that is done anyway. A row of `--use_amp=` is
-for a switch that is false where no value follows.
+`false` of a key that has a row for `true` asks for nothing, unless that is done anyway. A row `--use_amp=` is for
+a switch that is false without a value.
 
 Keys of the other tables may be patterns (`zero_optimization.stage3_*`).
 """
@@ -30,7 +30,7 @@ VARIABLE = re.compile(r"\$(\w|[@*(]|\{\w+[}:#%/?+=\[-])")  # of a shell: $X, ${X
 
 
 class TheirSetting(NamedTuple):
-    """One setting as another suite has it: `key`, the words of its value, where it stands, and the text there."""
+    """One setting of another suite: its key, the words of its value, its place in the file, and the text there."""
 
     key: str
     words: list[str]
@@ -43,7 +43,7 @@ class TheirSetting(NamedTuple):
 
 
 class FlagLine(NamedTuple):
-    """A flag of this suite and its words, what it comes from (None: a default of the other suite), and what changed."""
+    """A flag of this suite, its words and source (None: the other suite's default). changed: how its meaning differs."""
 
     flag: str
     words: list[str]
@@ -53,18 +53,18 @@ class FlagLine(NamedTuple):
 
 
 class NoEffect(ValueError):
-    """Raised by a `Computed` for what has no effect here. The message says why."""
+    """Raised by a `Computed` for a setting without an effect here. The message says why."""
 
 
 def unread(value: str) -> str:
-    """What is said of a value that is no number, which may be a variable of a shell."""
+    """The message for a value that is no number; it may be a variable of a shell."""
     if VARIABLE.search(value):
         return f"what {value} holds is not read: say its value"
     return f"'{value}' is not a number"
 
 
 def epochs_unless(steps: str) -> "Computed":
-    """The number of epochs, unless the key `steps` says how long training is."""
+    """Compute the number of epochs, unless the key `steps` sets the length of training."""
 
     def computed(words, given):
         if counts_steps(given, steps):
@@ -75,7 +75,7 @@ def epochs_unless(steps: str) -> "Computed":
 
 
 def counts_steps(given: Mapping[str, TheirSetting], key: str) -> bool:
-    """Whether the key limits the steps of a training: a number above 0 does."""
+    """Whether the key limits the steps of training: a number above 0 does."""
     return key in given and not re.fullmatch(r"-.*|0+", given[key].value)
 
 
@@ -83,9 +83,9 @@ Computed = Callable[[list[str], Mapping[str, TheirSetting]], list[tuple[str, lis
 
 
 class Default(NamedTuple):
-    """A flag for what the other suite does where nobody says anything, unless one of these keys is said, or key=value.
+    """A flag for a default of the other suite. It applies unless one of these keys, or key=value, is given.
 
-    where: only where there is this section
+    where: only if this section is present
     """
 
     flag: str
@@ -94,34 +94,34 @@ class Default(NamedTuple):
     where: str = ""
 
     def is_said(self, flag: str) -> bool:
-        """Whether a flag, with dashes, is among those that take its place."""
+        """Whether a flag, with dashes, replaces this default."""
         return any(fnmatchcase(flag, one.replace("_", "-")) for one in self.unless)
 
     def applies(self, given: Mapping[str, TheirSetting]) -> bool:
-        """Whether none of the keys is given that take its place, itself or something below it, or with its value."""
-        found = {key.split(".")[0] for key in given} | set(given)
-        found |= {f"{source.key}={source.value.lower()}" for source in given.values()}
-        said = lambda *keys: any(fnmatchcase(one, key) for one in found for key in keys)
+        """Whether none of the keys that replace this default is given, by itself, by a key below it, or with its value."""
+        names = {key.split(".")[0] for key in given} | set(given)
+        names |= {f"{source.key}={source.value.lower()}" for source in given.values()}
+        said = lambda *keys: any(fnmatchcase(one, key) for one in names for key in keys)
         return not said(*self.unless) and (not self.where or said(self.where))
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The words of one suite.
+    """The settings of one suite.
 
     words:    see above
-    changed:  key -> what is different about its meaning here
-    idle:     sentence -> keys without an effect here, because of that
-    lost:     sentence -> keys that have no equivalent
-    computed: key -> function of (its words, all sources by key) -> [(flag, words)], where a value has to be calculated;
-              raises ValueError, whose words are told, where there is none, and NoEffect
+    changed:  key -> how its meaning differs here
+    idle:     sentence -> keys without an effect here; the sentence is the reason
+    lost:     sentence -> keys without an equivalent
+    computed: key -> function of (its words, all sources by key) -> [(flag, words)], for values that are calculated;
+              raises ValueError with a message for the user, or NoEffect
     defaults: see Default
-    programs: scripts or modules whose command lines these are
-    unsaid:   what its scripts do where nobody says anything, and no flag here -> sentence, which is always told
-    presence: section -> what it means to be there, as a row has it
-    kept:     keys whose words this suite's scripts take as they are
-    base:     whether flags that are not named here are Megatron-LM's
-    as_is:    whether it takes Megatron-LM's flags by their own names
+    programs: scripts or modules that take these settings
+    unsaid:   a default of its scripts without a flag here -> sentence, which is always reported
+    presence: section -> the meaning of its presence, written as in a row
+    kept:     keys that this suite's scripts take unchanged
+    base:     whether other flags are Megatron-LM's
+    as_is:    whether it takes Megatron-LM's flags under their own names
     """
 
     name: str
@@ -147,13 +147,13 @@ class Dialect:
 
     @property
     def unasked(self) -> str:
-        """Where its defaults come from."""
+        """The place that is reported for its defaults."""
         return f"what {self.title} does where nothing is said"
 
     def flags(self, source: TheirSetting, given: Mapping[str, TheirSetting]) -> list[tuple[str, list[str]]] | None:
-        """The flags for a key and its value, with their words; None where neither a row nor a function makes them.
+        """The flags for a key and its value, with their words; None without a row or a function for the key.
 
-        given: all keys with what counts of each. Raises ValueError where the value is none.
+        given: key -> the setting that counts. Raises ValueError for a bad value.
         """
         value, row = source.value.lower() or "true", self.table.get(source.key)
         if not source.value and f"{source.key}=" in self.table:
@@ -175,12 +175,12 @@ class Dialect:
         return row if row is None else flags_of(row, source.words)
 
     def name_of(self, key: str) -> str:
-        """The key as the tables spell it: with dashes or underscores, as they have it."""
+        """The key as the tables spell it, with dashes or underscores."""
         spelled = (key, key.replace("_", "-"), "--" + key.removeprefix("--").replace("-", "_"))
         return next(filter(self.names, spelled), key)
 
     def names(self, key: str) -> bool:
-        """Whether it is said somewhere what a key means."""
+        """Whether any of the tables has a key."""
         return self.knows(key) or key in self.computed or bool(sentence(self.idle, key) or sentence(self.lost, key))
 
     def knows(self, key: str) -> bool:
@@ -198,12 +198,12 @@ class Dialect:
 
     def values(self, key: str) -> list[str]:
         """The values of a key that have rows of their own."""
-        found = [row.partition("=")[2] for row in self.table if row.startswith(f"{key}=")]
-        return list(filter(None, found))
+        values = [row.partition("=")[2] for row in self.table if row.startswith(f"{key}=")]
+        return list(filter(None, values))
 
 
 def _rows(key: str, meaning: str) -> list[tuple[str, str]]:
-    """(key or key=value, what it means) of a line of words.
+    """Parse a line of words into [(key or key=value, meaning)].
 
     >>> _rows("=", "--seed --eval_iters")
     [('--seed', '--seed'), ('--eval_iters', '--eval-iters')]
@@ -216,20 +216,20 @@ def _rows(key: str, meaning: str) -> list[tuple[str, str]]:
 
 
 def is_switch(meaning: str) -> bool:
-    """Whether a row of a key without a value says all by itself: `--recompute-granularity full`."""
+    """Whether a row of a key without a value needs no words: `--recompute-granularity full`."""
     first = meaning.split(";")[0].split()
     return meaning == "-" or len(first) > 1 and not first[1].startswith("--")
 
 
 def flags_of(meaning: str, words: list[str]) -> list[tuple[str, list[str]]]:
-    """The flags of a row, with the words that stand in it or those that are given.
+    """The flags of a row, with the words in the row or else the given ones.
 
     >>> flags_of("--adam-beta1 --adam-beta2", ["0.9", "0.95"])
     [('--adam-beta1', ['0.9']), ('--adam-beta2', ['0.95'])]
     >>> flags_of("--max-global-batch-size; --auto-parallel", ["32"])
     [('--max-global-batch-size', ['32']), ('--auto-parallel', [])]
 
-    Raises ValueError where there are more or fewer words than flags.
+    Raises ValueError if there are more or fewer words than flags.
     """
     if meaning == "-":
         return []
@@ -243,7 +243,7 @@ def flags_of(meaning: str, words: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def sentence(table: Mapping[str, str], key: str) -> str | None:
-    """The sentence for a key, of a table of sentence -> keys and patterns."""
+    """The sentence for a key in a table of sentence -> keys and patterns."""
     for text, patterns in table.items():
         if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
             return text
