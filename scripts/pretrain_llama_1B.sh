@@ -8,7 +8,8 @@
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 H100-80GB \
-    --num-layers 16 --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --ffn-hidden-size 8192 \
+    --num-layers 16 --hidden-size 2048 --num-attention-heads 32 \
+    --group-query-attention --num-query-groups 8 --ffn-hidden-size 8192 \
     --seq-length 4096 --vocab-size 128256  \
     --hidden-dropout 0 --attention-dropout 0 \
     --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear \

@@ -8,7 +8,8 @@
 # assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 128 H100-80GB \
-    --num-layers 80 --hidden-size 8192 --num-attention-heads 64 --group-query-attention --num-query-groups 8 --ffn-hidden-size 28672 \
+    --num-layers 80 --hidden-size 8192 --num-attention-heads 64 \
+    --group-query-attention --num-query-groups 8 --ffn-hidden-size 28672 \
     --seq-length 8192 --vocab-size 128256 --untie-embeddings-and-output-weights \
     --hidden-dropout 0 --attention-dropout 0 \
     --position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear \

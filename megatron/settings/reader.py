@@ -204,7 +204,8 @@ class SettingsReader:
             said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
             self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
         translated = fleetx.translate(entries, self.purpose)
-        self.notes += [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
+        self.emptied = [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
+        self.notes += self.emptied
         self.of_fleetx = translated.given if entries and paths else {}
         for flag, words, one in translated.flags:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]

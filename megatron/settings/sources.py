@@ -240,7 +240,7 @@ def flags_of_words(tokens: list[tuple[str, str, str]]) -> Iterator[TheirSetting]
             flag, equals, value = (word, "", "") if more else word.partition("=")
             flag, value = (glued[1], glued[2]) if glued else (flag, value)
             words, where = [value] if glued or equals else [], place
-        elif flag and (flag == "-o" or not re.match(r"[+~]*[\w.]+\.[\w.]+=", word)):
+        elif flag and (flag in ("-o", "--override") or not re.match(r"[+~]*[\w.]+\.[\w.]+=", word)):
             words.append(word)
         else:
             key, _, value = word.partition("=")

@@ -282,8 +282,13 @@ def of_fleetx(path: str | None, overrides: list[str]) -> TranslatedRun:
     entries: fleetx.Entries = fleetx.read(path) if path else {}
     said: fleetx.Entries = {}
     replaced: list[tuple[TheirSetting, TheirSetting]] = []
+    notes = []
     for word in overrides:
-        key, _, value = word.partition("=")
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"-o {word}: Section.key=value is wanted, as in -o Model.hidden_size=1024")
+        if not value.strip():
+            notes.append(f"-o {word} is empty: {key} is left out, as by {key}=null")
         own = fleetx.override({}, key, value)
         replaced += fleetx.replaced(said, own)
         said, entries = fleetx.over(said, own), fleetx.over(entries, own)
@@ -291,7 +296,7 @@ def of_fleetx(path: str | None, overrides: list[str]) -> TranslatedRun:
     known = spellings_of(groups)
     found = translate_fleetx(entries, known)
     found.idle += [(one, overruled(False, by)) for one, by in replaced]
-    return TranslatedRun(found, ["python"], program, known=known)
+    return TranslatedRun(found, ["python"], program, notes=notes, known=known)
 
 
 def command_for(purpose: str) -> tuple[str, dict[str, type]]:
@@ -321,7 +326,7 @@ def of_fleetx_command(command: Command, script: Script) -> TranslatedRun:
     if Path(command.program).name == "auto.py" and "--auto-parallel" in run.known:
         search(run.found, TheirSetting("", [], command.where, command.program))
     run.start, notes = started(command, run.found)
-    run.behind, run.notes = command.behind, command.notes + notes
+    run.behind, run.notes = command.behind, run.notes + command.notes + notes
     return run
 
 
@@ -365,8 +370,7 @@ def of_command(dialect: Dialect, command: Command, variables: list[TheirSetting]
         found.idle += [(line.source, f"the command says {' '.join(start)}") for line in found.start]
     elif found.start:
         words, more = started_by(found)
-        interpreter = next(i for i, word in enumerate(start) if PYTHON.fullmatch(word))
-        start, notes = [*start[:interpreter], *words], notes + more
+        start, notes = [*start[: place_of_python(start)], *words], notes + more
     if dialect.name == "llmacc" and any(one.key in ("--world-size", "--world_size") for one in sources):
         start, program = [word for word in start if word == "python"] or ["python"], "-m megatron.tools.plan"
     return TranslatedRun(found, start, program, command.behind, command.notes + notes)
@@ -383,12 +387,19 @@ def with_hydras_file(sources: list[TheirSetting], script: Script, *told: list) -
     return (read_tree(path) if path else []) + [one for one in sources if one.key not in named]
 
 
+def place_of_python(words: list[str]) -> int:
+    """Where the interpreter stands among the words before a script: python3, or a variable named after it, $PYTHON."""
+    places = [i for kind in (PYTHON, PYTHON_VARIABLE) for i, word in enumerate(words) if kind.fullmatch(word)]
+    return places[0] if places else len(words)
+
+
 def _bare(key: str) -> str:
     """A flag as a key of a file: --learning-rate is learning_rate."""
     return key.lstrip("-").replace("-", "_") if key.startswith("-") else key
 
 
 PYTHON = re.compile(r"(.*/)?python[\d.]*")
+PYTHON_VARIABLE = re.compile(r'"?\$\{?\w*PY\w*\}?"?', re.IGNORECASE)
 FLEETX = {"-c": "-c", "--config": "-c", "-o": "-o", "--override": "-o"}
 # (dialect, flag) -> how the file that it names is read
 CONFIGS = {
@@ -405,7 +416,7 @@ CONFIGS = {
 def started(command: Command, found: Translation) -> tuple[list[str], list[str]]:
     """(what starts this suite's script, notes) for what starts another's. What it says besides goes to found."""
     words = command.launcher
-    interpreter = next((i for i, word in enumerate(words) if PYTHON.fullmatch(word)), len(words))
+    interpreter = place_of_python(words)
     at, launcher = next(
         ((i, one) for i, word in enumerate(words) for one in LAUNCHERS if name_among(word, one.programs)),
         (len(words), None),

@@ -8,7 +8,7 @@ from typing import Optional
 
 import numpy as np
 import pytest
-from megatron.tools.report_facts import judged
+from megatron.training.report_facts import judged
 
 from megatron.data.requests import Request, RequestSamples, request_figures
 from megatron.tasks.description import CLUE, GLUE
