@@ -8,13 +8,13 @@ from typing import Optional
 
 import numpy as np
 import pytest
-from megatron.training.report_facts import judged
 
 from megatron.data.requests import Request, RequestSamples, request_figures
 from megatron.tasks.description import CLUE, GLUE
 from megatron.tasks.metrics import METRICS, figures
 from megatron.telemetry.run_record import History
 from megatron.training import measures
+from megatron.training.report_facts import judged
 
 GOLD = [0, 1, 1, 0, 1, 1]
 WORSE = [0, 1, 1, 0, 1, 0]  # one mistake
