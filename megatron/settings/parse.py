@@ -86,8 +86,9 @@ def parse_with_record(
     said = " ".join(reader.problems)  # a bad value or a misspelled flag is not reported as missing too
     missing = [s for s in settings if s.required and s.name not in chosen and s.flag not in said and s.name not in said]
     if missing:
-        trains = missing[0].name == "task" and reader.of_fleetx and "; a file for pretraining: pretrain_gpt.py -c FILE"
-        reader.problems.append(messages.missing(missing, "load" in chosen) + (trains or ""))
+        for_training = missing[0].name == "task" and reader.of_fleetx
+        why = ["a file for pretraining: pretrain_gpt.py -c FILE"] * bool(for_training) + reader.emptied
+        reader.problems.append("; ".join([messages.missing(missing, "load" in chosen), *why]))
     if reader.problems:
         raise messages.usage_error(reader.problems, prog)
     reader.print_notes()

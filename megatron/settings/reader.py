@@ -76,6 +76,7 @@ class SettingsReader:
         self.of_fleetx: Mapping[str, Any] = {}  # the keys of PaddleFleetX's files
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self.emptied: list[str] = []  # sections that a file of PaddleFleetX leaves empty
         self.notices: dict[str, list[str]] = {}  # sentence -> words without effect
         self.replaced: list[tuple[str, str]] = []  # (overridden words, the later ones that count)
 
@@ -147,6 +148,8 @@ class SettingsReader:
                 and spellings_of(schema.GROUPS)[word.flag].setting.group == "model"
             )
             why = "leave it out: it is read from the checkpoint" if shape else "this command has no use for it"
+            if shape and spellings_of(schema.GROUPS)[word.flag].setting.name == "model_name_or_path":
+                why = f"a trained model is given by --load {' '.join(word.words)}"
             self.problems.append(f"{word.flag} is a setting of pretraining; {why}")
         else:  # a file may serve several commands
             self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))

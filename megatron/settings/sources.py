@@ -37,6 +37,7 @@ FUNCTION = re.compile(r"function [\w-]+( \( \))?|[\w-]+ \( \)")
 BUILTINS = "set unset wait shift export : true".split()  # shell commands that need no change around another program
 CODE = "code"  # the key of a line that only execution could resolve
 LITERAL = "\uf8ff"  # a dollar sign that a shell leaves alone, as in '$x'
+HOME = re.compile(r"^~(?=/|$)")  # which a shell replaces where it begins a word without quotes
 ALONE = re.compile(rf"\$\w+|\$\{{[^}}]*\}}|{RUN}")  # a word that is a variable or the output of a command
 LISTS = re.compile(r"\$[@*]|\$\{[@*]|\$\{\w+\[[@*]\]")  # a word that holds a list of words
 
@@ -139,7 +140,7 @@ def _words(line: str) -> list[tuple[str, str]]:
     """
     words = WORD.findall(line)
     end = next((i for i, word in enumerate(words) if word.startswith("#")), len(words))
-    return [(re.sub(QUOTED, _unquoted, word, flags=re.VERBOSE), word) for word in words[:end]]
+    return [(re.sub(QUOTED, _unquoted, HOME.sub("$HOME", word), flags=re.VERBOSE), word) for word in words[:end]]
 
 
 def _unquoted(match: re.Match) -> str:

@@ -155,7 +155,7 @@ class Script:
     """What its commands find: folders in which files may be, and what its variables are known to hold."""
 
     folders: list[Path]
-    held: dict[str, str] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=lambda: {"HOME": str(Path.home())})
     depth: int = 0  # in how many loops, conditions and functions a command stands
     depends: bool = False  # on what the command before it says: `[ -z "$X" ] && X=3`
 
@@ -201,6 +201,9 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
             yield Untranslated(f"# {command.where}: not translated: {command.text}{instead and f': {instead}' or ''}")
         if command.kind == "other" or instead and not command.in_condition:
             continue
+        inside = [name for name in dialect.programs if re.search(rf"(\$\(|`).*\b{re.escape(name)}\b", command.text)]
+        if inside and command.kind in ("assigns", "shell"):
+            yield Untranslated(f"# {command.where}: not translated: {inside[0]} in {command.text}")
         word = command.text.partition(" ")[0]
         if empty and word in CLOSES:
             yield ":"

@@ -295,3 +295,46 @@ def test_what_is_said_of_names_is_true(translated):
     text = translated(f"paddlenlp {TRAIN} --model_name_or_path ./output/model --model_type ernie")[1]
     assert "(a shape, or a folder to --load" in text
     assert "--model_type ernie: a GPT is trained; the vocabulary of gpt-cn is" in text and "did you mean" not in text
+
+
+def test_an_override_without_a_value_is_refused_or_named(translated):
+    code, _, error = translated("fleetx --strict tiny.yaml -o Model.num_layers 4")
+    assert code == 2 and "-o Model.num_layers: Section.key=value is wanted" in error
+    assert (
+        "# -o Model.num_layers= is empty: Model.num_layers is left out"
+        in translated("fleetx tiny.yaml -o Model.num_layers=")[1]
+    )
+    assert (
+        "--num-layers 4 "
+        in translated("fleetx 'python tools/train.py --config tiny.yaml --override Model.num_layers=4'")[1]
+    )
+
+
+@pytest.mark.parametrize(
+    "start", ["$PY", "${PYTHON_BIN}", "$PYTHON -u", "$PY -m paddle.distributed.launch --devices 0"]
+)
+def test_an_interpreter_in_a_variable(translated, start):
+    text = translated("paddlenlp run.sh", run=f"PY=python PYTHON=python PYTHON_BIN=python\n{start} run_pretrain.py\n")[
+        1
+    ]
+    words = started(text)
+    assert ("torchrun" if "-m" in start else "python") in words[:2] and "pretrain_gpt.py" in words
+    assert not {"-m", "run_pretrain.py"} & set(words[: words.index("pretrain_gpt.py")])
+
+
+@pytest.mark.parametrize("inside", ["$(python run_pretrain.py --max_steps 6)", "`python run_pretrain.py`"])
+def test_a_command_inside_another_one_is_named(translated, inside):
+    code, text, _ = translated("paddlenlp --strict run.sh", run=f"{TRAIN} --max_steps 5\nOUT={inside}\n")
+    assert code == 3 and "run.sh:2: not translated: run_pretrain.py in OUT=" in text
+
+
+def test_a_tilde_is_the_home_folder(translated):
+    text = translated("paddlenlp run.sh", run=f"{TRAIN} --output_dir ~/out --input_dir 'a~b' --max_steps 5\n")[1]
+    words = started(text, HOME="/home/somebody")
+    assert (value(words, "--save"), value(words, "--data-path")) == ("/home/somebody/out", "a~b")
+
+
+def test_an_empty_section_is_named_where_its_settings_are_missing(translated):
+    Path("child.yaml").write_text("_base_: ./tiny.yaml\nModel:\n")
+    with pytest.raises(Exception, match="missing: --num-layers.*child.yaml:2: Model is empty, and leaves out"):
+        parse_pretrain(["-c", "child.yaml"])

@@ -178,7 +178,8 @@ def test_a_figure_that_is_no_number_is_never_the_best(tmp_path):
     from megatron.optimizer.scaler import LossScaler
     from megatron.training.state import State
 
-    run = SimpleNamespace(config=config, measures=measures, state=State(LossScaler(1.0)), best_manager=None)
+    losses, checkpoints = SimpleNamespace(measures=measures), SimpleNamespace(best=None)
+    run = SimpleNamespace(config=config, losses=losses, state=State(LossScaler(1.0)), checkpoints=checkpoints)
     since = []
     for value in (math.nan, math.nan):
         judge(run, {"mse": value})

@@ -74,12 +74,14 @@ def walk(values, smaller, patience=2):
     """(iterations whose weights were saved, the state, the iteration that training ends at, or None)."""
     saved = []
     run = SimpleNamespace(
-        measures=SimpleNamespace(best_by="figure", smaller_is_better=smaller, patience=patience),
+        losses=SimpleNamespace(
+            measures=SimpleNamespace(best_by="figure", smaller_is_better=smaller, patience=patience)
+        ),
         config=SimpleNamespace(
             batch=SimpleNamespace(stop_at_loss=None), checkpoint=SimpleNamespace(save="folder", load=None)
         ),
         metrics=SimpleNamespace(log=lambda line: None),
-        best_manager=object(),
+        checkpoints=SimpleNamespace(best=object()),
         state=State(0),
     )
     run.save_best = lambda: saved.append(run.state.iteration)

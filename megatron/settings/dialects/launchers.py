@@ -56,7 +56,8 @@ IDLE = {
 LOST = {
     "parameter servers are not part of this suite": "--run_mode --servers --trainers --*_num --with_gloo --gloo_port",
     "python -m megatron.tools.supervise starts a job again on the machines that are left": "--*elastic_*",
-    "give each machine its CUDA_VISIBLE_DEVICES": "--start_port --auto_*_config --exclude -e",
+    "the rendezvous chooses its ports: --master-port, or --rdzv-endpoint HOST:PORT": "--start_port",
+    "give each machine its CUDA_VISIBLE_DEVICES": "--auto_*_config --exclude -e",
     f"machines are not entered by ssh: {MACHINES}": """--hostfile -H --include -i --launcher* --force_multi --ssh*
         --venv_script --deepspeed_* -x""",
     "--auto-parallel searches the layout": "--autotuning",
