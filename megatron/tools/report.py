@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page about a run: curves, settings, totals, samples. Of several runs: one that compares them.
+"""Write a self-contained HTML page about a run (curves, settings, totals, samples), or one that compares several runs.
 
     python -m megatron.tools.report runs/quickstart --output runs/quickstart/report.html
     python -m megatron.tools.report runs/a runs/b runs/c --output runs/compare.html     (telemetry/report_compare.py)
 
-Read from the run's folder: metrics.jsonl (needed); evaluation.jsonl or evaluation.json (of `tools.evaluate --output`),
-and samples.txt or generations.jsonl (shown when there). The page needs no network: the pictures are inside it. The one
-perplexity that it shows is that of the held-out evaluation, if there is one, else of the last validation.
+It reads the run's folder: metrics.jsonl (required), evaluation.jsonl or evaluation.json (of `tools.evaluate --output`),
+and samples.txt or generations.jsonl. The page needs no network: pictures are embedded. It shows the perplexity of the
+held-out evaluation, if there is one, else of the last validation.
 """
 
 import json
@@ -46,7 +46,7 @@ class ReportOptions:
 
 
 def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str] = None) -> str:
-    """The page as text. Raises DataError when there is nothing to report on."""
+    """Build the page as text. Raises DataError if there is nothing to report on."""
     history = read(metrics_file or metrics_of(folder))
     samples = read_samples(folder)
     evaluation = read_evaluation(folder)
@@ -72,7 +72,7 @@ def metrics_of(place: Path) -> Path:
 
 
 def read(path: Path) -> History:
-    """What a metrics file says. Raises DataError when there is nothing to report on."""
+    """Read a metrics file. Raises DataError if there is nothing to report on."""
     if not path.is_file():
         raise DataError(
             f"{path}: no such file", why="a run writes it beside its checkpoints (--save) or to --metrics-file"
@@ -88,14 +88,14 @@ def read(path: Path) -> History:
 
 def confusions(history: History, folder: Path) -> list[tuple[str, str]]:
     """(caption, picture) of each confusion matrix of a fine-tuning."""
-    found = confusion_pictures(history.run, folder)
+    paths = confusion_pictures(history.run, folder)
     return [
-        (f"Confusion matrix, {path.stem.removeprefix('confusion-')}", data_url(path.read_bytes())) for path in found
+        (f"Confusion matrix, {path.stem.removeprefix('confusion-')}", data_url(path.read_bytes())) for path in paths
     ]
 
 
 def tiles(history: History, evaluation=None) -> list[tuple[str, str, str]]:
-    """The handful of numbers at the top: (value, what it is, a remark)."""
+    """The numbers at the top of the page: (value, name, remark)."""
     steps, last, launches = history.steps, history.steps[-1], max(1, len(history.starts))
     found, loss = [report_facts.judged(history)] if history.figures else [], history.loss
     losses = [step[loss] for step in steps[-20:] if step.get(loss) is not None]
@@ -119,7 +119,7 @@ def tiles(history: History, evaluation=None) -> list[tuple[str, str, str]]:
 
 
 def perplexity(history: History, evaluation=None) -> Optional[tuple[float, str]]:
-    """The one perplexity of a page, and what it was measured on."""
+    """The perplexity of the page, and the data that it was measured on."""
     held_out = _find_perplexity(evaluation, "")
     if held_out:
         return held_out
@@ -143,7 +143,7 @@ def _find_perplexity(found, name: str) -> Optional[tuple[float, str]]:
 
 
 def mfu_of(history: History) -> str:
-    """What the model FLOPs are a share of, as the run has written down."""
+    """Describe the peak that MFU is relative to, as the run has recorded it."""
     peak = history.run.get("peak") or {}
     if not peak.get("flops"):
         return "model FLOPs, as a share of the peak that the run compared with"
@@ -191,7 +191,7 @@ def subtitle(history: History) -> str:
 
 
 def provenance(history: History) -> dict[str, str]:
-    """Where the run happened and with what."""
+    """Host, device, command and versions of the run."""
     run = history.run
     rows = {name: run.get(name) for name in ("time", "host", "machine", "device", "commit", "parameters")}
     rows["parameters"] = f"{run['parameters']:,}" if run.get("parameters") else ""
@@ -205,7 +205,7 @@ def provenance(history: History) -> dict[str, str]:
 
 
 def settings(history: History) -> dict[str, dict[str, str]]:
-    """Group -> flag -> value, settings without a value left out."""
+    """Map group -> flag -> value, without settings that have no value."""
     groups = dict(history.run.get("config") or {})
     groups = {**(groups.pop("extra", None) or {}), **groups}  # a recipe's own settings first
     groups.pop("given", None)
@@ -245,7 +245,7 @@ def read_samples(folder: Path) -> list[tuple[str, str]]:
 
 
 def read_evaluation(folder: Path):
-    """What evaluation.jsonl or evaluation.json holds, whatever its shape; None without them. Raises DataError."""
+    """Read evaluation.jsonl or evaluation.json, of any shape; None without them. Raises DataError."""
     lines, whole = folder / "evaluation.jsonl", folder / "evaluation.json"
     path = lines if lines.is_file() else whole
     if not path.is_file():
@@ -254,8 +254,8 @@ def read_evaluation(folder: Path):
         text = path.read_text(encoding="utf-8")
         if path == whole:
             return json.loads(text)
-        found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        return found[0] if len(found) == 1 else found
+        records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return records[0] if len(records) == 1 else records
     except ValueError as error:
         raise DataError(
             f"{path}: not valid JSON", why=str(error), do="run the evaluation again, or remove the file"
@@ -286,7 +286,7 @@ def _rows(value, name: str = "") -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    """One run: a page about it. Several: a page that compares them with the first. --json: the figures alone."""
+    """Write a page about one run, or one that compares several with the first; --json: only the figures."""
     names, flags = divide(argv, ReportOptions, {"-o": "--output"})
     about = "Write an HTML page about a run, or one that compares several."
     asked = parse_one(flags, ReportOptions, f"{PROG} RUN ...", about)
@@ -303,7 +303,7 @@ def main(argv: list[str]) -> None:
 
 
 def run_names(places: list[Path]) -> list[str]:
-    """What runs are called side by side: the last parts of their paths, as many as tell them apart.
+    """Names of runs: the last parts of their paths, as many as make them unique.
 
     >>> run_names([Path("runs/a"), Path("runs/b/metrics.jsonl")]), run_names([Path("x/run"), Path("y/run")])
     (['a', 'b'], ['x/run', 'y/run'])
@@ -318,7 +318,7 @@ def run_names(places: list[Path]) -> list[str]:
 
 
 def write(text: str, output: str | Path) -> None:
-    """Write a page, and say where it is."""
+    """Write a page and print its path."""
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
