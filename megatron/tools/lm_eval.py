@@ -32,10 +32,10 @@ class HarnessOptions:
     load: str = setting("folder of checkpoints, or one checkpoint")
     tasks: list[str] = setting("names of tasks, or YAML files in the harness's form")
     include_path: Optional[str] = setting("folder with further tasks' YAML files", None)
-    num_fewshot: Optional[int] = setting("examples before each question (default: as the task says)", None)
+    num_fewshot: Optional[int] = setting("examples before each question (default: the task's)", None)
     limit: Optional[int] = setting("only the first so many documents of each task", None)
     offline: bool = setting("fetch nothing: data are local files, or were fetched before", False)
-    seq_length: Optional[int] = setting("tokens that are looked at (default: what the model can)", None)
+    seq_length: Optional[int] = setting("tokens of context (default: the model's longest)", None)
     micro_batch_size: int = setting("texts side by side", 8, "--batch-size")
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
     pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
@@ -149,7 +149,7 @@ def find_tasks(options: HarnessOptions):
     names = [name for name in options.tasks if name not in files]
     for path in files:
         if not re.search(r"^(task|group):", Path(path).read_text(encoding="utf-8"), re.MULTILINE):
-            raise DataError(f"--tasks {path} says no name", do="task: my_task")
+            raise DataError(f"--tasks {path} has no name", do="task: my_task")
     manager = Tasks(include_path=options.include_path, include_defaults=bool(names))
     for name in names:
         if name not in manager.all_tasks:

@@ -75,7 +75,7 @@ def read(path: Path) -> History:
     """Read a metrics file. Raises DataError if there is nothing to report on."""
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file", why="a run writes it beside its checkpoints (--save) or to --metrics-file"
+            f"{path}: no such file", why="a run writes it next to its checkpoints (--save) or to --metrics-file"
         )
     history = read_history(path)
     if not history.steps:
@@ -97,25 +97,25 @@ def confusions(history: History, folder: Path) -> list[tuple[str, str]]:
 def tiles(history: History, evaluation=None) -> list[tuple[str, str, str]]:
     """The numbers at the top of the page: (value, name, remark)."""
     steps, last, launches = history.steps, history.steps[-1], max(1, len(history.starts))
-    found, loss = [report_facts.judged(history)] if history.figures else [], history.loss
+    rows, loss = [report_facts.judged(history)] if history.figures else [], history.loss
     losses = [step[loss] for step in steps[-20:] if step.get(loss) is not None]
     if losses:
         first = next((step[loss] for step in steps if step.get(loss) is not None), losses[-1])
         mean = f"mean of the last {len(losses)} steps" if len(losses) > 1 else "of the last step"
-        found.append((f"{statistics.fmean(losses):.3f}", "training loss", f"{mean}; the first was {first:.3f}"))
+        rows.append((f"{statistics.fmean(losses):.3f}", "training loss", f"{mean}; the first was {first:.3f}"))
     if held := perplexity(history, evaluation):
-        found.append((f"{held[0]:,.1f}", "perplexity", held[1]))
-    found.append((f"{last['iteration']:,}", "iterations", f"in {launches} launch{'es' * (launches > 1)}"))
+        rows.append((f"{held[0]:,.1f}", "perplexity", held[1]))
+    rows.append((f"{last['iteration']:,}", "iterations", f"in {launches} launch{'es' * (launches > 1)}"))
     tokens = trained_tokens(history)
     if tokens:
-        found.append((count(tokens), "tokens trained on", f"{last['consumed_samples']:,} samples"))
+        rows.append((count(tokens), "tokens trained on", f"{last['consumed_samples']:,} samples"))
     speed = [step["tokens_per_second"] for step in steps if step.get("tokens_per_second")]
     if speed:
-        found.append((f"{statistics.median(speed):,.0f}", "tokens per second", "of all ranks, median of the steps"))
+        rows.append((f"{statistics.median(speed):,.0f}", "tokens per second", "of all ranks, median of the steps"))
     mfu = [step["mfu"] for step in steps if step.get("mfu")]
     if mfu:
-        found.append((f"{statistics.median(mfu):.1%}", "MFU", mfu_of(history)))
-    return found
+        rows.append((f"{statistics.median(mfu):.1%}", "MFU", mfu_of(history)))
+    return rows
 
 
 def perplexity(history: History, evaluation=None) -> Optional[tuple[float, str]]:
@@ -129,17 +129,17 @@ def perplexity(history: History, evaluation=None) -> Optional[tuple[float, str]]
     return math.exp(min(20, valid[-1][LOSS])), f"of validation during training, at iteration {valid[-1]['iteration']:,}"
 
 
-def _find_perplexity(found, name: str) -> Optional[tuple[float, str]]:
-    if isinstance(found, list):
-        return next(filter(None, (_find_perplexity(item, name) for item in found)), None)
-    if not isinstance(found, dict):
+def _find_perplexity(record, name: str) -> Optional[tuple[float, str]]:
+    if isinstance(record, list):
+        return next(filter(None, (_find_perplexity(item, name) for item in record)), None)
+    if not isinstance(record, dict):
         return None
-    if isinstance(found.get("perplexity"), (int, float)):
-        what = found.get("data") or name or "held-out text"
-        tokens = f", {count(found['tokens'])} tokens" if found.get("tokens") else ""
-        at = f", iteration {found['iteration']:,}" if isinstance(found.get("iteration"), int) else ""
-        return float(found["perplexity"]), f"held out: {what}{tokens}{at}"
-    return next(filter(None, (_find_perplexity(inner, part) for part, inner in found.items())), None)
+    if isinstance(record.get("perplexity"), (int, float)):
+        what = record.get("data") or name or "held-out text"
+        tokens = f", {count(record['tokens'])} tokens" if record.get("tokens") else ""
+        at = f", iteration {record['iteration']:,}" if isinstance(record.get("iteration"), int) else ""
+        return float(record["perplexity"]), f"held out: {what}{tokens}{at}"
+    return next(filter(None, (_find_perplexity(inner, part) for part, inner in record.items())), None)
 
 
 def mfu_of(history: History) -> str:
@@ -230,7 +230,7 @@ def read_samples(folder: Path) -> list[tuple[str, str]]:
     """(prompt, continuation) of generations.jsonl, or the whole of samples.txt as one continuation."""
     lines = folder / "generations.jsonl"
     if lines.is_file():
-        found = []
+        samples = []
         for line in lines.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
@@ -238,8 +238,8 @@ def read_samples(folder: Path) -> list[tuple[str, str]]:
             except (ValueError, AttributeError):
                 continue
             text = str(record.get("completion", record.get("text", "")))
-            found.append((prompt, text.removeprefix(prompt)))
-        return found
+            samples.append((prompt, text.removeprefix(prompt)))
+        return samples
     plain = folder / "samples.txt"
     return [("", plain.read_text(encoding="utf-8", errors="replace").strip())] if plain.is_file() else []
 

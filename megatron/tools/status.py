@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
         time.sleep(asked.watch)
     if lost := [f"{line.run}: {line.why}" for line in lines if line.state == UNREADABLE]:
         raise DataError(
-            "; ".join(lost), "a run writes metrics.jsonl beside its checkpoints (--save), or to --metrics-file"
+            "; ".join(lost), "a run writes metrics.jsonl next to its checkpoints (--save), or to --metrics-file"
         )
 
 
@@ -127,7 +127,7 @@ def folders(names: list[str]) -> list[Path]:
         if not inside:
             raise DataError(
                 f"{name}: no metrics.jsonl in it, nor in a folder in it",
-                "a run writes it beside its checkpoints (--save), or to --metrics-file",
+                "a run writes it next to its checkpoints (--save), or to --metrics-file",
             )
         runs += inside
     return runs

@@ -57,7 +57,7 @@ class SuperviseOptions:
     )
     start_timeout: float = setting("the same until a rank has made its first step", 1800.0)
     min_world_size: Optional[int] = setting(
-        "go on with fewer ranks, down to these, when one is lost twice in a row", None
+        "continue with fewer ranks, at least this many, after a rank is lost twice in a row", None
     )
     same_step_limit: int = setting("crashes at one step after which the job is stopped: it would crash again", 3)
     backoff: float = setting("seconds before the first restart; twice as long before each next one, at most 60", 1.0)

@@ -42,7 +42,7 @@ class TraceOptions:
     text: Optional[str] = setting("a text: which documents hold it, and which steps see them?", None)
     words: bool = setting("with --text: capitals, punctuation and white space do not count (decodes all tokens)", False)
     of: Literal["train", "valid", "test"] = setting("training, or the samples of evaluations", "train")
-    first: int = setting("how many samples, steps or documents are told of each", 20)
+    first: int = setting("samples, steps or documents that are shown of each", 20)
     show: int = setting("characters of each document's text; 0: none", 80)
     sources: Optional[list[str]] = setting("folders with the source files, where they have moved", None)
     json: bool = setting("everything, as JSON lines", False)
@@ -119,7 +119,7 @@ def with_data(launch, changed: dict[str, Any]):
     allowed = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_cache_path"}
     if set(changed) - allowed:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(set(changed) - allowed))
-        raise UsageError(f"{names}: the run itself says it", do="with --load, only paths of moved files can be given")
+        raise UsageError(f"{names}: set by the run itself", do="with --load, only paths of moved files can be given")
     config = launch.config
     return replace(launch, config=replace(config, data=replace(config.data, **changed)))
 
