@@ -82,5 +82,5 @@ def test_the_rank_that_was_silent_longest_is_told(monkeypatch):
     monkeypatch.setattr(supervise, "standstills", lambda *_: [])
     monkeypatch.setattr(supervise.processes, "alive_here", lambda beat: beat.ended is None)
     ranks = [SimpleNamespace(rank=rank, ended=PeerLost.code if rank == 0 else None) for rank in range(4)]
-    supervise.Supervisor.tell_lost(SimpleNamespace(beats=None), ranks, {0: 99.0, 1: 3.0, 2: 40.0, 3: 7.0})
+    supervise.Supervisor.log_lost(SimpleNamespace(beats=None), ranks, {0: 99.0, 1: 3.0, 2: 40.0, 3: 7.0})
     assert said == ["rank 0 gave up waiting; the oldest word is that of rank 2, 40 s ago"]

@@ -327,7 +327,7 @@ class SettingsReader:
         self.problems += contradictions
         for one, by in overruled(self.statements, chosen):
             if by.decides and one.flag != by.flag:
-                self.notices.setdefault(f"{by.words} says so", []).append(one.words)
+                self.notices.setdefault(f"overridden by {by.words}", []).append(one.words)
             else:
                 self.replaced.append((one.words, by.words))
         self.notes += messages.replaced(self.replaced)

@@ -220,7 +220,7 @@ RULES = (
     Rule(
         lambda s: s.linear is not None and not s.fuse_attn_qkv,
         lambda s: (
-            f"--linear {s.linear} says of a layer how its one product is made, and --no-fuse-attn-qkv makes three of "
+            f"--linear {s.linear} chooses the kernel of a layer's one product, and --no-fuse-attn-qkv makes three of "
             "queries, keys and values; leave one of the two out"
         ),
     ),

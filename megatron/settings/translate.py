@@ -106,7 +106,7 @@ def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spel
     elif section is not None and section.value.lower() == "false" and section is not source:
         out.idle.append((source, f"{section.key} is false"))
     elif value == "auto" and not dialect.base:
-        out.lost.append((source, "auto: whoever starts DeepSpeed says it; say it here by its flag"))
+        out.lost.append((source, "auto: the program that starts DeepSpeed fills it in; say it here by its flag"))
     elif source.key not in dialect.presence:
         try:
             flags = dialect.flags(source, given)

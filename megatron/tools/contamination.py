@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation sets whose text is looked for in training data: register them once, and see what holds them.
+"""Find the text of evaluation sets in training data: register the sets once, then scan data for them.
 
     python -m megatron.tools.contamination register LAMBADA lambada_test.jsonl --index evaluation.ngrams
     python -m megatron.tools.contamination register WIKITEXT wiki.test.tokens --index evaluation.ngrams
@@ -7,11 +7,11 @@
     python -m megatron.tools.contamination scan crawl/*.jsonl --index evaluation.ngrams
     python -m megatron.tools.contamination ignore corpus_text_document --index evaluation.ngrams --above 10
 
-register  add a set to an index (a new one where there is none); one of the same name is replaced. A file is JSON
-          (one object a line, or a list of them), or plain text, of which each line is an item
-show      what an index holds, or what was found in a token file when it was preprocessed with --contamination
-scan      look through files of text: which documents hold which sets; as JSON lines with --output
-ignore    leave n-grams out of an index that a token file has more than --above times: phrases, not evaluation items
+register  add a set to an index (a new one if it does not exist); a set of the same name is replaced. A file is JSON
+          (one object a line, or a list of them), or plain text with an item on each line
+show      print the contents of an index, or the matches in a token file that was preprocessed with --contamination
+scan      search files of text: which documents hold which sets; as JSON lines with --output
+ignore    remove n-grams from an index that a token file has more than --above times: phrases, not evaluation items
 """
 
 import json
@@ -30,7 +30,7 @@ SCANNED_TOGETHER = 1 << 20  # bytes of lines
 
 @dataclass(frozen=True)
 class ContaminationOptions:
-    """Of all commands."""
+    """Options of all commands."""
 
     index: Optional[str] = setting("file of n-grams of evaluation sets", None)
     json_keys: Optional[list[str]] = setting(
@@ -39,11 +39,11 @@ class ContaminationOptions:
     ngram_size: int = setting("register, for a new index: words of an n-gram", 13)
     min_ngram_size: int = setting("register, for a new index: a shorter item with this many words is one n-gram", 8)
     above: int = setting("ignore: how often a phrase is there", 10)
-    output: Optional[str] = setting("scan: file for what was found, JSON lines", None)
+    output: Optional[str] = setting("scan: file for the matches, JSON lines", None)
 
 
 def main(argv: list[str]) -> None:
-    """Run one of the commands; what it works on stands before the flags."""
+    """Run one of the commands; its arguments come before the flags."""
     count = next((number for number, word in enumerate(argv) if word.startswith("-")), len(argv))
     words, flags = argv[:count], argv[count:]
     prog = "python -m megatron.tools.contamination register NAME FILES ... | show | scan FILES ... | ignore PREFIX"
@@ -85,7 +85,7 @@ def register(words: list[str], options: ContaminationOptions) -> None:
 
 
 def show(words: list[str], options: ContaminationOptions) -> None:
-    """Tell what indexes and token files hold."""
+    """Print the contents of indexes and the matches in token files."""
     from megatron.data.contamination import ENDING, NgramIndex
     from megatron.data.indexed import bare_prefix
 
@@ -109,9 +109,9 @@ def show(words: list[str], options: ContaminationOptions) -> None:
 def _show_contained(prefix: str) -> None:
     from megatron.data.contamination import ENDING, Contained
 
-    found = Contained.open(prefix + ENDING)
-    about, words = found.about, int((found.before > 0).sum())
-    print(f"{prefix}: {about['documents']:,} documents; of {len(found.hashes):,} n-grams {words:,} were found")
+    contained = Contained.open(prefix + ENDING)
+    about, words = contained.about, int((contained.before > 0).sum())
+    print(f"{prefix}: {about['documents']:,} documents; of {len(contained.hashes):,} n-grams {words:,} were found")
     for name, items in about["sets"]:
         print(f"  {name}: {about['items'].get(name, 0):,} of {items:,} items share an n-gram with the text")
     done = dict(count="they are there", cut="they were cut out", drop="they were dropped")
@@ -119,7 +119,7 @@ def _show_contained(prefix: str) -> None:
 
 
 def scan(words: list[str], options: ContaminationOptions) -> None:
-    """Look through files of text."""
+    """Search files of text."""
     from megatron.data.contamination import NgramIndex
     from megatron.data.json_input import BadLine, find_sources, parse_line, read_blocks
 
@@ -169,7 +169,7 @@ def scan(words: list[str], options: ContaminationOptions) -> None:
 
 
 def ignore(words: list[str], options: ContaminationOptions) -> None:
-    """Leave phrases out of an index."""
+    """Remove phrases from an index."""
     import numpy as np
 
     from megatron.data.contamination import NgramIndex, of_training_data

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From raw text to token files by a recipe, on a laptop, a Ray cluster or a SLURM array: the same bytes.
+"""Process raw text to token files by a recipe, on a laptop, a Ray cluster or a SLURM array, with the same result.
 
     python -m megatron.tools.corpus run recipe.yaml --output runs/corpus --workers 8 --memory-gb 16
-    python -m megatron.tools.corpus plan recipe.yaml --output runs/corpus      # its tasks; runs nothing
+    python -m megatron.tools.corpus plan recipe.yaml --output runs/corpus      # lists its tasks, runs nothing
     python -m megatron.tools.corpus estimate recipe.yaml --rates runs/sample --input-tb 10 --nodes 64
-    python -m megatron.tools.corpus status --output runs/corpus                # how far a run is
-    python -m megatron.tools.corpus check --output runs/corpus                 # what is missing or damaged
-    python -m megatron.tools.corpus explain URL --output runs/corpus           # why was a document kept or dropped
-    python -m megatron.tools.corpus report --output runs/corpus                # a page: what became of the text
+    python -m megatron.tools.corpus status --output runs/corpus                # progress of a run
+    python -m megatron.tools.corpus check --output runs/corpus                 # missing and damaged files
+    python -m megatron.tools.corpus explain URL --output runs/corpus           # why a document was kept or dropped
+    python -m megatron.tools.corpus report --output runs/corpus                # a page: texts kept and dropped
 
-`run` after a kill, at whatever moment, goes on where it was. docs/corpus.md has the recipes.
+`run` resumes after a kill at any moment. docs/corpus.md has the recipes.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ PROG = "python -m megatron.tools.corpus"
 
 @dataclass(frozen=True)
 class CorpusOptions:
-    """Where to work, and with what."""
+    """The folder, the runner and its resources."""
 
     output: str = setting("folder of the tasks' files, and of the corpus in the end (final/)")
     runner: Literal["local", "ray", "slurm"] = setting("who runs the tasks", "local")
     workers: Optional[int] = setting("tasks at a time (default: one per core); of slurm: tasks of the array", None)
     memory_gb: Optional[float] = setting("memory that all tasks of this machine may take together", None)
-    verify: bool = setting("read what is done already, and do again what is not as its receipt says", False)
+    verify: bool = setting("read finished files, and repeat tasks whose files differ from their receipts", False)
     quick: bool = setting("check: compare sizes alone, not every byte", False)
     wait: bool = setting("slurm: wait for the jobs, and submit again what they lost", True)
     sbatch_flags: str = setting("slurm: further flags of sbatch, as one text", "")
@@ -54,7 +54,7 @@ class CorpusOptions:
 
 
 def estimate(words: list[str], flags: list[str]) -> None:
-    """What the recipe takes on machines that are not there yet; has options of its own."""
+    """Estimate time and disk space of the recipe on other machines; has its own options."""
     from megatron.corpus.estimate_table import EstimateOptions, tell
 
     tell(_one(words, "recipe"), parse_one(flags, EstimateOptions, f"{PROG} estimate", estimate.__doc__))
@@ -64,7 +64,7 @@ COMMON = ("output", "runner", "workers", "memory_gb", "verify")
 
 
 def main(argv: list[str]) -> None:
-    """The command is the first word, what it is about the second."""
+    """Run the command in the first word; its argument is the second."""
     command, words, flags = _split(argv)
     if command == "estimate":
         estimate(words, flags)
@@ -91,7 +91,7 @@ def _split(argv: list[str]) -> tuple[str, list[str], list[str]]:
     while rest and not rest[0].startswith("-"):
         words.append(rest.pop(0))
     while len(rest) > 2 and not words and not rest[-1].startswith("-") and rest[-1].endswith((".yaml", ".yml")):
-        words.append(rest.pop())  # a recipe behind the flags
+        words.append(rest.pop())  # a recipe after the flags
     return command, words, rest
 
 
@@ -103,7 +103,7 @@ def _one(words: list[str], what: str) -> str:
 
 
 def _planned(words: list[str], asked: CorpusOptions):
-    """(recipe, plan) of a recipe's path."""
+    """Read a recipe and plan it: (recipe, plan)."""
     from megatron.corpus.plan import make_plan
     from megatron.corpus.recipe import read_recipe
 
@@ -161,12 +161,12 @@ def run(words: list[str], asked: CorpusOptions) -> None:
         )
     started = time.perf_counter()
     with _Bar() as bar:
-        shown = [bar]
+        displays = [bar]
         if asked.status_page:
             from megatron.corpus.status import StatusPage
 
-            shown.append(StatusPage(Path(asked.status_page), asked.output))
-        drive(plan, output, runner, lambda progress: [tell(progress) for tell in shown], whole=asked.verify)
+            displays.append(StatusPage(Path(asked.status_page), asked.output))
+        drive(plan, output, runner, lambda progress: [show(progress) for show in displays], whole=asked.verify)
     print(f"done in {time.perf_counter() - started:.1f} s: {output / FINAL}")
     print("\n".join(summary(counts_by_phase(plan, output))))
 
@@ -176,10 +176,10 @@ def _set_aside(plan) -> list[str]:
 
 
 class _Bar:
-    """A bar on a terminal, a line a phase elsewhere."""
+    """A progress bar on a terminal, else a line per phase."""
 
     def __init__(self):
-        self.bar, self.told = None, set()
+        self.bar, self.printed = None, set()
 
     def __enter__(self) -> "_Bar":
         return self
@@ -200,8 +200,8 @@ class _Bar:
             self.bar.update(progress.done - self.bar.n)
             return
         for name, (done, total) in progress.phases.items():
-            if done == total and name not in self.told:
-                self.told.add(name)
+            if done == total and name not in self.printed:
+                self.printed.add(name)
                 print(f"{name}: {total} of {total} tasks, after {progress.seconds:.1f} s", flush=True)
 
 
@@ -222,7 +222,7 @@ def plan(words: list[str], asked: CorpusOptions) -> None:
 
 
 def work(words: list[str], asked: CorpusOptions) -> None:
-    """A part of a phase, as a task of a SLURM array does it."""
+    """Run a part of a phase, as a task of a SLURM array."""
     from megatron.corpus.runners.local import workers_for
     from megatron.corpus.runners.slurm_array import work_on
 
@@ -239,21 +239,21 @@ def check(words: list[str], asked: CorpusOptions) -> None:
 
     output = Path(asked.output)
     planned = _planned(words, asked)[1] if words else _last_plan(asked)
-    found = look(planned, output, whole=not asked.quick)
+    result = look(planned, output, whole=not asked.quick)
     if asked.json:
-        print(json.dumps(vars(found)))
+        print(json.dumps(vars(result)))
     else:
-        for kind, folders in (("missing", found.missing), ("damaged", found.damaged)):
+        for kind, folders in (("missing", result.missing), ("damaged", result.damaged)):
             for folder in folders:
                 print(f"{kind}: {folder} ({planned.tasks[folder].about})")
-        for folder, reason in found.quarantined.items():
+        for folder, reason in result.quarantined.items():
             print(f"set aside: {folder} ({planned.tasks[folder].about}): {reason}")
-    if found.missing or found.damaged:
-        number = len(found.missing) + len(found.damaged)
-        do = "run the same command again" + (" with --verify" if found.damaged else "")
+    if result.missing or result.damaged:
+        number = len(result.missing) + len(result.damaged)
+        do = "run the same command again" + (" with --verify" if result.damaged else "")
         raise DataError(f"{output}: {number} of {len(planned.tasks)} tasks are missing or damaged", do=do)
     if not asked.json:
-        print(f"{len(planned.tasks)} tasks: every file is as its receipt says")
+        print(f"{len(planned.tasks)} tasks: every file matches its receipt")
 
 
 def status(words: list[str], asked: CorpusOptions) -> None:
@@ -265,34 +265,34 @@ def status(words: list[str], asked: CorpusOptions) -> None:
     planned = _last_plan(asked)
     missing = set(look(planned, output, whole=False).missing)
     try:
-        told = json.loads((output / STATUS).read_text())
+        record = json.loads((output / STATUS).read_text())
     except (OSError, ValueError):
-        told = {}
+        record = {}
     phases = {n: [len(set(f) - missing), len(set(f))] for n, f in planned.phases.items()}
-    age = time.time() - told.get("at", 0)
-    state = told.get("state", "unknown")
+    age = time.time() - record.get("at", 0)
+    state = record.get("state", "unknown")
     if state == "running":
-        lost = is_gone(*told["driver"])
-        state = "killed: the same command goes on" if lost else "running, or killed" if age > 60 else state
+        lost = is_gone(*record["driver"])
+        state = "killed: the same command resumes it" if lost else "running, or killed" if age > 60 else state
     if asked.html:
         from megatron.corpus.status import status_page, write_page
 
-        write_page(Path(asked.html), status_page(dict(told, phases=phases, state=state), asked.output))
+        write_page(Path(asked.html), status_page(dict(record, phases=phases, state=state), asked.output))
         print(f"written: {asked.html}", file=sys.stderr)
     if asked.json:
-        print(json.dumps(dict(told, phases=phases)))
+        print(json.dumps(dict(record, phases=phases)))
         return
-    left = told.get("seconds_left")
+    left = record.get("seconds_left")
     print(f"{state}, {age:.0f} s ago" + (f", about {left:.0f} s left" if left and state == "running" else ""))
     for name, (done, total) in phases.items():
         bar = "#" * (20 * done // total) if total else ""
         print(f"  {name:<40} [{bar:<20}] {done:>6} of {total}")
-    for about, reason in told.get("quarantined", {}).items():
+    for about, reason in record.get("quarantined", {}).items():
         print(f"  set aside: {about}: {reason}")
 
 
 def explain(words: list[str], asked: CorpusOptions) -> None:
-    """Why a document was kept or dropped."""
+    """Print why a document was kept or dropped."""
     from dataclasses import asdict
 
     from megatron.corpus.explain import explain as follow
@@ -307,7 +307,7 @@ def explain(words: list[str], asked: CorpusOptions) -> None:
 
 
 def report(words: list[str], asked: CorpusOptions) -> None:
-    """A page of what became of the text."""
+    """Write a page about the texts that were kept and dropped."""
     from megatron.corpus.report import make_page
 
     path = Path(asked.html or Path(asked.output) / "report.html")

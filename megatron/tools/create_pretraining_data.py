@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loose JSON lines -> token files of PaddlePaddle (_ids.npy and _idx.npz), as PaddleNLP makes them.
+"""Convert loose JSON lines to PaddlePaddle's token files (_ids.npy and _idx.npz), as PaddleNLP does.
 
     python -m megatron.tools.create_pretraining_data --model_name gpt2-en --tokenizer_name GPTTokenizer \\
         --data_format JSON --input_path openwebtext/ --append_eos --output_prefix gpt_openwebtext --workers 40
 
-PaddleNLP's command with its flags and its files: gpt_openwebtext_ids.npy and gpt_openwebtext_idx.npz. --model_name is a
-folder with the vocabulary, or its name in $MEGATRON_CACHE; --vocab-file and its like name the files themselves.
+PaddleNLP's command with its flags and files: gpt_openwebtext_ids.npy and gpt_openwebtext_idx.npz. --model_name is a
+folder with the vocabulary, or its name in $MEGATRON_CACHE; --vocab-file and --merge-file name the files themselves.
 """
 
 import signal
@@ -22,7 +22,7 @@ from megatron.settings.schema import WORD_PIECE, TokenizerSettings, setting
 
 @dataclass(frozen=True)
 class CreateOptions:
-    """What to read, how, and where the tokens go. The names that `data.preprocess` knows; PaddleNLP's are aliases."""
+    """Input, processing and output. Names are those of `data.preprocess`; PaddleNLP's are aliases."""
 
     input: list[str] = setting("JSON lines: a file or a folder; .zst, .gz, .bz2, .xz too", MISSING, "--input-path")
     output_prefix: str = setting("files are named <prefix>_ids.npy and <prefix>_idx.npz")
@@ -94,10 +94,10 @@ def main(argv: list[str]) -> None:
     from megatron.data.preprocess_report import Reporter, print_totals
     from megatron.tokenizer import tokenizer_type
 
-    find_sources(settings.input)  # what is not there is told before a vocabulary is read
+    find_sources(settings.input)  # report missing files before reading a vocabulary
     table = EFFECTS | dict(vocab_file=BOTH, merge_file=BOTH) if settings.model_name else EFFECTS
-    told = idle_flags(vocabulary, given, table, tokenizer=tokenizer_type(vocabulary))
-    for sentence in [*idle_flags(settings, given, IDLE), *told]:
+    of_tokenizer = idle_flags(vocabulary, given, table, tokenizer=tokenizer_type(vocabulary))
+    for sentence in [*idle_flags(settings, given, IDLE), *of_tokenizer]:
         print(f"note: {sentence}", file=sys.stderr)
     tokenizer = make_tokenizer(settings, vocabulary)
     if settings.append_eod and tokenizer.eod is None:
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> None:
 
 
 def take_mark(argv: list[str]) -> tuple[list[str], Optional[str]]:
-    """The command line without a `--cn_split_dimer` of white space, which would pass for a slip there; and that mark.
+    """Split off a `--cn_split_dimer` of white space, which the parser refuses: (rest of the command line, mark).
 
     >>> take_mark(["--cn_split_dimer", "\\t", "--chinese"])
     (['--chinese'], '\\t')
@@ -124,15 +124,15 @@ def take_mark(argv: list[str]) -> tuple[list[str], Optional[str]]:
     rest, mark = list(argv), None
     for name in ("--cn_split_dimer", "--cn-split-dimer"):
         for place, word in reversed(list(enumerate(rest))):
-            behind = word.removeprefix(f"{name}=") if word != name else "".join(rest[place + 1 : place + 2])
-            if word.startswith(name) and behind and behind.isspace():
-                mark = behind
+            value = word.removeprefix(f"{name}=") if word != name else "".join(rest[place + 1 : place + 2])
+            if word.startswith(name) and value and value.isspace():
+                mark = value
                 del rest[place : place + (2 if word == name else 1)]
     return rest, mark
 
 
 def check(settings: CreateOptions) -> CreateOptions:
-    """Settings with the default key filled in. Raises SettingsError for what cannot work together."""
+    """Fill in the default key. Raises SettingsError for settings that cannot work together."""
     for name in ("workers", "log_interval"):
         if getattr(settings, name) < 1:
             raise SettingsError(f"--{name.replace('_', '-')} {getattr(settings, name)}: at least 1 is needed")
@@ -147,7 +147,7 @@ def check(settings: CreateOptions) -> CreateOptions:
 
 
 def make_tokenizer(settings: CreateOptions, vocabulary: TokenizerSettings):
-    """The tokenizer that the flags describe; with --cn-whole-word-segment one that marks whole words."""
+    """Build the tokenizer of the flags; with --cn-whole-word-segment it marks whole words."""
     from megatron.tokenizer import build_tokenizer, tokenizer_type
     from megatron.tokenizer.named import with_files
     from megatron.tokenizer.segmenters import make_segmenter, split_words
@@ -169,7 +169,7 @@ def make_tokenizer(settings: CreateOptions, vocabulary: TokenizerSettings):
 
 
 def make_split(settings: CreateOptions) -> Callable[[str], list[str]]:
-    """A function from a text to its sequences, without white space at their ends."""
+    """Build the function that splits a text into sequences, without white space at their ends."""
     if not settings.split_sentences:
         return lambda text: [text.strip()]
     if settings.chinese:

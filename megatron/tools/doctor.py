@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has, whether its GPUs and network work, which kernels are in use, and what missing ones would bring.
+"""Check this machine: its hardware, whether GPUs and network work, which kernels are used, and what missing ones cost.
 
 python -m megatron.tools.doctor
 python -m megatron.tools.doctor --json
@@ -52,27 +52,27 @@ def main(argv: list[str]) -> None:
     print(json.dumps(facts, indent=2) if arguments.json else _text(facts, WIDE if arguments.wide else WIDTH))
 
 
-BAD = ("FAILS", "COMPUTES WRONG", "UNKNOWN")  # how a fact begins, or goes on, that stands in the way of a training
+BAD = ("FAILS", "COMPUTES WRONG", "UNKNOWN")  # words of facts that prevent training
 
 
 def wrong(facts: dict) -> list[str]:
-    """What stands in the way of a training."""
-    told = {f"GPU {number}": words for number, words in enumerate(facts["gpus"])} | facts["network"]
-    found = [f"{name}: {words}" for name, words in told.items() if any(bad in words for bad in BAD)]
+    """The problems that prevent training."""
+    checked = {f"GPU {number}": words for number, words in enumerate(facts["gpus"])} | facts["network"]
+    problems = [f"{name}: {words}" for name, words in checked.items() if any(bad in words for bad in BAD)]
     if facts["gpus"] and facts["network"]["shared memory"].startswith("none"):
-        found.append(f"shared memory: {facts['network']['shared memory']}")
-    return found
+        problems.append(f"shared memory: {facts['network']['shared memory']}")
+    return problems
 
 
 def verdict(facts: dict, width: int) -> str:
-    """What is wrong, or that nothing is, and what a training would run on."""
-    found = facts["wrong"]
-    if found:
-        lines = [sentence(f"  {number}. {_fitting(words, 2 * width)}", width) for number, words in enumerate(found, 1)]
-        return "\n".join([f"doctor: {several(len(found), 'thing')} in the way of a training", *lines])
+    """The list of problems, or else the device that training would run on."""
+    if problems := facts["wrong"]:
+        rows = enumerate(problems, 1)
+        lines = [sentence(f"  {number}. {_fitting(words, 2 * width)}", width) for number, words in rows]
+        return "\n".join([f"doctor: {several(len(problems), 'problem')}", *lines])
     cores, gpus = facts["processor"]["cores"], facts["gpus"]
     where = f"a GPU ({several(len(gpus), 'GPU')})" if gpus else f"the CPU ({several(cores, 'core')})"
-    return f"doctor: nothing was found that is wrong; training runs on {where}"
+    return f"doctor: no problems; training runs on {where}"
 
 
 def _software() -> dict[str, str]:
@@ -80,15 +80,15 @@ def _software() -> dict[str, str]:
 
     import torch
 
-    found = {"python": f"{platform.python_version()} ({sys.executable})", "torch": torch.__version__}
+    versions = {"python": f"{platform.python_version()} ({sys.executable})", "torch": torch.__version__}
     for package, use in PACKAGES.items():
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = f"missing: {use}"
+            versions[package] = f"missing: {use}"
     compiler = shutil.which("g++") or shutil.which("clang++")
-    found["C++ compiler"] = compiler or "missing: --torch-compile on CPUs"
-    return found
+    versions["C++ compiler"] = compiler or "missing: --torch-compile on CPUs"
+    return versions
 
 
 def _processor() -> dict:
@@ -128,13 +128,13 @@ def _gpus() -> list[str]:
 
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    words = [f"{gpu.name}, {size(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}" for gpu in found]
-    return [f"{word}; {_gpu_check(number, len(found))}" for number, word in enumerate(words)]
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    words = [f"{gpu.name}, {size(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus]
+    return [f"{word}; {_gpu_check(number, len(gpus))}" for number, word in enumerate(words)]
 
 
 def _gpu_check(number: int, count: int) -> str:
-    """Whether a product of matrices is right there, how much is free, and which others it reads from directly."""
+    """Check a GPU: a matrix product, its free memory, and its peers."""
     import torch
 
     try:
@@ -151,11 +151,11 @@ def _gpu_check(number: int, count: int) -> str:
 
 
 def _network() -> dict[str, str]:
-    """What ranks of several processes and machines need of this one."""
+    """What ranks need to communicate, within this machine and with others."""
     host, infiniband = socket.gethostname(), Path("/sys/class/infiniband")
     cards = sorted(card.name for card in infiniband.iterdir()) if infiniband.is_dir() else []
     shared = Path("/dev/shm")
-    found = {
+    facts = {
         "host": f"{host}, {_address(host)}",
         "interfaces": ", ".join(_interfaces()) or "unknown",
         "InfiniBand": ", ".join(cards) or "none: NCCL uses TCP between machines",
@@ -167,8 +167,8 @@ def _network() -> dict[str, str]:
     import torch
 
     if torch.cuda.is_available():
-        found["NCCL"] = f"{'.'.join(map(str, torch.cuda.nccl.version()))}: {_collective('nccl', 'cuda')}"
-    return found
+        facts["NCCL"] = f"{'.'.join(map(str, torch.cuda.nccl.version()))}: {_collective('nccl', 'cuda')}"
+    return facts
 
 
 CHOSEN = tuple(
@@ -192,20 +192,20 @@ def _address(host: str) -> str:
 
 
 def _interfaces() -> list[str]:
-    """Names of the network's interfaces, with their state and, where they tell it, Mbit/s."""
-    found, folder = [], Path("/sys/class/net")
+    """Names of the network interfaces, with their state and, if known, Mbit/s."""
+    interfaces, folder = [], Path("/sys/class/net")
     for one in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
             state = (one / "operstate").read_text().strip()
             speed = (one / "speed").read_text().strip() if state == "up" else ""
         except OSError:
             state, speed = "unknown", ""
-        found.append(f"{one.name} {state}" + (f" {int(speed):,} Mbit/s" if speed.isdigit() else ""))
-    return found
+        interfaces.append(f"{one.name} {state}" + (f" {int(speed):,} Mbit/s" if speed.isdigit() else ""))
+    return interfaces
 
 
 def _collective(backend: str, device: str) -> str:
-    """Whether a rank finds its store and a collective ends: ports, sockets and the library work."""
+    """Check a collective of one rank through a store: ports, sockets and the library."""
     import torch
     import torch.distributed as dist
 
@@ -240,8 +240,8 @@ def _kernels() -> dict[str, list[dict[str, str]]]:
 def _text(facts: dict, width: int) -> str:
     """The verdict, then every fact."""
 
-    def rows(told: dict[str, object]) -> list[str]:
-        return [labelled(name, _fitting(str(value), width - 24), width) for name, value in told.items()]
+    def rows(part: dict[str, object]) -> list[str]:
+        return [labelled(name, _fitting(str(value), width - 24), width) for name, value in part.items()]
 
     lines = [verdict(facts, width), ""]
     for part in ("software", "processor"):
@@ -262,7 +262,7 @@ NO_GPU = "none: training runs on the CPU"
 
 
 def _fitting(value: str, width: int) -> str:
-    """A fact; the message of a library in it is cut, and is without the place in the library's source that it names."""
+    """Shorten a library's message in a fact, and drop the place in the library's source."""
     return shortened(SOURCE.sub("", value), width) if "FAILS" in value and width < WIDE // 2 else value
 
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print what the model will see, and in what order, as JSON lines.
+"""Print training samples as JSON lines, in the order in which training reads them.
 
     python -m megatron.tools.dump_samples --data-path corpus_text_document --seq-length 1024 --seed 1234 \\
         --split 969,30,1 --train-samples 16000 --first 3 --text --tokenizer-type GPT2BPETokenizer \\
         --vocab-file vocab.json --merge-file merges.txt
 
-A line per sample, in the order of training (of batches too: step k takes samples [k x global batch, (k + 1) x global
-batch)): its place, the token file, its number there before the shuffle, its pieces as [document, offset, length], and
-its seq_length + 1 token ids, with the loss mask of --dataset-type webtext. The order depends on all of the flags above
-but --first and --text.
+Each sample is a line, in the order of training (step k takes samples [k x global batch, (k + 1) x global batch)): its
+place, the token file, its number there before the shuffle, its pieces as [document, offset, length], and its
+seq_length + 1 token ids, with the loss mask of --dataset-type webtext. The order depends on all of the flags above
+except --first and --text.
 
-With --model-type BERT or T5 they are the samples of masked models: the sentences of each as [sentence, offset, length], and
-its arrays without padding; with --text, masks and sentinels stand in the words.
+With --model-type BERT or T5 these are samples of masked models: the sentences of each as [sentence, offset, length], and
+its arrays without padding; with --text, masks and sentinels are shown in the words.
 """
 
 import json
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
         argv,
         dict(dump=DumpOptions, data=Data, tokenizer=TokenizerSettings, masked=MaskedSettings),
         prog="python -m megatron.tools.dump_samples",
-        description="Print training samples as JSON lines: what the model will see, and in what order.",
+        description="Print training samples as JSON lines, in the order in which training reads them.",
         common=COMMON,
     )
     dump, data = groups["dump"], groups["data"]
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
 
 
 def records(dataset, dataloader_type: str, start: int, count: int, tokenizer=None):
-    """One dict a sample, for places [start, start + count) in the order of training; tokenizer: decodes them, too."""
+    """Yield a dict per sample, for places [start, start + count) in the order of training. tokenizer: also decode them."""
     if dataloader_type == "cyclic":
         from megatron.data.loader import cyclic_order
         from megatron.data.sampler import cyclic_position
@@ -151,7 +151,7 @@ def _log(text: str) -> None:
 
 
 def _tokenizer(settings: TokenizerSettings, needed: str):
-    """The tokenizer that the flags describe, or None when they describe none and none is needed (for the flag `needed`)."""
+    """The tokenizer of the flags, or None if they describe none. Raises SettingsError if a flag, `needed`, needs one."""
     if not (settings.tokenizer_type or settings.vocab_file or settings.tokenizer_model):
         if needed:
             raise SettingsError(

@@ -21,21 +21,21 @@ Written by `python -m megatron.tools.flag_docs --output docs/flags.md` from the 
 suite and of each model; do not edit.
 
 - Names, defaults and meanings are Megatron-LM's wherever Megatron-LM has the setting. `-` and `_` are the same.
-- A switch may be given a value: `--bf16`, `--bf16 true`, `--bf16=false`. One that is on by default is `--no-...`.
+- A switch takes an optional value: `--bf16`, `--bf16 true`, `--bf16=false`. One that is on by default is `--no-...`.
 - A setting comes from the last of: its default, a named shape (`--model-name-or-path gpt2-medium`), a file
-  (`--config run.yaml`), the command line. The environment sets nothing. `--print-config` shows each value and who set
-  it, as a file that `--config` reads. Of one source the last word counts, and `--x false` takes back `--x`.
-  Two words for different values (`--bf16 --fp16`) are an error, unless `--then` stands between them: then those after it
-  win, as in scripts, which put it between their own flags and the words that they are given.
+  (`--config run.yaml`), the command line. The environment sets nothing. `--print-config` shows each value and its
+  source, as a file that `--config` reads. Within one source the last flag wins, and `--x false` cancels `--x`.
+  Two flags for different values (`--bf16 --fp16`) are an error, unless `--then` is between them: then those after it
+  win. Scripts put it between their own flags and their arguments.
 - A file has `key: value` lines, flat or under group names; keys are the names below without `--`, with `_` for `-`.
-- All problems of a command line are reported at once. Exit code 2: it cannot be understood; 3: its settings cannot work.
+- All problems of a command line are reported together. Exit code 2: it cannot be parsed; 3: its settings cannot work.
 """
 
 TABLES = (
     (
         megatron_lm.IGNORED,
         "## Megatron-LM flags that are accepted and have no effect",
-        "Their values are dropped, with one line that says so.",
+        "Their values are ignored, with a note.",
     ),
     (
         megatron_lm.REFUSED,
@@ -84,7 +84,7 @@ def page() -> str:
 
 
 def _of_models() -> dict[str, tuple[type, str]]:
-    """Name of a group of settings that a model has beside the others -> (the group, the module with the recipe)."""
+    """Name of a model's additional group of settings -> (the group, the module with the recipe)."""
     return {
         name: (group, module)
         for kind, module in MODEL_TYPES.items()
@@ -103,7 +103,7 @@ def _row(s: Setting) -> str:
 def _shapes() -> str:
     rows = "\n".join(f"| {name} | {' | '.join(map(str, shape))} |" for name, shape in SHAPES.items())
     return (
-        "## Named shapes\n\n`--model-name-or-path NAME`; `gpt3-` in front and `-en` behind may stand or not.\n\n"
+        "## Named shapes\n\n`--model-name-or-path NAME`; `gpt3-` in front and `-en` at the end are optional.\n\n"
         f"| name | layers | hidden size | heads | sequence length |\n|---|---|---|---|---|\n{rows}\n"
     )
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small corpus without a download: the documentation and sources that come with every Python installation.
+"""Write a small corpus without a download: the documentation and sources that come with every Python installation.
 
     python -m megatron.tools.get_sample_data --output sample/train.jsonl --held-out sample/held_out.jsonl
     python -m megatron.tools.get_sample_data --output sample/train.jsonl --held-out sample/held_out.jsonl --input book.txt
 
 writes loose JSON lines {"text": ..., "source": ...} of three kinds: language topics (the pages of `help()`), one page of
 documentation per standard-library module (its docstrings), and the modules' sources. The same Python version gives the
-same bytes. A module's documentation and source always go to the same side of the split, so that nothing held out is
-seen in training. With --input it is text of your own that is divided (`megatron/data/held_out.py`).
+same bytes. A module's documentation and source go to the same side of the split, so that held-out text is never
+seen in training. With --input it divides your own text (`megatron/data/held_out.py`).
 
     python -m megatron.tools.get_sample_data --output data/
 
-makes a folder that is ready for training, in the formats of PaddleNLP and of Megatron-LM:
+writes a folder that is ready for training, in the formats of PaddleNLP and Megatron-LM:
 
     data/sample_ids.npy, sample_idx.npz             `--input_dir data` and a YAML's `input_dir` read these
     data/megatron/sample_text_document.bin, .idx    the same tokens for `--data-path data/megatron/sample_text_document`
@@ -42,18 +42,18 @@ from megatron.settings.schema import setting
 from megatron.storage.durable import replace_file
 
 KINDS = ("topics", "docs", "sources")
-# Tests, generated tables, and packages that a distribution may have added or left out.
+# Tests, generated tables, and packages that differ between distributions.
 LEFT_OUT = set(
     """
     site-packages dist-packages test tests idle_test __pycache__ encodings pydoc_data lib2to3 ensurepip this.py
     """.split()
 )
-SHORTEST = 200  # characters; shorter pages say little
+SHORTEST = 200  # characters; shorter pages are skipped
 
 
 @dataclass(frozen=True)
 class SampleDataOptions:
-    """What to write, and where."""
+    """Options for what to write, and where."""
 
     output: str = setting("file for the training documents, .jsonl; or a folder for text, vocabulary and token files")
     held_out: Optional[str] = setting("file for documents kept from training, for evaluation", None)
@@ -66,7 +66,7 @@ class SampleDataOptions:
 
 
 class Document(NamedTuple):
-    """One text; `source` says what it is, `group` keeps documents of one module together."""
+    """A text with its `source`; documents of one `group` (a module) stay on the same side of the split."""
 
     text: str
     source: str
@@ -89,25 +89,25 @@ def main(argv: list[str]) -> None:
         if not settings.held_out or settings.input == [STDIN]:
             raise SettingsError("--input needs --held-out, and files: they are read twice", do="--held-out FILE")
         sources = find_sources(settings.input, settings.document_separator)
-        return tell(hold_out(sources, settings.output, settings.held_out, settings.held_out_percent))
+        return print_counts(hold_out(sources, settings.output, settings.held_out, settings.held_out_percent))
     if folder.is_dir() or settings.output.endswith(os.sep) or not folder.suffix:
         return make_ready(folder, settings)
-    tell(write_corpus(settings))
+    print_counts(write_corpus(settings))
 
 
-def tell(counts: dict[str, tuple[int, int]]) -> None:
-    """What was written, a line a file."""
+def print_counts(counts: dict[str, tuple[int, int]]) -> None:
+    """Print the counts of each file that was written."""
     for path, (documents, size) in counts.items():
         print(f"{path}: {documents} documents, {size / 1e6:.1f} MB of text")
 
 
 def make_ready(folder: Path, settings: SampleDataOptions) -> None:
-    """Text, vocabulary and token files of both formats in a folder, by the commands that make them of any text."""
+    """Write text, vocabulary and token files of both formats to a folder, with the commands for any text."""
     from megatron.data.merge import merge
     from megatron.tools import create_pretraining_data, train_tokenizer
 
     text, prefix = str(folder / "sample.jsonl"), str(folder / "sample")
-    tell(write_corpus(replace(settings, output=text)))
+    print_counts(write_corpus(replace(settings, output=text)))
     with contextlib.redirect_stdout(io.StringIO()):
         train_tokenizer.main(["--input", text, "--vocab-size", str(settings.vocab_size), "--output", str(folder)])
         words = ["--model_name", str(folder), "--tokenizer_name", "GPTTokenizer", "--append_eos"]
@@ -121,7 +121,7 @@ def make_ready(folder: Path, settings: SampleDataOptions) -> None:
 
 
 def write_corpus(settings: SampleDataOptions) -> dict[str, tuple[int, int]]:
-    """Write the files. Returns path -> (documents, bytes of text). Raises DataError when nothing was found."""
+    """Write the files. Returns path -> (documents, bytes of text). Raises DataError if there is no text."""
     share = settings.held_out_percent if settings.held_out else 0.0
     sides: dict[str, list[Document]] = {settings.output: []}
     if settings.held_out:
@@ -146,7 +146,7 @@ def write_corpus(settings: SampleDataOptions) -> dict[str, tuple[int, int]]:
 
 
 def is_held_out(group: str, percent: float) -> bool:
-    """Whether a group of documents is held out: a function of its name alone.
+    """Whether a group of documents is held out. Depends only on its name.
 
     >>> is_held_out("json", 0.0), is_held_out("json", 100.0)
     (False, True)
@@ -155,7 +155,7 @@ def is_held_out(group: str, percent: float) -> bool:
 
 
 def documents(kinds=KINDS) -> Iterator[Document]:
-    """All documents of these kinds, prose first, in an order that depends on nothing but the Python version."""
+    """All documents of these kinds, prose first, in an order that depends only on the Python version."""
     if "topics" in kinds:
         yield from topics()
     modules = list(read_modules()) if {"docs", "sources"} & set(kinds) else []
@@ -166,10 +166,10 @@ def documents(kinds=KINDS) -> Iterator[Document]:
 
 
 def topics() -> Iterator[Document]:
-    """The pages behind `help("if")`, `help("operators")` and so on."""
+    """The pages of `help("if")`, `help("operators")` and so on."""
     try:
         from pydoc_data.topics import topics as pages
-    except ImportError:  # some distributions put them into a package of their own
+    except ImportError:  # a separate package in some distributions
         return
     for name in sorted(pages):
         if len(pages[name]) >= SHORTEST:
@@ -177,7 +177,7 @@ def topics() -> Iterator[Document]:
 
 
 def read_modules() -> Iterator[tuple[str, str]]:
-    """(dotted name, source text) of the standard library's modules, sorted by path; unreadable ones are left out."""
+    """(dotted name, source text) of the standard library's modules, sorted by path; unreadable ones are skipped."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
         parts = path.relative_to(root).parts
@@ -193,7 +193,7 @@ def read_modules() -> Iterator[tuple[str, str]]:
 
 
 def documentation(name: str, source: str) -> str:
-    """A module's docstrings as one page: the module, then its classes and functions in the order of the source.
+    """Join a module's docstrings into a page: the module, then its classes and functions in the order of the source.
 
     >>> print(documentation("m", "'''Adds.'''\\ndef add(a, b=1):\\n    '''Sum of two.'''"), end="")
     m: Adds.
@@ -214,8 +214,8 @@ def documentation(name: str, source: str) -> str:
 
 
 def _entries(node: ast.AST, prefix: str) -> list[str]:
-    """`signature` and indented docstring of each documented class and function inside `node`."""
-    found = []
+    """The signature and indented docstring of each documented class and function in `node`."""
+    entries = []
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -223,10 +223,10 @@ def _entries(node: ast.AST, prefix: str) -> list[str]:
         title = f"{prefix}{child.name}"
         if text and text.strip():
             shown = f"class {title}" if isinstance(child, ast.ClassDef) else f"{title}({ast.unparse(child.args)})"
-            found.append(shown + "\n" + "\n".join(f"    {line}".rstrip() for line in text.strip().splitlines()))
+            entries.append(shown + "\n" + "\n".join(f"    {line}".rstrip() for line in text.strip().splitlines()))
         if isinstance(child, ast.ClassDef):
-            found += _entries(child, f"{title}.")
-    return found
+            entries += _entries(child, f"{title}.")
+    return entries
 
 
 if __name__ == "__main__":

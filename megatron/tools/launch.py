@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the ranks of a job on this machine: torchrun's flags and torch's elastic agent, and an end that can be read.
+"""Start the ranks of a job on this machine, with torchrun's flags and torch's elastic agent, and report how they end.
 
     python -m megatron.tools.launch --nproc-per-node 2 pretrain_gpt.py --num-layers 4 ...
     python -m megatron.tools.launch --gpus 2,3 pretrain_gpt.py ...
     python -m megatron.tools.launch --nnodes 2 --node-rank 0 --master-addr node0 --nproc-per-node 8 pretrain_gpt.py ...
 
-Where torchrun ends with a traceback of its own, a table of all ranks and exit code 1, this ends with the message of the
-rank that says most about the cause, once, in at most 12 lines and behind everything else; its exit code is that rank's
-(`megatron.errors`), or 128 + N for one that signal N has ended. What is longer, as tracebacks are, is kept in a file.
+torchrun ends with its own traceback, a table of all ranks and exit code 1. This ends with the message of the rank that is
+most informative about the cause, once, in at most 12 lines and after all other output. The exit code is that rank's
+(`megatron.errors`), or 128 + N if signal N ended it. Longer text, such as tracebacks, is kept in a file.
 
-Ctrl-C is handed on to the ranks, which save and stop; they have all the time that they need. The second one ends them at
-once. SIGTERM, SIGHUP and SIGQUIT are handed on as well, and ranks that do not end are killed after --shutdown-timeout.
+Ctrl-C is forwarded to the ranks, which save and stop, without a time limit. A second Ctrl-C ends them immediately.
+SIGTERM, SIGHUP and SIGQUIT are forwarded too, and ranks that do not end are killed after --shutdown-timeout.
 """
 
 import contextlib
@@ -48,24 +48,24 @@ from megatron.guard.resume_command import COMMAND, last_checkpoint, module_comma
 from megatron.guard.stacks import spans
 
 MODULE = "megatron.tools.launch"
-AT_ONCE = 2.0  # seconds that ranks have to end after the second Ctrl-C
+SECOND_CTRL_C = 2.0  # seconds that ranks have to end after the second Ctrl-C
 LINGER = 2.0  # seconds that the agent has to notice that all ranks have ended
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # for a torch whose launcher has no --signals-to-handle
-LOUD = ("LOGLEVEL", "TORCHELASTIC_LOG_LEVEL", "TORCH_LOGS")  # who sets one wants to hear the agent
+SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # for versions of torch without --signals-to-handle
+LOUD = ("LOGLEVEL", "TORCHELASTIC_LOG_LEVEL", "TORCH_LOGS")  # if one is set, the agent's log is shown
 
 
 class Ending(NamedTuple):
-    """How a rank has ended that did not finish."""
+    """How a rank that did not finish has ended."""
 
     rank: int
     code: int  # negative: by a signal
-    said: str  # its message, as far as it should be printed; "": it left none
-    told: bool = False  # it has printed it itself
-    killed: bool = False  # by this launcher: its end is no cause of anything
+    message: str  # the part to print; "": the rank left none
+    printed: bool = False  # the rank has printed it itself
+    killed: bool = False  # by this launcher, so it is not the cause
 
 
 def main(argv: list[str]) -> None:
-    """Parse, start the ranks, wait for their end; exits with 0, or the code of the rank that says most when one fails."""
+    """Parse, start the ranks, wait for their end; exits with 0, or the code of the failed rank that names the cause."""
     from torch.distributed import run as torchrun
 
     if not any(os.environ.get(name) for name in LOUD):
@@ -76,20 +76,20 @@ def main(argv: list[str]) -> None:
         job = Launch(args)
         try:
             endings = job.run()
-        except BaseException:  # a signal while they are being started
+        except BaseException:  # a signal during the start
             job.kill()
             raise
         text, code, rank = job.last_words(endings) if endings else ("", 0, 0)
         kept.add(f"rank_{rank}.txt")
     for stream, words in ((sys.stdout, ""), (sys.stderr, text)):
-        with contextlib.suppress(OSError, AttributeError):  # nobody reads it; there is none
+        with contextlib.suppress(OSError, AttributeError):  # closed, or None
             stream.write(words)
             stream.flush()
-    os._exit(code)  # the agent's thread may still be at work, and torch takes its time to be taken down
+    os._exit(code)  # the agent's thread may still run, and torch's teardown is slow
 
 
 def quiet() -> None:
-    """Nothing of what torch's launcher logs is shown: the signals that it sends, the codes that it sees."""
+    """Hide the log of torch's launcher: the signals that it sends, the exit codes that it sees."""
     logger = logging.getLogger("torch.distributed")
     logger.handlers[:] = [logging.NullHandler()]
     logger.propagate = False
@@ -97,9 +97,9 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def files_of(args: Namespace) -> Iterator[set[str]]:
-    """See to it that there is a folder for the ranks' files, `--log-dir`; yields names of files that are kept.
+    """Create the folder for the ranks' files, `--log-dir`; yields a set for names of files to keep.
 
-    A temporary folder is removed, unless one of these is in it.
+    A temporary folder is removed, unless it has one of these.
     """
     temporary = args.log_dir is None
     if temporary:
@@ -116,12 +116,12 @@ def files_of(args: Namespace) -> Iterator[set[str]]:
             elif path.name not in kept:
                 path.unlink(missing_ok=True)
         if temporary:
-            with contextlib.suppress(OSError):  # something is kept
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
 
 def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
-    """torchrun's command line. Raises UsageError, which argparse would say with 40 lines of usage."""
+    """Parse torchrun's command line. Raises UsageError instead of argparse's 40 lines of usage."""
 
     def refuse(problem: str) -> NoReturn:
         unknown = re.match(r"(?:unrecognized arguments|ambiguous option): (--?[\w-]+)", problem)
@@ -137,7 +137,7 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
         args.redirects, args.tee = (
             "3",
             "0:3",
-        )  # as PaddlePaddle: the output of each rank in a file, of the first here too
+        )  # as in PaddlePaddle: each rank's output in a file, and the first rank's here too
     if place := re.fullmatch(r"([^:]+):(\d+)", args.master_addr):
         raise UsageError(
             f"--master-addr {place[0]}: an address without a port is wanted",
@@ -163,7 +163,7 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
 
 
 def instead_of(flag: str, argv: list[str]) -> str:
-    """What there is for a flag of another suite's launcher; "" for a flag that none has."""
+    """The equivalent of a flag of another suite's launcher; "" for an unknown flag."""
     from megatron.settings.dialects.launchers import LAUNCHERS, meeting
     from megatron.settings.sources import flags_of_words
     from megatron.settings.translate import translate
@@ -174,21 +174,21 @@ def instead_of(flag: str, argv: list[str]) -> str:
     for launcher in LAUNCHERS:
         if translate(launcher, [given]).start:
             start = translate(launcher, [*machines, given] if given not in machines else [given]).start
-            lines, told = meeting(start)
+            lines, missing = meeting(start)
             words = " ".join(word for line in lines for word in (line.flag, *line.words))
             several = "--rdzv-endpoint" in words
-            return "; ".join([f"say {words}{', the same on each machine' if several else ''}", *told])
+            return "; ".join([f"say {words}{', the same on each machine' if several else ''}", *missing])
     return ""
 
 
-def use_gpus(args: Namespace, unsaid: object) -> None:
-    """--gpus 2,3: the ranks see these devices, and are as many. unsaid: --nproc-per-node where nobody gives it."""
+def use_gpus(args: Namespace, default: object) -> None:
+    """Apply --gpus 2,3: one rank for each of these devices. default: that of --nproc-per-node."""
     names = [name.strip() for name in args.gpus.split(",")]
     if not args.gpus.strip():
         raise UsageError("--gpus is empty (a shell variable that is not set?)", do="--gpus 0,1,2,3")
     if not all(name.isdecimal() for name in names) or len(set(names)) < len(names):
         raise UsageError(f"--gpus {args.gpus}: numbers of different GPUs are wanted", do="--gpus 0,1,2,3")
-    if args.nproc_per_node not in (unsaid, str(len(names)), "gpu", "auto"):
+    if args.nproc_per_node not in (default, str(len(names)), "gpu", "auto"):
         count = f"{len(names)} ranks, one for each"
         raise UsageError(f"--gpus {args.gpus} is {count}, and --nproc-per-node {args.nproc_per_node} another number")
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
@@ -203,25 +203,25 @@ def use_gpus(args: Namespace, unsaid: object) -> None:
 class Launch:
     """The ranks of this machine, from their start to their end.
 
-    torch's agent works in a thread, so that signals are ours: it would raise them wherever it happens to be.
+    torch's agent runs in a thread, so that this handles signals: the agent would raise them at any point.
     """
 
     def __init__(self, args: Namespace):
         self.args, self.began = args, time.time()
         self.failures: Mapping[int, object] = {}  # rank -> torch's ProcessFailure
         self.error: Optional[BaseException] = None  # of the agent itself
-        self.signals: list[int] = []  # that were handed on
-        self.killed: set[int] = set()  # processes of ranks that did not end when they were told to
-        self.signalled: set[int] = set()  # the ranks' processes that heard them
+        self.signals: list[int] = []  # that were forwarded
+        self.killed: set[int] = set()  # rank processes that did not end at a signal
+        self.signalled: set[int] = set()  # rank processes that got a signal
 
     def run(self) -> list[Ending]:
-        """Start the ranks and wait; returns how those ended that failed. Raises Failure where they cannot be started."""
+        """Start the ranks and wait; returns the endings of failed ranks. Raises Failure if they cannot be started."""
         for name in getattr(self.args, "signals_to_handle", SIGNALS).split(","):
             number = getattr(signal, name.strip(), None)
             if number is None:
                 raise UsageError(f"--signals-to-handle {name}: there is no such signal")
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a shell's background jobs
-                signal.signal(number, self.hand_on)
+                signal.signal(number, self.forward)
         agent = threading.Thread(target=self.work, name="agent", daemon=True)
         agent.start()
         while agent.is_alive():
@@ -241,11 +241,11 @@ class Launch:
         return endings
 
     def work(self) -> None:
-        """Of the thread: torch's agent, until all ranks have finished or one has failed."""
+        """The thread's body: run torch's agent until all ranks have finished or one has failed."""
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         try:
-            with noting_kills(self.killed, self.patience()):
+            with recording_kills(self.killed, self.patience()):
                 start(self.args)
         except ChildFailedError as failed:
             self.failures = failed.failures
@@ -254,8 +254,8 @@ class Launch:
 
     # ---- signals ---------------------------------------------------------------------------------------------------
 
-    def hand_on(self, number: int, frame) -> None:
-        """Tell the ranks, each of which leads a group of its own processes."""
+    def forward(self, number: int, frame) -> None:
+        """Send the signal to the ranks' process groups."""
         ranks = processes.children(os.getpid())
         if not ranks:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -264,13 +264,13 @@ class Launch:
         self.signalled.update(ranks)
         signal_groups(ranks, number)
         if again or number != signal.SIGINT:
-            patience = AT_ONCE if again else self.patience()
+            patience = SECOND_CTRL_C if again else self.patience()
             timer = threading.Timer(patience, self.kill)
             timer.daemon = True
             timer.start()
 
     def patience(self) -> float:
-        """Seconds that ranks have to end after a signal, as torchrun gives them."""
+        """Seconds that ranks have to end after a signal, as in torchrun."""
         given = getattr(self.args, "shutdown_timeout", None)
         return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30") if given is None else given)
 
@@ -285,58 +285,59 @@ class Launch:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def ending_in_files(self) -> Ending:
-        """How the job ended that was told to, where the agent has not said so: as one of the ranks has written."""
+        """How a job that got a signal has ended, from the error file of a rank: the agent has not reported it."""
         files = sorted(Path(self.args.log_dir).glob("*/attempt_*/*/error.json"), key=os.path.getmtime)
-        files = [path for path in files if path.stat().st_mtime >= self.began - 1]  # not of a run before
+        files = [path for path in files if path.stat().st_mtime >= self.began - 1]  # not of an earlier run
         with contextlib.suppress(OSError, ValueError, LookupError):
             words = json.loads(files[-1].read_text())
             return Ending(int(files[-1].parent.name), words["code"], words["brief"], words["told"])
         return Ending(0, -self.signals[-1], "")
 
     def last_words(self, endings: Iterable[Ending]) -> tuple[str, int, int]:
-        """(what is printed, the exit code, whose it is): of the rank that says most about the cause.
+        """(text to print, exit code, rank) of the rank that is most informative about the cause.
 
-        Ranks that the launcher has killed itself are named beside it: the others waited for them, as a rule.
+        Ranks that the launcher itself has killed are named too: usually, the others waited for them.
         """
         endings = sorted(endings, key=lambda ending: ending.rank)
         killed = [ending.rank for ending in endings if ending.killed]
         left = [ending for ending in endings if not ending.killed] or endings
         code = judge(ending.code for ending in left).code
-        rank, _, said, told, _ = min(
+        rank, _, message, printed, _ = min(
             (ending for ending in left if ending.code == code),
-            key=lambda ending: (not ending.said, FOR_ANOTHER not in ending.said),
+            key=lambda ending: (not ending.message, FOR_ANOTHER not in ending.message),
         )
-        if signal.SIGINT in self.signals and not said:
-            said, code = "interrupted: ended at once, nothing was saved\n", Interrupted.code
+        if signal.SIGINT in self.signals and not message:
+            message, code = "interrupted: ended immediately, nothing was saved\n", Interrupted.code
         elif killed and left is endings:
-            said = f"error: {not_answered(killed, self.patience())}\n"
-        elif not told:
+            message = f"error: {not_answered(killed, self.patience())}\n"
+        elif not printed:
             saves = "--exit-signal-handler" in [word.replace("_", "-") for word in self.args.training_script_args]
-            said = said or unsaid(rank, code, bool(self.signals), last_checkpoint_of(self.args), saves)
-            said = with_reason(said, not_answered(killed, self.patience())) if killed else said
-        return "" if told else said, code if code >= 0 else 128 - code, rank
+            checkpoint = last_checkpoint_of(self.args)
+            message = message or default_message(rank, code, bool(self.signals), checkpoint, saves)
+            message = with_reason(message, not_answered(killed, self.patience())) if killed else message
+        return "" if printed else message, code if code >= 0 else 128 - code, rank
 
 
 def start(args: Namespace) -> None:
-    """What `torchrun` does with its arguments. Raises ChildFailedError where a rank fails."""
+    """Run what `torchrun` runs for its arguments. Raises ChildFailedError if a rank fails."""
     from torch.distributed import run as torchrun
     from torch.distributed.launcher.api import elastic_launch
 
     one_machine = torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1
-    unsaid = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
-    if args.standalone or (one_machine and unsaid):
+    default = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    if args.standalone or (one_machine and default):
         args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
     if args.master_port is None:
         args.master_port = 29500
     threads = os.environ.get("OMP_NUM_THREADS")
     config, program, words = torchrun.config_from_args(args)
-    if threads is None:  # torchrun makes it 1; ranks share the cores themselves (mpu.initialize)
+    if threads is None:  # torchrun sets it to 1; ranks divide the cores themselves (mpu.initialize)
         os.environ.pop("OMP_NUM_THREADS", None)
     elastic_launch(config, program)(*words)
 
 
 def failure_of(error: BaseException) -> BaseException:
-    """An error of the agent in words, as far as the user can have caused it."""
+    """Convert an error of the agent to a message, if the user may have caused it."""
     if explain(error):
         return explain(error)
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -350,10 +351,10 @@ def failure_of(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def noting_kills(killed: set[int], patience: float) -> Iterator[None]:
-    """Inside, torch's agent leaves here the processes that it kills because they did not end at SIGTERM.
+def recording_kills(killed: set[int], patience: float) -> Iterator[None]:
+    """Record the processes that torch's agent kills because they did not end at SIGTERM.
 
-    patience: seconds that it gives them; its own are 30 where a rank has failed, whatever --shutdown-timeout says
+    patience: seconds before it kills them; torch's own 30 after a failed rank ignore --shutdown-timeout
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -363,12 +364,12 @@ def noting_kills(killed: set[int], patience: float) -> Iterator[None]:
     def patient(context, death_sig, timeout=30) -> None:
         close_all(context, death_sig, patience)
 
-    def noted(handler, death_sig=None) -> None:
+    def recorded(handler, death_sig=None) -> None:
         if death_sig == signal.SIGKILL:
             killed.add(handler.proc.pid)
         close(handler, death_sig)
 
-    SubprocessContext._close, SubprocessHandler.close = patient, noted
+    SubprocessContext._close, SubprocessHandler.close = patient, recorded
     try:
         yield
     finally:
@@ -385,24 +386,24 @@ def not_answered(ranks: list[int], seconds: float) -> str:
     return f"{who} {spans(ranks)} did not answer SIGTERM within {seconds:g} s and {were} killed by the launcher: {hang}"
 
 
-def with_reason(said: str, reason: str) -> str:
-    """A message with one more line, before the one that says what to do."""
-    lines = said.rstrip("\n").split("\n")
+def with_reason(message: str, reason: str) -> str:
+    """Add a line to a message, before the one that says what to do."""
+    lines = message.rstrip("\n").split("\n")
     at = len(lines) - (len(lines) > 1 and lines[-1].startswith("  -> "))
     return "\n".join([*lines[:at], f"  {reason}", *lines[at:]]) + "\n"
 
 
 def last_checkpoint_of(args: Namespace) -> Optional[str]:
-    """Where the job has its newest complete checkpoint, as far as its command line says."""
+    """The path of the job's newest complete checkpoint, according to its command line."""
     words = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-    with contextlib.suppress(Failure, OSError):  # a script that is none of ours
+    with contextlib.suppress(Failure, OSError):  # not a script of this suite
         config = config_of(words)
         return config and last_checkpoint(config.checkpoint)
     return None
 
 
 CRASH = "a crash in compiled code"
-# signal that has ended a rank -> what may have been the cause
+# signal that has ended a rank -> possible cause
 CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"), f"{CRASH}: PYTHONFAULTHANDLER=1 shows where") | dict(
     SIGKILL="if nobody has sent it, memory has run out: dmesg | grep -i oom",
     SIGABRT=f"{CRASH} (PYTHONFAULTHANDLER=1 shows where), or NCCL's watchdog, which says above that\n"
@@ -410,15 +411,15 @@ CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"), f"{CRASH}: PYT
 )
 
 
-def unsaid(rank: int, code: int, asked: bool, saved: Optional[str] = None, saves: bool = False) -> str:
-    """What is said of a rank that has left no message. asked: the ranks were told to end; saved: the last checkpoint.
+def default_message(rank: int, code: int, asked: bool, saved: Optional[str] = None, saves: bool = False) -> str:
+    """The message for a rank that left none.
 
-    saves: --exit-signal-handler is given
+    asked: a signal asked the ranks to end; saved: the last checkpoint; saves: --exit-signal-handler is given
     """
     if code >= 0:
         return (
             f"error: rank {rank} ended with exit code {code} and left no message\n"
-            "  -> see above; a script that runs its main through megatron.errors.run_main is told here\n"
+            "  -> see above; a script that runs its main through megatron.errors.run_main is reported here\n"
         )
     try:
         name = signal.Signals(-code).name

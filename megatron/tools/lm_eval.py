@@ -5,8 +5,8 @@
     python -m megatron.tools.lm_eval --load CKPT --tasks my_task.yaml --offline        (docs/finetuning.md)
     torchrun --nproc-per-node 4 -m megatron.tools.lm_eval --load CKPT --tasks my_task.yaml --tensor-model-parallel-size 2
 
-Tasks are names of the harness's own, or YAML files in its form, whose data may be local files. Tensor x pipeline ranks have
-a model together; more ranks share the batches.
+Tasks are names that the harness knows, or YAML files in its format; their data may be local files. Tensor x pipeline ranks
+hold one model; further ranks divide the batches.
 """
 
 import json
@@ -32,10 +32,10 @@ class HarnessOptions:
     load: str = setting("folder of checkpoints, or one checkpoint")
     tasks: list[str] = setting("names of tasks, or YAML files in the harness's form")
     include_path: Optional[str] = setting("folder with further tasks' YAML files", None)
-    num_fewshot: Optional[int] = setting("examples before each question (default: as the task says)", None)
+    num_fewshot: Optional[int] = setting("examples before each question (default: the task's)", None)
     limit: Optional[int] = setting("only the first so many documents of each task", None)
     offline: bool = setting("fetch nothing: data are local files, or were fetched before", False)
-    seq_length: Optional[int] = setting("tokens that are looked at (default: what the model can)", None)
+    seq_length: Optional[int] = setting("tokens of context (default: the model's longest)", None)
     micro_batch_size: int = setting("texts side by side", 8, "--batch-size")
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
     pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
 
 
 def names_in(word: str) -> list[str]:
-    """What a word of --tasks names, as the harness has it: several things with commas between them.
+    """Split a word of --tasks into names, separated by commas as in the harness.
 
     >>> names_in("lambada_openai,hellaswag")
     ['lambada_openai', 'hellaswag']
@@ -74,7 +74,7 @@ def names_in(word: str) -> list[str]:
 
 
 def check(options: HarnessOptions) -> None:
-    """Raise SettingsError or DataError for what cannot be, before torch is loaded."""
+    """Raise SettingsError or DataError for bad options, before torch is loaded."""
     check_shares(options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
     for name, least in dict(micro_batch_size=1, seq_length=1, limit=1, num_fewshot=0).items():
         value = getattr(options, name)
@@ -90,7 +90,7 @@ def check(options: HarnessOptions) -> None:
 
 
 def evaluate(options: HarnessOptions, given: Mapping[str, Any], context) -> dict:
-    """Evaluate on the ranks of a job; the first of them prints and writes the results, which all return."""
+    """Evaluate on the ranks of a job; all return the results, and the first rank prints and writes them."""
     try:
         import lm_eval
     except ImportError as error:
@@ -115,7 +115,7 @@ def evaluate(options: HarnessOptions, given: Mapping[str, Any], context) -> dict
         loaded.model, open_tokenizer(loaded, given), context, longest=length, batch_size=options.micro_batch_size
     )
     tasks, manager = find_tasks(options)
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks,
         num_fewshot=options.num_fewshot,
@@ -125,31 +125,31 @@ def evaluate(options: HarnessOptions, given: Mapping[str, Any], context) -> dict
         log_samples=False,
     )
     if context.is_rank_zero:
-        report(options, found, loaded)
-    return found
+        report(options, results, loaded)
+    return results
 
 
 def find_tasks(options: HarnessOptions):
-    """(the tasks, the harness's manager that knows them). Raises SettingsError for a name that it does not know, DataError
-    for a file that describes no task.
+    """(the tasks, the harness's manager that knows them). Raises SettingsError for an unknown name, DataError for a file
+    that describes no task.
     """
     from lm_eval.tasks import TaskManager
 
     class Tasks(TaskManager):
-        """Tasks' files may say anything: what goes wrong when they are read is said in a line."""
+        """Reports errors of reading a task's file, of any kind, in one line."""
 
         def load(self, *given):
             try:
                 return super().load(*given)
             except Exception as error:
-                told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                raise DataError(f"--tasks {' '.join(options.tasks)} cannot be loaded", told) from error
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise DataError(f"--tasks {' '.join(options.tasks)} cannot be loaded", reason) from error
 
     files = [name for name in options.tasks if name.endswith((".yaml", ".yml"))]
     names = [name for name in options.tasks if name not in files]
     for path in files:
         if not re.search(r"^(task|group):", Path(path).read_text(encoding="utf-8"), re.MULTILINE):
-            raise DataError(f"--tasks {path} says no name", do="task: my_task")
+            raise DataError(f"--tasks {path} has no name", do="task: my_task")
     manager = Tasks(include_path=options.include_path, include_defaults=bool(names))
     for name in names:
         if name not in manager.all_tasks:
@@ -160,14 +160,14 @@ def find_tasks(options: HarnessOptions):
     return [*names, *(str(Path(path).resolve()) for path in files)], manager
 
 
-def report(options: HarnessOptions, found: dict, loaded) -> None:
-    """The harness's table, and the results as JSON."""
+def report(options: HarnessOptions, results: dict, loaded) -> None:
+    """Print the harness's table, and write the results as JSON."""
     from lm_eval.utils import make_table
 
     print(f" > {loaded.path}, iteration {loaded.iteration}")
-    print(make_table(found), flush=True)
+    print(make_table(results), flush=True)
     if options.output:
-        record = dict(checkpoint=str(loaded.path), iteration=loaded.iteration, results=found["results"])
+        record = dict(checkpoint=str(loaded.path), iteration=loaded.iteration, results=results["results"])
         path = Path(options.output)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1, default=str) + "\n")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain texts with a blank line between documents -> JSON lines: PaddleNLP's command with its flags.
+"""Convert plain texts with blank lines between documents to JSON lines: PaddleNLP's command with its flags.
 
     python -m megatron.tools.raw_trans_to_json --input_path ./raw --output_path corpus_ids --workers 8
 
-Each file under --input_path is read (packed ones, too); its documents end at lines that, without their blanks, are
---doc_spliter. A document of --min_doc_length characters or fewer is left out. Documents of all files, in the order of their
-names, become one shuffled file, <output_path>.jsonl; with --no-merge a folder of that name has a file for each input.
-Nothing is written beside the inputs. What is no text (not UTF-8, or longer than --max_doc_mb) is set aside and counted.
+Each file under --input_path is read, compressed ones too. A document ends at a line that equals --doc_spliter, blanks
+around it ignored. A document of --min_doc_length characters or fewer is left out. Documents of all files, in the order of
+their names, become one shuffled file, <output_path>.jsonl; with --no-merge a folder of that name has a file for each input.
+Nothing is written next to the inputs. Documents that are not UTF-8, or longer than --max_doc_mb, are skipped and counted.
 """
 
 import json
@@ -34,7 +34,7 @@ PROG = "python -m megatron.tools.raw_trans_to_json"
 
 @dataclass(frozen=True)
 class RawTextOptions:
-    """Which texts, how they are cut, and what becomes of the documents."""
+    """The texts, how they are split, and the output."""
 
     input_path: str = setting("a text, or a folder of texts, searched below")
     output_path: str = setting("the JSON lines: <output_path>.jsonl; with --no-merge a folder")
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 
 def _without_blank_splitter(argv: list[str]) -> list[str]:
-    """The command line without `--doc_spliter ""`, which says the default; an empty word is a mistake elsewhere."""
+    """Drop `--doc_spliter ""`, which is the default; the parser refuses empty words."""
     kept = []
     for at, word in enumerate(argv):
         if word == "" and kept and kept[-1] in ("--doc_spliter", "--doc-spliter"):
@@ -72,7 +72,7 @@ def _without_blank_splitter(argv: list[str]) -> list[str]:
 
 
 def convert(options: RawTextOptions) -> Counter:
-    """Write the documents of all inputs. Returns what was counted. Raises DataError where there is nothing to read."""
+    """Write the documents of all inputs. Returns counts. Raises DataError if there is nothing to read."""
     source = Path(options.input_path)
     files = find_texts(source)
     target = Path(options.output_path)
@@ -94,28 +94,28 @@ def convert(options: RawTextOptions) -> Counter:
             else:
                 _merge(parts, target, options)
     left_out = {name: count for name, count in totals.items() if name not in ("documents", "bytes")}
-    told = "".join(f"; {count:,} {name}" for name, count in sorted(left_out.items()))
-    print(f"{totals['documents']:,} documents in {target}{told}")
+    reasons = "".join(f"; {count:,} {name}" for name, count in sorted(left_out.items()))
+    print(f"{totals['documents']:,} documents in {target}{reasons}")
     return totals
 
 
 def find_texts(source: Path) -> list[str]:
-    """The file, or all files of the folder, sorted. Links to folders are not followed: no circles."""
+    """The file, or all files of the folder, sorted. Links to folders are not followed, to avoid cycles."""
     if source.is_file():
         return [str(source)]
     if not source.is_dir():
         raise DataError(f"--input_path {source}: no such file or folder")
-    found = sorted(
+    paths = sorted(
         os.path.join(folder, name) for folder, _, names in os.walk(source) for name in names if not name.startswith(".")
     )
-    found = [path for path in found if os.path.isfile(path)]
-    if not found:
+    paths = [path for path in paths if os.path.isfile(path)]
+    if not paths:
         raise DataError(f"--input_path {source}: the folder is empty")
-    return found
+    return paths
 
 
 def _convert_all(files: list[str], parts: list[Path], options: RawTextOptions) -> Iterator[Counter]:
-    """The counts of each file, in order, while all are being converted."""
+    """Convert all files; yields the counts of each, in order."""
     work = partial(convert_file, options=options)
     if min(options.workers, len(files)) == 1:
         yield from map(work, files, parts)
@@ -128,7 +128,7 @@ def _convert_all(files: list[str], parts: list[Path], options: RawTextOptions) -
 
 
 def convert_file(path: str, part: Path, options: RawTextOptions) -> Counter:
-    """Write the documents of a text as JSON lines. Returns their number, bytes read, and what was set aside."""
+    """Write the documents of a text as JSON lines. Returns counts of documents, bytes read, and documents set aside."""
     counts = Counter(bytes=os.path.getsize(path))
     with open(part, "w", encoding="utf-8") as out:
         for document, reason in documents(path, options.doc_spliter, int(options.max_doc_mb * 1e6)):
@@ -141,14 +141,14 @@ def convert_file(path: str, part: Path, options: RawTextOptions) -> Counter:
 
 
 def documents(path: str, splitter: str, most: int) -> Iterator[tuple[str, str]]:
-    """(document, "") or ("", why it is set aside) of a text, in order; documents may be empty.
+    """Split a text into (document, "") or ("", reason for setting it aside), in order; documents may be empty.
 
-    Lines end as Python's text files say: LF, CR LF or CR. most: bytes of a document.
+    Lines end as in Python's text files: LF, CR LF or CR. most: bytes of a document.
     """
     from megatron.corpus.lines import blocks, split
 
     pieces, size, reason = [], 0, ""
-    with_ends = lambda line: (line + b"\n").splitlines()  # a CR of its own ends a line, too
+    with_ends = lambda line: (line + b"\n").splitlines()  # a lone CR ends a line too
     for line in (piece for whole in split(blocks(path), most) for piece in with_ends(whole)):
         try:
             text = line.decode("utf-8")
@@ -167,7 +167,7 @@ def documents(path: str, splitter: str, most: int) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def _workspace(target: Path) -> Iterator[Path]:
-    """A folder beside the target for what is not whole yet."""
+    """A temporary folder next to the target, for incomplete files."""
     with storage_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -178,7 +178,7 @@ def _workspace(target: Path) -> Iterator[Path]:
 
 
 def _merge(parts: list[Path], target: Path, options: RawTextOptions) -> None:
-    """One file of all parts, shuffled or not, which appears when it is whole."""
+    """Join all parts to one file, shuffled or not, which appears when it is complete."""
     from megatron.tools.shuf import shuffle_files
 
     print(f"Merging files into {target}", flush=True)
@@ -194,7 +194,7 @@ def _merge(parts: list[Path], target: Path, options: RawTextOptions) -> None:
 
 
 def _keep_apart(source: Path, files: list[str], parts: list[Path], target: Path) -> None:
-    """A file of documents for each input, under the input's path in the folder of inputs."""
+    """Keep a file of documents for each input, under the input's path in the folder of inputs."""
     for path, part in zip(files, parts):
         name = os.path.relpath(path, source) if source.is_dir() else os.path.basename(path)
         kept = target / f"{name}.jsonl"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page about a run: curves, settings, totals, samples. Of several runs: one that compares them.
+"""Write a self-contained HTML page about a run (curves, settings, totals, samples), or one that compares several runs.
 
     python -m megatron.tools.report runs/quickstart --output runs/quickstart/report.html
     python -m megatron.tools.report runs/a runs/b runs/c --output runs/compare.html     (telemetry/report_compare.py)
 
-Read from the run's folder: metrics.jsonl (needed); evaluation.jsonl or evaluation.json (of `tools.evaluate --output`),
-and samples.txt or generations.jsonl (shown when there). The page needs no network: the pictures are inside it. The one
-perplexity that it shows is that of the held-out evaluation, if there is one, else of the last validation.
+It reads the run's folder: metrics.jsonl (required), evaluation.jsonl or evaluation.json (of `tools.evaluate --output`),
+and samples.txt or generations.jsonl. The page needs no network: pictures are embedded. It shows the perplexity of the
+held-out evaluation, if there is one, else of the last validation.
 """
 
 import json
@@ -46,7 +46,7 @@ class ReportOptions:
 
 
 def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str] = None) -> str:
-    """The page as text. Raises DataError when there is nothing to report on."""
+    """Build the page as text. Raises DataError if there is nothing to report on."""
     history = read(metrics_file or metrics_of(folder))
     samples = read_samples(folder)
     evaluation = read_evaluation(folder)
@@ -72,10 +72,10 @@ def metrics_of(place: Path) -> Path:
 
 
 def read(path: Path) -> History:
-    """What a metrics file says. Raises DataError when there is nothing to report on."""
+    """Read a metrics file. Raises DataError if there is nothing to report on."""
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file", why="a run writes it beside its checkpoints (--save) or to --metrics-file"
+            f"{path}: no such file", why="a run writes it next to its checkpoints (--save) or to --metrics-file"
         )
     history = read_history(path)
     if not history.steps:
@@ -88,38 +88,38 @@ def read(path: Path) -> History:
 
 def confusions(history: History, folder: Path) -> list[tuple[str, str]]:
     """(caption, picture) of each confusion matrix of a fine-tuning."""
-    found = confusion_pictures(history.run, folder)
+    paths = confusion_pictures(history.run, folder)
     return [
-        (f"Confusion matrix, {path.stem.removeprefix('confusion-')}", data_url(path.read_bytes())) for path in found
+        (f"Confusion matrix, {path.stem.removeprefix('confusion-')}", data_url(path.read_bytes())) for path in paths
     ]
 
 
 def tiles(history: History, evaluation=None) -> list[tuple[str, str, str]]:
-    """The handful of numbers at the top: (value, what it is, a remark)."""
+    """The numbers at the top of the page: (value, name, remark)."""
     steps, last, launches = history.steps, history.steps[-1], max(1, len(history.starts))
-    found, loss = [report_facts.judged(history)] if history.figures else [], history.loss
+    rows, loss = [report_facts.judged(history)] if history.figures else [], history.loss
     losses = [step[loss] for step in steps[-20:] if step.get(loss) is not None]
     if losses:
         first = next((step[loss] for step in steps if step.get(loss) is not None), losses[-1])
         mean = f"mean of the last {len(losses)} steps" if len(losses) > 1 else "of the last step"
-        found.append((f"{statistics.fmean(losses):.3f}", "training loss", f"{mean}; the first was {first:.3f}"))
+        rows.append((f"{statistics.fmean(losses):.3f}", "training loss", f"{mean}; the first was {first:.3f}"))
     if held := perplexity(history, evaluation):
-        found.append((f"{held[0]:,.1f}", "perplexity", held[1]))
-    found.append((f"{last['iteration']:,}", "iterations", f"in {launches} launch{'es' * (launches > 1)}"))
+        rows.append((f"{held[0]:,.1f}", "perplexity", held[1]))
+    rows.append((f"{last['iteration']:,}", "iterations", f"in {launches} launch{'es' * (launches > 1)}"))
     tokens = trained_tokens(history)
     if tokens:
-        found.append((count(tokens), "tokens trained on", f"{last['consumed_samples']:,} samples"))
+        rows.append((count(tokens), "tokens trained on", f"{last['consumed_samples']:,} samples"))
     speed = [step["tokens_per_second"] for step in steps if step.get("tokens_per_second")]
     if speed:
-        found.append((f"{statistics.median(speed):,.0f}", "tokens per second", "of all ranks, median of the steps"))
+        rows.append((f"{statistics.median(speed):,.0f}", "tokens per second", "of all ranks, median of the steps"))
     mfu = [step["mfu"] for step in steps if step.get("mfu")]
     if mfu:
-        found.append((f"{statistics.median(mfu):.1%}", "MFU", mfu_of(history)))
-    return found
+        rows.append((f"{statistics.median(mfu):.1%}", "MFU", mfu_of(history)))
+    return rows
 
 
 def perplexity(history: History, evaluation=None) -> Optional[tuple[float, str]]:
-    """The one perplexity of a page, and what it was measured on."""
+    """The perplexity of the page, and the data that it was measured on."""
     held_out = _find_perplexity(evaluation, "")
     if held_out:
         return held_out
@@ -129,21 +129,21 @@ def perplexity(history: History, evaluation=None) -> Optional[tuple[float, str]]
     return math.exp(min(20, valid[-1][LOSS])), f"of validation during training, at iteration {valid[-1]['iteration']:,}"
 
 
-def _find_perplexity(found, name: str) -> Optional[tuple[float, str]]:
-    if isinstance(found, list):
-        return next(filter(None, (_find_perplexity(item, name) for item in found)), None)
-    if not isinstance(found, dict):
+def _find_perplexity(record, name: str) -> Optional[tuple[float, str]]:
+    if isinstance(record, list):
+        return next(filter(None, (_find_perplexity(item, name) for item in record)), None)
+    if not isinstance(record, dict):
         return None
-    if isinstance(found.get("perplexity"), (int, float)):
-        what = found.get("data") or name or "held-out text"
-        tokens = f", {count(found['tokens'])} tokens" if found.get("tokens") else ""
-        at = f", iteration {found['iteration']:,}" if isinstance(found.get("iteration"), int) else ""
-        return float(found["perplexity"]), f"held out: {what}{tokens}{at}"
-    return next(filter(None, (_find_perplexity(inner, part) for part, inner in found.items())), None)
+    if isinstance(record.get("perplexity"), (int, float)):
+        what = record.get("data") or name or "held-out text"
+        tokens = f", {count(record['tokens'])} tokens" if record.get("tokens") else ""
+        at = f", iteration {record['iteration']:,}" if isinstance(record.get("iteration"), int) else ""
+        return float(record["perplexity"]), f"held out: {what}{tokens}{at}"
+    return next(filter(None, (_find_perplexity(inner, part) for part, inner in record.items())), None)
 
 
 def mfu_of(history: History) -> str:
-    """What the model FLOPs are a share of, as the run has written down."""
+    """Describe the peak that MFU is relative to, as the run has recorded it."""
     peak = history.run.get("peak") or {}
     if not peak.get("flops"):
         return "model FLOPs, as a share of the peak that the run compared with"
@@ -191,7 +191,7 @@ def subtitle(history: History) -> str:
 
 
 def provenance(history: History) -> dict[str, str]:
-    """Where the run happened and with what."""
+    """Host, device, command and versions of the run."""
     run = history.run
     rows = {name: run.get(name) for name in ("time", "host", "machine", "device", "commit", "parameters")}
     rows["parameters"] = f"{run['parameters']:,}" if run.get("parameters") else ""
@@ -205,7 +205,7 @@ def provenance(history: History) -> dict[str, str]:
 
 
 def settings(history: History) -> dict[str, dict[str, str]]:
-    """Group -> flag -> value, settings without a value left out."""
+    """Map group -> flag -> value, without settings that have no value."""
     groups = dict(history.run.get("config") or {})
     groups = {**(groups.pop("extra", None) or {}), **groups}  # a recipe's own settings first
     groups.pop("given", None)
@@ -230,7 +230,7 @@ def read_samples(folder: Path) -> list[tuple[str, str]]:
     """(prompt, continuation) of generations.jsonl, or the whole of samples.txt as one continuation."""
     lines = folder / "generations.jsonl"
     if lines.is_file():
-        found = []
+        samples = []
         for line in lines.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
@@ -238,14 +238,14 @@ def read_samples(folder: Path) -> list[tuple[str, str]]:
             except (ValueError, AttributeError):
                 continue
             text = str(record.get("completion", record.get("text", "")))
-            found.append((prompt, text.removeprefix(prompt)))
-        return found
+            samples.append((prompt, text.removeprefix(prompt)))
+        return samples
     plain = folder / "samples.txt"
     return [("", plain.read_text(encoding="utf-8", errors="replace").strip())] if plain.is_file() else []
 
 
 def read_evaluation(folder: Path):
-    """What evaluation.jsonl or evaluation.json holds, whatever its shape; None without them. Raises DataError."""
+    """Read evaluation.jsonl or evaluation.json, of any shape; None without them. Raises DataError."""
     lines, whole = folder / "evaluation.jsonl", folder / "evaluation.json"
     path = lines if lines.is_file() else whole
     if not path.is_file():
@@ -254,8 +254,8 @@ def read_evaluation(folder: Path):
         text = path.read_text(encoding="utf-8")
         if path == whole:
             return json.loads(text)
-        found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        return found[0] if len(found) == 1 else found
+        records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return records[0] if len(records) == 1 else records
     except ValueError as error:
         raise DataError(
             f"{path}: not valid JSON", why=str(error), do="run the evaluation again, or remove the file"
@@ -286,7 +286,7 @@ def _rows(value, name: str = "") -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    """One run: a page about it. Several: a page that compares them with the first. --json: the figures alone."""
+    """Write a page about one run, or one that compares several with the first; --json: only the figures."""
     names, flags = divide(argv, ReportOptions, {"-o": "--output"})
     about = "Write an HTML page about a run, or one that compares several."
     asked = parse_one(flags, ReportOptions, f"{PROG} RUN ...", about)
@@ -303,7 +303,7 @@ def main(argv: list[str]) -> None:
 
 
 def run_names(places: list[Path]) -> list[str]:
-    """What runs are called side by side: the last parts of their paths, as many as tell them apart.
+    """Names of runs: the last parts of their paths, as many as make them unique.
 
     >>> run_names([Path("runs/a"), Path("runs/b/metrics.jsonl")]), run_names([Path("x/run"), Path("y/run")])
     (['a', 'b'], ['x/run', 'y/run'])
@@ -318,7 +318,7 @@ def run_names(places: list[Path]) -> list[str]:
 
 
 def write(text: str, output: str | Path) -> None:
-    """Write a page, and say where it is."""
+    """Write a page and print its path."""
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")

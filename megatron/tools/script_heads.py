@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each script of a model is made for, and what the planner predicts for it, written into its head.
+"""Write into the head of each model's script the devices that it is for, and the planner's predictions.
 
     python -m megatron.tools.script_heads                        rewrite the heads of scripts/pretrain_*.sh and auto_*.sh
-    python -m megatron.tools.script_heads --check                only say which are not up to date (exit code 1)
+    python -m megatron.tools.script_heads --check                only list those that are not up to date (exit code 1)
 
-Memory and speed are predictions, and the head says so, with what they assume; nothing in it was measured.
+Memory and speed are predictions, and the head says so, with their assumptions; nothing in it was measured.
 
-A script is asked for its command (`PRINT=1 bash SCRIPT --dry-run`); nothing is started. No torch.
+A script prints its command (`PRINT=1 bash SCRIPT --dry-run`); nothing is started. Needs no torch.
 """
 
 import os
@@ -41,11 +41,11 @@ class HeadsOptions:
     """Which scripts, and whether they are rewritten."""
 
     scripts: Optional[list[str]] = setting("scripts (default: those of all models)", None)
-    check: bool = setting("change nothing; exit code 1 if a head is not what the planner says today", False)
+    check: bool = setting("change nothing; exit code 1 if a head differs from today's prediction", False)
 
 
 def main(argv: list[str]) -> None:
-    """Bring heads up to date, or say which are not."""
+    """Update heads, or list those that are not up to date."""
     asked = parse_one(argv, HeadsOptions, "python -m megatron.tools.script_heads", __doc__)
     stale = []
     for path in map(Path, asked.scripts or model_scripts()):
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 
 def model_scripts() -> list[Path]:
-    """The scripts that launch a model of their own, not another name of one."""
+    """The scripts that launch a model themselves, without aliases of other scripts."""
     return [
         path
         for path in sorted([*FOLDER.glob("pretrain_*.sh"), *FOLDER.glob("auto_*.sh")])
@@ -70,7 +70,7 @@ def model_scripts() -> list[Path]:
 
 
 def command(path: Path, *words: str) -> list[str]:
-    """The flags of pretrain_gpt.py with which a script looks at itself on the GPUs that it is made for."""
+    """The flags of pretrain_gpt.py that a script passes with --dry-run."""
     env = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
     done = subprocess.run(
         ["bash", str(path), "--dry-run", *words],
@@ -80,8 +80,7 @@ def command(path: Path, *words: str) -> list[str]:
     )
     if done.returncode:
         raise SettingsError(f"{path} does not say its command", done.stderr.strip())
-    found = shlex.split(done.stdout)
-    return found[2:]  # python and pretrain_gpt.py
+    return shlex.split(done.stdout)[2:]  # without python and pretrain_gpt.py
 
 
 def head(path: Path) -> list[str]:
@@ -89,15 +88,15 @@ def head(path: Path) -> list[str]:
     config = parse_pretrain(command(path))
     cluster, _ = target.cluster_of(config, {})
     if layout_is_open(config):
-        found, plans, outcome = automatic(config, lambda text: None)
-        return _lines(cluster, outcome.job, plans[0].layout, found.batch.global_batch_size, found=True)
+        planned, plans, outcome = automatic(config, lambda text: None)
+        return _lines(cluster, outcome.job, plans[0].layout, planned.batch.global_batch_size, searched=True)
     config = resolve(config, cluster.world_size)
     layout = Layout.of(config, cluster.world_size)
     job, _ = target.job_of(config, cluster, layout.dp)
     return _lines(cluster, job, layout, job.global_batch)
 
 
-def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = False) -> list[str]:
+def _lines(cluster: Cluster, job, layout: Layout, batch: int, searched: bool = False) -> list[str]:
     job = replace(job, global_batch=batch)
     device, ranks = cluster.device, cluster.world_size
     needed = [memory_report(job, layout, device, rank) for rank in range(layout.pp)]
@@ -105,8 +104,8 @@ def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = Fals
     took = step(job, layout, cluster)
     nodes = ranks // cluster.local_size
     where = f"{nodes} nodes of {cluster.local_size}" if nodes > 1 else "one node" if ranks > 1 else "one GPU"
-    beside = f", and {host / 1e9:.1f} GB of the host's memory for each rank" if host else ""
-    memory = f"{worst / 1e9:.1f} of {device.memory_gb:.1f} GB on the fullest rank{beside}"
+    offloaded = f", and {host / 1e9:.1f} GB of the host's memory for each rank" if host else ""
+    memory = f"{worst / 1e9:.1f} of {device.memory_gb:.1f} GB on the fullest rank{offloaded}"
     pace = (
         f"{seconds(took.seconds)} a step of {batch * job.facts.sample_tokens:,} tokens, "
         f"{took.tokens_per_second(job):,.0f} tokens/s"
@@ -118,14 +117,14 @@ def _lines(cluster: Cluster, job, layout: Layout, batch: int, found: bool = Fals
         ("predicted", f"{pace}, {rate} (speeds assumed)"),
         ("assumed", ASSUMED),
     ]
-    if found:
+    if searched:
         size = layout.micro_batch_size
         lines.insert(1, ("layout", f"{layout.short()}, micro-batch {size}: the planner's choice for these"))
     return [f"# {name:9}  {text}" for name, text in lines]
 
 
 def with_head(text: str, lines: list[str]) -> str:
-    """The script with these lines, instead of what was there, above its first command."""
+    """Replace the head of a script by these lines, above its first command."""
     kept = [line for line in text.splitlines() if not WRITTEN.match(line)]
     at = next(number for number, line in enumerate(kept) if not line.startswith("#"))
     while kept[at - 1] == "#":

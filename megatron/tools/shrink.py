@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the shrunk job of a command: all its parallel features on, so small that a few steps take seconds on this CPU.
+"""Train the shrunk job of a command: with all its parallel features, and so small that steps take seconds on this CPU.
 
     python -m megatron.tools.shrink <flags of the training> --world-size 128 [--steps 3] [--shrunk-dir DIR]
 
-It is what `SHRINK=1 bash scripts/...` runs. Ranks are processes of this machine that talk through gloo. Says what was made
-smaller, then what any training says; the exit code is that of the training.
+`SHRINK=1 bash scripts/...` runs this. Ranks are processes of this machine that communicate through gloo. It prints what
+was reduced, then the log of the training; the exit code is that of the training.
 """
 
 import os
@@ -22,11 +22,11 @@ class ShrunkRunOptions:
     """How the shrunk job is trained."""
 
     steps: int = setting("optimizer steps to train", 3)
-    shrunk_dir: Optional[str] = setting("folder to save into and go on from (default: nothing is saved)", None)
+    shrunk_dir: Optional[str] = setting("folder to save into and resume from (default: nothing is saved)", None)
 
 
 def main(argv: list[str]) -> None:
-    """Say what shrinks, then train. Raises what the training raises, and SettingsError where the original cannot work."""
+    """Print what shrinks, then train. Raises the training's errors, and SettingsError if the original cannot work."""
     config, asked = parse_with_options(argv, ShrunkRunOptions, __doc__.splitlines()[0])
     from megatron.planner.command import training_flags
     from megatron.planner.shrink import original, reduced, shrunk_job_of
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
 
 
 def with_checkpoints(config: Config, real: Checkpoint, folder: Optional[str]) -> Config:
-    """Checkpoints in a folder of the shrunk job's own, in the way of the real ones."""
+    """Replace the checkpoint settings: a folder for the shrunk job, with the real job's options."""
     if folder is None:
         return config
     interval = max(1, (config.batch.train_iters or 2) - 1)
@@ -65,7 +65,7 @@ def with_checkpoints(config: Config, real: Checkpoint, folder: Optional[str]) ->
 
 
 def train(config: Config, world_size: int) -> None:
-    """Train resolved settings on forked ranks. Raises the failure of the rank that fails first."""
+    """Train resolved settings on forked ranks. Raises the failure of the first rank that fails."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from megatron.model.recipe import recipe_of
     from megatron.mpu.forked import RankFailed, run_ranks

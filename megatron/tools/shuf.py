@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of files in a random order, as `shuf` gives them, in bounded memory and the same for the same --seed.
+"""Shuffle the lines of files, as `shuf` does, in bounded memory and in the same order for the same --seed.
 
     python -m megatron.tools.shuf dedup.json -o train_data.json --seed 1
 
-IN is one file or several, packed or not (.gz .zst .bz2 .xz), or `-` for stdin; all their lines, blank ones too, go into the
-one order. OUT is plain text and may be IN; without it lines go to stdout. What does not fit into --memory-gb goes through a
-folder beside OUT, which takes about as much as the text packed by zstd.
+IN is one or several files, compressed or not (.gz .zst .bz2 .xz), or `-` for stdin; all their lines, including blank ones,
+are shuffled together. OUT is plain text and may be IN; without it lines go to stdout. Lines that exceed --memory-gb go
+through a folder next to OUT, which takes about as much space as the text compressed by zstd.
 """
 
 import os
@@ -25,7 +25,7 @@ from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, whole_file
 
 PROG = "python -m megatron.tools.shuf"
-UNKNOWN = 64 << 30  # bytes that stdin is taken to have, in the choice of partitions
+UNKNOWN = 64 << 30  # assumed bytes of stdin, for the number of partitions
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ def main(argv: list[str]) -> None:
 
 
 def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: int, most: Optional[int] = None) -> None:
-    """Write the lines of the files in their new order into `target`, which appears when it is whole; None: stdout."""
+    """Write the shuffled lines of the files to `target`, which appears when it is complete; None: stdout."""
     from megatron.corpus.lines import lines
     from megatron.corpus.shuffle import fitting_partitions, gather_lines, longest_line, scatter_lines
 
     sizes = [os.path.getsize(file) if os.path.isfile(file) else UNKNOWN for file in files]
-    partitions = min(4096, max(1, fitting_partitions(sum(sizes), memory)))  # more where packed: gathered in rounds
+    partitions = min(4096, max(1, fitting_partitions(sum(sizes), memory)))  # more if compressed: gathered in rounds
     with _folder_for(target) as folder:
         numbered = enumerate(chain.from_iterable(lines(file, longest_line(memory)) for file in files))
         scatter_lines(numbered, folder, seed, partitions, memory)
@@ -71,7 +71,7 @@ def shuffle_files(files: list[str], target: Optional[Path], seed: int, memory: i
 
 @contextmanager
 def _folder_for(target: Optional[Path]) -> Iterator[Path]:
-    """An empty folder for the time of the shuffle, beside the target; one that a killed shuffle left is emptied."""
+    """A temporary folder for the shuffle, next to the target; one that a killed shuffle left is emptied."""
     if target is None:
         with tempfile.TemporaryDirectory(prefix="megatron-shuf-") as name:
             yield Path(name)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs do, a line each: iteration, speed, time left, last checkpoint, and whether they are alive.
+"""Show the state of runs, a line each: iteration, speed, time left, last checkpoint, and whether they are alive.
 
     python -m megatron.tools.status runs/*
     python -m megatron.tools.status --watch 10 runs/345M runs/1.3B
 
-Read from a run's metrics (metrics.jsonl in its folder, or where --metrics-file has put them: the folder says where), its
-checkpoints, and the heartbeats of its ranks where it has any. A folder that is no run itself stands for the runs in it.
-States: starting, running, stalled (no sign of life for longer than its steps take), done, stopped (before its last step,
-in order; it can go on), interrupted (by Ctrl-C), failed (with the reason), unknown (no metrics, and its last checkpoint is
-not of its last step), unreadable (no run, or damaged: the others are shown all the same).
+Sources are a run's metrics (metrics.jsonl in its folder, or at --metrics-file, which the folder names), its checkpoints,
+and its ranks' heartbeats, if any. A folder that is no run itself stands for the runs in it.
+States: starting, running, stalled (no sign of life for longer than its steps take), done, stopped (in order before its
+last step; it can be resumed), interrupted (by Ctrl-C), failed (with the reason), unknown (no metrics, and its last
+checkpoint is not of its last step), unreadable (no run, or damaged; other runs are still shown).
 """
 
 import json
@@ -34,15 +34,15 @@ from megatron.telemetry import figures
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
 from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
 
-TAIL = 1 << 16  # bytes at the end of a metrics file that hold enough steps
-PATIENCE = 60.0  # seconds without a sign of life that are nothing, however short a run's steps
+TAIL = 1 << 16  # bytes at the end of a metrics file that are read
+PATIENCE = 60.0  # seconds without a sign of life that are normal, even for short steps
 START = 1800.0  # the same before the first step of a launch
 LAUNCH = b'{"kind": "run"'
 
 
 @dataclass(frozen=True)
 class StatusOptions:
-    """How the state of runs is shown."""
+    """How the state is shown."""
 
     json: bool = setting("print a JSON list instead of a table", False)
     watch: Optional[float] = setting("print again every so many seconds", None)
@@ -51,11 +51,11 @@ class StatusOptions:
 
 @dataclass(frozen=True)
 class Line:
-    """What is known of a run. Seconds and Unix times; None: not known."""
+    """The state of a run. Times in seconds; None: unknown."""
 
     run: str
     state: str
-    why: str  # of a run that failed, stopped or stalls: what is known; of others: what its first rank is doing
+    why: str  # the reason for a failed, stopped or stalled run; for others, what its first rank is doing
     iteration: int
     iterations: Optional[int]
     tokens_per_second: Optional[float]
@@ -68,14 +68,14 @@ class Line:
 
 
 def main(argv: list[str]) -> None:
-    """Look once, or again and again."""
+    """Print the state once, or repeatedly with --watch."""
     names, flags = divide(argv, StatusOptions)
-    about = "What runs do, a line each: FOLDER... are their --save folders, or folders of such."
+    about = "Show the state of runs, a line each: FOLDER... are their --save folders, or folders of these."
     asked = parse_one(flags, StatusOptions, f"{PROG} FOLDER ...", about)
     if not names:
         raise UsageError("which runs?", do=f"{PROG} FOLDER...")
     while True:
-        lines = without_twins([line for name in names for line in look_at(name)])
+        lines = without_duplicates([line for name in names for line in look_at(name)])
         text = json.dumps([asdict(line) for line in lines], indent=1) if asked.json else table(lines, asked.wide)
         print(f"\033[H\033[J{text}" if asked.watch and os.isatty(1) else text, flush=True)
         if not asked.watch:
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
         time.sleep(asked.watch)
     if lost := [f"{line.run}: {line.why}" for line in lines if line.state == UNREADABLE]:
         raise DataError(
-            "; ".join(lost), "a run writes metrics.jsonl beside its checkpoints (--save), or to --metrics-file"
+            "; ".join(lost), "a run writes metrics.jsonl next to its checkpoints (--save), or to --metrics-file"
         )
 
 
@@ -92,15 +92,15 @@ UNREADABLE = "unreadable"
 
 
 def look_at(name: str) -> list[Line]:
-    """The lines of a folder's runs. One that cannot be read hides no others: it has a line that says why."""
+    """The lines of a folder's runs. An unreadable run has a line with the reason."""
     try:
         return [_look(folder) for folder in folders([name])]
     except Failure as error:
         return [_unreadable(name, error.what)]
 
 
-def without_twins(lines: list[Line]) -> list[Line]:
-    """Each run once, also where it is named by its own folder and by one that holds it."""
+def without_duplicates(lines: list[Line]) -> list[Line]:
+    """Keep each run once, even if both its own folder and a parent are named."""
     return list({Path(line.run).resolve(): line for line in reversed(lines)}.values())[::-1]
 
 
@@ -116,8 +116,8 @@ def _unreadable(name: str, why: str) -> Line:
 
 
 def folders(names: list[str]) -> list[Path]:
-    """The folders of runs. Raises DataError where there are none."""
-    found = []
+    """The folders of runs. Raises DataError if there are none."""
+    runs = []
     for name in names:
         inside = (
             [Path(name)]
@@ -127,10 +127,10 @@ def folders(names: list[str]) -> list[Path]:
         if not inside:
             raise DataError(
                 f"{name}: no metrics.jsonl in it, nor in a folder in it",
-                "a run writes it beside its checkpoints (--save), or to --metrics-file",
+                "a run writes it next to its checkpoints (--save), or to --metrics-file",
             )
-        found += inside
-    return found
+        runs += inside
+    return runs
 
 
 def _is_run(folder: Path) -> bool:
@@ -142,7 +142,7 @@ def _metrics(folder: Path) -> Optional[Path]:
 
 
 def look(folder: Path, now: Optional[float] = None) -> Line:
-    """What a run does at this moment."""
+    """The current state of a run."""
     now = time.time() if now is None else now
     metrics = _metrics(folder)
     launch, restarts, records = read(metrics) if metrics else ({}, 0, [])
@@ -181,7 +181,7 @@ def look(folder: Path, now: Optional[float] = None) -> Line:
 
 
 def look_at_checkpoint(folder: Path, now: float) -> Line:
-    """What is known of a run without metrics: what its last checkpoint says of it."""
+    """The state of a run without metrics, from its last checkpoint."""
     checkpoint, written = _checkpoint(folder, None)
     state = last_state(str(folder)) or {}
     config = from_record(state["config"]) if "config" in state else None
@@ -202,16 +202,16 @@ def look_at_checkpoint(folder: Path, now: float) -> Line:
 
 
 def _checkpoint(folder: Path, config: Optional[Config]) -> tuple[Optional[int], float]:
-    """(iteration of the newest checkpoint, when it was written): beside the metrics, or under `--save`."""
+    """(iteration of the newest checkpoint, time of writing): next to the metrics, or under `--save`."""
     for place in (folder, location(config.checkpoint.save) if config and config.checkpoint.save else folder):
-        found = newest_checkpoint(str(place))
-        if found is not None:
-            return found, _written(place / f"iter_{found:07d}" / "index.json")
+        iteration = newest_checkpoint(str(place))
+        if iteration is not None:
+            return iteration, _written(place / f"iter_{iteration:07d}" / "index.json")
     return None, 0.0
 
 
 def read(path: Path) -> tuple[dict, int, list[dict]]:
-    """(the record of the newest launch, launches before it, its last records) of a metrics file, however long that is."""
+    """(the record of the newest launch, number of earlier launches, its last records) of a metrics file of any length."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             at = text.rfind(LAUNCH)
@@ -220,7 +220,7 @@ def read(path: Path) -> tuple[dict, int, list[dict]]:
             launches, found = 0, text.find(LAUNCH)
             while found >= 0:
                 launches, found = launches + 1, text.find(LAUNCH, found + 1)
-    except (OSError, ValueError):  # not there, or empty
+    except (OSError, ValueError):  # missing or empty
         return {}, 0, []
     records = [record for record in map(_record, tail.splitlines()) if record]
     return _record(launch), max(0, launches - 1), [record for record in records if record.get("kind") != "run"]
@@ -228,14 +228,14 @@ def read(path: Path) -> tuple[dict, int, list[dict]]:
 
 def _record(line: bytes) -> dict:
     try:
-        found = json.loads(line)
-        return found if isinstance(found, dict) else {}
+        record = json.loads(line)
+        return record if isinstance(record, dict) else {}
     except ValueError:  # torn
         return {}
 
 
 def alive(metrics: Path, launch: dict, records: list[dict], usual: float, now: float) -> tuple[str, str, float]:
-    """(state, what is known of it, seconds since the last sign of life); "ended" where the run itself has said how."""
+    """(state, reason, seconds since the last sign of life); "ended" if the run itself has recorded how."""
     age = now - _written(metrics)
     if records and records[-1].get("kind") == "end":
         return "ended", "", age
@@ -257,14 +257,14 @@ def alive(metrics: Path, launch: dict, records: list[dict], usual: float, now: f
 
 
 def _beats(launch: dict) -> list[tuple]:
-    """(heartbeat, its file) of each rank of this launch, where there are any."""
+    """(heartbeat, its file) of each rank of this launch, if any."""
     folder = ((launch.get("config") or {}).get("guard") or {}).get("heartbeat_dir")
     beats = read_beats(Path(folder)) if folder and Path(folder).is_dir() else []
     return [(beat, Path(folder) / f"rank_{beat.rank:05d}.beat") for beat in beats]
 
 
 def _total(config, mesh: dict, at: dict) -> Optional[int]:
-    """Steps of the whole run. at: a step, or the state behind it: its number, and how many samples are consumed."""
+    """Steps of the whole run. at: a step, or the state after it: its number, and the number of consumed samples."""
     done = (at["iteration"], at["consumed_samples"]) if {"iteration", "consumed_samples"} <= at.keys() else (0, 0)
     try:
         return total_iterations(config.batch, int(mesh.get("replicate", 1)) * int(mesh.get("shard", 1)), *done)
@@ -283,15 +283,15 @@ URGENT = ("failed", "stalled", UNREADABLE, "interrupted", "stopped", "unknown", 
 
 
 def verdict(lines: list[Line]) -> str:
-    """How many runs are in which state, what needs somebody first."""
+    """The number of runs in each state, urgent ones first."""
     states = Counter(line.state for line in lines)
     order = [*(state for state in URGENT if state in states), *(state for state in states if state not in URGENT)]
-    told = ", ".join(f"{states[state]} {state}" for state in order)
-    return f"{several(len(lines), 'run')}: {told if len(lines) > 1 else lines[0].state}" if lines else "no runs"
+    counts = ", ".join(f"{states[state]} {state}" for state in order)
+    return f"{several(len(lines), 'run')}: {counts if len(lines) > 1 else lines[0].state}" if lines else "no runs"
 
 
 def table(lines: list[Line], wide: bool = False) -> str:
-    """The verdict, and the runs under their titles; reasons under the run that they are of, or (wide) behind it."""
+    """The verdict, and a table of the runs; reasons are below their run, or (wide) at the end of its line."""
     head = ["run", "state", "iteration", "done", "tokens/s", "loss", "left", "checkpoint"]
     rows, notes = [], []
     for line in lines:
@@ -315,14 +315,14 @@ def table(lines: list[Line], wide: bool = False) -> str:
     if wide:
         rows = [[*row, note] for row, note in zip(rows, notes)]
         return f"{verdict(lines)}\n{figures.table(rows, [*head, ''], LEFT, WIDE)}"
-    titles, *found = figures.table(rows, head, LEFT, WIDTH, spare=("done", "loss", "tokens/s")).splitlines()
-    under = [[row, *([sentence(f"  {shortened(note, NOTE)}")] if note else [])] for row, note in zip(found, notes)]
+    titles, *texts = figures.table(rows, head, LEFT, WIDTH, spare=("done", "loss", "tokens/s")).splitlines()
+    under = [[row, *([sentence(f"  {shortened(note, NOTE)}")] if note else [])] for row, note in zip(texts, notes)]
     return "\n".join([verdict(lines), titles, *(text for pair in under for text in pair)])
 
 
 QUIET = ("stalled", "failed", "stopped", "interrupted")
 LEFT = (0, 1, 2, 8)  # columns of words
-LONGEST, NOTE = 16, 2 * WIDTH  # characters of a run's name, and of what is said under it
+LONGEST, NOTE = 16, 2 * WIDTH  # characters of a run's name, and of the note below it
 
 
 def _or(value: Optional[float], words, none: str = "-") -> str:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep a training job going: watch its ranks, say why it hangs, start it again from its last checkpoint.
+"""Supervise a training job: watch its ranks, report why it hangs, restart it from its last checkpoint.
 
     python -m megatron.tools.supervise --max-restarts 20 -- torchrun --nproc-per-node 8 pretrain_gpt.py --save ckpt ...
 
-What the job's end asks for is decided by its exit code: mistakes in settings, data or checkpoints stop (they would
-come again), lost processes and storage are tried again, a preempted job is left to be continued. The job's --save
-decides where it goes on: --load is set to it as soon as it holds a checkpoint. With --min-world-size a job that loses a
-rank again and again goes on with fewer, at the same global batch. The last words are an account of the time.
+The job's exit code decides what follows: errors in settings, data or checkpoints stop it (they would repeat), lost
+processes and storage are retried, a preempted job is left to be resumed. The job resumes from its --save: --load is set
+to it as soon as it holds a checkpoint. With --min-world-size a job that repeatedly loses a rank continues with fewer, at
+the same global batch. At the end an account of the time is logged.
 Exit code 0: the job has finished; else that of the job.
 
-Under SLURM it takes the place of the batch script, and srun stands in the command (docs/survival.md):
+Under SLURM it replaces the batch script, and srun is part of the command (docs/survival.md):
 
     exec python -m megatron.tools.supervise --on-preempt requeue --heartbeat-dir SHARED/beats -- \\
         srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 ... pretrain_gpt.py --save ckpt ...
@@ -42,9 +42,9 @@ from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.storage.urls import local_folder, location
 
-FRESH_START = 600.0  # seconds between two attempts after which the back-off begins anew
-LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to say how
-LATE = 0.5  # seconds beyond --poll for which the supervisor may not look, and still believes what it sees
+FRESH_START = 600.0  # seconds of an attempt after which the back-off is reset
+LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
+LATE = 0.5  # seconds beyond --poll between two checks that still count as silence
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SuperviseOptions:
     )
     start_timeout: float = setting("the same until a rank has made its first step", 1800.0)
     min_world_size: Optional[int] = setting(
-        "go on with fewer ranks, down to these, when one is lost twice in a row", None
+        "continue with fewer ranks, at least this many, after a rank is lost twice in a row", None
     )
     same_step_limit: int = setting("crashes at one step after which the job is stopped: it would crash again", 3)
     backoff: float = setting("seconds before the first restart; twice as long before each next one, at most 60", 1.0)
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
     split = argv.index("--")
     settings = parse(argv[:split], {"supervise": SuperviseOptions}, prog=PROG, description=DESCRIPTION, common=COMMON)
     if not argv[split + 1 :]:
-        raise UsageError("there is no command behind --")
+        raise UsageError("there is no command after --")
     os.environ.setdefault(COMMAND, module_command(argv, "megatron.tools.supervise"))
     code = Supervisor(settings["supervise"], argv[split + 1 :]).run()
     if code:
@@ -96,15 +96,15 @@ def main(argv: list[str]) -> None:
 
 
 PROG = "python -m megatron.tools.supervise"
-DESCRIPTION = "Keep a training job going: watch, explain, restart, account. The job's command comes behind --."
+DESCRIPTION = "Keep a training job going: watch, explain, restart, account. The job's command comes after --."
 COMMON = tuple(SuperviseOptions.__dataclass_fields__)
 
 
 class Supervisor:
-    """One job, over all its attempts."""
+    """A job over all its attempts."""
 
     def __init__(self, settings: SuperviseOptions, command: list[str]):
-        refuse(settings, command)
+        check(settings, command)
         self.settings, self.command = settings, command
         self.began = time.monotonic()
         config = commands.config_of(command)
@@ -117,7 +117,7 @@ class Supervisor:
         self.ranks = commands.ranks_of(command)
         self.attempts: list[Attempt] = []
         self.asked_to_stop: Optional[int] = None
-        self.at_once = False  # Ctrl-C has come twice
+        self.stop_now = False  # after a second Ctrl-C
         self.delay, self.log_at = settings.backoff, 0
         if settings.min_world_size and settings.min_world_size > self.ranks:
             raise SettingsError(f"--min-world-size {settings.min_world_size} is more than the job's {self.ranks} ranks")
@@ -125,7 +125,7 @@ class Supervisor:
     # ---- the whole job ---------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Attempt after attempt, until the job is done or there is no point in another one."""
+        """Run attempts until the job is done or another one is pointless. Returns the exit code."""
         processes.adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
@@ -135,7 +135,7 @@ class Supervisor:
         try:
             while True:
                 verdict = self.attempt()
-                if self.asked_to_stop and verdict.action is Action.RETRY:  # it had nothing to save yet, say
+                if self.asked_to_stop and verdict.action is Action.RETRY:  # for example, it had nothing to save yet
                     code = Interrupted.code if self.asked_to_stop == signal.SIGINT else Preempted.code
                     verdict = JobVerdict(Action.PREEMPTED, verdict.cause, code)
                 outcome = self.end_of_job(verdict)
@@ -149,7 +149,7 @@ class Supervisor:
                 shutil.rmtree(self.beats, ignore_errors=True)
 
     def end_of_job(self, verdict: JobVerdict) -> Optional[str]:
-        """Why there is no further attempt; None: there is one."""
+        """The reason for no further attempt; None if there is one."""
         settings, attempt = self.settings, self.attempts[-1]
         if verdict.action is Action.DONE:
             return "finished"
@@ -172,7 +172,7 @@ class Supervisor:
         if crashes >= 2 and settings.min_world_size and self.shrink():
             return None
         if crashes >= settings.same_step_limit:
-            return f"stopped: {crashes} times the same end behind step {attempt.last_step} (--same-step-limit)"
+            return f"stopped: {crashes} times the same end after step {attempt.last_step} (--same-step-limit)"
         return None
 
     def requeue(self) -> bool:
@@ -182,7 +182,7 @@ class Supervisor:
         return number is not None and slurm.requeue(number)
 
     def shrink(self) -> bool:
-        """Lay the job out on fewer ranks; False where that cannot be."""
+        """Change the layout to fewer ranks; False if that is impossible."""
         try:
             fewer, command = fewer_ranks(self.command, self.ranks, self.settings.min_world_size)
         except Failure as failure:
@@ -190,7 +190,7 @@ class Supervisor:
             return False
         then = commands.config_of(command).parallel
         log(
-            f"going on with {fewer} ranks instead of {self.ranks}, at the same global batch: tp "
+            f"continuing with {fewer} ranks instead of {self.ranks}, at the same global batch: tp "
             f"{then.tensor_model_parallel_size} pp {then.pipeline_model_parallel_size}"
         )
         self.command = command
@@ -198,7 +198,7 @@ class Supervisor:
         return True
 
     def wait_before_restart(self) -> None:
-        """A growing pause, so that a broken machine or file system is not hammered."""
+        """Wait before the next attempt, twice as long each time, to spare a broken machine or file system."""
         attempt = self.attempts[-1]
         if attempt.wall > FRESH_START or attempt.last_step > attempt.first_step > 0:
             self.delay = self.settings.backoff
@@ -210,25 +210,25 @@ class Supervisor:
         self.delay = min(60.0, 2 * self.delay)
 
     def report(self, outcome: str, verdict: JobVerdict) -> int:
-        """The account, on the terminal and in goodput.json; returns the exit code."""
+        """Log the account and write it to goodput.json; returns the exit code."""
         code = verdict.code if verdict.code >= 0 else 128 - verdict.code
         saved = 0
-        with contextlib.suppress(StorageError):  # a store that is away: the account of the time counts
+        with contextlib.suppress(StorageError):  # an unreachable store: still report the time
             saved = len(list(location(self.save).glob("iter_*"))) if self.save else 0
-        found = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
+        summary = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
         path = self.logs / "goodput.json"
         try:
-            path.write_text(json.dumps(found.record(), indent=1) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(summary.record(), indent=1) + "\n", encoding="utf-8")
             where = f"account: {path}"
-        except OSError as error:  # the job's own end counts
+        except OSError as error:  # report the job's own end
             where = f"the account could not be written: {error}"
-        log(f"{found.text()}\n  {where}")
+        log(f"{summary.text()}\n  {where}")
         return code
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
 
     def attempt(self) -> JobVerdict:
-        """Start the job, watch it to its end, see to it that nothing of it is left."""
+        """Start the job, watch it to its end, and end all its processes."""
         clear(self.beats)
         words = resumed(self.command, self.save, self.others)
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
@@ -256,8 +256,8 @@ class Supervisor:
         return self.close(attempt, job.returncode, beats, hung)
 
     def watch(self, job: subprocess.Popen, attempt: Attempt) -> bool:
-        """Until the job ends, or hangs (True), or has not ended in time after it was asked to."""
-        seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, when it was new)
+        """Watch until the job ends, hangs (True), or has not ended in time after it was asked to."""
+        seen: dict[int, tuple[int, float]] = {}  # rank -> (count of its last beat, time of its arrival)
         asked: Optional[float] = None
         gone: Optional[float] = None
         clock = Clock(self.settings.poll + LATE)
@@ -272,8 +272,8 @@ class Supervisor:
                 asked = now
                 self.pass_on(job, beats)
             if asked is not None:
-                if self.at_once:
-                    log("SIGINT again: the job is ended at once")
+                if self.stop_now:
+                    log("SIGINT again: the job is ended immediately")
                     return False
                 if now - asked > self.settings.grace:
                     log(f"the job has not ended {self.settings.grace:.0f} s after it was asked to (--grace)")
@@ -282,7 +282,7 @@ class Supervisor:
             if any(beat.ended or (beat.ended is None and processes.is_gone(beat)) for beat in beats):
                 if gone is None:
                     gone = now
-                    self.tell_lost(beats, {beat.rank: now - seen[beat.rank][1] for beat in beats})
+                    self.log_lost(beats, {beat.rank: now - seen[beat.rank][1] for beat in beats})
                 if now - gone > LINGER:
                     return False
                 continue
@@ -290,21 +290,21 @@ class Supervisor:
             over = [beat for beat in beats if beat.ended is None and silent[beat.rank] > self.limit(beat)]
             if over or (len(beats) < 1 and now > self.settings.start_timeout):
                 attempt.silent = max(silent.values(), default=now)
-                self.tell_hang(beats, silent, over)
+                self.log_hang(beats, silent, over)
                 return True
         return False
 
     def limit(self, beat: Beat) -> float:
-        """How long a rank may be silent where it is."""
+        """Seconds that a rank may be silent in its current phase."""
         settings = self.settings
         if beat.step <= beat.since:  # up to the end of its first step: loading, compiling
             return max(settings.hang_timeout, settings.start_timeout)
-        if beat.phase == "save":  # nobody knows how long the first one takes, or the one before it that it waits for
+        if beat.phase == "save":  # the time of a first save, or of a save that it waits for, is unknown
             return 5 * max(settings.hang_timeout, beat.usual)
         return max(settings.hang_timeout, 5 * beat.usual)
 
-    def tell_hang(self, beats: list[Beat], silent: dict[int, float], over: list[Beat]) -> None:
-        """Say which rank does what, culprits first."""
+    def log_hang(self, beats: list[Beat], silent: dict[int, float], over: list[Beat]) -> None:
+        """Log what each rank does, culprits first."""
         if not beats:
             log("no rank has come to life (--start-timeout)")
             return
@@ -313,8 +313,8 @@ class Supervisor:
         for line in explain(standstills(beats, self.beats, silent)):
             log(f"  {line}")
 
-    def tell_lost(self, beats: list[Beat], silent: dict[int, float]) -> None:
-        """A rank has given up waiting for another, earlier than --hang-timeout: say which one has been silent longest."""
+    def log_lost(self, beats: list[Beat], silent: dict[int, float]) -> None:
+        """Log the longest silent rank after another has given up waiting for it, earlier than --hang-timeout."""
         left = [beat for beat in beats if processes.alive_here(beat)]
         if not (left and any(beat.ended == PeerLost.code for beat in beats)):
             return
@@ -328,13 +328,13 @@ class Supervisor:
             log(f"  {line}")
 
     def pass_on(self, job: subprocess.Popen, beats: list[Beat]) -> None:
-        """Ask the ranks themselves to save and stop: a launcher would give them little time."""
+        """Forward the signal to the ranks, which save and stop: a launcher would give them little time."""
         name = signal.Signals(self.asked_to_stop).name
         near = [beat for beat in beats if processes.alive_here(beat)]
         if any(beat.step and beat.ended is None for beat in beats):
             log(f"{name}: the job is asked to save and stop")
             number = signal.SIGINT if self.asked_to_stop == signal.SIGINT else signal.SIGTERM
-            for beat in near:  # one of them is enough: ranks agree
+            for beat in near:  # one is enough: ranks agree
                 processes.send(beat.pid, number)
             if not near:
                 ask(self.beats, STOP)
@@ -343,7 +343,7 @@ class Supervisor:
             processes.send(job.pid, signal.SIGTERM)
 
     def end(self, job: subprocess.Popen, beats: list[Beat]) -> None:
-        """End every process of the job, stopped ones and those on other machines too."""
+        """End every process of the job, including stopped ones and those on other machines."""
         start = time.monotonic()
         for step in sorted({beat.slurm_step for beat in beats if beat.slurm_step and beat.ended is None}):
             if not slurm.kill_step(step):
@@ -352,7 +352,7 @@ class Supervisor:
             processes.send(job.pid, signal.SIGTERM)
         left = processes.end_descendants(os.getpid(), waited_for=job.pid)
         job.poll()
-        for beat in beats:  # started by a daemon of this machine, so that they are no descendants
+        for beat in beats:  # ranks that a daemon started are no descendants
             if processes.alive_here(beat) and processes.send(beat.pid, signal.SIGKILL):
                 time.sleep(0.05)
                 left += [beat.pid] * processes.alive_here(beat)
@@ -362,12 +362,12 @@ class Supervisor:
         )
 
     def close(self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool) -> JobVerdict:
-        """What became of an attempt."""
+        """Judge and log the end of an attempt."""
         output = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
         codes = [beat.ended for beat in beats if beat.ended is not None] + codes_in_log(output)
-        if returned == 0 and not (codes and all(codes)):  # a script may end with 0 all the same: torchrun ... | tee log
+        if returned == 0 and not (codes and all(codes)):  # a script may hide a failure: torchrun ... | tee log
             codes = [0]
-        elif returned and returned > 1:  # our launcher's: the code of the rank that says most. torchrun's is always 1
+        elif returned and returned > 1:  # our launcher returns the code of a rank, torchrun always 1
             codes.append(from_shell(returned))
         if hung:
             verdict = JobVerdict(Action.RETRY, "hung", 7)
@@ -384,7 +384,7 @@ class Supervisor:
         return verdict
 
     def copy_log(self) -> None:
-        """What the job has said since the last time, on our own output."""
+        """Copy new output of the job to our own output."""
         with self.log.open("rb") as output:
             output.seek(self.log_at)
             new = output.read()
@@ -393,11 +393,11 @@ class Supervisor:
             put_out(new)
 
     def _stop(self, number: int, frame) -> None:
-        self.at_once = number == self.asked_to_stop == signal.SIGINT
+        self.stop_now = number == self.asked_to_stop == signal.SIGINT
         self.asked_to_stop = number
 
 
-def refuse(settings: SuperviseOptions, command: list[str]) -> None:
+def check(settings: SuperviseOptions, command: list[str]) -> None:
     """Raise SettingsError for timeouts and limits out of range, UsageError for a command that cannot be started."""
     for name, value in vars(settings).items():
         least = {"max_restarts": 0, "backoff": 0, "grace": 0, "same_step_limit": 1, "min_world_size": 1}.get(name)
@@ -415,10 +415,9 @@ def refuse(settings: SuperviseOptions, command: list[str]) -> None:
 
 
 class Clock:
-    """Seconds for which somebody has looked on: a stretch between two looks counts `most` seconds.
+    """A clock for silence that counts at most `most` seconds between two readings.
 
-    A machine that stands still, or has no time for the supervisor, has none for ranks either: their silence meanwhile
-    says nothing.
+    A machine that is suspended, or too busy for the supervisor, is so for the ranks too: that time is not their silence.
     """
 
     def __init__(self, most: float):
@@ -431,29 +430,29 @@ class Clock:
 
 
 def _as_launcher() -> None:
-    """How the job's first process is born: it ends with this one, and not by SIGUSR1, which SLURM may send to every
-    process of a step and which would end torchrun before its ranks have saved. Ranks set a handler of their own.
+    """Prepare the job's first process: it ends with this one, and ignores SIGUSR1. SLURM may send that to every process
+    of a step, and it would end torchrun before its ranks have saved. Ranks set their own handler.
     """
     processes.die_with_parent()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def log_folder(asked: Optional[str], save: Optional[str]) -> Path:
-    """Where the job's output and account stay: `--log-dir`, or in the `local_folder` of --save, or in a temporary one."""
+    """The folder of the job's output and account: `--log-dir`, or in the `local_folder` of --save, or a temporary one."""
     if asked or save:
         return Path(asked or local_folder(save) / "supervise")
     return Path(tempfile.mkdtemp(prefix="supervise-"))
 
 
 def unused(folder: Path, number: int) -> Path:
-    """The log of an attempt; an earlier supervisor of the same job (before a requeue) has had the first numbers."""
+    """A new log file for an attempt; before a requeue, another supervisor of the job has used the first numbers."""
     while (folder / f"attempt_{number:03d}.log").exists():
         number += 1
     return folder / f"attempt_{number:03d}.log"
 
 
 def heartbeat_folder() -> Path:
-    """A new folder in memory, where there is such; those of supervisors that were killed are removed."""
+    """Create a folder in memory, if possible; folders of killed supervisors are removed."""
     where, own = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir(), os.getpid()
     prefix = f"heartbeats-{machine().replace('/', '-')}"
     for path in Path(where).glob(f"{prefix}.*"):
@@ -464,12 +463,12 @@ def heartbeat_folder() -> Path:
 
 
 def log(text: str) -> None:
-    """A line of the supervisor among those of the job."""
+    """Log a line among those of the job."""
     put_out(f"[supervise {time.strftime('%H:%M:%S')}] {text}\n".encode(errors="replace"))
 
 
 def put_out(text: bytes) -> None:
-    """Write to our own output, if there is one: a terminal or a reader that has gone away ends no job."""
+    """Write to our own output, if it exists: a closed terminal or pipe does not end the job."""
     if sys.stdout is None:
         return
     try:

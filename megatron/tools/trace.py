@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which documents a step was trained on, when a document was or will be seen, which documents hold a text.
+"""Trace training data: the documents of a step, the steps that see a document, the documents that hold a text.
 
     python -m megatron.tools.trace --load checkpoints --iter 1200
     python -m megatron.tools.trace --load checkpoints --doc 4711
     python -m megatron.tools.trace --load checkpoints --text "the old man and the"
     python -m megatron.tools.trace --load checkpoints --sample 38400
-    python -m megatron.tools.trace --iter 5 --data-path corpus_text_document --num-layers 12 ...    (a run to come)
+    python -m megatron.tools.trace --iter 5 --data-path corpus_text_document --num-layers 12 ...    (a future run)
 
---load is the folder of a run: its metrics.jsonl says which launches it had and which steps count; a checkpoint alone does,
-too, for a run that never changed its batch. Without a run it takes the flags of pretrain_gpt.py, and --world-size.
-Answers come from the index maps that training itself reads. Where a step's ledger was recorded, the tokens that the answer
-names are hashed and compared with it.
+--load is the folder of a run: its metrics.jsonl lists its launches and the steps that count; a checkpoint alone is enough
+for a run that never changed its batch. Without a run it takes the flags of pretrain_gpt.py, and --world-size.
+Answers come from the index maps that training itself reads. If a step's ledger was recorded, the tokens of the answer
+are hashed and compared with it.
 """
 
 import json
@@ -28,13 +28,13 @@ from megatron.settings.schema import Data, TokenizerSettings, setting
 from megatron.training.document_trace import DocumentTrace
 from megatron.training.launches import planned, read_run
 
-MOST_VERIFIED = 1000  # documents whose text is compared with what is looked for
-WHOLE = 0.5  # share of a text's n-grams from which a document is told of
+MOST_VERIFIED = 1000  # documents whose decoded text is searched
+WHOLE = 0.5  # smallest share of a text's n-grams for which a document is listed
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What is asked, and how it is answered."""
+    """The questions, and how they are answered."""
 
     iter: Optional[list[int]] = setting("steps: which documents were they trained on?", None, "--iteration")
     sample: Optional[list[int]] = setting("places in the order of training: which documents?", None)
@@ -42,7 +42,7 @@ class TraceOptions:
     text: Optional[str] = setting("a text: which documents hold it, and which steps see them?", None)
     words: bool = setting("with --text: capitals, punctuation and white space do not count (decodes all tokens)", False)
     of: Literal["train", "valid", "test"] = setting("training, or the samples of evaluations", "train")
-    first: int = setting("how many samples, steps or documents are told of each", 20)
+    first: int = setting("samples, steps or documents that are shown of each", 20)
     show: int = setting("characters of each document's text; 0: none", 80)
     sources: Optional[list[str]] = setting("folders with the source files, where they have moved", None)
     json: bool = setting("everything, as JSON lines", False)
@@ -50,7 +50,7 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where the run is."""
+    """The folder of the run."""
 
     load: Optional[str] = setting("folder of a run: checkpoints, or metrics.jsonl", None)
 
@@ -59,8 +59,8 @@ COMMON = (*TraceOptions.__dataclass_fields__, "load", "data_path", "vocab_file",
 
 
 def main(argv: list[str]) -> None:
-    """Find the run, answer."""
-    history, options, tokenizer = settle(argv)
+    """Read the run and print the answers."""
+    history, options, tokenizer = read_command(argv)
     trace = DocumentTrace(history, options.of, tokenizer, _note, options.sources or ())
     answers = Answers(trace, options)
     for note in history.notes:
@@ -76,8 +76,8 @@ def main(argv: list[str]) -> None:
     sys.stdout.flush()
 
 
-def settle(argv: list[str]):
-    """(RunHistory, options, settings of the tokenizer) of a command line."""
+def read_command(argv: list[str]):
+    """Read a command line into (RunHistory, options, settings of the tokenizer)."""
     light = dict(trace=TraceOptions, run=RunFolder, data=Data, tokenizer=TokenizerSettings)
     prog, about = "python -m megatron.tools.trace", __doc__.splitlines()[0]
     of_training = any(word.split("=")[0].replace("_", "-") in ("--num-layers", "--config", "-c") for word in argv)
@@ -115,17 +115,17 @@ def settle(argv: list[str]):
 
 
 def with_data(launch, changed: dict[str, Any]):
-    """A launch whose token files are elsewhere now. What would change the order is refused."""
+    """Replace the paths of a launch whose token files have moved. Settings that would change the order are refused."""
     allowed = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_cache_path"}
     if set(changed) - allowed:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(set(changed) - allowed))
-        raise UsageError(f"{names}: the run itself says it", do="with --load, only paths of moved files can be given")
+        raise UsageError(f"{names}: set by the run itself", do="with --load, only paths of moved files can be given")
     config = launch.config
     return replace(launch, config=replace(config, data=replace(config.data, **changed)))
 
 
 def check(options: TraceOptions) -> TraceOptions:
-    """Raise UsageError for no question, SettingsError for numbers that cannot be."""
+    """Raise UsageError without a question, SettingsError for numbers out of range."""
     if not any((options.iter, options.sample, options.doc, options.text is not None)):
         raise UsageError("what is asked?", do="--iter N, --sample K, --doc N or --text '...'")
     if options.text is not None and not options.text.strip():
@@ -143,7 +143,7 @@ class Answers:
     options: TraceOptions
 
     def show_step(self, iteration: int) -> None:
-        """The documents of a step; of an evaluation behind it, with --of."""
+        """Print the documents of a step; with --of, of the evaluation after it."""
         if self.options.of != "train":
             return self.show_evaluation(iteration)
         launch = self.trace.history.launch_of(iteration)
@@ -163,7 +163,7 @@ class Answers:
             )
 
     def show_evaluation(self, iteration: int) -> None:
-        """The documents of the evaluation of a split behind a step."""
+        """Print the documents of the evaluation of a split after a step."""
         passes = [one for one in self.trace.history.passes(self.options.of) if one.iteration == iteration]
         if not passes:
             known = ", ".join(str(one.iteration) for one in self.trace.history.passes(self.options.of)[:10])
@@ -175,24 +175,24 @@ class Answers:
             head = dict(
                 kind="evaluation", split=self.options.of, iteration=iteration, first_sample=one.first, samples=one.size
             )
-            words = f"evaluation on {self.options.of} data behind iteration {iteration}"
+            words = f"evaluation on {self.options.of} data after iteration {iteration}"
             self.say(head, f"{words}: samples {one.first:,} to {one.first + one.size - 1:,} of its order")
             for place in self._some(range(one.first, one.first + one.size)):
                 self._show_parts(launch, self.trace.dataset(launch), place, {}, "")
 
     def show_sample(self, place: int) -> None:
-        """The documents of a place in the order, and the steps that read it."""
+        """Print the documents of a place in the order, and the steps that read it."""
         when = self.trace.when(np.array([place]))
         readers = [one for one in self.trace.launches if any(own is one for own, _, _ in when)]
         for launch in readers or self.trace.launches[-1:]:
             steps = [step for own, step, _ in when if own is launch]
-            told = "; ".join(map(self._words_of_when, steps)) or "no step reads it"
+            read_by = "; ".join(map(self._words_of_when, steps)) or "no step reads it"
             iterations = [step.iteration for step in steps]
-            self.say(dict(kind="sample", sample=place, iterations=iterations), f"sample {place:,}: {told}")
+            self.say(dict(kind="sample", sample=place, iterations=iterations), f"sample {place:,}: {read_by}")
             self._show_parts(launch, self.trace.dataset(launch), place, {}, "")
 
     def show_document(self, prefix: str, document: int, more: Optional[dict] = None) -> None:
-        """When a document is seen."""
+        """Print a document and the steps that see it."""
         from megatron.data.places import epoch_length, sequences_of_document
 
         tokens = self.trace.files[prefix]
@@ -232,7 +232,7 @@ class Answers:
             print(f"  no {'step' if self.options.of == 'train' else 'evaluation'} of this run reads it")
 
     def show_text(self, text: str) -> None:
-        """The documents that hold a text, and when they are seen."""
+        """Print the documents that hold a text, and the steps that see them."""
         from megatron.data.text_search import search, search_words, variants_of
 
         if self.trace.tokenizer is None:
@@ -240,7 +240,7 @@ class Answers:
                 "--text needs the run's tokenizer", do="--vocab-file and --merge-file, or --tokenizer-model"
             )
         variants = [] if self.options.words else variants_of(text, self.trace.tokenizer.encode)
-        found, parts = [], []
+        whole, parts = [], []
         for prefix, tokens in self.trace.files.items():
             if self.options.words:
                 decoded = ((number, self.trace.decoded(prefix, number)) for number in range(tokens.num_documents))
@@ -251,17 +251,17 @@ class Answers:
                 exact = number < MOST_VERIFIED and text in self.trace.decoded(prefix, holder.document)
                 exact = holder.share == 1 if self.options.words else exact
                 if exact:
-                    found.append((prefix, holder, True))
+                    whole.append((prefix, holder, True))
                 elif holder.share >= WHOLE:
                     parts.append((prefix, holder, False))
-        told = sorted(found + parts, key=lambda row: (not row[2], -row[1].share))
-        head = dict(kind="text", text=text, documents=len(found), partly=len(parts))
-        self.say(head, f"{len(found):,} documents hold the text, {len(parts):,} at least half of its n-grams")
-        for prefix, holder, exact in told if self.options.json else told[: self.options.first]:
+        rows = sorted(whole + parts, key=lambda row: (not row[2], -row[1].share))
+        head = dict(kind="text", text=text, documents=len(whole), partly=len(parts))
+        self.say(head, f"{len(whole):,} documents hold the text, {len(parts):,} at least half of its n-grams")
+        for prefix, holder, exact in rows if self.options.json else rows[: self.options.first]:
             self.show_document(prefix, holder.document, dict(share=round(holder.share, 4), exact=exact))
 
     def document_named(self, word: str) -> tuple[str, int]:
-        """(prefix, document) of N or PREFIX:N. Raises UsageError for one that is not clear."""
+        """(prefix, document) of N or PREFIX:N. Raises UsageError if it is ambiguous or unknown."""
         name, colon, number = word.rpartition(":")
         if not number.isdecimal():
             raise UsageError(f"--doc {word}: N or PREFIX:N is wanted")
@@ -285,7 +285,7 @@ class Answers:
         return places[: self.options.first]
 
     def _snippet(self, prefix: str, document: int, part=None) -> str:
-        """The beginning of a document, or of a part of it, on a line of its own."""
+        """The beginning of a document, or of a part of it, on its own line."""
         if not self.options.show:
             return ""
         if part is not None and self.trace.tokenizer is not None:
@@ -332,19 +332,19 @@ class Answers:
         words = f"iteration {head['iteration']:,}: samples {head['first_sample']:,} to {last:,}"
         words += f", {launch.config.batch.micro_batch_size} at a time on {launch.dp} data ranks"
         if head["skipped"]:
-            words += "; it was left out: nothing was trained on them"
+            words += "; it was skipped: they were not trained on"
         elif not head["done"]:
-            words += "; it is to come"
-        told = dict(
+            words += "; it is upcoming"
+        verdicts = dict(
             agrees="the ledger agrees: these are its very tokens", differs="THE LEDGER DIFFERS: its tokens were others"
         )
-        return words + (f"; {told[head['ledger']]}" if head["ledger"] else "")
+        return words + (f"; {verdicts[head['ledger']]}" if head["ledger"] else "")
 
     def _words_of_when(self, step) -> str:
         words = f"{'iteration' if self.options.of == 'train' else 'evaluation at iteration'} {step.iteration:,}"
         if _skipped(step):
-            return f"{words} (left out)"
-        return words if step.done else f"{words} (to come)"
+            return f"{words} (skipped)"
+        return words if step.done else f"{words} (upcoming)"
 
     @staticmethod
     def _words_of_source(source: Optional[dict]) -> str:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a vocabulary on JSON lines or text: byte-level BPE as GPT-2's, word pieces as BERT's, or SentencePiece's unigrams.
+"""Train a vocabulary on JSON lines or text: GPT-2's byte-level BPE, BERT's word pieces, or SentencePiece's unigrams.
 
     python -m megatron.tools.train_tokenizer --input corpus.jsonl --vocab-size 8192 --output vocabulary/
 
-writes vocab.json and merges.txt, which `--tokenizer-type GPT2BPETokenizer --vocab-file --merge-file` reads. Ids are laid
-out as GPT-2's: 256 bytes, one id per merge, `<|endoftext|>` last. With `--kind word-piece` it writes vocab.txt, which
-`--tokenizer-type BertWordPieceLowerCase --vocab-file` reads (`word-piece-cased`: BertWordPieceCase): [PAD], [UNK], [CLS],
-[SEP], [MASK], characters, pieces. With `--kind unigram` the library SentencePiece trains its unigram model, as T5's, and
-tokenizer.model is what `--tokenizer-type SentencePieceTokenizer --tokenizer-model` reads: <pad>, </s>, <unk>, <s>, [CLS],
-[SEP], [MASK], pieces. Its pieces of Chinese are words, where `word-piece` has
-characters. The same input gives the same files.
+writes vocab.json and merges.txt for `--tokenizer-type GPT2BPETokenizer --vocab-file --merge-file`. Ids have GPT-2's
+layout: 256 bytes, one id per merge, `<|endoftext|>` last. `--kind word-piece` writes vocab.txt for
+`--tokenizer-type BertWordPieceLowerCase --vocab-file` (`word-piece-cased`: BertWordPieceCase): [PAD], [UNK], [CLS],
+[SEP], [MASK], characters, pieces. `--kind unigram` trains SentencePiece's unigram model, as T5's, and writes
+tokenizer.model for `--tokenizer-type SentencePieceTokenizer --tokenizer-model`: <pad>, </s>, <unk>, <s>, [CLS], [SEP],
+[MASK], pieces. Its Chinese pieces are words; those of `word-piece` are characters. The same input gives the same files.
 """
 
 import io
@@ -31,21 +30,21 @@ from megatron.storage.durable import whole_file
 from megatron.tokenizer.byte_level import BYTE_TO_CHARACTER, END_OF_TEXT
 
 SMALLEST = len(BYTE_TO_CHARACTER) + 2  # the bytes, one merge, end of text
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # the first of BERT's tokens
-ENDS = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=3, pad_piece="<pad>")  # of a model of unigrams; T5's numbers
-OF_UNIGRAMS = ("max_piece_length", "spaces_apart", "character_coverage")  # settings of these alone
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # BERT's first tokens
+ENDS = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=3, pad_piece="<pad>")  # of a unigram model; T5's ids
+OF_UNIGRAMS = ("max_piece_length", "spaces_apart", "character_coverage")  # settings of --kind unigram only
 FILES = {
     "byte-level": ("vocab.json", "merges.txt"),
     "word-piece": ("vocab.txt",),
     "word-piece-cased": ("vocab.txt",),
     "unigram": ("tokenizer.model",),
 }
-SPACE = "\u2581"  # what SentencePiece makes of one
+SPACE = "\u2581"  # SentencePiece's symbol
 
 
 @dataclass(frozen=True)
 class TrainTokenizerOptions:
-    """What to train on, and how large the vocabulary shall be."""
+    """The text to train on, and the size of the vocabulary."""
 
     input: list[str] = setting("JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
     output: str = setting("folder for vocab.json and merges.txt, or vocab.txt, or tokenizer.model", ".")
@@ -60,7 +59,7 @@ class TrainTokenizerOptions:
     min_frequency: int = setting("a pair that occurs less often is not merged (not of unigram)", 2)
     max_piece_length: int = setting("characters of a piece, at most (of unigram); of Chinese words, 4", 16)
     spaces_apart: bool = setting(
-        "a space is a piece of its own (of unigram): words are the same pieces behind one and elsewhere, as Chinese needs",
+        "a space is a piece of its own (of unigram): words have the same pieces after one and elsewhere, as Chinese needs",
         False,
     )
     character_coverage: float = setting("share of all characters that get a piece of their own (of unigram)", 0.9995)
@@ -91,7 +90,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(settings: TrainTokenizerOptions) -> None:
-    """Raise SettingsError for what cannot be."""
+    """Raise SettingsError for numbers out of range."""
     if not 1 <= settings.max_piece_length <= 512:
         raise SettingsError(f"--max-piece-length {settings.max_piece_length} has to be from 1 to 512")
     if not 0.98 <= settings.character_coverage <= 1:
@@ -99,7 +98,7 @@ def check(settings: TrainTokenizerOptions) -> None:
 
 
 def train_byte_level(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tuple[Path, int]:
-    """(vocab.json, its number of tokens); merges.txt is written beside it."""
+    """Train byte-level BPE; returns (vocab.json, its number of tokens). merges.txt is written next to it."""
     if settings.vocab_size < SMALLEST:
         raise SettingsError(
             f"--vocab-size {settings.vocab_size} is too small",
@@ -116,10 +115,10 @@ def train_byte_level(settings: TrainTokenizerOptions, texts: Iterator[str]) -> t
 
 
 def train_word_pieces(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tuple[Path, int]:
-    """(vocab.txt, its number of tokens).
+    """Train word pieces; returns (vocab.txt, its number of tokens).
 
-    The library numbers the characters inside of words as it comes across them in a hash table, and decides between pairs of
-    equal frequency by these numbers: they are given to it beforehand, as if they were special tokens.
+    The library numbers the characters inside words in the order of a hash table, and uses the numbers to choose between
+    pairs of equal frequency. Passing the characters as special tokens fixes the order.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -156,7 +155,7 @@ def train_word_pieces(settings: TrainTokenizerOptions, texts: Iterator[str]) -> 
 
 
 def train_unigrams(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tuple[Path, int]:
-    """(tokenizer.model, its number of tokens). One thread trains: sums of several would differ in their last bits."""
+    """Train unigrams; returns (tokenizer.model, its number of tokens). In one thread: with several, sums would vary."""
     try:
         from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
     except ImportError:
@@ -195,8 +194,8 @@ def train_unigrams(settings: TrainTokenizerOptions, texts: Iterator[str]) -> tup
 
 
 def characters_of(counts: Mapping[str, int], room: int) -> tuple[list[str], list[str]]:
-    """(those that get a token, those of them that get another one inside of words), in order: the most frequent ones that
-    have room with their two tokens or one. Rarer ones are [UNK].
+    """Choose characters: (those that get a token, those that get another one inside words), sorted. The most frequent
+    ones are taken as long as there is room for their one or two tokens. Rarer ones are [UNK].
 
     >>> characters_of({"b": 9, "a": 8, ".": 7, " ": 9, "c": 1}, 5)
     (['.', 'a', 'b'], ['a', 'b'])
@@ -209,7 +208,7 @@ def characters_of(counts: Mapping[str, int], room: int) -> tuple[list[str], list
 
 
 def _stands_in_words(character: str) -> bool:
-    """Whether a word can have this character behind its first: BERT's words end at punctuation, and at each Han sign."""
+    """Whether a character can follow another in a word: BERT splits at punctuation and at Chinese characters."""
     if character.isascii():
         return character.isalnum()
     name = unicodedata.name(character, "")
@@ -217,7 +216,7 @@ def _stands_in_words(character: str) -> bool:
 
 
 def texts_of(settings: TrainTokenizerOptions) -> Iterator[str]:
-    """The texts of the input, as many as shall be read. Raises DataError naming file and line."""
+    """The texts of the input, up to --max-megabytes. Raises DataError naming file and line."""
     room = int(settings.max_megabytes * 1e6)
     for text in read_texts(find_sources(settings.input, settings.document_separator), settings.json_keys):
         yield text
@@ -233,7 +232,7 @@ def learn_merges(texts: Iterator[str], vocab_size: int, min_frequency: int) -> l
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,  # end of text comes on top
+        vocab_size=vocab_size - 1,  # without end of text
         min_frequency=min_frequency,
         initial_alphabet=list(BYTE_TO_CHARACTER),
         show_progress=False,

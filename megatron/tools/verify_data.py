@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify token files: every byte against the manifest beside them, and every number of the index against the others.
+"""Verify token files: every byte against their manifest, and the numbers of the index against each other.
 
     python -m megatron.tools.verify_data corpus_text_document other_text_document
     python -m megatron.tools.verify_data corpus_text_document --write     make the manifest of files that have none
 
-Exit code 4: something is damaged, each damage on a line. Training does the first half with --verify-data.
+Exit code 4: a file is damaged; each problem is a line. Training checks the manifest with --verify-data.
 """
 
 import sys
@@ -20,13 +20,13 @@ PIECE = 1 << 20  # sequences checked at a time
 
 @dataclass(frozen=True)
 class VerifyDataOptions:
-    """What to do besides reading."""
+    """What to do in addition to reading."""
 
     write: bool = setting("take the files as they are now, if their numbers agree, and write their manifest", False)
 
 
 def main(argv: list[str]) -> None:
-    """Verify the prefixes that stand before the flags."""
+    """Verify the prefixes before the flags."""
     prefixes, flags = divide(argv, VerifyDataOptions)
     settings = parse_one(flags, VerifyDataOptions, "python -m megatron.tools.verify_data PREFIX ...", __doc__)
     if not prefixes:
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
 
 
 def examine(prefix: str, write: bool) -> tuple[list[str], int]:
-    """(problems, bytes) of one dataset; writes its manifest when asked to and nothing is wrong."""
+    """(problems, bytes) of one dataset; writes its manifest if asked to and there are no problems."""
     import os
 
     from megatron.data import manifest
@@ -72,7 +72,7 @@ def examine(prefix: str, write: bool) -> tuple[list[str], int]:
 
 
 def companion_problems(prefix: str) -> list[str]:
-    """What is wrong with `<prefix>.origin` and `<prefix>.contamination`, where they are."""
+    """Problems of `<prefix>.origin` and `<prefix>.contamination`, if they exist."""
     import os
 
     from megatron.data import contamination, origin

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check, before paying for a job, that its layout computes the same training as one process.
+"""Check, before a job runs, that its layout computes the same training as one process.
 
     python -m megatron.tools.verify_layout --layouts tp2,pp2,tp2sp-pp2-dp2-zero1 --shrink <flags of the training>
 
-Each layout trains a few steps on CPU processes of this machine, from the same weights and data as one process, and is
-compared with it in loss, gradient norm and every parameter. Exit code 0: all agree; 1: one does not, or the model's own
-code raises, reported with its file and line (--debug: with its traceback).
+Each layout trains a few steps on CPU processes of this machine, from the same weights and data as one process, and
+the loss, gradient norm and every parameter are compared. Exit code 0: all agree; 1: one differs, or the model's own
+code raises, which is reported with its file and line (--debug: with its traceback).
 """
 
 import math
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
 
 
 def verify(argv: list[str]) -> None:
-    """See `main`. Raises what a recipe's code raises in this process, before there are ranks."""
+    """See `main`. Raises errors of a recipe's code in this process, before ranks start."""
     config, asked = parse_with_options(argv, VerifyLayoutOptions, __doc__.splitlines()[0])
     if asked.steps < 1:
         raise SettingsError(f"--steps {asked.steps} must be at least 1")
@@ -82,9 +82,10 @@ def verify(argv: list[str]) -> None:
         if raised := isinstance(other, str):
             worst = other
         else:
-            found = compare(reference, other)
-            worst, sizes = found.worst, (f"{size:.1e}" for size in (found.loss, found.norm, found.weight))
-        verdicts.append(not raised and found.passes(precision))
+            differences = compare(reference, other)
+            values = (differences.loss, differences.norm, differences.weight)
+            worst, sizes = differences.worst, (f"{size:.1e}" for size in values)
+        verdicts.append(not raised and differences.passes(precision))
         result = f"{'PASS' if verdicts[-1] else 'FAIL'} ({worst})"
         print(row(layout.text, layout.world_size, result, *sizes), flush=True)
     limits = TOLERANCE[precision]
@@ -102,13 +103,13 @@ def row(layout: str, ranks, result: str, loss: str = "-", norm: str = "-", weigh
 
 
 def possible(config: Config, layouts: list) -> list[tuple]:
-    """Each layout with the settings that are resolved for it. Raises SettingsError that names all impossible ones."""
+    """Resolve the settings of each layout. Raises SettingsError that names all impossible ones."""
     from megatron.planner.parity import laid_out
 
-    found, refused = [], {}
+    resolved, refused = [], {}
     for layout in layouts:
         try:
-            found.append((layout, laid_out(config, layout)))
+            resolved.append((layout, laid_out(config, layout)))
         except SettingsError as error:
             refused[layout.text] = error
     if len(layouts) == 1:
@@ -119,11 +120,11 @@ def possible(config: Config, layouts: list) -> list[tuple]:
             f"{len(refused)} of {len(layouts)} layouts cannot be:"
             + "".join(f"\n{text}: {error}" for text, error in refused.items())
         )
-    return found
+    return resolved
 
 
 def trained(config: Config, world_size: int, steps: int):
-    """The trace of a few steps, or what a rank raised, in words. A failure of settings, data or disk is raised."""
+    """The trace of a few steps, or a rank's error as text. A failure of settings, data or disk is raised."""
     from megatron.model.recipe import recipe_of
     from megatron.mpu.forked import RankFailed
     from megatron.planner.parity import trace
@@ -139,7 +140,7 @@ def trained(config: Config, world_size: int, steps: int):
 
 
 def wanted(config: Config, asked: VerifyLayoutOptions) -> tuple[Config, list]:
-    """The settings to compare in, and the layouts that the command line names, or the one that its flags describe."""
+    """The settings to compare in, and the layouts of --layouts, or else the one of the flags."""
     from megatron.planner.parity import layout_of, one_batch, parse_layout
     from megatron.planner.shrink import asked_ranks, narrowed, original, shrunk_job_of
 
@@ -168,7 +169,7 @@ def wanted(config: Config, asked: VerifyLayoutOptions) -> tuple[Config, list]:
 
 
 def common_sizes(layouts: list):
-    """What a small model must be divisible by so that each of the layouts can be compared in it."""
+    """The sizes that a small model must be divisible by for all of the layouts."""
     from megatron.planner.shrink import Sizes
 
     tp, pp, dp, cp, stages = (

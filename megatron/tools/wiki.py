@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wiki's dump -> the plain texts of its articles, in folders as WikiExtractor writes them.
+"""Extract the plain text of a wiki dump's articles, into folders as WikiExtractor writes them.
 
     python -m megatron.tools.wiki enwiki-latest-pages-articles.xml.bz2 --output text --json --workers 8
 
 text/AA/wiki_00, wiki_01 ... hold lines {"id", "revid", "url", "title", "text"}; preprocess_data.py --input text takes them.
-Redirects, other namespaces than --namespaces and pages without text are left out. The folder appears when all of it is
-there, with the same bytes for any --workers. What a text keeps of a page: megatron/corpus/wikitext.py.
+Redirects, namespaces not in --namespaces and pages without text are left out. The folder appears when it is complete,
+with the same bytes for any --workers. megatron/corpus/wikitext.py documents what a text keeps of a page.
 """
 
 import bz2
@@ -37,9 +37,9 @@ from megatron.settings.schema import setting
 from megatron.storage.durable import WriterLock, storage_errors, sync_folder
 
 PROG = "python -m megatron.tools.wiki"
-SECONDS = 20  # that a page may take: broken markup can take time with the square of its length
-PIECES_AHEAD = 4  # of each worker
-SHOWN = 5  # pages that were set aside, of which the title is told
+SECONDS = 20  # limit for a page: broken markup can take time quadratic in its length
+PIECES_AHEAD = 4  # queued pieces per worker
+SHOWN = 5  # titles of pages set aside that are printed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
     if not os.path.exists(dump):
         raise DataError(f"{dump}: no such file", do=f"{PROG} enwiki-latest-pages-articles.xml.bz2")
     try:
-        import mwparserfromhell  # noqa: F401  # said before anything is written
+        import mwparserfromhell  # noqa: F401  # checked before anything is written
     except ImportError as error:
         do = "pip install '.[corpus]' (or mwparserfromhell)"
         raise DataError("dumps of wikis need the package mwparserfromhell", str(error), do) from None
@@ -86,19 +86,19 @@ def main(argv: list[str]) -> None:
         print(f"set aside: {title}", file=sys.stderr)
 
 
-LEFT_OUT = ("redirects", "namespace", "empty", "unparsed")  # reasons, in the order in which they are told
+LEFT_OUT = ("redirects", "namespace", "empty", "unparsed")  # reasons, in the order of the summary
 
 
 def file_bytes(text: str) -> int:
     """`1M` -> 1048576. Raises SettingsError."""
-    found = re.fullmatch(r"(\d+)([kKmMgG]?)", text)
-    if not found:
+    match = re.fullmatch(r"(\d+)([kKmMgG]?)", text)
+    if not match:
         raise SettingsError(f"--bytes {text}: a number is wanted, or one with K, M or G")
-    return int(found[1]) << dict(k=10, m=20, g=30).get(found[2].lower(), 0)
+    return int(match[1]) << dict(k=10, m=20, g=30).get(match[2].lower(), 0)
 
 
 def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
-    """Write the folder. Returns what was counted, and the titles of pages that could not be read, with reasons."""
+    """Write the folder. Returns counts, and the titles of unreadable pages with reasons."""
     target = Path(options.output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"--output {target} is there and not empty", do="give another one, or remove it")
@@ -112,7 +112,7 @@ def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
         except Locked as error:
             raise Locked(f"{target} is being written by another command", error.why, "give another --output") from None
         try:
-            for path in aside.iterdir():  # of a run that was killed
+            for path in aside.iterdir():  # left by a killed run
                 if path.name != ".lock":
                     shutil.rmtree(path)
             with closing(ArticleFiles(aside, file_bytes(options.bytes), options.compress)) as files:
@@ -135,7 +135,7 @@ def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
 
 
 class ArticleFiles:
-    """AA/wiki_00 ... AA/wiki_99, AB/wiki_00 ...: a file is full before the article that it cannot hold."""
+    """Writes articles to AA/wiki_00 ... AA/wiki_99, AB/wiki_00 ...; a file that an article does not fit in is closed."""
 
     def __init__(self, folder: Path, size: int, compress: bool):
         self._folder, self._size, self._compress = folder, size, compress
@@ -161,7 +161,7 @@ class ArticleFiles:
 
 
 def folders() -> Iterator[str]:
-    """AA, AB ... ZZ, AAA ...
+    """Yield names of folders: AA, AB ... ZZ, AAA ...
 
     >>> names = [name for name, _ in zip(folders(), range(677))]
     >>> [names[n] for n in (0, 1, 26, 675, 676)]
@@ -173,12 +173,12 @@ def folders() -> Iterator[str]:
 
 # ---- pieces of the dump, in processes ------------------------------------------------------------------------------------
 
-Extracted = tuple[list[str], Counter, list[str]]  # articles as they are written; counts; titles that were set aside
+Extracted = tuple[list[str], Counter, list[str]]  # articles as written; counts; titles set aside
 
 
 @dataclass
-class _Given:
-    """A piece of the dump, and the worker that has it."""
+class _Task:
+    """A piece of the dump, and its worker."""
 
     piece: bytes
     worker: int
@@ -186,12 +186,12 @@ class _Given:
 
 
 def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
-    """What comes of each piece, in the order of the dump. A worker that dies is replaced; its page is set aside."""
+    """Extract all pieces, in the order of the dump. A worker that dies is replaced; its page is set aside."""
     source, workers = WikiDump(dump), options.workers or os.cpu_count() or 1
     pools: list[Optional[ProcessPoolExecutor]] = [None] * workers
-    given: deque[_Given] = deque()
+    given: deque[_Task] = deque()
 
-    def submit(task: _Given) -> None:
+    def submit(task: _Task) -> None:
         pools[task.worker] = pools[task.worker] or process_pool(1)
         task.future = pools[task.worker].submit(extract_piece, task.piece, options, source.base)
 
@@ -209,7 +209,7 @@ def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
 
     try:
         for number, piece in enumerate(source.pieces()):
-            given.append(_Given(piece, number % workers))
+            given.append(_Task(piece, number % workers))
             submit(given[-1])
             if len(given) >= PIECES_AHEAD * workers:
                 yield first()
@@ -222,7 +222,7 @@ def _all_pieces(dump: str, options: WikiOptions) -> Iterator[Extracted]:
 
 
 def _one_by_one(piece: bytes, options: WikiOptions, base: str) -> Extracted:
-    """A piece that brought its worker down, page by page, so that the others are kept."""
+    """Extract page by page a piece that killed its worker, so that its other pages are kept."""
     texts, counts, titles, pool = [], Counter(), [], None
     for page in _single(piece):
         pool = pool or process_pool(1)
@@ -241,18 +241,18 @@ def _one_by_one(piece: bytes, options: WikiOptions, base: str) -> Extracted:
 def _single(piece: bytes) -> Iterator[bytes]:
     """The pages of a piece, as bytes."""
     at = 0
-    while (found := piece.find(END, at)) >= 0:
-        yield piece[at : found + len(END)]
-        at = found + len(END)
+    while (end_at := piece.find(END, at)) >= 0:
+        yield piece[at : end_at + len(END)]
+        at = end_at + len(END)
 
 
 def _title(page: bytes) -> str:
-    found = re.search(rb"<title>([^<]*)", page)
-    return html.unescape(found[1].decode(errors="replace")) if found else "?"
+    match = re.search(rb"<title>([^<]*)", page)
+    return html.unescape(match[1].decode(errors="replace")) if match else "?"
 
 
 def extract_piece(piece: bytes, options: WikiOptions, base: str) -> Extracted:
-    """What comes of some pages. The process ends where one of them takes more than SECONDS."""
+    """Extract some pages. The process ends if one of them takes more than SECONDS."""
     texts, counts, titles = [], Counter(bytes=len(piece)), []
     site, taken = WikiSite(lists=options.lists), options.namespaces.split(",")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -263,7 +263,7 @@ def extract_piece(piece: bytes, options: WikiOptions, base: str) -> Extracted:
             try:
                 text = plain_text(page.text, site)
                 reason = "" if len(text) >= max(1, options.min_text_length) else "empty"
-            except Exception as error:  # of the parser, at markup that it cannot take
+            except Exception as error:  # the parser fails at some markup
                 reason = "unparsed"
                 titles.append(f"{page.title}: {type(error).__name__}")
             finally:
@@ -275,7 +275,7 @@ def extract_piece(piece: bytes, options: WikiOptions, base: str) -> Extracted:
 
 
 def _read_pages(piece: bytes, counts: Counter, titles: list[str]) -> Iterator[WikiPage]:
-    """The pages of a piece; those that are no XML are counted as unparsed, and their titles kept."""
+    """The pages of a piece; pages of bad XML are counted as unparsed, and their titles kept."""
     try:
         yield from pages_of(piece)
     except BadPages:
@@ -288,7 +288,7 @@ def _read_pages(piece: bytes, counts: Counter, titles: list[str]) -> Iterator[Wi
 
 
 def written(page: WikiPage, text: str, base: str, as_json: bool) -> str:
-    """An article as it stands in a file."""
+    """An article as written to a file."""
     url = f"{base}?curid={page.id}"
     if as_json:
         record = dict(id=page.id, revid=page.revision, url=url, title=page.title, text=text)

@@ -51,10 +51,10 @@ def test_what_the_page_says():
     assert "filter, shard &lt;3&gt;" in page and "ValueError: &amp; bad" in page and "runs/&lt;x&gt;" in page
     texts = [one.text for one in picture(page).iter(f"{SVG}text")]
     assert texts == ["00-shards", "3 of 3", "01-filter", "1 of 5"]
-    for state in ("done", "failed", "stopped", "unknown", "killed: the same command goes on"):
+    for state in ("done", "failed", "stopped", "unknown", "killed: the same command resumes it"):
         assert not refreshes(status_page(dict(told, state=state), "x"))
     assert refreshes(status_page(dict(told, state="running, or killed"), "x"))
-    assert "the same command goes on" in status_page(dict(told, state="killed: the same command goes on"), "x")
+    assert "the same command resumes it" in status_page(dict(told, state="killed: the same command resumes it"), "x")
     assert "unknown" in status_page(dict(phases={}), "x")
 
 

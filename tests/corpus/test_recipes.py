@@ -132,14 +132,14 @@ def test_the_commands(recipe, tmp_path, capsys):
     assert "read: 120 documents" in told and "lines set aside: 3 (not JSON 3)" in told
     assert f"TooShort.too_short dropped {sum(len(t) < 12 for t in SmallCorpus(tmp_path).texts)}" in told
     assert final_texts(tmp_path / "out") == SmallCorpus(tmp_path).expected()
-    assert "every file is as its receipt says" in said("check")
+    assert "every file matches its receipt" in said("check")
     assert "done" in said("status")
     path = tmp_path / "out" / "status.json"
     told = json.loads(path.read_text())
     path.write_text(json.dumps(told | dict(state="running")))
     assert "running, 0 s ago" in said("status").replace("1 s ago", "0 s ago")
     path.write_text(json.dumps(told | dict(state="running", driver=["1-77", told["driver"][1]])))
-    assert "killed: the same command goes on" in said("status")
+    assert "killed: the same command resumes it" in said("status")
     phases = json.loads(said("status", "--json"))["phases"]
     assert phases and all(done == total for done, total in phases.values())
     assert "0 folders" in said("clean")

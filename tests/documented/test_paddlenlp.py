@@ -76,7 +76,7 @@ def test_a_switch_that_is_off_decides_in_every_order(name, neighbour, capsys, tm
     for words in itertools.permutations([f"--{name} false", neighbour]):
         assert seen(parse_pretrain([*TINY, *" ".join(words).split()])) == off, words
         shown = neighbour.replace("_", "-", 1)
-        assert f"{shown} has no effect: --{name.replace('_', '-')} false says so" in capsys.readouterr().err
+        assert f"{shown} has no effect: overridden by --{name.replace('_', '-')} false" in capsys.readouterr().err
     (tmp_path / "run.yaml").write_text(f"{name}: false\n")
     over_a_file = parse_pretrain([*TINY, "-c", str(tmp_path / "run.yaml"), *neighbour.split()])
     assert seen(over_a_file) != off  # another source counts
@@ -128,7 +128,7 @@ LAUNCH, TRAIN = "python -m paddle.distributed.launch", "run_pretrain.py --max_lr
 @pytest.mark.parametrize(
     "words, start, told",
     [
-        (f"{LAUNCH} --gpus 2,3 --devices 0,1 {TRAIN}", "torchrun --nproc-per-node 2 pre", "--devices 0,1 says which"),
+        (f"{LAUNCH} --gpus 2,3 --devices 0,1 {TRAIN}", "torchrun --nproc-per-node 2 pre", "--devices 0,1 overrides it"),
         (f"{LAUNCH} --gpus 2,3 --devices 4,5 {TRAIN}", "CUDA_VISIBLE_DEVICES=4,5 torchrun --nproc-per-node 2 pre", ""),
         (f"{LAUNCH} --gpus 2,3 --nproc_per_node 4 {TRAIN}", "torchrun --nproc-per-node 4", "these are 2 devices"),
         (f"python {TRAIN} --sharding_stage 2 --use_sharding false", "python pre", "--use_sharding false says another"),

@@ -330,7 +330,7 @@ def test_words_of_paddlenlp_that_are_no_flags_have_an_answer(capsys):
     for words in (
         "--micro-bsz has another name here: --micro-batch-size",
         "--to-static is not supported: layers are compiled by --torch-compile",
-        "--continue-training is not supported: say --load DIR to go on",
+        "--continue-training is not supported: say --load DIR to resume",
     ):
         assert words in str(refused.value)
 
@@ -613,9 +613,9 @@ def test_colossal_ais_pipelines(capsys, tmp_path):
     found, lost = pairs(flags_printed(text)), text.partition("# no equivalent")[2]
     assert (found["--micro-batch-size"], found["--gradient-accumulation-steps"]) == ("2", "8")
     assert [line.partition("c.py:")[2] for line in lost.splitlines()[1:]] == [
-        "9: optimizer.bets = 0.9, 0.95: an optimizer has --lr, --weight-decay, --adam-beta1 and their like"
+        "9: optimizer.bets = 0.9, 0.95: an optimizer has --lr, --weight-decay, --adam-beta1 ..."
         " (docs/flags.md); did you mean optimizer.betas?",
-        "10: model.hidden = 3: shapes are --num-layers and its like, or a name: --model-name-or-path gpt2-small",
+        "10: model.hidden = 3: a shape is --num-layers, --hidden-size ..., or a name: --model-name-or-path gpt2-small",
     ]
     assert "cudnn_benchmark = False: no layer here is one that cuDNN computes" in text
     assert "warms up over 5 epochs" in text and text.count("parallel.pipeline = 2") == 1
@@ -706,7 +706,7 @@ def test_what_has_no_equivalent_is_said_with_what_there_is(capsys, tmp_path):
     for words in (
         "scheduler.type: OneCycle: there is --lr-decay-style constant, linear",
         "no key that is known of DeepSpeed; did you mean gradient_clipping?",
-        "auto: whoever starts DeepSpeed says it",
+        "auto: the program that starts DeepSpeed fills it in",
     ):
         assert words in lost
     curve = dict(type="WarmupDecayLR", params=dict(warmup_type="log", total_num_steps=9))

@@ -216,5 +216,5 @@ def test_a_file_is_the_task_that_it_describes(tmp_path):
     with pytest.raises(DataError, match=r"gone.yaml cannot be loaded") as problem:
         found("gone.yaml")
     assert "nowhere.jsonl" in problem.value.why
-    with pytest.raises(DataError, match="says no name"):
+    with pytest.raises(DataError, match="has no name"):
         found("nameless.yaml")

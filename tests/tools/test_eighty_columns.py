@@ -99,7 +99,7 @@ def test_the_script_that_a_plan_writes(tmp_path, capsys):
 
 def test_doctor(capsys, monkeypatch):
     message = f"[enforce fail at /a/{'b/' * 60}device.cc:84] ifa != nullptr. Unable to find address for: nowhere0"
-    for gloo, verdict in ((message, "doctor: 1 thing in the way"), ("", "doctor: nothing was found that is wrong")):
+    for gloo, verdict in ((message, "doctor: 1 problem"), ("", "doctor: no problems")):
         monkeypatch.setattr(doctor, "_collective", lambda *kind, m=gloo: f"FAILS: {m}" if m else "a rank sums")
         lines = told_by(doctor.main, "", capsys)
         assert lines[0].startswith(verdict) and [line for line in lines if len(line) > 80] == []
@@ -111,7 +111,7 @@ def test_doctor(capsys, monkeypatch):
 def test_doctor_of_a_gpu_that_computes_wrong(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_gpus", lambda: ["NVIDIA X, 80.00 GB; COMPUTES WRONG, 79.00 GB free"])
     lines = told_by(doctor.main, "", capsys)
-    assert lines[:2] == ["doctor: 1 thing in the way of a training", f"  1. GPU 0: {doctor._gpus()[0]}"]
+    assert lines[:2] == ["doctor: 1 problem", f"  1. GPU 0: {doctor._gpus()[0]}"]
 
 
 def test_status(tmp_path, capsys):

@@ -250,7 +250,7 @@ def test_sigterm_before_the_first_step(flags, hint, start):
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):
-    monkeypatch.setattr(launch, "AT_ONCE", 0.2)
+    monkeypatch.setattr(launch, "SECOND_CTRL_C", 0.2)
     job = start("rank.py", "goes on")
     job.alive()
     job.interrupt()
@@ -259,7 +259,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):
     time.sleep(0.3)
     assert os.waitpid(job.pid, os.WNOHANG)[0] == 0  # the first one is a request
     job.interrupt()
-    assert job.end() == (130, ["interrupted: ended at once, nothing was saved"])
+    assert job.end() == (130, ["interrupted: ended immediately, nothing was saved"])
 
 
 @pytest.mark.parametrize(

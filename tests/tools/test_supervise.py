@@ -200,7 +200,7 @@ def test_what_would_come_again_is_not_tried_again(code, cause, root, tmp_path):
 
 def test_the_same_crash_three_times_stops(root, tmp_path):
     returned, said, account = Supervised(root, tmp_path, "SIGKILL!:1:8").end()
-    assert returned == 128 + 9 and account["restarts"] == 2 and "3 times the same end behind step" in said
+    assert returned == 128 + 9 and account["restarts"] == 2 and "3 times the same end after step" in said
 
 
 def test_the_budget_of_restarts_ends(root, tmp_path):
@@ -217,7 +217,7 @@ def test_a_job_that_loses_a_rank_again_and_again_goes_on_with_fewer(flags, layou
     """4 samples a step cannot be shared by 3 ranks: 4 -> 2."""
     job = Supervised(root, tmp_path, "SIGKILL!:3:8", "--min-world-size", "2", ranks=4, flags=flags.split())
     returned, said, account = job.end()
-    assert returned == 0 and f"going on with 2 ranks instead of 4, at the same global batch: {layout}" in said, said
+    assert returned == 0 and f"continuing with 2 ranks instead of 4, at the same global batch: {layout}" in said, said
     assert [attempt["ranks"] for attempt in account["attempts"]] == [4, 4, 2]
 
 

@@ -261,7 +261,7 @@ def test_other_tokens_than_those_trained_on_are_told(tmp_path, run_ranks, capsys
         ("--load run --doc 99", "documents 0 to 11, and no 99"),
         ("--load run --sample 1000000", "past the end"),
         ("--load run --iter 1 --of test", "no evaluation on test data"),
-        ("--load run --iter 1 --split 1,1,1", "--split: the run itself says it"),
+        ("--load run --iter 1 --split 1,1,1", "--split: set by the run itself"),
         ("--load run --text=", "--text is empty"),
     ],
 )

@@ -63,8 +63,8 @@ LOST = {
         --data-path P_text_document --dataset-type webtext""".replace("\n       ", ""): "DATA",
     "tensors are on the device or on the host: --param-cpu-offload, --optimizer-cpu-offload": "zero.model_config.*",
     "--optimizer says which there are": "optimizer.type",
-    "an optimizer has --lr, --weight-decay, --adam-beta1 and their like (docs/flags.md)": "optimizer.*",
-    "shapes are --num-layers and its like, or a name: --model-name-or-path gpt2-small": "model.*",
+    "an optimizer has --lr, --weight-decay, --adam-beta1 ... (docs/flags.md)": "optimizer.*",
+    "a shape is --num-layers, --hidden-size ..., or a name: --model-name-or-path gpt2-small": "model.*",
     "the suite logs, saves and times by itself; code of your own is --hooks MODULE:CLASS": "hooks hook_list",
 }
 CHANGED = {

@@ -108,7 +108,7 @@ PADDLENLP = Dialect(
         "each machine makes the index maps that it does not find (--data-cache-path)": "--share_folder",
     },
     lost={
-        "say --load DIR to go on, and --finetune to take its weights alone": "--continue_training",
+        "say --load DIR to resume, and add --finetune to load only its weights": "--continue_training",
         "layers are compiled by --torch-compile": "--to_static",
         f"a GPT is trained; {CHINESE}": "--model_type",
     },

@@ -50,7 +50,7 @@ sequence_parallel_size                           --context-parallel-size; --cp-c
 """
 
 IDLE = {
-    "what is exchanged at a time, and where it waits, changes the speed alone; this suite arranges it": """
+    "bucket sizes and buffers of communication change only the speed; this suite chooses them": """
         zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.reduce_scatter
         zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients zero_optimization.sub_group_size
         zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
@@ -73,7 +73,7 @@ IDLE = {
         optimizer.params.torch_adam optimizer.params.bias_correction optimizer.params.fused""",
     "a run always writes metrics.jsonl under --save": "csv_monitor.* tensorboard.job_name",
     "--save and --print-config keep the settings": "dump_state optimizer.legacy_fusion",
-    "where a run goes on is in its checkpoint": "scheduler.params.last_batch_iteration",
+    "a checkpoint holds the step to resume from": "scheduler.params.last_batch_iteration",
     "--sequence-parallel divides what is kept among tensor parallel ranks": """
         activation_checkpointing.partition_activations""",
     "--timing-log-level says how much is timed": """activation_checkpointing.synchronize_checkpoint_boundary

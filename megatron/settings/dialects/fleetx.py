@@ -97,7 +97,7 @@ OTHERS = dict(
         Distributed.pp_degree                            --pipeline-model-parallel-size
         Offline_Eval.max_seq_len                         --seq-length""",
 )
-# Values that ask for what is done anyway.
+# Values that ask for the default behaviour.
 DONE = """Engine.mix_precision.use_fp16_guard=false Model.name=gpt Model.use_memory_attn=false
     Data.Train.dataset.name=gptdataset Data.Train.sampler.name=gptbatchsampler Data.Train.loader.return_list=false
     Data.Train.sampler.name=distributedbatchsampler Data.Train.sampler.drop_last=true Optimizer.tensor_fusion=false
@@ -122,7 +122,7 @@ IDLE = {
     "kernels are chosen by what is installed; fused or not, the result is the same": """Fused.tensor_fusion
         FusedPasses.enable FusedPasses.fused_passes_list Optimizer.tensor_fusion Model.use_memory_attn""",
     "the task says its classes, its loss and its metrics": "Model.num_classes Model.loss.* Model.metric.*",
-    "a search ends when what it goes on with is worse than the texts that it has": "Generation.early_stopping",
+    "a beam search ends when no open beam can beat the finished texts": "Generation.early_stopping",
     "a text ends with its end of document": "Generation.early_finish",
     "the tokenizer says which tokens begin, end and fill up": """Generation.bos_token_id Generation.eos_token_id
         Generation.pad_token_id Generation.decoder_start_token_id""",
@@ -130,7 +130,7 @@ IDLE = {
     "the log has what each step does": "Engine.verbose",
     "a terminal shows how far an evaluation is, and results are over all": "Offline_Eval.logging_freq",
 }
-# sentence: the same of what is refused
+# sentence -> keys that are refused
 REFUSED = {
     "say --load DIR --finetune for weights to start from": "Model.pretrained",
     "no first or last token can be forced": "Generation.forced_bos_token_id Generation.forced_eos_token_id",

@@ -69,12 +69,12 @@ IDLE = {
         liger_kernel_config use_cache activation_checkpointing_kwargs""",
     "--check-replicas-interval, --on-nan and --debug watch a run": "debug restore_callback_states_from_checkpoint",
     "the loss is what is evaluated": "prediction_loss_only include_for_metrics batch_eval_metrics label_names",
-    "saves hold everything a run needs to go on": "save_on_each_node ignore_data_skip save_safetensors",
+    "checkpoints hold everything needed to resume": "save_on_each_node ignore_data_skip save_safetensors",
     "the vocabulary is written into the token files' record": "overwrite_cache cache_dir streaming",
     "compiled layers take torch's own choices": "torch_compile_backend torch_compile_mode",
 }
 LOST = {
-    "it is counted in steps, or epochs: --save-interval, --save-epoch and their like": """logging_strategy
+    "it counts steps or epochs: --save-interval, --save-epoch, --eval-interval, --eval-epoch": """logging_strategy
         eval_strategy evaluation_strategy save_strategy""",
     "token files are made by preprocess_data.py --input FILE.jsonl --output-prefix P; say --data-path P_text_document": """
         train_file validation_file dataset_name dataset_config_name validation_split_percentage max_train_samples
@@ -97,7 +97,7 @@ LOST = {
 }
 CHANGED = {
     "per_device_train_batch_size": "samples are rows of --seq-length tokens, cut from all documents one after the other",
-    "warmup_ratio": "a share of the decay's length, which is that of the run where nobody says another",
+    "warmup_ratio": "a share of the decay's length, by default that of the run",
     "bf16": "weights stay in fp32 and formats are chosen op by op, as there; --amp-level O2 is faster",
     "fp16": "weights stay in fp32 and formats are chosen op by op, as there; --amp-level O2 is faster",
     "eval_steps": "--eval-iters batches of the validation part of --split, not a whole data set (--full-validation)",

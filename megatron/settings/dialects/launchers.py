@@ -55,17 +55,17 @@ IDLE = {
 }
 LOST = {
     "parameter servers are not part of this suite": "--run_mode --servers --trainers --*_num --with_gloo --gloo_port",
-    "python -m megatron.tools.supervise starts a job again on the machines that are left": "--*elastic_*",
+    "python -m megatron.tools.supervise restarts a job on the remaining machines": "--*elastic_*",
     "the rendezvous chooses its ports: --master-port, or --rdzv-endpoint HOST:PORT": "--start_port",
     "give each machine its CUDA_VISIBLE_DEVICES": "--auto_*_config --exclude -e",
     f"machines are not entered by ssh: {MACHINES}": """--hostfile -H --include -i --launcher* --force_multi --ssh*
         --venv_script --deepspeed_* -x""",
     "--auto-parallel searches the layout": "--autotuning",
-    "a launch that is no Python is started by torchrun --no-python": "--no_python",
+    "a program that is not Python is started by torchrun --no-python": "--no_python",
     "formats are --bf16 and --fp16": "--mixed_precision --fp8_*",
     "state is on the device, on the host, or in files: --nvme-offload-fraction": "--offload_*",
     "it is one of --torch-compile's choices, which are torch's own": "--dynamo_*",
-    "layouts are --tensor-model-parallel-size and its like": "--use_megatron_lm --megatron_lm_* --parallelism_*",
+    "layouts are --tensor-model-parallel-size and other flags": "--use_megatron_lm --megatron_lm_* --parallelism_*",
 }
 
 
@@ -76,7 +76,7 @@ def cards(words, given):
     """Translate a list of devices to their number, and to CUDA_VISIBLE_DEVICES unless they are the first ones."""
     last = [one for one in given.values() if one.key in DEVICES][-1:]
     if last and last[0].words != words:
-        raise NoEffect(f"{last[0].text} says which, the last word for it")
+        raise NoEffect(f"{last[0].text} overrides it")
     numbers = [number for word in words for number in word.split(",") if number]
     if any(map(VARIABLE.search, words)):  # torchrun counts them
         count = [("--nproc-per-node", ["gpu"])] * (not {"--nproc_per_node", "--num_processes"} & set(given))
@@ -163,7 +163,7 @@ def launcher(name: str, *programs: str, lost: Mapping[str, str] = LOST, **more) 
 TORCHRUN = Dialect(
     "torchrun",
     "torchrun",
-    idle={"ranks are told in the environment": "--use_env --use-env"},
+    idle={"ranks come from the environment": "--use_env --use-env"},
     programs=("torchrun", "torch.distributed.run", "torch.distributed.launch", "megatron.tools.launch"),
 )
 LAUNCHERS = (

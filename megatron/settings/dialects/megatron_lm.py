@@ -63,7 +63,7 @@ IGNORED = """
 # Speed: other arrangements of the same arithmetic.
 gradients are added in place anyway
     --enable-addto
-every step has a full batch: samples are counted, and an epoch goes on into the next one
+every step has a full batch: samples are counted across epochs
     --drop-last
 there is one implementation of the model
     --transformer-impl --use-mcore-models --use-legacy-models
@@ -146,7 +146,7 @@ causal masks are never stored
     --no-create-attention-mask-in-dataloader
 the fastest tokenizer whose ids agree is chosen
     --use-gigatoken --legacy-tokenizer
-s3:// and its like are read wherever a path is; what is fetched of data lies in --data-cache-path
+s3:// and other URLs are read wherever a path is; downloaded data are in --data-cache-path
     --enable-msc --disable-msc --object-storage-cache-path --s3-cache-path
 
 # Logs.
@@ -164,7 +164,7 @@ the log has one level; --console and --timing-log-level say what is in it
     --logging-level
 --print-config shows every setting, and metrics.jsonl keeps them
     --config-logger-dir
-no outside service is told about the run
+the run reports to no outside service
     --no-one-logger --enable-one-logger --one-logger-* --app-tag-run-* --otel-* --run-workload-inspector-server
 wandb reads WANDB_ENTITY and WANDB_DIR from the environment
     --wandb-entity --wandb-save-dir
@@ -242,7 +242,7 @@ spikes of loss and gradient norm are always watched; see --on-spike
     --check-for-spiky-loss --check-for-large-grads
 every iteration is of one phase
     --phase-transition-iterations
-to start counting anew from loaded weights, use --finetune
+to start from loaded weights at iteration 0, use --finetune
     --reset-iteration --no-load-lr-state
 
 # Evaluation.
@@ -324,7 +324,7 @@ this belongs to text generation: python -m megatron.tools.generate --help
     --batch-invariant-* --cache-dir
 
 # Data and tokenizers.
-every step has a full batch, into which an epoch goes on from the one before; --full-validation evaluates the last part, too
+every step has a full batch, across epochs; --full-validation evaluates the last part too
     --no-drop-last
 say --data-path, or --train-data-path, --valid-data-path and --test-data-path; long lists go into --config FILE.yaml
     --data-args-path --per-split-data-args-path --per-dataset-sequences-path --train-data --train-doc-idx-path

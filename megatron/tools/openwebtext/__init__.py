@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From lists of web addresses to documents, by commands with the names and flags of Megatron-LM's tools/openwebtext."""
+"""Commands from lists of URLs to documents, with the names and flags of Megatron-LM's tools/openwebtext."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of web addresses without those that hold no text, are no addresses, or were met before.
+"""Filter lists of URLs: drop blacklisted, malformed and duplicate ones.
 
     python -m megatron.tools.openwebtext.blacklist_urls URLs/ clean_urls.txt
 
-IN is a list (`.txt`, one address a line; also .gz .bz2 .xz .zst), a `.zip` of lists, or a folder of them, searched below.
-Each address counts under the first reason that holds: its domain, its page, its ending, 8 letters or fewer, malformed, met
-before. In a recipe the filter `url: {blacklist: [FILES]}` decides alike.
-What stays keeps its order. Nothing is fetched and nothing unpacked to the disk. A list that cannot be read whole is named
-at the end (exit code 4); what could be read of it counts.
+IN is a list (`.txt`, one URL a line; also .gz .bz2 .xz .zst), a `.zip` of lists, or a folder of them, searched recursively.
+A dropped URL counts under the first reason that applies: its domain, its page, its ending, 8 letters or fewer, malformed,
+duplicate. A recipe's filter `url: {blacklist: [FILES]}` has the same rules.
+The order is kept. Nothing is fetched, and nothing unpacked to the disk. A list that is not fully readable is reported
+at the end (exit code 4); its readable part is used.
 """
 
 import lzma
@@ -33,7 +33,7 @@ from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
 
 PROG = "python -m megatron.tools.openwebtext.blacklist_urls"
-LISTS = (".txt", *SUFFIXES)  # endings of files of a folder that are read, beside .zip
+LISTS = (".txt", *SUFFIXES)  # endings of files of a folder that are read, in addition to .zip
 REASONS = dict(  # in the order of the checks
     listed_domain="of a domain of the list",
     listed_page="a page of the list",
@@ -46,7 +46,7 @@ REASONS = dict(  # in the order of the checks
 
 @dataclass(frozen=True)
 class BlacklistOptions:
-    """What is left out, and how much a packed list may hold."""
+    """The blacklist, and the limit of a compressed list."""
 
     blacklist: Optional[str] = setting(
         "a list of domains, pages and endings in place of ours (its form: see blacklist.txt)", None
@@ -56,7 +56,7 @@ class BlacklistOptions:
 
 
 def main(argv: list[str]) -> None:
-    """IN OUT: read the lists, write what stays, print the counts."""
+    """IN OUT: read the lists, write the URLs to keep, print the counts."""
     files, flags = divide(argv, BlacklistOptions)
     options = parse_one(flags, BlacklistOptions, f"{PROG} IN OUT", __doc__)
     source, target = expect(files, "IN OUT", PROG)
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
 
 
 class Sift:
-    """Says of one address after the other why it is left out. Remembers those that stay: about 100 bytes each."""
+    """Decides for each URL why it is dropped. Remembers those that it keeps: about 100 bytes each."""
 
     def __init__(self, blacklist: str | Path):
         self._rules = AddressRules(read_lists([blacklist]))
@@ -79,7 +79,7 @@ class Sift:
         self.counts = Counter(dict.fromkeys(("read", "kept", *REASONS), 0))
 
     def __call__(self, address: str) -> str:
-        """The reason, one of REASONS; "" for an address that stays."""
+        """The reason for dropping a URL, one of REASONS; "" to keep it."""
         reason = self._judge(address)
         self.counts["read"] += 1
         self.counts[reason or "kept"] += 1
@@ -96,14 +96,14 @@ class Sift:
 
     def figures(self) -> str:
         """All counts on a line, in the order of the checks."""
-        told = " | ".join(f"{REASONS[name]}: {self.counts[name]:,}" for name in REASONS)
-        return f"addresses: {self.counts['read']:,} | {told} | kept: {self.counts['kept']:,}"
+        dropped = " | ".join(f"{REASONS[name]}: {self.counts[name]:,}" for name in REASONS)
+        return f"addresses: {self.counts['read']:,} | {dropped} | kept: {self.counts['kept']:,}"
 
 
 def sift_lists(source: str, target: Path, sift: Sift, options: BlacklistOptions) -> list[str]:
-    """Write what stays of all lists into `target`, which appears when it is whole. Returns what could not be read.
+    """Write the kept URLs of all lists to `target`, which appears when it is complete. Returns read errors.
 
-    Raises DataError where there is no list.
+    Raises DataError if there is no list.
     """
     paths = find_lists(source)
     set_aside = []
@@ -121,28 +121,28 @@ def sift_lists(source: str, target: Path, sift: Sift, options: BlacklistOptions)
 
 
 def find_lists(source: str) -> list[str]:
-    """The lists that IN names: itself, or those of a folder, sorted. Links to folders are not followed: no circles."""
+    """The list IN, or those of the folder IN, sorted. Links to folders are not followed, to avoid cycles."""
     if not os.path.isdir(source):
         if not os.path.exists(source):
             raise DataError(f"{source}: no such list or folder")
         return [source]
-    found = [
+    paths = [
         os.path.join(folder, name)
         for folder, _, names in os.walk(source)
         for name in names
         if name.lower().endswith((*LISTS, ".zip")) and not name.startswith(".")
     ]
-    if not found:
+    if not paths:
         raise DataError(f"{source}: the folder holds no lists", do=f"lists are *{' *'.join((*LISTS, '.zip'))}")
-    return sorted(path for path in found if os.path.isfile(path))
+    return sorted(path for path in paths if os.path.isfile(path))
 
 
 class Unreadable(Exception):
-    """A list that is damaged, locked, or too large. The text says why."""
+    """Raised for a list that is damaged, encrypted, or too large. The text says why."""
 
 
 def addresses(path: str, most: float) -> Iterator[str]:
-    """The addresses of a list, in order, without blank lines. most: bytes that it may unpack to. Raises Unreadable."""
+    """The URLs of a list, in order, without blank lines. most: limit of its unpacked bytes. Raises Unreadable."""
     try:
         with open(path, "rb") as raw:
             head = raw.peek(6)[:6]
@@ -160,12 +160,12 @@ def addresses(path: str, most: float) -> Iterator[str]:
                         most = limited.left
     except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise Unreadable(f"damaged or locked: {error or type(error).__name__}") from None
-    except (OSError, Failure) as error:  # bz2 and gzip raise OSError at bad data, zstd our own
+    except (OSError, Failure) as error:  # bz2 and gzip raise OSError for bad data, zstd Failure
         raise Unreadable(str(error).splitlines()[0]) from None
 
 
 class _Limited:
-    """The blocks of a stream, up to so many bytes. Raises Unreadable where there are more."""
+    """The blocks of a stream, up to a number of bytes. Raises Unreadable if there are more."""
 
     def __init__(self, stream, most: float):
         self._stream, self._most, self.left = Ahead(stream), most, most
@@ -179,7 +179,7 @@ class _Limited:
 
 
 def _addresses(blocks: Iterable[bytes]) -> Iterator[str]:
-    """The lines without their blanks, blank ones left out. What is too long or no UTF-8 comes out malformed."""
+    """The stripped lines, without blank ones. A line that is too long or not UTF-8 becomes a malformed URL."""
     for line in split(blocks, LONGEST):
         if text := line.strip():
             yield text.decode("utf-8", errors="replace") if len(line) <= LONGEST else f"? {line[:64]!r}"

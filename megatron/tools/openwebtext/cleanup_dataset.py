@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loose JSON lines -> those in English with at least 128 tokens, their characters repaired.
+"""Filter loose JSON lines: keep English texts of at least 128 tokens, and repair their characters.
 
     python -m megatron.tools.openwebtext.cleanup_dataset raw.jsonl clean.jsonl --workers 8 \\
         --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 
-Megatron-LM's command: ftfy, the language, then tokens of texts with fewer than 8 characters a token; binary junk goes
-first. Input may be compressed, a tar archive, a folder, a glob, several of them, or `-`; the output is packed if its name
-says so (.zst .gz .bz2 .xz). Lines that are no documents are set aside in <output>.rejected.jsonl. The output does not
-depend on --workers; parts of the input on several machines: --shard 1/8 ... 8/8.
+Megatron-LM's command: ftfy, language, then the token count of texts with fewer than 8 characters a token; binary junk is
+dropped first. Input may be compressed, a tar archive, a folder, a glob, several of them, or `-`; the output is compressed
+by its ending (.zst .gz .bz2 .xz). Lines that are no documents are set aside in <output>.rejected.jsonl. The output does
+not depend on --workers; several machines process parts of the input with --shard 1/8 ... 8/8.
 """
 
 import signal
@@ -25,7 +25,7 @@ PROG = "python -m megatron.tools.openwebtext.cleanup_dataset"
 
 @dataclass(frozen=True)
 class CleanupOptions:
-    """Which documents stay, and how the work is shared out."""
+    """Which documents are kept, and how the work is divided."""
 
     min_tokens: int = setting(
         "documents with fewer tokens are dropped (counted where there are fewer than 8 x as many characters)", 128
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(options: CleanupOptions) -> None:
-    """Raises SettingsError for numbers that cannot work."""
+    """Raise SettingsError for numbers out of range."""
     for name in ("workers", "longest_line", "log_interval"):
         if getattr(options, name) < 1:
             raise SettingsError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1 is needed")
@@ -106,7 +106,7 @@ def check(options: CleanupOptions) -> None:
 
 
 def shard_of(text: Optional[str]) -> tuple[int, int]:
-    """(number from 0, count) of --shard i/n. Raises SettingsError.
+    """Parse --shard i/n into (number from 0, count). Raises SettingsError.
 
     >>> shard_of("2/8")
     (1, 8)
@@ -120,7 +120,7 @@ def shard_of(text: Optional[str]) -> tuple[int, int]:
 
 
 def filters(options: CleanupOptions, vocabulary: TokenizerSettings) -> list:
-    """(name, filter) in their order."""
+    """Build the filters: [(name, filter)], in order."""
     from megatron.corpus.filters import build_filter
 
     chosen = []
@@ -142,7 +142,7 @@ def filters(options: CleanupOptions, vocabulary: TokenizerSettings) -> list:
 
 
 class CleanupProgress:
-    """Megatron-LM's lines of counters, each `interval` documents and at the end."""
+    """Prints Megatron-LM's lines of counters, every `interval` documents and at the end."""
 
     def __init__(self, interval: int):
         self.interval, self.next, self.seconds = interval, interval, 0.0

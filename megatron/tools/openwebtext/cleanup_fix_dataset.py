@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of JSON files cleaned by tasks: X.json -> X_cleaned.json and X_filtered.json.
+"""Clean documents of JSON files by tasks: X.json -> X_cleaned.json and X_filtered.json.
 
     python -m megatron.tools.openwebtext.cleanup_fix_dataset --input-files a.json b.json --output-path cleaned \\
         --tasks remove_512 ftfy_fix_text general_cleaning --workers 8
 
-Megatron-LM's command. The tasks run on each document in the order in which they stand: remove_512, remove_256_javascript
-and remove_512_non_english take it out, as it was read, into X_filtered; ftfy_fix_text, general_cleaning, stories, realnews
-and gutenberg change its text. Lines that are no documents are set aside in X_cleaned.json.rejected.jsonl. The output does
+Megatron-LM's command. The tasks run on each document in the given order: remove_512, remove_256_javascript and
+remove_512_non_english move it, unchanged, to X_filtered; ftfy_fix_text, general_cleaning, stories, realnews and
+gutenberg change its text. Lines that are no documents are set aside in X_cleaned.json.rejected.jsonl. The output does
 not depend on --workers.
 """
 
@@ -29,7 +29,7 @@ ORIGINAL = ("remove_512", "remove_256_javascript", "remove_512_non_english", "ft
 
 @dataclass(frozen=True)
 class CleanupFixOptions:
-    """Which files, what is done to them, and how the work is shared out."""
+    """The files, the tasks, and how the work is divided."""
 
     input_files: list[str] = setting("JSON lines: files, globs in quotes, folders; .gz .zst .bz2 .xz .tar too")
     tasks: list[str] = setting(
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     from megatron.data.json_input import find_sources
 
     detector = dict(detector=options.detector, model=options.lang_model)
-    CleaningTasks(tuple(options.tasks))  # tells names that are unknown or doubled
+    CleaningTasks(tuple(options.tasks))  # refuses unknown and duplicate names
     tasks = [(task, CleaningTasks((task,), **detector)) for task in options.tasks]
     sources = find_sources(options.input_files)
     outputs = [output_names(source.path, options.output_path) for source in sources]
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
 
 
 def output_names(path: str, folder: str) -> tuple[str, str]:
-    """X_cleaned and X_filtered, with the suffixes of X.
+    """The paths of X_cleaned and X_filtered, with the suffixes of X.
 
     >>> output_names("raw/a.jsonl.zst", "out")
     ('out/a_cleaned.jsonl.zst', 'out/a_filtered.jsonl.zst')
@@ -100,7 +100,7 @@ def output_names(path: str, folder: str) -> tuple[str, str]:
 
 
 class CleanupInterval:
-    """A line each `interval` documents."""
+    """Prints a line every `interval` documents."""
 
     def __init__(self, interval: int):
         self.interval, self.next = interval, interval
@@ -112,9 +112,9 @@ class CleanupInterval:
 
 
 def summary(counts: Counter, tasks: list[str]) -> str:
-    """Documents that each task took out, or that came to it to be changed; and how many it did change, in a second line.
+    """The number of documents that each task removed or received; a second line has the numbers that it changed.
 
-    The original's tasks are there whether they were asked for or not.
+    Megatron-LM's tasks are always listed.
     """
     left, numbers, changed = counts["documents"], {}, []
     for task in tasks:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch the pages of a list of addresses and keep their texts: JSON lines {"text": ..., "url": ...}.
+"""Download the pages of a list of URLs and extract their texts: JSON lines {"text": ..., "url": ...}.
 
     python -m megatron.tools.openwebtext.download clean_urls.txt --n_procs 50 --output raw.json
 
-The same command goes on where an earlier one ended, however it ended: what is done stands in <output>.ckpt. A server is
-asked for one page at a time, --delay seconds apart (more where its robots.txt or a `Retry-After` says so), and for nothing
-that its robots.txt forbids. What fails for a while is tried again, with growing pauses. Pages come in the order in which
-they arrive. Addresses of private networks are refused, as names, in redirects and as numbers.
+The same command resumes after an end of any kind: <output>.ckpt records finished URLs. A server gets one request at a
+time, --delay seconds apart (more if its robots.txt or a `Retry-After` asks for it), and none that its robots.txt
+forbids. Temporary failures are retried with growing pauses. Pages are written in the order of their arrival. Addresses
+of private networks are refused, as names, in redirects and as numbers.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ from megatron.settings.schema import setting
 from megatron.storage.durable import storage_errors
 
 PROG = "python -m megatron.tools.openwebtext.download"
-LONGEST = 8192  # bytes of an address
-SECONDS_BETWEEN_COMMITS = 10  # at most, where pages come slowly
+LONGEST = 8192  # bytes of a URL
+SECONDS_BETWEEN_COMMITS = 10  # at most, if pages arrive slowly
 LONGEST_DELAY = 60.0  # seconds that robots.txt may ask for between pages
-SILENT = ("timeout", "dns", "connection")  # reasons of a server that does not answer
-FAILURES_OF_A_HOST = 10  # tries in a row without an answer, after which the rest of its addresses are given up
+SILENT = ("timeout", "dns", "connection")  # reasons that mean no answer from a server
+FAILURES_OF_A_HOST = 10  # tries in a row without an answer, after which the rest of its URLs are given up
 
 
 @dataclass(frozen=True)
 class DownloadOptions:
-    """What is fetched, how, and where it goes. The names of the first ten are the original's."""
+    """Input, requests and output. The names of the first ten are Megatron-LM's."""
 
     output: Optional[str] = setting("the JSON lines (default: <output_dir>/<name of the list>.jsonl)", None)
     n_procs: int = setting("pages that are fetched at the same time, each of another server", 10)
@@ -62,8 +62,7 @@ class DownloadOptions:
     delay: float = setting("seconds between two pages of a server", 1.0)
     robots: bool = setting("whether robots.txt is obeyed", True)
     user_agent: str = setting(
-        "what servers are told of us: a name, then a page or address where you can be reached",
-        "megatron-openwebtext/1.0",
+        "User-Agent header: a name, then a page or address where you can be reached", "megatron-openwebtext/1.0"
     )
     max_bytes: int = setting("larger pages are left out", 10 << 20)
     max_redirects: int = setting("redirects of a page", 5)
@@ -77,14 +76,14 @@ class DownloadOptions:
 
 
 def main(argv: list[str]) -> None:
-    """LIST: fetch, keep, print what became of the addresses."""
+    """LIST: download, write the texts, print the counts of outcomes."""
     files, flags = divide(argv, DownloadOptions)
     common = tuple(DownloadOptions.__dataclass_fields__)[:14]
     options = parse_one(flags, DownloadOptions, f"{PROG} LIST", __doc__, common)
     [source] = expect(files, "LIST", PROG)
     check(options)
     try:
-        import aiohttp  # noqa: F401  # said before anything is written
+        import aiohttp  # noqa: F401  # checked before anything is written
         import protego  # noqa: F401
     except ImportError as error:
         raise DataError(
@@ -94,7 +93,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(options: DownloadOptions) -> None:
-    """Raise SettingsError for numbers that cannot work."""
+    """Raise SettingsError for numbers out of range."""
     for name in ("n_procs", "chunk_size", "max_bytes", "log_interval", "scrape_procs"):
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -110,7 +109,7 @@ def check(options: DownloadOptions) -> None:
 
 
 def download(source: Path, options: DownloadOptions) -> DownloadRecord:
-    """Fetch what is not done yet. Raises Preempted or Interrupted where a signal ended it; the record is whole then."""
+    """Download unfinished URLs. Raises Preempted or Interrupted after a signal; the record is complete then."""
     output = output_path(source, options)
     keep = Path(options.output_dir) if options.save_uncompressed else None
     packing = options.compress_fmt if options.compress else None
@@ -134,19 +133,21 @@ def download(source: Path, options: DownloadOptions) -> DownloadRecord:
         print(f"{work.not_asked.total():,} addresses were refused without a request and without a pause: {reasons}")
     if stopped:
         kind = Interrupted if stopped == signal.SIGINT else Preempted
-        raise kind(f"the download was stopped; {output} has what came so far", do="the same command goes on")
+        raise kind(
+            f"the download was stopped; {output} has the texts so far", do="run the same command again to resume"
+        )
     return record
 
 
 def output_path(source: Path, options: DownloadOptions) -> Path:
-    """Where the JSON lines go."""
+    """The path of the JSON lines."""
     path = Path(options.output) if options.output else Path(options.output_dir) / f"{source.stem}.jsonl"
     ending = f".{options.compress_fmt}"
     return path if not options.compress or path.suffix == ending else path.with_name(path.name + ending)
 
 
 def addresses(source: Path) -> Iterator[str]:
-    """The addresses of a list, in order, without blank lines."""
+    """The URLs of a list, in order, without blank lines."""
     from megatron.corpus.lines import blocks, split
 
     for line in split(blocks(source), LONGEST):
@@ -155,7 +156,7 @@ def addresses(source: Path) -> Iterator[str]:
 
 
 def measure(source: Path) -> tuple[int, str]:
-    """(number of addresses, their digest). Raises DataError where there is no list."""
+    """(number of URLs, their digest). Raises DataError if there is no list."""
     if not source.is_file():
         raise DataError(f"{source}: no such list", do=f"{PROG} clean_urls.txt --output raw.json")
     digest, number = xxhash.xxh3_128(), 0
@@ -166,7 +167,7 @@ def measure(source: Path) -> tuple[int, str]:
 
 
 def figures(record: DownloadRecord, total: int) -> str:
-    """What became of the addresses, on a line."""
+    """The counts of outcomes, on a line."""
     counts = record.counts
     reasons = [f"{name}: {count:,}" for name, count in counts.most_common() if name != "ok" and count]
     return " | ".join([f"{sum(counts.values()):,} of {total:,} done", f"ok: {counts['ok']:,}", *reasons])
@@ -177,7 +178,7 @@ def figures(record: DownloadRecord, total: int) -> str:
 
 @dataclass
 class PageJob:
-    """An address that is to be fetched."""
+    """A URL to download."""
 
     number: int
     url: str
@@ -185,22 +186,22 @@ class PageJob:
 
 
 class Turns:
-    """Which address is next: of servers that nothing is being fetched from, and that were left alone for long enough.
+    """The queue of URLs: next is one of a server that has no request running and has had its pause.
 
-    Holds a window of the list, by server, so that a list that is sorted by server still keeps several of them busy.
+    Holds a window of the list, grouped by server, so that several servers are busy even if the list is sorted by server.
     """
 
     def __init__(self, jobs: Iterator[PageJob], window: int):
         self._jobs, self._window = jobs, window
-        self._waiting: dict[str, deque[PageJob]] = {}  # server -> its addresses of the window
+        self._waiting: dict[str, deque[PageJob]] = {}  # server -> its URLs of the window
         self._ready: list[tuple[float, int, str]] = []  # (not before, order, server), a heap: servers that are not busy
         self._not_before: dict[str, float] = {}
         self._busy: set[str] = set()
         self._held = self._order = 0
-        self._asleep: set[asyncio.Future] = set()  # of those who wait for a turn
+        self._asleep: set[asyncio.Future] = set()  # workers that wait for a turn
 
     async def next(self) -> Optional[tuple[str, PageJob]]:
-        """(server, address); the server is busy until `done`. None: all are done."""
+        """(server, URL); the server is busy until `done`. None: all are done."""
         loop = asyncio.get_running_loop()
         while True:
             self._fill()
@@ -227,7 +228,7 @@ class Turns:
             _rouse(sleeper)
 
     def done(self, server: str, pause: float, again: Optional[PageJob] = None) -> None:
-        """A try at a server has ended; it is left alone for `pause` seconds. again: to be tried once more."""
+        """End a try at a server, which then has a pause of `pause` seconds. again: a job to retry."""
         now = asyncio.get_running_loop().time()
         self._busy.discard(server)
         self._not_before[server] = now + pause
@@ -243,7 +244,7 @@ class Turns:
         self._wake()
 
     def give_up(self, server: str) -> list[PageJob]:
-        """The addresses of a server that wait, taken out. While it is busy."""
+        """Remove and return the waiting URLs of a busy server."""
         jobs = list(self._waiting[server])
         self._waiting[server].clear()
         self._held -= len(jobs)
@@ -269,7 +270,7 @@ def _rouse(sleeper: asyncio.Future) -> None:
 
 
 def _server(url: str) -> str:
-    """Whose address it is: the host, without its port."""
+    """The host of a URL, without its port."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -280,16 +281,16 @@ def _server(url: str) -> str:
 
 
 class Download:
-    """Fetches, scrapes and records the pages of a list."""
+    """Downloads, scrapes and records the pages of a list."""
 
     def __init__(self, source: Path, record: DownloadRecord, options: DownloadOptions, total: int):
         self._source, self._record, self._options, self._total = source, record, options, total
         self._silent: dict[str, int] = {}  # server -> tries in a row without an answer
-        self.not_asked: Counter[str] = Counter()  # reason -> addresses that were refused without a request
-        self._committed = self._said = time.monotonic()
+        self.not_asked: Counter[str] = Counter()  # reason -> URLs that were refused without a request
+        self._committed = self._logged = time.monotonic()
 
     async def run(self) -> Optional[int]:
-        """Work until all is done, or a signal comes; returns its number. What came is on the disk then."""
+        """Run until all is done or a signal arrives, and commit the record; returns the signal's number."""
         from megatron.corpus.openwebtext.fetch import Fetcher, Limits
         from megatron.corpus.openwebtext.scrape import ScraperPool
 
@@ -319,7 +320,7 @@ class Download:
             try:
                 await asyncio.wait([ends, stop], return_when=asyncio.FIRST_COMPLETED)
                 if ends.done():
-                    ends.result()  # a surprise in a worker ends the command
+                    ends.result()  # an error in a worker ends the command
             finally:
                 for worker in workers:
                     worker.cancel()
@@ -330,8 +331,8 @@ class Download:
         return stop.result() if stop.done() else None
 
     async def _work(self) -> None:
-        """One of the --n_procs."""
-        # A cancellation alone is no end: before Python 3.12, one that meets a timeout may be lost.
+        """One of the --n_procs workers."""
+        # Cancelling is not enough: before Python 3.12, a cancellation during a timeout may be lost.
         while not self._stop.done() and (turn := await self._turns.next()):
             server, job = turn
             outcome, pause = await self._try(server, job)
@@ -343,7 +344,7 @@ class Download:
             self._turns.done(server, pause, job if outcome is None else None)
 
     async def _try(self, server: str, job: PageJob) -> tuple[Optional[PageOutcome], float]:
-        """(what became of the address, or None: to be tried again; seconds to leave its server alone)."""
+        """Try a URL: (its outcome, or None to retry; seconds of pause for its server)."""
         from megatron.corpus.openwebtext.fetch import NotAsked, Refused
 
         options, start = self._options, time.monotonic()
@@ -363,7 +364,7 @@ class Download:
                 return PageOutcome(job.number, job.url, refused.reason, **taken), delay
         except NotAsked as refused:
             self.not_asked[refused.reason] += 1
-            await asyncio.sleep(0)  # a row of them keeps neither signals nor the other workers waiting
+            await asyncio.sleep(0)  # let signals and other workers run during a series of these
             return PageOutcome(job.number, job.url, refused.reason, tries=job.tries), 0.0
         except Refused as refused:
             if refused.reason in SILENT:
@@ -376,7 +377,7 @@ class Download:
             return PageOutcome(job.number, job.url, refused.reason, **end), wait
 
     async def _delay(self, url: str) -> float:
-        """Seconds between two requests to the server of an address, which may be none."""
+        """Seconds between two requests to the server of a URL, which may have none."""
         wanted = await self._fetcher.delay(url) if _server(url) else 0.0
         return max(self._options.delay, min(wanted, LONGEST_DELAY))
 
@@ -390,8 +391,8 @@ class Download:
         elif now - self._committed > SECONDS_BETWEEN_COMMITS:
             self._record.commit()
             self._committed = now
-        if now - self._said > self._options.log_interval:
-            self._said = now
+        if now - self._logged > self._options.log_interval:
+            self._logged = now
             print(f"PROGRESS | {figures(self._record, self._total)}", flush=True)
 
 

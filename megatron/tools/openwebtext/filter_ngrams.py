@@ -4,14 +4,13 @@
     python -m megatron.tools.openwebtext.filter_ngrams --tasks lambada --lambada-path lambada_test.jsonl \\
         --dedup-dataset clean.jsonl text --output decontaminated.jsonl
 
-Two passes over the data. The first counts in how many documents each n-gram is: one that is in --key-threshold of them
-or more is a common phrase and stays. The second cuts: with an n-gram go --remove-char-each-side characters on each side,
-to the end of a sentence; pieces of up to --filter-text-char-len characters go too, and documents of more than
---splits-count pieces.
+Two passes over the data. The first counts the documents of each n-gram: an n-gram in --key-threshold documents or more
+is a common phrase and is kept. The second cuts n-grams with --remove-char-each-side characters on each side, to the end
+of a sentence; it also drops pieces of up to --filter-text-char-len characters, and documents of more than --splits-count
+pieces.
 
 Megatron-LM downloads sets other than LAMBADA; here they are files: --tasks lambada squad --task-files squad=dev.jsonl.
-Their questions are taken, as there. What is registered with megatron.tools.contamination serves, too: --load-dictionary
-INDEX.
+As there, the questions are used. An index of megatron.tools.contamination works too: --load-dictionary INDEX.
 """
 
 import json
@@ -32,7 +31,7 @@ from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.storage.durable import whole_file
 
-KEYS = dict(  # of the texts of a task; LAMBADA's is "text"
+KEYS = dict(  # task -> key of its texts; LAMBADA's is "text"
     squad="question",
     natural_questions="question",
     triviaqa="question",
@@ -42,7 +41,7 @@ KEYS = dict(  # of the texts of a task; LAMBADA's is "text"
     coqa="questions",
     piqa="goal",
 )
-BLOCK = 1 << 20  # bytes of lines that a process has at a time
+BLOCK = 1 << 20  # bytes of lines that a process gets at a time
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,14 @@ class FilterOptions:
 
 
 class FilterWork(NamedTuple):
-    """What a process knows before it gets any lines."""
+    """The initial state of a worker process."""
 
     index: NgramIndex
     options: FilterOptions
 
 
 def main(argv: list[str]) -> None:
-    """Count, cut, tell the sums."""
+    """Count, cut, print the totals."""
     options = parse_one(argv, FilterOptions, "python -m megatron.tools.openwebtext.filter_ngrams", __doc__)
     pairs = check(options)
     if options.load_dictionary:
@@ -86,7 +85,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(options: FilterOptions) -> list[tuple[str, str]]:
-    """The pairs of file and key. Raises SettingsError and UsageError for settings that cannot work."""
+    """Check the options; returns the pairs of file and key. Raises SettingsError and UsageError."""
     words = options.dedup_dataset
     if len(words) % 2 or not words:
         raise UsageError(
@@ -114,7 +113,7 @@ def check(options: FilterOptions) -> list[tuple[str, str]]:
 
 
 def read_tasks(options: FilterOptions) -> NgramIndex:
-    """The n-grams of all tasks."""
+    """Read the n-grams of all tasks."""
     files = {}
     for word in options.task_files or ():
         name, equals, path = word.partition("=")
@@ -135,17 +134,17 @@ def read_tasks(options: FilterOptions) -> NgramIndex:
 
 
 def below_threshold(index: NgramIndex, pairs: list[tuple[str, str]], options: FilterOptions) -> NgramIndex:
-    """The index without n-grams that are in too many documents of the data."""
+    """Remove n-grams that are in too many documents of the data."""
     counts = np.zeros(len(index.hashes), np.int64)
-    for found in over_blocks(count_block, pairs, FilterWork(index, options)):
-        np.add.at(counts, found, 1)
+    for ngrams in over_blocks(count_block, pairs, FilterWork(index, options)):
+        np.add.at(counts, ngrams, 1)
     common = np.flatnonzero(counts >= options.key_threshold)
     print(f" Ngrams below threshold {len(counts) - len(common)}", flush=True)
     return index.without(common) if len(common) else index
 
 
 def clean(index: NgramIndex, pairs: list[tuple[str, str]], options: FilterOptions) -> None:
-    """Write what is left of the data, whole or not at all."""
+    """Write the cleaned data; the file appears when it is complete."""
     Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     prefix, sums = "-".join(options.tasks or ["index"]), np.zeros(6, np.int64)
     with whole_file(options.output) as file:
@@ -165,22 +164,22 @@ def clean(index: NgramIndex, pairs: list[tuple[str, str]], options: FilterOption
 
 
 def count_block(work: FilterWork, block: bytes, key: str) -> np.ndarray:
-    """The n-grams of each text of a block, once for each text that has it. Of n-grams that overlap the first counts."""
+    """The n-grams of a block, each once per text that has it. Of overlapping n-grams the first counts."""
     texts = [record[key] for record in records_of(block, key) if record is not None]
     hits = work.index.find(texts)
-    found = []
+    ngrams = []
     for mine in by_text(hits).values():
         end, own = 0, set()
         for start, stop, ngram in preferred(work.index, hits, mine):
             if start >= end:
                 own.add(ngram)
                 end = stop
-        found += sorted(own)
-    return np.array(found, np.int64)
+        ngrams += sorted(own)
+    return np.array(ngrams, np.int64)
 
 
 def clean_block(work: FilterWork, block: bytes, key: str) -> tuple[list[tuple[int, list[dict]]], np.ndarray]:
-    """([(number of the line from 1, what is left of it)], sums: lines, split, ignored, too many pieces, trimmed, bad)."""
+    """([(number of a line from 1, its remaining records)], sums: lines, split, ignored, too many pieces, trimmed, bad)."""
     options, records = work.options, list(records_of(block, key))
     good = [(number, record) for number, record in enumerate(records, 1) if record is not None]
     hits = work.index.find([record[key] for _, record in good])
@@ -190,8 +189,8 @@ def clean_block(work: FilterWork, block: bytes, key: str) -> tuple[list[tuple[in
         text, pieces = record[key], [record[key]]
         if at in places:
             spans = [(start, stop) for start, stop, _ in preferred(work.index, hits, places[at])]
-            found = cut(text, spans, options.remove_char_each_side, options.filter_text_char_len, len(text) + 1)
-            pieces = [text[start:stop] for start, stop in found]
+            kept = cut(text, spans, options.remove_char_each_side, options.filter_text_char_len, len(text) + 1)
+            pieces = [text[start:stop] for start, stop in kept]
         many = len(pieces) > options.splits_count
         sums[1:5] += len(pieces) > 1, not pieces, many, len(pieces) == 1 and len(pieces[0]) < len(text)
         rows.append((number, [] if many else [{**record, key: piece} for piece in pieces]))
@@ -199,19 +198,19 @@ def clean_block(work: FilterWork, block: bytes, key: str) -> tuple[list[tuple[in
 
 
 def by_text(hits: Hits) -> dict[int, slice]:
-    """Number of a text -> its hits."""
+    """Map the number of each text to its hits."""
     bounds = np.flatnonzero(np.diff(hits.texts, prepend=-1, append=-1)).tolist()
     return {int(hits.texts[start]): slice(start, stop) for start, stop in zip(bounds, bounds[1:])}
 
 
 def preferred(index: NgramIndex, hits: Hits, mine: slice) -> list[tuple[int, int, int]]:
-    """(start, end, n-gram) of hits of a text in order; of those that start together the longest comes first."""
+    """(start, end, n-gram) of a text's hits in order; of those with the same start, the longest comes first."""
     rows = zip(hits.starts[mine].tolist(), hits.ends[mine].tolist(), hits.ngrams[mine].tolist())
     return sorted(rows, key=lambda row: (row[0], -row[1]))
 
 
 def records_of(block: bytes, key: str) -> Iterator[Optional[dict[str, Any]]]:
-    """The object of each line that is not blank; None for one that has no text under the key."""
+    """The object of each line that is not blank; None if it has no text under the key."""
     for line in block.split(b"\n"):
         if not line.strip():
             continue
@@ -224,7 +223,7 @@ def records_of(block: bytes, key: str) -> Iterator[Optional[dict[str, Any]]]:
 
 
 def over_blocks(task: Callable, pairs: list[tuple[str, str]], work: FilterWork) -> Iterator[Any]:
-    """`task(work, block, key)` of each block of the data, in order, by several processes. Memory does not grow."""
+    """Run `task(work, block, key)` on each block of the data in several processes; yields results in order."""
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
@@ -256,7 +255,7 @@ def over_blocks(task: Callable, pairs: list[tuple[str, str]], work: FilterWork) 
             raise Failure("a process was killed", "nothing was written", do) from None
 
 
-_work: list[FilterWork] = []  # of a process of the pool
+_work: list[FilterWork] = []  # state of a worker process
 
 
 def _begin(work: FilterWork) -> None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of near-duplicates among documents of JSON lines: step one of three, as in Megatron-LM's tools/openwebtext.
+"""Find pairs of near-duplicate documents in JSON lines: step one of three, as in Megatron-LM's tools/openwebtext.
 
     python -m megatron.tools.openwebtext.find_duplicates --inputs clean.json url --output process_stage_one.json
     python -m megatron.tools.openwebtext.group_duplicate_url process_stage_one.json process_stage_two.json
     python -m megatron.tools.openwebtext.remove_group_duplicates process_stage_two.json clean.json dedup.json
 
 --inputs takes pairs: a file, and the key of its documents' names. Documents whose 100 MinHash numbers agree in one of 10
-bands are a bucket. In each, the first is compared with the others, by their sets of 5 characters in a row; the similar
-ones are written, {"first": [{"other": 0.93}, ...]} a line, and leave the bucket; --heuristic-iter says how often.
-Unlike the original, the output is the same on every run, each pair stands in it once, and fingerprints are plain arrays
-(.npz) that can hold no code. All texts are in memory: for more than that, the stage `near-duplicates` of a corpus recipe.
+bands form a bucket. In each bucket, the first is compared with the others by their 5-character shingles; similar ones
+are written, {"first": [{"other": 0.93}, ...]} a line, and removed from the bucket; --heuristic-iter sets the number of
+rounds. Unlike in Megatron-LM, each run gives the same output, each pair is in it once, and fingerprints are plain arrays
+(.npz) without code. All texts are in memory; for larger data use the stage `near-duplicates` of a corpus recipe.
 """
 
 import collections
@@ -43,11 +43,11 @@ _SETS = 2000  # sets of shingles kept in memory
 
 @dataclass(frozen=True)
 class FindOptions:
-    """Which documents are compared, and how."""
+    """The documents to compare, and the method."""
 
     inputs: Optional[list[str]] = setting("pairs of a file and a key: cc.json cc_id news.json news_id", None)
     output: Optional[str] = setting("the pairs found, with their similarities", None)
-    save_fingerprints: Optional[str] = setting("keep what is known of all documents in this file (.npz)", None)
+    save_fingerprints: Optional[str] = setting("save the signatures of all documents to this file (.npz)", None)
     load_fingerprints: Optional[list[str]] = setting("documents of earlier calls, from such files", None)
     jaccard: Literal["union", "min", "max"] = setting("what the common shingles are divided by", "union")
     jaccard_threshold: float = setting("pairs above it are written", 0.5)
@@ -61,7 +61,7 @@ class FindOptions:
 
     @property
     def signing(self) -> Signing:
-        """How documents are signed. Raises SettingsError."""
+        """The method of signing documents. Raises SettingsError."""
         if self.num_bands < 1 or self.num_seeds < 1 or self.num_seeds % self.num_bands:
             raise SettingsError(
                 f"--num-seeds {self.num_seeds} cannot be divided among --num-bands {self.num_bands}",
@@ -73,14 +73,14 @@ class FindOptions:
 
 @dataclass
 class Collection:
-    """Documents by name, in the order in which they came, with their texts and signatures."""
+    """Documents by name, in order of arrival, with their texts and signatures."""
 
     how: Signing
     names: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     signatures: list[np.ndarray] = field(default_factory=list)  # pieces, [documents, numbers] uint32
     known: set[str] = field(default_factory=set)
-    again: int = 0  # documents with a name that was there: the first one counts
+    again: int = 0  # documents with a duplicate name: the first one counts
 
     def add(self, names: Sequence[str], texts: Sequence[str], signatures: Optional[np.ndarray] = None) -> None:
         new = []
@@ -101,22 +101,22 @@ def main(argv: list[str]) -> None:
     """Collect the documents, save their fingerprints, write the pairs."""
     options = parse_one(argv, FindOptions, PROG, "Find pairs of near-duplicates.")
     check(options)
-    found = Collection(options.signing)
+    collection = Collection(options.signing)
     for path in options.load_fingerprints or ():
-        load(path, found)
+        load(path, collection)
     pairs = options.inputs or []
     for path, key in zip(pairs[::2], pairs[1::2]):
-        read(path, key, found)
-    print(f"{len(found.names):,} documents", flush=True)
-    if found.again:
-        print(f"{found.again:,} documents have a name that another one has: the first counts", file=sys.stderr)
+        read(path, key, collection)
+    print(f"{len(collection.names):,} documents", flush=True)
+    if collection.again:
+        print(f"{collection.again:,} documents have a name that another one has: the first counts", file=sys.stderr)
     if options.save_fingerprints:
-        save(options.save_fingerprints, found)
+        save(options.save_fingerprints, collection)
     if options.output:
         began = time.perf_counter()
         with whole_file(options.output) as file:
             lines, others, compared = 0, 0, 0
-            for line, more in found_pairs(found, options):
+            for line, more in similar_pairs(collection, options):
                 compared += more
                 if line:
                     file.write(json_line(line))
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(options: FindOptions) -> None:
-    """Raises UsageError or SettingsError for what cannot be meant."""
+    """Raise UsageError or SettingsError for bad options."""
     if not (options.inputs or options.load_fingerprints):
         raise UsageError("nothing to compare", do="--inputs FILE KEY ..., or --load-fingerprints FILE ...")
     if len(options.inputs or ()) % 2:
@@ -146,7 +146,7 @@ def check(options: FindOptions) -> None:
 
 
 def read(path: str, key: str, into: Collection) -> None:
-    """Sign the documents of a file. Raises DataError where not one has the key and a text."""
+    """Sign the documents of a file. Raises DataError if none has the key and a text."""
     left_out, names, texts, taken = LeftOut(path), [], [], 0
     for number, _, document in documents(path, left_out):
         name, text = document.get(key), document.get("text")
@@ -170,16 +170,16 @@ def read(path: str, key: str, into: Collection) -> None:
 # ---------------------------------------------------------------------------------------------------------- the pairs
 
 
-def found_pairs(found: Collection, options: FindOptions) -> Iterator[tuple[dict, int]]:
-    """(a line of output or {}, pairs compared for it), band by band; each pair in one line at most."""
-    work = _Work(found.texts, found.all_signatures(), found.how, options)
-    told: set[tuple[int, int]] = set()
+def similar_pairs(collection: Collection, options: FindOptions) -> Iterator[tuple[dict, int]]:
+    """Yield (a line of output or {}, pairs compared for it), band by band; each pair is in one line at most."""
+    work = _Work(collection.texts, collection.all_signatures(), collection.how, options)
+    written: set[tuple[int, int]] = set()
     for groups in _all_bands(work, options):
         for first, others, compared in groups:
-            new = [(other, similarity) for other, similarity in others if (first, other) not in told]
-            told.update((first, other) for other, _ in new)
-            line = [{found.names[other]: similarity} for other, similarity in new]
-            yield ({found.names[first]: line} if line else {}), compared
+            new = [(other, similarity) for other, similarity in others if (first, other) not in written]
+            written.update((first, other) for other, _ in new)
+            line = [{collection.names[other]: similarity} for other, similarity in new]
+            yield ({collection.names[first]: line} if line else {}), compared
 
 
 def _all_bands(work: "_Work", options: FindOptions) -> Iterable[list]:
@@ -196,7 +196,7 @@ def _in_processes(work: "_Work", bands: range, workers: Optional[int]) -> Iterat
         yield from pool.imap(_band, bands)
 
 
-_TAKEN: dict[str, "_Work"] = {}  # of a process of the pool
+_TAKEN: dict[str, "_Work"] = {}  # state of a worker process
 
 
 def _take_work(work: "_Work") -> None:
@@ -208,7 +208,7 @@ def _band(band: int) -> list:
 
 
 class _Work:
-    """Texts, and what decides which of them are compared."""
+    """The texts and their band keys, which decide the comparisons."""
 
     def __init__(self, texts: list[str], signatures: np.ndarray, how: Signing, options: FindOptions):
         self.texts, self.how, self.options = texts, how, options
@@ -217,11 +217,11 @@ class _Work:
         self._sets: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
 
     def band(self, band: int) -> list[tuple[int, list[tuple[int, float]], int]]:
-        """(first document, [(similar one, similarity)], pairs compared) of each round of each bucket."""
-        return [found for bucket in self._buckets(band) for found in self._rounds(bucket)]
+        """[(first document, [(similar one, similarity)], pairs compared)] for each round of each bucket."""
+        return [one for bucket in self._buckets(band) for one in self._rounds(bucket)]
 
     def _buckets(self, band: int) -> Iterator[list[int]]:
-        """Documents with one key, in order, for keys that several have."""
+        """Groups of documents with the same key, in order."""
         rows = np.flatnonzero(self._full)
         keys = self._keys[band][rows]
         order = np.argsort(keys, kind="stable")
@@ -253,13 +253,13 @@ class _Work:
 # ------------------------------------------------------------------------------------------------------- fingerprints
 
 
-def save(path: str, found: Collection) -> None:
-    """Names, texts and signatures as plain arrays."""
+def save(path: str, collection: Collection) -> None:
+    """Save names, texts and signatures as plain arrays."""
     arrays = dict(
-        facts=np.frombuffer(json.dumps(found.how.facts(), sort_keys=True).encode(), np.uint8),
-        signatures=found.all_signatures(),
+        facts=np.frombuffer(json.dumps(collection.how.facts(), sort_keys=True).encode(), np.uint8),
+        signatures=collection.all_signatures(),
     )
-    for name, texts in dict(names=found.names, texts=found.texts).items():
+    for name, texts in dict(names=collection.names, texts=collection.texts).items():
         data = [encoded(text) for text in texts]
         arrays[name] = np.frombuffer(b"".join(data), np.uint8)
         arrays[f"{name}_ends"] = np.cumsum([0, *map(len, data)], dtype=np.int64)
@@ -268,7 +268,7 @@ def save(path: str, found: Collection) -> None:
 
 
 def load(path: str, into: Collection) -> None:
-    """Add the documents of a file of fingerprints. Raises DataError for what is none, or was signed otherwise."""
+    """Add the documents of a file of fingerprints. Raises DataError for another file, or other signing options."""
     do = f"make it with {PROG} --save-fingerprints; pickles of Megatron-LM can run code and are not read"
     if not Path(path).is_file():
         raise DataError(f"--load-fingerprints {path}: no such file")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of near-duplicates from the pairs that find_duplicates found: step two of three.
+"""Group the pairs of near-duplicates from find_duplicates: step two of three.
 
     python -m megatron.tools.openwebtext.group_duplicate_url process_stage_one.json process_stage_two.json 0.9
     python -m megatron.tools.openwebtext.group_duplicate_url IN OUT --jaccard-threshold 0.9
 
-Documents of a pair of at least this similarity (default: 0.7) are of one group, and so are those of pairs that share a
-document. A line of OUT is a group: {"0": ["first", "second", ...]}, numbered and listed in the order of IN.
+Documents of a pair of at least this similarity (default: 0.7) belong to one group, and so do those of pairs that share a
+document. A line of OUT is a group: {"0": ["first", "second", ...]}, in the order of IN.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ PROG = "python -m megatron.tools.openwebtext.group_duplicate_url"
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What counts as the same."""
+    """The threshold for near-duplicates."""
 
     jaccard_threshold: float = setting("pairs of at least this similarity are of one group", 0.7)
     debug: bool = setting("tracebacks with error messages", False)
@@ -42,16 +42,16 @@ def main(argv: list[str]) -> None:
     threshold = options.jaccard_threshold if threshold is None else threshold
     if not 0 <= threshold <= 1:
         raise SettingsError(f"a threshold of {threshold}: similarities are 0 to 1")
-    found = groups_of(source, threshold)
+    groups = groups_of(source, threshold)
     with whole_file(target) as file:
-        for number, names in enumerate(found):
+        for number, names in enumerate(groups):
             file.write(json_line({str(number): names}))
-    documents_of = sum(map(len, found))
-    print(f"{len(found):,} groups of {documents_of:,} documents: {documents_of - len(found):,} would be removed")
+    total = sum(map(len, groups))
+    print(f"{len(groups):,} groups of {total:,} documents: {total - len(groups):,} would be removed")
 
 
 def groups_of(path: str, threshold: float) -> list[list[str]]:
-    """The groups of more than one document. Raises DataError where the file holds no pairs, though it holds lines."""
+    """The groups of more than one document. Raises DataError if the file has lines but no pairs."""
     parent: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -74,7 +74,7 @@ def groups_of(path: str, threshold: float) -> list[list[str]]:
     if left_out.counts and not understood:
         raise DataError(f"{path}: holds no pairs", do="give the --output of find_duplicates")
     groups: dict[str, list[str]] = {}
-    for name in parent:  # in the order in which they were met
+    for name in parent:  # in the order of the file
         groups.setdefault(root(name), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 

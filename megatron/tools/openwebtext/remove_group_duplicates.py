@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents without the near-duplicates that group_duplicate_url grouped: step three of three.
+"""Remove near-duplicates from documents, by the groups of group_duplicate_url: step three of three.
 
     python -m megatron.tools.openwebtext.remove_group_duplicates process_stage_two.json clean.json dedup.json
 
-Of each group, the document that comes first in DATA stays, whatever the order in the group; the lines that stay are copied
-as they are. A line that is no JSON is left out and told of; one without a name stays.
+Of each group, the document that comes first in DATA is kept, regardless of the order in the group. Kept lines are copied
+unchanged. A line that is no JSON is dropped and reported; one without a name is kept.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ PROG = "python -m megatron.tools.openwebtext.remove_group_duplicates"
 
 @dataclass(frozen=True)
 class RemoveOptions:
-    """How documents are named."""
+    """The key of documents' names."""
 
     key: str = setting("the key of a document's name, as given to find_duplicates", "url")
     debug: bool = setting("tracebacks with error messages", False)
@@ -39,14 +39,14 @@ def main(argv: list[str]) -> None:
 
 
 def read_groups(path: str) -> dict[str, int]:
-    """Document -> its group. Raises DataError for a file of lines without any group."""
+    """Read groups: document -> number of its group. Raises DataError for a file without any group."""
     group_of: dict[str, int] = {}
     left_out, groups = LeftOut(path), 0
     for number, _, line in documents(path, left_out):
-        found = [names for names in map(_names, line.values()) if names]
-        if not found:
+        members = [names for names in map(_names, line.values()) if names]
+        if not members:
             left_out.add(number, "no group of documents")
-        for names in found:
+        for names in members:
             for name in names:
                 group_of.setdefault(name, groups)
             groups += 1
@@ -63,7 +63,7 @@ def _names(value: Any) -> Optional[list[str]]:
 
 
 def remove(group_of: dict[str, int], source: str, target: str, key: str) -> Counter:
-    """Copy the lines of `source` that stay. Returns counts of documents, and of characters of removed texts."""
+    """Copy the kept lines of `source`. Returns counts of documents, and of characters of removed texts."""
     counts: Counter = Counter(written=0, removed=0, characters=0)
     stays: dict[int, str] = {}  # group -> the name that came first
     left_out, unnamed = LeftOut(source), 0

@@ -635,7 +635,7 @@ def test_a_signal_ends_it_with_all_that_came_and_the_same_command_goes_on(server
     wait_for(Path(f"{output}.ckpt"), 5)
     process.terminate()
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 9 and "the same command goes on" in said
+    assert process.returncode == 9 and "run the same command again" in said
     part = read(output)
     assert 0 < len(part) < 300
     run(source, "--output", str(output))
