@@ -19,7 +19,7 @@ import pretrain_gpt
 from megatron.errors import run_main
 from megatron.model.facts import Facts
 from megatron.model.language_model import LanguageModel
-from megatron.model.layer_ops import Kernel, LayerOp, Product, RankSetup, Residual
+from megatron.model.layer_ops import Collective, Kernel, LayerOp, Product, RankSetup, Residual
 from megatron.model.norms import NORMS
 from megatron.model.recipe import Recipe
 from megatron.model.weights import Table, add_prefix, column, norm, output_std, row, take_prefix
@@ -65,8 +65,6 @@ class ExpertFacts(Facts):
     def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
         x = Residual(self.settings, share, self.settings.seq_length // share.cp * share.micro_batch_size)
         n, f, e, h = x.tokens, self.settings.ffn_size // share.tp, share.element, x.h
-        of_expert = n * self.chosen // self.number  # tokens, if loads are equal
-        swaps = Kernel("experts", kept=2 * n * self.chosen * h * e, moved=8 * n * self.chosen * h)
         return (
             x.norm(),
             *x.column("mlp", f),
@@ -74,13 +72,33 @@ class ExpertFacts(Facts):
             *x.row("mlp", f),
             x.add(),
             x.norm(),
-            Product("experts", x.elements // h, h, self.number, kept=x.nbytes),
-            swaps,
-            Product("experts", of_expert, h, f, self.number, kept=n * self.chosen * h * e),
-            Kernel("experts", kept=n * self.chosen * f * e, moved=2 * n * self.chosen * f),
-            Product("experts", of_expert, f, h, self.number, kept=n * self.chosen * f * e),
-            swaps,
+            *self.expert_ops(share, x.elements // h, h),
             x.add(),
+        )
+
+    def expert_ops(self, share: RankSetup, n: int, h: int) -> tuple[LayerOp, ...]:
+        """The ops of router and experts. n: tokens between layers; loads of experts are taken to be equal."""
+        e, k, f = share.element, self.chosen, self.settings.ffn_size // share.etp
+        gathered = n * share.etp
+        rows = gathered * k  # of all experts, sent by a rank, and on average as many arrive
+        own, of_expert = self.number // share.ep, rows * share.ep // self.number
+        halves = ("all_gather",), ("reduce_scatter",)
+        over = lambda axis, size, *calls: Collective("experts", axis, getattr(share, axis), size, *calls)
+        exchange = over("ep", rows * h * e, ("all_to_all",), ("all_to_all",))
+        return (
+            Product("experts", n, h, self.number, kept=n * h * e, given=n * h * e),
+            Kernel("routing", kept=n * self.number * e + 8 * n * k, moved=2 * n * self.number),
+            over("etp", gathered * h * e, *halves),
+            over("etp", 8 * rows, ("all_gather",)),  # the experts of each token
+            over("ep", 8 * self.number, ("all_to_all",)),  # tokens of each expert
+            exchange,
+            Kernel("routing", kept=4 * 8 * rows, moved=8 * rows * h),  # four orders
+            Product("experts", of_expert, h, f, own, kept=rows * h * e),
+            Kernel("experts", kept=rows * f * e, moved=2 * rows * f),
+            Product("experts", of_expert, f, h, own, kept=rows * f * e),
+            exchange,
+            over("etp", rows * h * e, *reversed(halves)),
+            Kernel("experts", kept=n * k * (h + 1) * e, moved=2 * n * k * h),
         )
 
 

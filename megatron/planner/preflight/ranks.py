@@ -216,7 +216,7 @@ def inspect_ranks(design: Design) -> RankContents:
     config, layout = design.config, Layout.of(design.config, design.world_size)
     job, shard = Job.of(config, design.facts, dp=layout.dp, device="cuda"), layout.shard
     units = [rank_units(job, layout, pp) for pp in range(sizes["pp"])]
-    planned = [own.padded(shard) + own.padded_frozen(shard) for own in units]
+    planned = [own.padded(layout.data_sizes) + own.padded_frozen(layout.data_sizes) for own in units]
     for mesh in design.distinct:
         stages = design.stages(mesh, pipeline)
         result.ranks += 1
