@@ -122,7 +122,8 @@ class GroupedLinear(nn.Module):
         handler = LinearOptions(None, None, self.weight_grad_store, self.accumulate).wgrad_handler(x, self.weight)
         weight = self.weight.detach() if handler else self.weight
         y = GroupedProduct.apply(x, weight, counts.tolist(), handler)
-        return y + (self.bias * self.with_bias).repeat_interleave(counts, 0)
+        expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        return y + (self.bias * self.with_bias)[expert]
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -176,12 +177,15 @@ class Experts(nn.Module):
         x = mappings.gather_from_sequence_parallel_region(x, self.etp)
         expert = collectives.all_gather(chosen, self.etp).flatten()
         order = expert.argsort(stable=True)
-        counts = torch.bincount(expert, minlength=self.ep.size * len(self.up.weight))
-        # Tokens from each rank, for each expert of this one.
-        arriving = collectives.all_to_all(counts, self.ep).view(self.ep.size, -1)
-        sent, received = counts.view(self.ep.size, -1).sum(1), arriving.sum(1)
+        # Tokens for each rank's experts, and from each rank for the experts of this one.
+        leaving, arriving = collectives.count_rows(expert, self.ep.size * len(self.up.weight), self.ep)
+        sent, received = leaving.sum(1), arriving.sum(1)
         rows = mappings.all_to_all(x[order // k], self.ep, sent, received)
-        by_expert = torch.arange(arriving.shape[1]).repeat(self.ep.size).repeat_interleave(arriving.flatten())
+        by_expert = (
+            torch.arange(arriving.shape[1], device=arriving.device)
+            .repeat(self.ep.size)
+            .repeat_interleave(arriving.flatten())
+        )
         by_expert = by_expert.argsort(stable=True)
         loads = arriving.sum(0)
         y = self.down(F.gelu(self.up(rows[by_expert], loads), approximate="tanh"), loads)
