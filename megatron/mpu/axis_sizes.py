@@ -55,9 +55,5 @@ def expert_sizes(
 
 
 def lacking_ranks(stage: int, ep: int, etp: int) -> int:
-    """The least factor by which a pipeline stage of `stage` ranks has to grow so that ep x etp divides it.
-
-    >>> lacking_ranks(6, ep=2, etp=2)
-    2
-    """
+    """The least factor by which a pipeline stage of `stage` ranks has to grow so that ep x etp divides it."""
     return ep * etp // math.gcd(ep * etp, stage)

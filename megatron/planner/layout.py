@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Optional
 
+from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
 from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.selection import ALL, Selection
@@ -26,11 +27,9 @@ from megatron.settings.spelling import settings_of
 
 
 class Cuts(NamedTuple):
-    """Sizes of the axes that cut weights: dense ones over tp, experts over ep and etp."""
-
-    tp: int = 1
-    ep: int = 1
-    etp: int = 1
+    tp: int
+    ep: int
+    etp: int  # sizes of the axes that cut weights
 
 
 ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
@@ -99,12 +98,11 @@ class Job:
         micro_batch_size: int = 1,
         cp: int = 1,
         by_heads: bool = False,
-        ep: int = 1,
-        etp: int = 1,
+        *experts: int,
     ) -> RankSetup:
-        """The sizes and formats of a rank's work in a layout."""
+        """The sizes and formats of a rank's work in a layout. experts: ep and etp."""
         kernels = (self.backend, self.chunk, self.plain_softmax)
-        shared = (cp, cp > 1 and by_heads, self.documents, ep, etp)
+        shared = (cp, cp > 1 and by_heads, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared)
 
@@ -199,7 +197,7 @@ class Layout:
         """Ranks with the same weights and other tokens: those of data and context parallelism."""
         return self.dp * self.cp
 
-    @property
+    @cached_property
     def cuts(self) -> Cuts:
         """The ranks that divide weights."""
         return Cuts(self.tp, self.ep, self.tp if self.etp is None else self.etp)
@@ -219,6 +217,14 @@ class Layout:
     def expert_sizes(self) -> dict[str, int]:
         """The axes of experts. Raises SettingsError for sizes that do not divide the ranks."""
         return expert_sizes(self.dense_sizes, self.ep, self.etp, shard_over_cp=self.zero > 0)
+
+    @property
+    def possible(self) -> bool:
+        """Whether ep and etp divide the ranks of a stage."""
+        try:
+            return bool(self.expert_sizes)
+        except SettingsError:
+            return False
 
     @cached_property
     def data_sizes(self) -> dict[str, int]:

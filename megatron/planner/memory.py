@@ -10,13 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
-from megatron.mpu.placement import DATA_PARALLEL
+from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import is_split, most_held
-from megatron.planner.parameters import Sizes, Units, UnitSizes, rank_units
+from megatron.planner.parameters import Sizes, Units, rank_units
 from megatron.settings.schema import Recompute
 
 NO_DEVICE = Device("none", context_gb=0.0, communication_gb=0.0)
@@ -153,13 +153,10 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
 def whole_matrices(units: Units, job: Job, layout: Layout) -> int:
     """Bytes of an update that orthogonalizes matrices: a gathered unit, its directions, and the workspace of one tensor."""
     gathered = [unit for unit in units.counts if unit.matrices] if job.matrix_moments is not None else []
-    return max((_whole_matrices(unit, layout) for unit in gathered), default=0)
-
-
-def _whole_matrices(unit: UnitSizes, layout: Layout) -> int:
-    parts = layout.tp if unit.axes == DATA_PARALLEL else layout.cuts.etp
-    tensor = max(slot.size for slot in unit.slots if slot.matrices)
-    return 4 * parts * (2 * unit.padded(layout.data_sizes) + 6 * tensor)
+    parts = dict(zip((DATA_PARALLEL, EXPERT_DATA_PARALLEL), (layout.tp, layout.cuts.etp)))
+    tensor = lambda unit: max(slot.size for slot in unit.slots if slot.matrices)
+    each = (parts[unit.axes] * (2 * unit.padded(layout.data_sizes) + 6 * tensor(unit)) for unit in gathered)
+    return 4 * max(each, default=0)
 
 
 def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> MemoryReport:

@@ -121,9 +121,15 @@ class Units(tuple):
         kinds = {name for name, _ in most}
         return max((sum(size for (name, _), size in most.items() if name == kind) for kind in kinds), default=0)
 
-    def over(self, axes: tuple[str, str]) -> "Units":
-        """The units that these axes replicate and shard."""
-        return Units(unit for unit in self if unit.axes == axes)
+    @cached_property
+    def over(self) -> dict[tuple[str, str], "Units"]:
+        """Axes -> the units that they replicate and shard."""
+        return {axes: Units(unit for unit in self if unit.axes == axes) for axes in dict.fromkeys(u.axes for u in self)}
+
+    @cached_property
+    def partial_axes(self) -> set[str]:
+        """The axes over which some gradients are partial sums."""
+        return {axis for unit in self.counts for slot in unit.slots for axis in slot.partial}
 
     @cached_property
     def largest(self) -> int:
@@ -251,7 +257,7 @@ def _slots(table: Table, cuts: Cuts, shared: tuple[str, ...] = ()) -> tuple[Para
         ParameterSize(
             math.prod(placed.local_shape(sizes)),
             placed.decay,
-            tuple(axis for axis in placed.partial if sizes[axis] > 1) + shared,
+            tuple(axis for axis in placed.partial if sizes.get(axis, 1) > 1) + shared,
             tuple(placed.matrix_shapes()),
         )
         for placed in table.values()

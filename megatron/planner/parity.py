@@ -43,8 +43,6 @@ class TestedLayout:
 
     >>> parse_layout("pp2-tp2sp").world_size
     4
-    >>> parse_layout("ep2").world_size
-    2
     """
 
     text: str
@@ -84,10 +82,7 @@ TOKENS = re.compile(rf"(tp|cp|pp|vp|dp|ep|etp|zero)(\d+)|(sp|a2a)|({'|'.join(SCH
 
 
 def parse_layout(text: str) -> TestedLayout:
-    """Parse a layout; without a dp token it has as many data parallel ranks as its experts need.
-
-    Raises ValueError for unknown or repeated tokens.
-    """
+    """Parse a layout; without dpN, dp is what epN and etpN need. Raises ValueError for unknown or repeated tokens."""
     at, fields = 0, {}
     while at < len(text):
         match = TOKENS.match(text, at)

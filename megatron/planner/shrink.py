@@ -83,10 +83,8 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     elif pipeline.custom:
         schedule = "interleaved" if pipeline.chunks > 1 else "1f1b"
         lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {pp} ranks; the shrunk job runs {schedule}")
-    ep, etp = (
-        min(p.expert_model_parallel_size, 2),
-        p.expert_tensor_parallel_size and min(2, p.expert_tensor_parallel_size),
-    )
+    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size
+    ep, etp = min(ep, 2), etp and min(etp, 2)
     lacking = lambda: lacking_ranks(math.prod(few.values()) // few["pp"], ep, few["tp"] if etp is None else etp)
     few["shard" if shard > 1 else "replicate"] *= lacking()
     for axis, words in (

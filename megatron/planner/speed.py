@@ -84,7 +84,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one micro-batch: forward, backward, and their communication over tp (`waiting`) and cp (`sharing`)."""
+    """Seconds of one micro-batch: forward, backward, and communication over tp (`waiting`) and other axes (`sharing`)."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -135,7 +135,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     parts = {
         "compute": each.both - each.waiting - each.sharing,
         "tensor parallel": each.waiting,
-        "context parallel": each.sharing,
+        "context parallel" if layout.cp > 1 else "expert parallel": each.sharing,
         "pipeline messages": messages,
         "bubble": waiting,
         "data parallel": total - length - own.sharding.update,
@@ -419,17 +419,11 @@ def _orthogonalizing(units: Units, job: Job, layout: Layout, device: Device) -> 
 
 def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
     sizes, experts = layout.data_sizes | layout.cuts._asdict() | dict(tied=2), layout.cuts.ep * layout.cuts.etp
-    stride = dict(
-        tp=1,
-        shard=layout.tp,
-        replicate=layout.tp * layout.shard,
-        tied=layout.tp * layout.weight_ranks * (layout.pp - 1),
-        etp=1,
-        ep=layout.cuts.etp,
-        expert_shard=experts,
-        expert_replicate=experts * sizes["expert_shard"],
-    )
-    return cluster.seconds(transfer.op, transfer.bytes, transfer.calls, sizes[transfer.axis], stride[transfer.axis])
+    stride = dict(tp=1, shard=layout.tp, replicate=layout.tp * layout.shard, etp=1, ep=layout.cuts.etp)
+    stride |= dict(expert_shard=experts, expert_replicate=experts * sizes["expert_shard"])
+    stride |= dict(tied=layout.tp * layout.weight_ranks * (layout.pp - 1))
+    axis = transfer.axis
+    return cluster.seconds(transfer.op, transfer.bytes, transfer.calls, sizes[axis], stride[axis])
 
 
 def split_even(costs: list[float], layers: int) -> list[int]:

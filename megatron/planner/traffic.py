@@ -8,22 +8,16 @@ content of a message. Tests compare with the traffic of runs. Legend as in `mode
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron.model.layer_ops import Collective, LayerOp, Residual, ops_again
 from megatron.model.recompute_plan import recompute_groups
-from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.mpu.placement import DATA_PARALLEL
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import starts
 from megatron.planner.parameters import Sizes, Units, layer_sizes, layers_of, rank_units
 
 FIRST = dict(shard=0, expert_shard=0)  # the place of a rank with the first shards
-PARTIAL = dict(  # axis of `Placement.partial` -> what is summed over it
-    tp="gradients of norms and biases",
-    ep="gradients of experts",
-    etp="gradients of experts' biases",
-    tied="gradients of the tied table",
-)
+PARTIAL = dict(tp="norms and biases", ep="experts", etp="experts' biases", tied="the tied table")
 
 
 @dataclass(frozen=True)
@@ -48,7 +42,8 @@ def transfers(job: Job, layout: Layout, rank: int = 0, place: Sizes = FIRST) -> 
 
 def once_a_step(job: Job, layout: Layout, rank: int = 0, place: Sizes = FIRST) -> list[Transfer]:
     """The transfers that synchronize data parallel ranks and copies of parameters."""
-    result = _data_parallel(job, layout, rank) + _partial(job, layout, rank, place) + _whole(job, layout, rank)
+    own = job, layout, rank
+    result = [*_data_parallel(*own), *_partial(*own, place), *_whole(*own)]
     return [transfer for transfer in result if transfer.bytes]
 
 
@@ -125,24 +120,19 @@ def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:
 # Once a step, or once a micro-batch -----------------------------------------------------------------------------------
 
 
-def _data_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
+def _data_parallel(job: Job, layout: Layout, rank: int) -> Iterator[Transfer]:
     """Gradients and weights, of dense weights and of experts."""
-    found = map(partial(_over_axes, job, layout, rank), (DATA_PARALLEL, EXPERT_DATA_PARALLEL))
-    return [transfer for transfers in found for transfer in transfers]
-
-
-def _over_axes(job: Job, layout: Layout, rank: int, axes: tuple[str, str]) -> Iterator[Transfer]:
-    units, sizes = rank_units(job, layout, rank).over(axes), layout.data_sizes
-    e, num_microbatches, (replicate, shard) = job.element, layout.num_microbatches(job), axes
-    count, beside = len(units), layout.overlap
-    if sizes[shard] > 1:
-        rounds = num_microbatches if layout.zero >= 2 else 1
-        size = rounds * _reduced(units, job, layout, rank)
-        yield Transfer("gradients", "reduce_scatter", shard, size, rounds * count, beside)
-        size, calls = (units.padded(sizes), count) if layout.zero < 3 else _gathered(units, job, layout, rank)
-        yield Transfer("weights", "all_gather", shard, size * e, calls, beside)
-    if sizes[replicate] > 1:
-        yield Transfer("gradients", "all_reduce", replicate, 4 * units.owned(sizes), 1, beside)
+    sizes, num_microbatches, beside = layout.data_sizes, layout.num_microbatches(job), layout.overlap
+    for (replicate, shard), units in rank_units(job, layout, rank).over.items():
+        count = len(units)
+        if sizes[shard] > 1:
+            rounds = num_microbatches if layout.zero >= 2 else 1
+            size = rounds * _reduced(units, job, layout, rank)
+            yield Transfer("gradients", "reduce_scatter", shard, size, rounds * count, beside)
+            size, calls = (units.padded(sizes), count) if layout.zero < 3 else _gathered(units, job, layout, rank)
+            yield Transfer("weights", "all_gather", shard, size * job.element, calls, beside)
+        if sizes[replicate] > 1:
+            yield Transfer("gradients", "all_reduce", replicate, 4 * units.owned(sizes), 1, beside)
 
 
 def _reduced(units: Units, job: Job, layout: Layout, rank: int) -> int:
@@ -191,11 +181,13 @@ def _partial(job: Job, layout: Layout, rank: int, place: Sizes) -> list[Transfer
     """Reductions of partial gradients: norms and biases over tp, experts' biases over etp, a tied table over first and last
     stage.
     """
-    units, result = rank_units(job, layout, rank), []
-    for axis, what in PARTIAL.items():
-        size = 4 * units.total(lambda unit, axis=axis: unit.partial(axis, place, layout.data_sizes))
-        result.append(Transfer(what, "all_reduce", axis, size, 1))
-    return result
+    units = rank_units(job, layout, rank)
+    size = lambda axis: 4 * units.total(lambda unit: unit.partial(axis, place, layout.data_sizes))
+    return [
+        Transfer(f"gradients of {what}", "all_reduce", axis, size(axis), 1)
+        for axis, what in PARTIAL.items()
+        if axis in units.partial_axes
+    ]
 
 
 def _whole(job: Job, layout: Layout, rank: int) -> list[Transfer]:
@@ -203,8 +195,8 @@ def _whole(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     if job.matrix_moments is None:
         return []
     result, sizes = [], layout.data_sizes | layout.cuts._asdict()
-    for parts, axes in (("tp", DATA_PARALLEL), ("etp", EXPERT_DATA_PARALLEL)):
-        units = [unit for unit in rank_units(job, layout, rank).over(axes) if unit.matrices]
+    for axes, held in rank_units(job, layout, rank).over.items():
+        parts, units = "tp" if axes == DATA_PARALLEL else "etp", [unit for unit in held if unit.matrices]
         size = 4 * sum(unit.padded(sizes) for unit in units)
         result += [
             Transfer("matrices", op, axis, size * (sizes[parts] if axis == parts else 1), len(units))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's figures of a model with experts (`tests/models/own_experts.py`) against runs, layout by layout."""
 
+import json
 import re
 from collections import Counter
 from functools import cache
@@ -8,18 +9,21 @@ from functools import cache
 import pytest
 import torch
 
+import pretrain_gpt
+from megatron.errors import SettingsError
 from megatron.model.arguments import parse_any
 from megatron.model.recipe import facts_of
 from megatron.mpu import collectives, mappings
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
+from megatron.planner.choose import search_layouts
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import state
 from megatron.planner.parity import parse_layout
 from megatron.planner.preflight.ranks import Design, check_ranks
 from megatron.planner.shrink import asked_ranks, shrunk_job_of
 from megatron.planner.traffic import totals, transfers
-from megatron.tools import verify_layout
+from megatron.tools import plan, verify_layout
 from megatron.training.rules import resolve
 from tests.models import own_experts
 from tests.models.plain_state import LINE, VOCABULARY
@@ -193,3 +197,36 @@ def test_layouts_with_experts_are_verified(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         verify("--shrink --ep 2")
     assert re.search(r"^dp2-ep2 +2 .* FAIL \(blocks\.\d\.experts", capsys.readouterr().out, re.M)
+
+
+# ---- a search --------------------------------------------------------------------------------------------------------
+
+OPEN = LINE.replace("--micro-batch-size 2", "--sequence-parallel")
+
+
+@pytest.mark.parametrize("words", ["--ep 4", "--ep 2 --etp 2 --sharding-stage 1", "--ep 8 --etp 1"])
+def test_a_search_keeps_ranks_for_experts(words):
+    """Each layout that it finds can be trained, and all divisions of eight ranks that hold the experts are among them."""
+    line = f"--model-type tests.models.own_experts {OPEN} --world-size 8"
+    found = search_layouts(parse_any(f"{line} {words}".split(), recipe=own_experts.recipe()))
+    layouts = [one.layout for one in found.searched.plans]
+    for layout in layouts:
+        again = parse_any(f"{LINE} {words} {' '.join(layout.flags())}".split(), recipe=own_experts.recipe())
+        assert Layout.of(resolve(again, 8), 8).expert_sizes == layout.expert_sizes
+    ep, etp = int(words[5]), re.search(r"--etp (\d)", words)
+    sizes = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if tp * pp <= 8 and 12 % tp == 0]
+    possible = {(tp, pp) for tp, pp in sizes if 8 // pp % (ep * (int(etp[1]) if etp else tp)) == 0}
+    assert {(layout.tp, layout.pp) for layout in layouts} == possible
+
+
+def test_a_search_of_a_plain_model_refuses_them():
+    with pytest.raises(SettingsError, match="--ep 4: --model-type GPT has no experts here"):
+        pretrain_gpt.main(f"{OPEN} --world-size 8 --ep 4 --auto-parallel --dry-run".split())
+
+
+def test_the_command_of_a_plan_has_them(capsys):
+    plan.main(f"--model-type tests.models.own_experts {OPEN} --world-size 8 --ep 4 --json".split())
+    found = json.loads(capsys.readouterr().out)
+    assert "--expert-model-parallel-size 4" in found["command"]
+    assert {one["settings"]["expert_model_parallel_size"] for one in found["plans"]} == {4}
+    assert found["plans"][0]["parts"]["expert parallel"] > 0

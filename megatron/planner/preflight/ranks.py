@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -171,10 +171,7 @@ def check_groups(design: Design) -> Check:
 
 def _number(mesh: Mesh, names: tuple[str, ...]) -> int:
     """A rank's number from its index on each axis. names: of the axes, slowest to fastest."""
-    number = 0
-    for name in names:
-        number = number * getattr(mesh, name).size + getattr(mesh, name).rank
-    return number
+    return reduce(lambda number, axis: number * axis.size + axis.rank, (getattr(mesh, name) for name in names), 0)
 
 
 def check_schedule(design: Design) -> Check:
