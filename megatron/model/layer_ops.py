@@ -30,7 +30,8 @@ class RankSetup:
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
     is for comparisons: attention that stores all scores, as in other suites. plain_softmax:
     --no-masked-softmax-fusion. cp: ranks that share each sequence; by_heads: they exchange rows for heads (--cp-comm-type
-    a2a) instead of gathering keys and values. documents: they are packed into samples (--reset-attention-mask).
+    a2a) instead of gathering keys and values. documents: they are packed into samples (--reset-attention-mask). ep, etp:
+    ranks that hold different experts of a layer, and parts of each.
     """
 
     tp: int = 1
@@ -45,6 +46,8 @@ class RankSetup:
     cp: int = 1
     by_heads: bool = False
     documents: bool = False
+    ep: int = 1
+    etp: int = 1
 
     def norm_bytes(self, model: Model, number: int, width: int, shared_input: bool = False) -> int:
         """Bytes that a norm of `number` elements saves: its input, unless another op saves it, and statistics per row."""

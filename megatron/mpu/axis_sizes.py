@@ -52,3 +52,8 @@ def expert_sizes(
         )
     shard = max(1, block // one_copy) if sharded else 1
     return dict(pp=sizes["pp"], expert_replicate=stage // one_copy // shard, expert_shard=shard, ep=ep, etp=etp)
+
+
+def lacking_ranks(stage: int, ep: int, etp: int) -> int:
+    """The least factor by which a pipeline stage of `stage` ranks has to grow so that ep x etp divides it."""
+    return ep * etp // math.gcd(ep * etp, stage)

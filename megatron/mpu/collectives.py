@@ -114,6 +114,20 @@ def row_counts(x: torch.Tensor, axis: Axis, sent: Optional[Rows], received: Opti
     return sent, received
 
 
+def count_rows(numbers: torch.Tensor, count: int, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of each of `count` kinds, of which each rank of the axis has an equal part: (sent, received), both [ranks, kinds
+    of a rank], of rows for each rank, and from each.
+
+    numbers: the kind of each row. On the meta device (--preflight) they have no values, and each kind is as frequent.
+    """
+    if not numbers.is_meta:
+        sent = torch.bincount(numbers, minlength=count)
+        return sent.view(axis.size, -1), all_to_all(sent, axis).view(axis.size, -1)
+    borders = torch.arange(count + 1) * len(numbers) // count  # on the host, where sizes can be read
+    sent = borders.diff().view(axis.size, -1)
+    return sent, sent[axis.rank].expand_as(sent)
+
+
 def empty_rows(x: torch.Tensor, rows: Optional[Sequence[int]]) -> torch.Tensor:
     """Memory for so many rows like those of `x`, contiguous; None: for as many."""
     return x.new_empty((len(x) if rows is None else sum(rows), *x.shape[1:]))

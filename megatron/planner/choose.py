@@ -110,6 +110,8 @@ def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
 AXES = dict(
     tensor_model_parallel_size="tp",
     pipeline_model_parallel_size="pp",
+    expert_model_parallel_size="ep",
+    expert_tensor_parallel_size="etp",
     data_parallel_size="dp",
     dp_degree="replicas",
     sequence_parallel="sp",

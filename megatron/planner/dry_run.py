@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megatron.errors import Failure
 from megatron.model.recipe import recipe_of
-from megatron.mpu.mesh import JOINED, ranks_along
+from megatron.mpu.mesh import EXPERT_DP, JOINED, ranks_along
 from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_rank_schedules, simulate
 from megatron.planner import target, text
@@ -107,15 +107,17 @@ def _changed(config: schema.Config) -> list[str]:
 
 
 def _topology(layout: Layout, cluster: Cluster, width: int) -> str:
-    shard = layout.shard // layout.cp if layout.zero else 1
-    sizes = dict(pp=layout.pp, replicate=layout.dp // shard, shard=shard, cp=layout.cp, tp=layout.tp)
     context = f"context {layout.cp} x " * (layout.cp > 1)
     lines = [
         f"{cluster.world_size} ranks on {max(1, cluster.world_size // cluster.local_size)} node(s) = pipeline "
         f"{layout.pp} x data {layout.dp} (shared by {layout.shard}) x {context}tensor {layout.tp}"
     ]
-    for name in ("tp", "cp", "dp", "pp"):
-        groups = ranks_along(sizes, JOINED.get(name, (name,)))
+    named = {name: (layout.dense_sizes, JOINED.get(name, (name,))) for name in ("tp", "cp", "dp", "pp")}
+    if layout.folded:
+        named |= {name: (layout.expert_sizes, (name,)) for name in ("ep", "etp")}
+        named["expert_dp"] = layout.expert_sizes, EXPERT_DP
+    for name, (sizes, axes) in named.items():
+        groups = ranks_along(sizes, axes)
         if len(groups[0]) > 1:
             first = groups[0] if len(groups[0]) <= 8 else [*groups[0][:3], "...", groups[0][-1]]
             lines.append(f"  {name}: {len(groups)} groups of {len(groups[0])}, the first: {', '.join(map(str, first))}")

@@ -11,10 +11,12 @@ settings of a run, `Layout.flags` returns its flags. Numbers of tokens, bytes an
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Optional
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Optional
 
+from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
+from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.selection import ALL, Selection
 from megatron.optimizer.kinds import knows_matrices, state_of
 from megatron.pipeline.schedule import default_chunks
@@ -22,6 +24,13 @@ from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
 from megatron.settings.schema import GROUPS, Config, Optimizer, Parallel, Recompute
 from megatron.settings.spelling import settings_of
+
+
+class Cuts(NamedTuple):
+    tp: int
+    ep: int
+    etp: int  # sizes of the axes that cut weights
+
 
 ELEMENT = dict(fp32=4, bf16=2, fp16=2)  # bytes of a weight or an activation
 
@@ -83,11 +92,17 @@ class Job:
         return 4 if self.mixed else ELEMENT[self.precision]
 
     def rank_setup(
-        self, tp: int = 1, sp: bool = False, micro_batch_size: int = 1, cp: int = 1, by_heads: bool = False
+        self,
+        tp: int = 1,
+        sp: bool = False,
+        micro_batch_size: int = 1,
+        cp: int = 1,
+        by_heads: bool = False,
+        *experts: int,
     ) -> RankSetup:
-        """The sizes and formats of a rank's work in a layout."""
+        """The sizes and formats of a rank's work in a layout. experts: ep and etp."""
         kernels = (self.backend, self.chunk, self.plain_softmax)
-        shared = (cp, cp > 1 and by_heads, self.documents)
+        shared = (cp, cp > 1 and by_heads, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared)
 
@@ -112,6 +127,7 @@ class Layout:
     cp:            ranks that share each sequence
     by_heads:      they exchange rows for heads in every layer (--cp-comm-type a2a); otherwise, and if layers differ,
                    the planner assumes that all layers gather keys and values
+    ep, etp:       ranks that hold different experts, and parts of each; None: as many as tp
     """
 
     tp: int = 1
@@ -131,6 +147,8 @@ class Layout:
     overlap: bool = False
     cp: int = 1
     by_heads: bool = False
+    ep: int = 1
+    etp: Optional[int] = None
     parallel: Optional[Parallel] = None  # the settings that it was read from, which may be more detailed
 
     @classmethod
@@ -160,6 +178,8 @@ class Layout:
             p.overlap_grad_reduce,
             cp,
             cp > 1 and set(p.cp_comm_types) == {"a2a"},
+            p.expert_model_parallel_size,
+            p.expert_tensor_parallel_size,
             replace(p, cp_comm_type=p.cp_comm_type and tuple(p.cp_comm_type)),  # a list has no hash
         )
 
@@ -177,9 +197,43 @@ class Layout:
         """Ranks with the same weights and other tokens: those of data and context parallelism."""
         return self.dp * self.cp
 
+    @cached_property
+    def cuts(self) -> Cuts:
+        """The ranks that divide weights."""
+        return Cuts(self.tp, self.ep, self.tp if self.etp is None else self.etp)
+
+    @property
+    def folded(self) -> bool:
+        """Whether experts are divided in another way than dense weights."""
+        return self.cuts != (self.tp, 1, self.tp)
+
+    @property
+    def dense_sizes(self) -> dict[str, int]:
+        """The axes of dense weights, as those of a `Mesh`."""
+        shard = self.shard // self.cp if self.zero else 1
+        return dict(pp=self.pp, replicate=self.dp // shard, shard=shard, cp=self.cp, tp=self.tp)
+
+    @cached_property
+    def expert_sizes(self) -> dict[str, int]:
+        """The axes of experts. Raises SettingsError for sizes that do not divide the ranks."""
+        return expert_sizes(self.dense_sizes, self.ep, self.etp, shard_over_cp=self.zero > 0)
+
+    @property
+    def possible(self) -> bool:
+        """Whether ep and etp divide the ranks of a stage."""
+        try:
+            return bool(self.expert_sizes)
+        except SettingsError:
+            return False
+
+    @cached_property
+    def data_sizes(self) -> dict[str, int]:
+        """The axes of ranks with other tokens (`Placement.data_axes`); of dense weights they include those of cp."""
+        return self.expert_sizes | dict(replicate=self.replicate, shard=self.shard)
+
     def rank_setup(self, job: Job) -> RankSetup:
         """The sizes and formats of a rank's work on the job's model."""
-        return job.rank_setup(self.tp, self.sp, self.micro_batch_size, self.cp, self.by_heads)
+        return job.rank_setup(self.tp, self.sp, self.micro_batch_size, self.cp, self.by_heads, *self.cuts[1:])
 
     def num_microbatches(self, job: Job) -> int:
         """Micro-batches per step on each rank."""
@@ -197,6 +251,8 @@ class Layout:
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
             cp_comm_type=["a2a"] if self.by_heads else None,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
             pipeline_model_parallel_size=self.pp,
             sequence_parallel=self.sp,
             pipeline_schedule=self.schedule,
@@ -247,6 +303,7 @@ class Layout:
         """A short name for tables, such as tp8sp-pp16vp2-dp4-zero1."""
         parts = [f"tp{self.tp}{'sp' * self.sp}"] * (self.tp > 1)
         parts += [f"cp{self.cp}{'a2a' * self.by_heads}"] * (self.cp > 1)
+        parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"etp{self.etp}"] * (self.cuts.etp != self.tp)
         if self.pp > 1:
             plain = self.schedule in ("1f1b", "interleaved")
             parts += [f"pp{self.pp}" + (f"vp{self.chunks}" * (self.chunks > 1) if plain else f"-{self.schedule}")]

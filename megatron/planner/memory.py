@@ -10,12 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Optional
 
+from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
 from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import is_split, most_held
-from megatron.planner.parameters import Units, rank_units
+from megatron.planner.parameters import Sizes, Units, rank_units
 from megatron.settings.schema import Recompute
 
 NO_DEVICE = Device("none", context_gb=0.0, communication_gb=0.0)
@@ -37,36 +38,34 @@ class MemoryReport:
         return sum(self.device.values())
 
 
-def state(
-    job: Job, layout: Layout, rank: int, shard_rank: Optional[int] = None
-) -> tuple[dict[str, int], dict[str, int]]:
+def state(job: Job, layout: Layout, rank: int, place: Optional[Sizes] = None) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of permanent state (on the device, on the host): weights, gradients, optimizer state.
 
-    shard_rank: index on the shard axis; default: the last, which has most, because matrices come first
+    place: index on each axis that shards; default: the last, which has most, because matrices come first
     """
-    place = layout.shard - 1 if shard_rank is None else shard_rank
+    place = {axis: size - 1 for axis, size in layout.data_sizes.items()} if place is None else place
     return _state(rank_units(job, layout, rank), job, layout, place, job.device == "cuda")
 
 
-def _state(units: Units, job: Job, layout: Layout, place: int, cuda: bool):
-    element, moments = job.element, job.moments
-    whole, frozen = units.padded(layout.shard), units.padded_frozen(layout.shard)
-    own = whole // layout.shard
+def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
+    element, moments, sizes = job.element, job.moments, layout.data_sizes
+    whole, frozen, own = units.padded(sizes), units.padded_frozen(sizes), units.owned(sizes)
     away, filed = _shares(units, layout)
     here = own - away - filed
     keeps_all = layout.zero < 3
-    shared = keeps_all and layout.shard == 1 and element == 4  # fp32 weights are the main weights
+    shared = keeps_all and units.whole(sizes) and element == 4  # fp32 weights are the main weights
     device = {
         "weights": (whole + frozen) * element if keeps_all else 0,
         "gradients": 4 * own,
         "main weights": 0 if shared else 4 * here,
     }
     host = Counter()
-    if layout.zero < 2 and layout.shard > 1:
+    if layout.zero < 2 and not units.whole(sizes):
         device["gradients"] += 4 * whole
     if not keeps_all:
         same = element == 4 and not (layout.param_offload and cuda)
-        low = ((0 if same else here) + away + filed + frozen // layout.shard) * element  # the shards to gather
+        pieces = units.total(lambda unit: unit.padded_frozen(sizes) // sizes[unit.sharded])
+        low = ((0 if same else here) + away + filed + pieces) * element  # the shards to gather
         (host if layout.param_offload and cuda else device)["weights"] += low
     device["optimizer moments"] = 4 * moments * here - _spared(units, job, layout, place)
     if units.buffers:
@@ -74,47 +73,48 @@ def _state(units: Units, job: Job, layout: Layout, place: int, cuda: bool):
     if away:  # main weights, arriving gradients, moments
         (host if cuda else device)["offloaded optimizer state"] = 4 * (2 + moments) * away
     if filed:
-        planes = 1 + moments if cuda else _planes(job, layout)
+        planes = 1 + moments if cuda else _planes(units, job, layout)
         size = buffer_bytes(filed, planes) + (4 * part_size(filed) if cuda else 0)  # arriving gradients
         (host if cuda else device)["buffers of state on disk"] = size
     return device, dict(host)
 
 
-def _spared(units: Units, job: Job, layout: Layout, place: int) -> int:
+def _spared(units: Units, job: Job, layout: Layout, place: Sizes) -> int:
     """Bytes of optimizer state that matrices need less than other weights."""
     if job.matrix_moments is None:
         return 0
-    elements = sum(count * unit.in_matrices(place, layout.shard) for unit, count in units.counts.items())
+    elements = units.total(lambda unit: unit.in_matrices(place, layout.data_sizes))
     return 4 * (job.moments - job.matrix_moments) * elements
 
 
 def on_disk(job: Job, layout: Layout, rank: int, copies: int = 1) -> int:
     """Bytes of a rank's files of optimizer state; two copies with --async-save."""
-    filed = _shares(rank_units(job, layout, rank), layout)[1]
-    return file_bytes(filed, copies * _planes(job, layout)) if filed else 0
+    units = rank_units(job, layout, rank)
+    filed = _shares(units, layout)[1]
+    return file_bytes(filed, copies * _planes(units, job, layout)) if filed else 0
 
 
-def _planes(job: Job, layout: Layout) -> int:
+def _planes(units: Units, job: Job, layout: Layout) -> int:
     """Numbers per element in a file: moments, and main weights unless they equal other weights in memory."""
-    same = job.element == 4 and (layout.zero == 3 or layout.shard == 1)
+    same = job.element == 4 and (layout.zero == 3 or units.whole(layout.data_sizes))
     return job.moments if same else job.moments + 1
 
 
 def _shares(units: Units, layout: Layout) -> tuple[int, int]:
     """Elements of a rank's shard on the host and on disk, in whole units: the first on the host, the next on disk."""
-    away = _first_units(units, layout.shard, layout.offload)
-    return away, _first_units(units, layout.shard, layout.offload + layout.disk) - away
+    away = _first_units(units, layout.data_sizes, layout.offload)
+    return away, _first_units(units, layout.data_sizes, layout.offload + layout.disk) - away
 
 
-def _first_units(units: Units, shard: int, fraction: float) -> int:
+def _first_units(units: Units, sizes: Sizes, fraction: float) -> int:
     """Elements of the first units that together are at least `fraction` of a rank's shard."""
-    total, elements = units.padded(shard) // shard, 0
+    total, elements = units.owned(sizes), 0
     if fraction == 0 or fraction >= 1:
         return total if fraction else 0
     for unit in units:
         if elements >= fraction * total:
             break
-        elements += unit.padded(shard) // shard
+        elements += unit.owned(sizes)
     return elements
 
 
@@ -143,9 +143,9 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     # The update comes after the passes, when none of this is allocated.
     entries["workspace"] += max(0, whole_matrices(units, job, layout) - sum(entries.values()))
     entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
-    entries["communication buffers"] = device.communication_bytes * sum(
-        n > 1 for n in (layout.tp, layout.cp, layout.weight_ranks, layout.pp)
-    )
+    groups = [layout.tp, layout.cp, layout.weight_ranks, layout.pp]
+    groups += [*layout.expert_sizes.values()][1:] if layout.folded else []
+    entries["communication buffers"] = device.communication_bytes * sum(n > 1 for n in groups)
     entries["device context"] = device.context_bytes
     return entries, kept
 
@@ -153,9 +153,10 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
 def whole_matrices(units: Units, job: Job, layout: Layout) -> int:
     """Bytes of an update that orthogonalizes matrices: a gathered unit, its directions, and the workspace of one tensor."""
     gathered = [unit for unit in units.counts if unit.matrices] if job.matrix_moments is not None else []
-    unit = max((unit.padded(layout.shard) for unit in gathered), default=0)
-    tensor = max((slot.size for unit in gathered for slot in unit.slots if slot.matrices), default=0)
-    return 4 * layout.tp * (2 * unit + 6 * tensor)
+    parts = dict(zip((DATA_PARALLEL, EXPERT_DATA_PARALLEL), (layout.tp, layout.cuts.etp)))
+    tensor = lambda unit: max(slot.size for slot in unit.slots if slot.matrices)
+    each = (parts[unit.axes] * (2 * unit.padded(layout.data_sizes) + 6 * tensor(unit)) for unit in gathered)
+    return 4 * max(each, default=0)
 
 
 def memory_report(job: Job, layout: Layout, device: Device, rank: int = 0) -> MemoryReport:
@@ -220,17 +221,17 @@ def _gathered(units: Units, job: Job, layout: Layout) -> int:
     """ZeRO 3: the units that are used throughout a chunk, and one layer, or two while the next one is gathered."""
     if layout.zero < 3:
         return 0
-    others = units.others.padded(layout.shard) + units.others.padded_frozen(layout.shard)
-    return (others + (1 + layout.overlap) * units.largest_layer(layout.shard, frozen=True)) * job.element
+    size_of = lambda unit: unit.padded(layout.data_sizes) + unit.padded_frozen(layout.data_sizes)
+    return (units.others.total(size_of) + (1 + layout.overlap) * units.largest_layer(size_of)) * job.element
 
 
 def _buffers(units: Units, layout: Layout) -> int:
     """ZeRO 2 and 3: gradients of a unit between its first gradient and its reduction, with the reduced piece."""
     if layout.zero < 2:
         return 0
-    others = units.others.padded(layout.shard)
-    block = units.largest_layer(layout.shard)
-    return 4 * (others + (1 + layout.overlap) * (block + block // layout.shard))
+    sizes = layout.data_sizes
+    block = units.largest_layer(lambda unit: unit.padded(sizes) + unit.owned(sizes))
+    return 4 * (units.others.padded(sizes) + (1 + layout.overlap) * block)
 
 
 def _messages(job: Job, layout: Layout, rank: int) -> int:

@@ -6,20 +6,22 @@ In elements, not bytes. Tests compare it with the allocations of a run.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron.model.facts import Facts, LayerDesign
 from megatron.model.weights import Table
-from megatron.mpu.placement import BUFFER_BYTES
+from megatron.mpu.placement import BUFFER_BYTES, DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.mpu.selection import Selection
 from megatron.optimizer.flat import aligned, unit_size
-from megatron.planner.layout import Job, Layout
+from megatron.planner.layout import Cuts, Job, Layout
+
+Sizes = Mapping[str, int]  # axis -> ranks (`Layout.data_sizes`), or a rank's index on it (`Mesh.coordinates`)
 
 
 class ParameterSize(NamedTuple):
-    """A parameter: its elements on one tp rank, whether it has weight decay, the axes over which its gradient is partial,
+    """A parameter: its elements on one rank, whether it has weight decay, the axes over which its gradient is partial,
     and (rows, columns) of its whole matrices, if it belongs to a linear layer.
     """
 
@@ -30,7 +32,8 @@ class ParameterSize(NamedTuple):
 
 
 class UnitSizes(NamedTuple):
-    """A unit's parameters in memory order. name: its name, or the kind of a layer; ends: see `model.weights.Unit`.
+    """A unit's parameters in memory order; a layer's experts are a unit of their own. name: its name, or the kind of a
+    layer; ends: see `model.weights.Unit`; axes: see `Placement.data_axes`.
 
     slots:   trained parameters, which have gradients and optimizer state
     frozen:  frozen parameters, a separate unit in memory
@@ -43,24 +46,38 @@ class UnitSizes(NamedTuple):
     ends: tuple[str, ...] = ()
     frozen: tuple[ParameterSize, ...] = ()
     buffers: int = 0
+    axes: tuple[str, str] = DATA_PARALLEL
 
-    def padded(self, pieces: int) -> int:
-        """Elements of the buffer of trained parameters if `pieces` ranks shard it."""
-        return _padded(self.slots, pieces)
+    @property
+    def sharded(self) -> str:
+        """The axis that shards it."""
+        return self.axes[1]
 
-    def padded_frozen(self, pieces: int) -> int:
+    def padded(self, sizes: Sizes) -> int:
+        """Elements of the buffer of trained parameters."""
+        return _padded(self.slots, sizes[self.sharded])
+
+    def padded_frozen(self, sizes: Sizes) -> int:
         """The same for frozen parameters."""
-        return _padded(self.frozen, pieces)
+        return _padded(self.frozen, sizes[self.sharded])
+
+    def owned(self, sizes: Sizes) -> int:
+        """Trained elements in a rank's shard."""
+        return self.padded(sizes) // sizes[self.sharded]
+
+    def _shard(self, place: Sizes, sizes: Sizes) -> tuple[int, int]:
+        """The range of the shard of the rank at `place`."""
+        size, rank = self.owned(sizes), place[self.sharded]
+        return size * rank, size * (rank + 1)
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
         """(rows, columns) of all its matrices."""
         return [shape for slot in self.slots for shape in slot.matrices]
 
-    def in_matrices(self, rank: int, pieces: int) -> int:
-        """Elements of matrices, with their padding, in the shard of `rank` of `pieces`."""
-        size = self.padded(pieces) // pieces
-        low, high, at, elements = size * rank, size * (rank + 1), 0, 0
+    def in_matrices(self, place: Sizes, sizes: Sizes) -> int:
+        """Elements of matrices, with their padding, in the shard of the rank at `place`."""
+        (low, high), at, elements = self._shard(place, sizes), 0, 0
         for slot in self.slots:
             stop = at + aligned(slot.size)
             elements += max(0, min(high, stop) - max(low, at)) if slot.matrices else 0
@@ -72,10 +89,9 @@ class UnitSizes(NamedTuple):
         """Elements without padding, including frozen ones."""
         return sum(slot.size for slot in (*self.slots, *self.frozen))
 
-    def partial(self, axis: str, rank: int, pieces: int) -> int:
-        """Elements in the shard of `rank` of `pieces` with gradients that are partial sums over an axis."""
-        size = self.padded(pieces) // pieces
-        low, high, at, elements = size * rank, size * (rank + 1), 0, 0
+    def partial(self, axis: str, place: Sizes, sizes: Sizes) -> int:
+        """Elements in the shard of the rank at `place` with gradients that are partial sums over an axis."""
+        (low, high), at, elements = self._shard(place, sizes), 0, 0
         for slot in self.slots:
             if axis in slot.partial:
                 elements += max(0, min(high, at + slot.size) - max(low, at))
@@ -84,7 +100,7 @@ class UnitSizes(NamedTuple):
 
 
 class Units(tuple):
-    """The units of a rank, in order, with cached totals."""
+    """The units of a rank, in order (dense ones, then experts), with cached totals."""
 
     @cached_property
     def others(self) -> "Units":
@@ -96,12 +112,24 @@ class Units(tuple):
         """The layers."""
         return Units(unit for unit in self if unit.layer)
 
-    def largest_layer(self, pieces: int, frozen: bool = False) -> int:
-        """Elements of the largest layer's buffer. frozen: including its frozen parameters."""
-        return max(
-            (unit.padded(pieces) + (unit.padded_frozen(pieces) if frozen else 0) for unit in set(self.layers)),
-            default=0,
-        )
+    def largest_layer(self, size_of: Callable[[UnitSizes], int]) -> int:
+        """The size of the largest layer, with its experts."""
+        most: dict[tuple[str, str], int] = {}
+        for unit in set(self.layers):
+            key = unit.name, unit.sharded
+            most[key] = max(most.get(key, 0), size_of(unit))
+        kinds = {name for name, _ in most}
+        return max((sum(size for (name, _), size in most.items() if name == kind) for kind in kinds), default=0)
+
+    @cached_property
+    def over(self) -> dict[tuple[str, str], "Units"]:
+        """Axes -> the units that they replicate and shard."""
+        return {axes: Units(unit for unit in self if unit.axes == axes) for axes in dict.fromkeys(u.axes for u in self)}
+
+    @cached_property
+    def partial_axes(self) -> set[str]:
+        """The axes over which some gradients are partial sums."""
+        return {axis for unit in self.counts for slot in unit.slots for axis in slot.partial}
 
     @cached_property
     def largest(self) -> int:
@@ -114,35 +142,48 @@ class Units(tuple):
         return Counter(self)
 
     @cached_property
-    def _sizes(self) -> dict[int, int]:
+    def _sizes(self) -> dict[tuple[int, int], int]:
         return {}
 
-    def padded(self, pieces: int) -> int:
-        """Elements of all buffers of trained parameters if `pieces` ranks shard them."""
-        if pieces not in self._sizes:
-            self._sizes[pieces] = sum(count * unit.padded(pieces) for unit, count in self.counts.items())
-        return self._sizes[pieces]
+    def padded(self, sizes: Sizes) -> int:
+        """Elements of all buffers of trained parameters."""
+        key = sizes[DATA_PARALLEL[1]], sizes[EXPERT_DATA_PARALLEL[1]]
+        if key not in self._sizes:
+            self._sizes[key] = self.total(lambda unit: unit.padded(sizes))
+        return self._sizes[key]
 
-    def padded_frozen(self, pieces: int) -> int:
+    def total(self, size_of: Callable[[UnitSizes], int]) -> int:
+        """A size of all units together."""
+        return sum(count * size_of(unit) for unit, count in self.counts.items())
+
+    def padded_frozen(self, sizes: Sizes) -> int:
         """Elements of all buffers of frozen parameters."""
-        return sum(count * unit.padded_frozen(pieces) for unit, count in self.counts.items() if unit.frozen)
+        return self.total(lambda unit: unit.padded_frozen(sizes) if unit.frozen else 0)
+
+    def owned(self, sizes: Sizes) -> int:
+        """Trained elements in a rank's shard."""
+        return self.total(lambda unit: unit.owned(sizes))
+
+    def whole(self, sizes: Sizes) -> bool:
+        """Whether the shard of a rank is all that it holds."""
+        return all(sizes[unit.sharded] == 1 for unit in self.counts if unit.slots)
 
     @cached_property
     def buffers(self) -> int:
         """Bytes of buffers that training changes."""
-        return sum(count * unit.buffers for unit, count in self.counts.items())
+        return self.total(lambda unit: unit.buffers)
 
 
 LayerOf = tuple[LayerDesign, frozenset[str]]  # the design of a layer, and the names of its frozen weights
 
 
 def rank_units(job: Job, layout: Layout, rank: int) -> Units:
-    """The units of a pipeline rank's chunks, on one tp rank."""
+    """The units of a pipeline rank's chunks."""
     pipeline = layout.pipeline(job.facts.num_layers)
     last = len(pipeline.stages) - 1
     stages = tuple((pipeline.layers[stage], stage == 0, stage == last) for stage in pipeline.stages_of(rank))
     own = tuple((layers_of(job.facts, job.selection, layers), *ends) for layers, *ends in stages)
-    return _units(job.facts, job.selection, layout.tp, layout.sp, own)
+    return _units(job.facts, job.selection, layout.cuts, layout.sp, own)
 
 
 @lru_cache(maxsize=65536)
@@ -158,56 +199,65 @@ def _layer_of(facts: Facts, selection: Selection, layer: int) -> LayerOf:
 
 
 @lru_cache(maxsize=1024)
-def layer_sizes(facts: Facts, layer: LayerOf, tp: int, sp: bool) -> UnitSizes:
-    """The parameters of a layer on one tp rank."""
+def layer_sizes(facts: Facts, layer: LayerOf, cuts: Cuts, sp: bool) -> tuple[UnitSizes, ...]:
+    """The parameters of a layer on one rank, and its experts."""
     design, frozen = layer
-    return _sizes(design.kind, facts.design_weights(design, sp), frozen, tp, layer=True)
+    return _sizes(design.kind, facts.design_weights(design, sp), frozen, cuts, layer=True)
 
 
 @lru_cache(maxsize=4096)
 def _units(
-    facts: Facts, selection: Selection, tp: int, sp: bool, stages: tuple[tuple[tuple[LayerOf, ...], bool, bool], ...]
+    facts: Facts, selection: Selection, cuts: Cuts, sp: bool, stages: tuple[tuple[tuple[LayerOf, ...], bool, bool], ...]
 ) -> Units:
     """stages: per chunk its layers, whether it is the first, the last."""
     first, last = any(stage[1] for stage in stages), any(stage[2] for stage in stages)
     held = facts.units((), first, last, sp)
-    layers = [layer_sizes(facts, layer, tp, sp) for own, _, _ in stages for layer in own]
+    layers = [unit for own, _, _ in stages for layer in own for unit in layer_sizes(facts, layer, cuts, sp)]
     front, back = [], []
     for unit in held:
         shared = len(unit.ends) > 1 and not (first and last)  # the other end holds a copy
         frozen = selection.frozen(unit.weights, f"{unit.name}.")
-        sizes = _sizes(unit.name, unit.weights, frozen, tp, ends=unit.ends, shared=("tied",) * shared)
-        (front if "first" in unit.ends else back).append(sizes)
-    return Units(front + layers + back)
+        (front if "first" in unit.ends else back).extend(
+            _sizes(unit.name, unit.weights, frozen, cuts, ends=unit.ends, shared=("tied",) * shared)
+        )
+    return Units(sorted(front + layers + back, key=lambda unit: unit.axes != DATA_PARALLEL))
 
 
 def _sizes(
     name: str,
     table: Table,
     frozen: frozenset[str],
-    tp: int,
+    cuts: Cuts,
     *,
     layer: bool = False,
     ends: tuple[str, ...] = (),
     shared: tuple[str, ...] = (),
-) -> UnitSizes:
-    """frozen: names of weights; shared: axes of other copies."""
-    parameters = {key: placed for key, placed in table.items() if not placed.buffer}
-    trained = {key: placed for key, placed in parameters.items() if key not in frozen}
-    kept = {key: placed for key, placed in parameters.items() if key in frozen}
-    buffers = (placed for placed in table.values() if placed.buffer)
-    size = sum(math.prod(one.local_shape({"tp": tp})) * BUFFER_BYTES[one.buffer.dtype] for one in buffers)
-    # A buffer has a copy, from before the step.
-    return UnitSizes(name, _slots(trained, tp, shared), layer, ends, _slots(kept, tp), 2 * size)
+) -> tuple[UnitSizes, ...]:
+    """Its dense weights, and its experts if it has some. frozen: names of weights; shared: axes of other copies."""
+    units = []
+    for axes in (DATA_PARALLEL, EXPERT_DATA_PARALLEL):
+        own = {key: placed for key, placed in table.items() if placed.data_axes == axes}
+        if not own and axes != DATA_PARALLEL:
+            break
+        parameters = {key: placed for key, placed in own.items() if not placed.buffer}
+        trained = {key: placed for key, placed in parameters.items() if key not in frozen}
+        kept = {key: placed for key, placed in parameters.items() if key in frozen}
+        buffers = (placed for placed in own.values() if placed.buffer)
+        size = sum(math.prod(one.local_shape(cuts._asdict())) * BUFFER_BYTES[one.buffer.dtype] for one in buffers)
+        # A buffer has a copy, from before the step.
+        slots = _slots(trained, cuts, shared), layer, ends, _slots(kept, cuts)
+        units.append(UnitSizes(name, *slots, 2 * size, axes))
+    return tuple(units)
 
 
-def _slots(table: Table, tp: int, shared: tuple[str, ...] = ()) -> tuple[ParameterSize, ...]:
+def _slots(table: Table, cuts: Cuts, shared: tuple[str, ...] = ()) -> tuple[ParameterSize, ...]:
     """Decayed weights first, as in `optimizer.units.flat_units_of`."""
+    sizes = cuts._asdict()
     slots = [
         ParameterSize(
-            math.prod(placed.local_shape({"tp": tp})),
+            math.prod(placed.local_shape(sizes)),
             placed.decay,
-            (placed.partial if tp > 1 else ()) + shared,
+            tuple(axis for axis in placed.partial if sizes.get(axis, 1) > 1) + shared,
             tuple(placed.matrix_shapes()),
         )
         for placed in table.values()

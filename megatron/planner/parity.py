@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron.model.recipe import Recipe, recipe_of
+from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.kinds import knows_matrices
@@ -51,6 +52,8 @@ class TestedLayout:
     vp: int = 1
     dp: int = 1
     zero: int = 0
+    ep: int = 1
+    etp: int = 0  # as tp
     sp: bool = False
     a2a: bool = False
     schedule: str = ""
@@ -75,17 +78,17 @@ SCHEDULE_TOKENS = {
     "vhalf": "v-half",
 }
 ZERO_STAGES = (0, 1, 2, 3)
-TOKENS = re.compile(rf"(tp|cp|pp|vp|dp|zero)(\d+)|(sp|a2a)|({'|'.join(SCHEDULE_TOKENS)})|-")
+TOKENS = re.compile(rf"(tp|cp|pp|vp|dp|ep|etp|zero)(\d+)|(sp|a2a)|({'|'.join(SCHEDULE_TOKENS)})|-")
 
 
 def parse_layout(text: str) -> TestedLayout:
-    """Parse a layout. Raises ValueError for unknown or repeated tokens."""
+    """Parse a layout; without dpN, dp is what epN and etpN need. Raises ValueError for unknown or repeated tokens."""
     at, fields = 0, {}
     while at < len(text):
         match = TOKENS.match(text, at)
         if not match:
             raise ValueError(
-                f"'{text[at:]}' in layout '{text}' is none of tpN cpN ppN vpN dpN zeroN sp a2a, "
+                f"'{text[at:]}' in layout '{text}' is none of tpN cpN ppN vpN dpN epN etpN zeroN sp a2a, "
                 + " ".join(SCHEDULE_TOKENS)
             )
         name, number, sequence, schedule = match.groups()
@@ -97,7 +100,9 @@ def parse_layout(text: str) -> TestedLayout:
         at = match.end()
     if fields.get("zero", 0) not in ZERO_STAGES:
         raise ValueError(f"zero{fields['zero']} in layout '{text}': the stages are {', '.join(map(str, ZERO_STAGES))}")
-    return TestedLayout(text, **fields)
+    layout = TestedLayout(text, **fields)
+    experts = lacking_ranks(layout.tp * layout.cp, layout.ep, layout.etp or layout.tp)
+    return layout if "dp" in fields else replace(layout, dp=experts)
 
 
 def layout_of(config: schema.Config, world_size: int) -> TestedLayout:
@@ -112,12 +117,15 @@ def layout_of(config: schema.Config, world_size: int) -> TestedLayout:
         chunks_of(p, config.model.num_layers),
         world_size // (tp * cp * pp),
         p.sharding_stage,
+        p.expert_model_parallel_size,
+        p.expert_tensor_parallel_size or 0,
         p.sequence_parallel,
         cp > 1 and set(p.cp_comm_types) == {"a2a"},
         p.pipeline_schedule,
         own=True,
     )
-    parts = [f"{name}{value}" for name in ("tp", "cp", "pp", "vp", "dp") if (value := getattr(layout, name)) > 1]
+    parts = [f"{name}{value}" for name in ("tp", "cp", "pp", "vp", "dp", "ep") if (value := getattr(layout, name)) > 1]
+    parts += [f"etp{layout.etp}"] * (layout.etp not in (0, tp))
     parts += ["a2a"] * layout.a2a + ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
     return replace(layout, text="-".join(parts) or "one process")
 
@@ -182,6 +190,8 @@ def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
         sharding_stage=layout.zero,
         sharding_degree=None,
         sequence_parallel=layout.sp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or None,
     )
 
 

@@ -34,6 +34,7 @@ COLOURS = {
     "compute": "#b91c1c",
     "tensor parallel": "#f97316",
     "context parallel": "#fb923c",
+    "expert parallel": "#fdba74",
     "data parallel": "#fbbf24",
     "pipeline messages": "#fde047",
     "update": "#be185d",

@@ -7,12 +7,14 @@ thousand layouts take seconds. The best ones are then refined: layers without re
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
 
 from megatron.model.layer_ops import CoreAttention, RankSetup
+from megatron.mpu.placement import Table
 from megatron.pipeline.schedule import SCHEDULES
 from megatron.planner import memory, speed
 from megatron.planner.layout import Job, Layout
@@ -27,7 +29,7 @@ REFINED = 40  # number of best plans to refine
 
 @dataclass(frozen=True)
 class Space:
-    """The search space. A value fixes an axis; None leaves it free.
+    """The search space. A value fixes an axis; None leaves it free, except ep and etp, which are not searched.
 
     replicas: copies of each shard, as in --dp-degree; chunk_layers: layers of a model chunk
     offload: (fraction of optimizer state in host memory, fraction on disk, whether parameter shards are in host memory)
@@ -53,6 +55,8 @@ class Space:
     recompute: Optional[Recompute] = None
     offload: Optional[tuple[float, float, bool]] = None
     overlap: Optional[bool] = None
+    ep: int = 1
+    etp: Optional[int] = None
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # host memory per rank
 
@@ -184,12 +188,16 @@ class _Shortlist:
 
 def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> Iterator[tuple[Layout, Job]]:
     """Layouts without sharding, each with the job at its global batch."""
-    world = cluster.world_size
+    world, experts = cluster.world_size, job.facts.experts
+    own = dict(ep=space.ep, etp=space.etp) if experts else {}
     for tp in _tensor_sizes(job, cluster, space, result):
         for cp, by_heads in _context_sizes(job, tp, world // tp, space):
             for pp in _pipeline_sizes(job, world // (tp * cp), space, result):
                 dp = world // (tp * cp * pp)
                 if space.dp not in (None, dp):
+                    continue
+                if experts and not _divides(experts, Layout(tp, pp, dp, cp=cp, **own)):
+                    result.impossible.append(f"tp {tp} cp {cp} pp {pp}: ep x etp does not divide its experts or ranks")
                     continue
                 for micro, batch in _batches(job, dp, space, result):
                     sized = replace(job, global_batch=batch)
@@ -198,9 +206,16 @@ def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> I
                             if tp > 1 and space.sp not in (None, sp):
                                 continue
                             base = Layout(tp, pp, dp, micro, chunks, schedule, sp=sp, stage_layers=layers)
-                            base = replace(base, cp=cp, by_heads=by_heads)
+                            base = replace(base, cp=cp, by_heads=by_heads, **own)
                             for recompute in _recomputations(base.rank_setup(job), job, space):
                                 yield replace(base, recompute=recompute), sized
+
+
+def _divides(experts: Table, layout: Layout) -> bool:
+    """Whether ep and etp divide the ranks of a stage, and these experts."""
+    parts = lambda axes: math.prod(getattr(layout.cuts, axis) for axis in axes)
+    even = (one.shape[dim] % parts(axes) == 0 for one in experts.values() for dim, axes in one.cut_dims)
+    return layout.possible and all(even)
 
 
 SHARED_TOKENS = 4096  # a search uses context parallelism only if each rank has at least this many tokens of a sequence
@@ -341,6 +356,8 @@ def _options_of(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: t
     options = []
     for choice in _state_choices(base, space):
         layout = _shared(base, *choice, space, cluster.device)
+        if not layout.possible:
+            continue
         held = [memory.static_memory(job, layout, rank) for rank in ranks]
         options.append(
             (

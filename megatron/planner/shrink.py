@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Optional
 
 from megatron.model.recipe import facts_of
+from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.pipeline.stages import Pipeline
 from megatron.settings.batch import full_size, smallest
 from megatron.settings.schema import (
@@ -82,6 +83,10 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     elif pipeline.custom:
         schedule = "interleaved" if pipeline.chunks > 1 else "1f1b"
         lost.append(f"--pipeline-schedule {p.pipeline_schedule} is for {pp} ranks; the shrunk job runs {schedule}")
+    ep, etp = p.expert_model_parallel_size, p.expert_tensor_parallel_size
+    ep, etp = min(ep, 2), etp and min(etp, 2)
+    lacking = lambda: lacking_ranks(math.prod(few.values()) // few["pp"], ep, few["tp"] if etp is None else etp)
+    few["shard" if shard > 1 else "replicate"] *= lacking()
     for axis, words in (
         (
             "replicate",
@@ -95,6 +100,9 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         if math.prod(few.values()) > limit and few[axis] > 1:
             few[axis] = 1
             lost.append(f"{words}: the shrunk job would need more than {limit} ranks")
+    if lacking() > 1:
+        ep = etp = 1
+        lost.append(f"ranks for experts: the shrunk job would need more than {limit}")
     chunks = pipeline.chunks if pipeline.custom else min(pipeline.chunks, 2)
     sizes = Sizes(
         few["tp"],
@@ -111,6 +119,8 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         context_parallel_size=sizes.cp,
         cp_comm_type=_of_layers(p.cp_comm_type, num_layers),
         pipeline_model_parallel_size=sizes.pp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         data_parallel_size=None,
         dp_degree=None,
         pipeline_schedule=schedule,
@@ -355,6 +365,8 @@ def asked_ranks(config: Config) -> int:
     p = config.parallel
     least = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
     dp = p.asserted_data_parallel or p.sharding_degree or (2 if p.sharding_stage else 1)
+    etp = p.expert_tensor_parallel_size or p.tensor_model_parallel_size
+    dp *= lacking_ranks(least // p.pipeline_model_parallel_size * dp, p.expert_model_parallel_size, etp)
     return config.planner.world_size or least * dp
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
+from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
 from megatron.planner.device import Device
@@ -83,7 +84,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one micro-batch: forward, backward, and their communication over tp (`waiting`) and cp (`sharing`)."""
+    """Seconds of one micro-batch: forward, backward, and communication over tp (`waiting`) and other axes (`sharing`)."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -134,7 +135,7 @@ def step(job: Job, layout: Layout, cluster: Cluster) -> StepTime:
     parts = {
         "compute": each.both - each.waiting - each.sharing,
         "tensor parallel": each.waiting,
-        "context parallel": each.sharing,
+        "context parallel" if layout.cp > 1 else "expert parallel": each.sharing,
         "pipeline messages": messages,
         "bubble": waiting,
         "data parallel": total - length - own.sharding.update,
@@ -276,7 +277,10 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     if granularity == ATTENTION:  # no sum runs again; an all-gather counts as one
         messages = share.sp * sum(isinstance(op, CoreAttention) for op in again)
     others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
-    sent = lambda op, calls: sum(cluster.seconds(call, op.size, 1, op.ranks, share.tp) for call in calls)
+    stride = dict(etp=1, ep=share.etp)  # of other axes: tp
+    sent = lambda op, calls: sum(
+        cluster.seconds(call, op.size, 1, op.ranks, stride.get(op.axis, share.tp)) for call in calls
+    )
     ahead = sum(sent(op, op.ahead) for op in others)
     back = sum(sent(op, op.back) + sent(op, op.ahead) * op.runs_again(granularity) for op in others)
     return Pass(
@@ -380,14 +384,16 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
 
 def _place(transfer: Transfer, layout: Layout) -> str:
     """Whether a message gathers parameters or reduces gradients, unit by unit, or is sent after all of these."""
-    if transfer.axis == "shard" and transfer.what != "matrices":
+    replicates, shards = zip(DATA_PARALLEL, EXPERT_DATA_PARALLEL)
+    if transfer.axis in shards and transfer.what != "matrices":
         return "gather" if transfer.op == "all_gather" else "reduce"
-    return "reduce" if transfer.axis == "replicate" and layout.shard == 1 else "later"
+    in_place = all(layout.data_sizes[axis] == 1 for axis in shards)
+    return "reduce" if transfer.axis in replicates and in_place else "later"
 
 
 def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     units, device = rank_units(job, layout, rank), cluster.device
-    own = units.padded(layout.shard) // layout.shard
+    own = units.owned(layout.data_sizes)
     moved = UPDATE_BYTES + MOMENT_BYTES * job.moments
     away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * job.moments
     update = moved * own / device.bandwidth + away * own * layout.offload / device.host
@@ -405,19 +411,19 @@ def _orthogonalizing(units: Units, job: Job, layout: Layout, device: Device) -> 
         for rows, columns in unit.matrices:
             low = min(rows, columns)
             each.append((4 * low * rows * columns + 2 * low**3) / device.reached(job.precision, low))
-        total += count * job.ns_steps * max(sum(each) / (layout.tp * layout.shard), max(each, default=0.0))
+        ranks = layout.tp if unit.axes == DATA_PARALLEL else layout.cuts.ep * layout.cuts.etp
+        ranks *= layout.data_sizes[unit.sharded]
+        total += count * job.ns_steps * max(sum(each) / ranks, max(each, default=0.0))
     return total
 
 
 def _seconds(transfer: Transfer, layout: Layout, cluster: Cluster) -> float:
-    ranks = dict(shard=layout.shard, replicate=layout.replicate, tied=2, tp=layout.tp)[transfer.axis]
-    stride = dict(
-        tp=1,
-        shard=layout.tp,
-        replicate=layout.tp * layout.shard,
-        tied=layout.tp * layout.weight_ranks * (layout.pp - 1),
-    )
-    return cluster.seconds(transfer.op, transfer.bytes, transfer.calls, ranks, stride[transfer.axis])
+    sizes, experts = layout.data_sizes | layout.cuts._asdict() | dict(tied=2), layout.cuts.ep * layout.cuts.etp
+    stride = dict(tp=1, shard=layout.tp, replicate=layout.tp * layout.shard, etp=1, ep=layout.cuts.etp)
+    stride |= dict(expert_shard=experts, expert_replicate=experts * sizes["expert_shard"])
+    stride |= dict(tied=layout.tp * layout.weight_ranks * (layout.pp - 1))
+    axis = transfer.axis
+    return cluster.seconds(transfer.op, transfer.bytes, transfer.calls, sizes[axis], stride[axis])
 
 
 def split_even(costs: list[float], layers: int) -> list[int]:

@@ -83,16 +83,8 @@ def count(mesh: Mesh, stages: StageMap = (), nccl: bool = True) -> Groups:
 
 def groups_of(layout: Layout, num_layers: int, nccl: bool) -> Groups:
     """The groups of a layout."""
-    shard = layout.shard // layout.cp if layout.zero else 1
-    mesh = Mesh(
-        tp=layout.tp,
-        cp=layout.cp,
-        pp=layout.pp,
-        replicate=layout.dp // shard,
-        shard=shard,
-        shard_over_cp=layout.zero > 0,
-        create_groups=False,
-    )
+    experts = dict(ep=layout.ep, etp=layout.etp)
+    mesh = Mesh(**layout.dense_sizes, **experts, shard_over_cp=layout.zero > 0, create_groups=False)
     return count(mesh, layout.pipeline(num_layers).stages, nccl)
 
 

@@ -11,9 +11,13 @@ from dataclasses import dataclass, replace
 
 from megatron.model.layer_ops import Collective, LayerOp, Residual, ops_again
 from megatron.model.recompute_plan import recompute_groups
+from megatron.mpu.placement import DATA_PARALLEL
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import starts
-from megatron.planner.parameters import layer_sizes, layers_of, rank_units
+from megatron.planner.parameters import Sizes, Units, layer_sizes, layers_of, rank_units
+
+FIRST = dict(shard=0, expert_shard=0)  # the place of a rank with the first shards
+PARTIAL = dict(tp="norms and biases", ep="experts", etp="experts' biases", tied="the tied table")
 
 
 @dataclass(frozen=True)
@@ -22,23 +26,24 @@ class Transfer:
 
     what: str
     op: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
-    axis: str  # tp, cp, pp, shard, replicate, tied
+    axis: str  # tp, cp, pp, shard, replicate, tied; of experts ep, etp, expert_shard, expert_replicate
     bytes: int
     calls: int
     beside: bool = False
 
 
-def transfers(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> list[Transfer]:
-    """The transfers of one step of a pipeline rank (and of one index on the shard axis)."""
+def transfers(job: Job, layout: Layout, rank: int = 0, place: Sizes = FIRST) -> list[Transfer]:
+    """The transfers of one step of a pipeline rank. place: its index on each axis that shards."""
     result = _in_layers(job, layout, rank) + (_of_loss(job, layout, rank) if layout.tp > 1 else [])
     result.sort(key=lambda transfer: transfer.axis != "tp")
     result += _messages(job, layout, rank) if layout.pp > 1 else []
-    return [transfer for transfer in result if transfer.bytes] + once_a_step(job, layout, rank, shard_rank)
+    return [transfer for transfer in result if transfer.bytes] + once_a_step(job, layout, rank, place)
 
 
-def once_a_step(job: Job, layout: Layout, rank: int = 0, shard_rank: int = 0) -> list[Transfer]:
+def once_a_step(job: Job, layout: Layout, rank: int = 0, place: Sizes = FIRST) -> list[Transfer]:
     """The transfers that synchronize data parallel ranks and copies of parameters."""
-    result = _data_parallel(job, layout, rank) + _partial(job, layout, rank, shard_rank) + _whole(job, layout, rank)
+    own = job, layout, rank
+    result = [*_data_parallel(*own), *_partial(*own, place), *_whole(*own)]
     return [transfer for transfer in result if transfer.bytes]
 
 
@@ -115,41 +120,34 @@ def _messages(job: Job, layout: Layout, rank: int) -> list[Transfer]:
 # Once a step, or once a micro-batch -----------------------------------------------------------------------------------
 
 
-def _data_parallel(job: Job, layout: Layout, rank: int) -> list[Transfer]:
-    units = rank_units(job, layout, rank)
-    whole, e, num_microbatches = units.padded(layout.shard), job.element, layout.num_microbatches(job)
-    count, beside = len(units), layout.overlap
-    result = []
-    if layout.shard > 1:
-        rounds = num_microbatches if layout.zero >= 2 else 1
-        result.append(
-            Transfer(
-                "gradients", "reduce_scatter", "shard", rounds * _reduced(job, layout, rank), rounds * count, beside
-            )
-        )
-        if layout.zero < 3:
-            result.append(Transfer("weights", "all_gather", "shard", whole * e, count, beside))
-        else:
-            size, calls = _gathered(job, layout, rank)
-            result.append(Transfer("weights", "all_gather", "shard", size * e, calls, beside))
-    if layout.replicate > 1:
-        result.append(Transfer("gradients", "all_reduce", "replicate", 4 * whole // layout.shard, 1, beside))
-    return result
+def _data_parallel(job: Job, layout: Layout, rank: int) -> Iterator[Transfer]:
+    """Gradients and weights, of dense weights and of experts."""
+    sizes, num_microbatches, beside = layout.data_sizes, layout.num_microbatches(job), layout.overlap
+    for (replicate, shard), units in rank_units(job, layout, rank).over.items():
+        count = len(units)
+        if sizes[shard] > 1:
+            rounds = num_microbatches if layout.zero >= 2 else 1
+            size = rounds * _reduced(units, job, layout, rank)
+            yield Transfer("gradients", "reduce_scatter", shard, size, rounds * count, beside)
+            size, calls = (units.padded(sizes), count) if layout.zero < 3 else _gathered(units, job, layout, rank)
+            yield Transfer("weights", "all_gather", shard, size * job.element, calls, beside)
+        if sizes[replicate] > 1:
+            yield Transfer("gradients", "all_reduce", replicate, 4 * units.owned(sizes), 1, beside)
 
 
-def _reduced(job: Job, layout: Layout, rank: int) -> int:
+def _reduced(units: Units, job: Job, layout: Layout, rank: int) -> int:
     """Bytes of the gradients of one round; stages 2 and 3 reduce a table that two chunks of a rank share twice."""
-    units = rank_units(job, layout, rank)
-    size = 4 * units.padded(layout.shard)
+    size = 4 * units.padded(layout.data_sizes)
     if layout.zero >= 2 and _shares_table(job, layout, rank):
-        size += 4 * next(unit.padded(layout.shard) for unit in units.others if len(unit.ends) > 1)
+        size += 4 * sum(unit.padded(layout.data_sizes) for unit in units.others if len(unit.ends) > 1)
     return size
 
 
-def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
+def _gathered(units: Units, job: Job, layout: Layout, rank: int) -> tuple[int, int]:
     """(elements, calls) of all-gathers in a step of stage 3: layers before each pass, others when its chunk begins."""
     pipeline, num_microbatches = layout.pipeline(job.facts.num_layers), layout.num_microbatches(job)
-    units, stages = rank_units(job, layout, rank), pipeline.stages_of(rank)
+    stages, axes = pipeline.stages_of(rank), {unit.axes for unit in units}
+    whole = lambda unit: unit.padded(layout.data_sizes) + unit.padded_frozen(layout.data_sizes)
     layers = elements = calls = 0  # of the layers of one micro-batch; then of the other units
     for stage in stages:
         held = [layer for layer in pipeline.layers[stage] for _ in range(2)]  # before the forward and the backward pass
@@ -157,13 +155,14 @@ def _gathered(job: Job, layout: Layout, rank: int) -> tuple[int, int]:
             if group.granularity == "full":  # recomputation gathers all layers of a group except its last
                 held += group.layers[:-1]
         for layer, count in Counter(layers_of(job.facts, job.selection, tuple(held))).items():
-            size = layer_sizes(job.facts, layer, layout.tp, layout.sp)
-            layers += count * (size.padded(layout.shard) + size.padded_frozen(layout.shard))
-            calls += num_microbatches * count * (bool(size.slots) + bool(size.frozen))
+            for unit in layer_sizes(job.facts, layer, layout.cuts, layout.sp):
+                if unit.axes in axes:
+                    layers += count * whole(unit)
+                    calls += num_microbatches * count * (bool(unit.slots) + bool(unit.frozen))
     for unit in units.others:
         among = tuple(chunk for chunk, stage in enumerate(stages) if _used(unit.ends, stage, len(pipeline.stages)))
         begun = starts(layout.schedule, layout.pp, num_microbatches, layout.chunks, rank, among)
-        elements += begun * (unit.padded(layout.shard) + unit.padded_frozen(layout.shard))
+        elements += begun * whole(unit)
         calls += begun * (bool(unit.slots) + bool(unit.frozen))
     return elements + num_microbatches * layers, calls
 
@@ -178,24 +177,31 @@ def _shares_table(job: Job, layout: Layout, rank: int) -> bool:
     return job.facts.tied and len(stages) > 1 and stages[0][0] == stages[-1][0] == rank
 
 
-def _partial(job: Job, layout: Layout, rank: int, shard_rank: int) -> list[Transfer]:
-    """Reductions of partial gradients: norms and biases over tp, a tied table over first and last stage."""
-    units, result = rank_units(job, layout, rank), []
-    for axis, what in (("tp", "gradients of norms and biases"), ("tied", "gradients of the tied table")):
-        size = 4 * sum(count * unit.partial(axis, shard_rank, layout.shard) for unit, count in units.counts.items())
-        result.append(Transfer(what, "all_reduce", axis, size, 1))
-    return result
+def _partial(job: Job, layout: Layout, rank: int, place: Sizes) -> list[Transfer]:
+    """Reductions of partial gradients: norms and biases over tp, experts' biases over etp, a tied table over first and last
+    stage.
+    """
+    units = rank_units(job, layout, rank)
+    size = lambda axis: 4 * units.total(lambda unit: unit.partial(axis, place, layout.data_sizes))
+    return [
+        Transfer(f"gradients of {what}", "all_reduce", axis, size(axis), 1)
+        for axis, what in PARTIAL.items()
+        if axis in units.partial_axes
+    ]
 
 
 def _whole(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     """Transfers of matrices that an optimizer orthogonalizes: gathered over shards, then over tp, and scattered back."""
     if job.matrix_moments is None:
         return []
-    units = [unit for unit in rank_units(job, layout, rank) if unit.matrices]
-    size = 4 * sum(unit.padded(layout.shard) for unit in units)
-    return [
-        Transfer("matrices", op, axis, size * (layout.tp if axis == "tp" else 1), len(units))
-        for axis, ranks in (("shard", layout.shard), ("tp", layout.tp))
-        for op in ("all_gather", "reduce_scatter")
-        if ranks > 1
-    ]
+    result, sizes = [], layout.data_sizes | layout.cuts._asdict()
+    for axes, held in rank_units(job, layout, rank).over.items():
+        parts, units = "tp" if axes == DATA_PARALLEL else "etp", [unit for unit in held if unit.matrices]
+        size = 4 * sum(unit.padded(sizes) for unit in units)
+        result += [
+            Transfer("matrices", op, axis, size * (sizes[parts] if axis == parts else 1), len(units))
+            for axis in (axes[1], parts)
+            for op in ("all_gather", "reduce_scatter")
+            if sizes[axis] > 1
+        ]
+    return result

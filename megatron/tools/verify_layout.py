@@ -175,6 +175,7 @@ def common_sizes(layouts: list):
     tp, pp, dp, cp, stages = (
         math.lcm(*(getattr(layout, name) for layout in layouts)) for name in ("tp", "pp", "dp", "cp", "stages")
     )
+    tp = math.lcm(tp, *(layout.etp or 1 for layout in layouts))
     return Sizes(tp, pp, dp, cp, stages, layers=max(1, math.ceil(2 / stages)))
 
 

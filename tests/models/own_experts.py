@@ -19,7 +19,7 @@ import pretrain_gpt
 from megatron.errors import run_main
 from megatron.model.facts import Facts
 from megatron.model.language_model import LanguageModel
-from megatron.model.layer_ops import Kernel, LayerOp, Product, RankSetup, Residual
+from megatron.model.layer_ops import Collective, Kernel, LayerOp, Product, RankSetup, Residual
 from megatron.model.norms import NORMS
 from megatron.model.recipe import Recipe
 from megatron.model.weights import Table, add_prefix, column, norm, output_std, row, take_prefix
@@ -65,8 +65,6 @@ class ExpertFacts(Facts):
     def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
         x = Residual(self.settings, share, self.settings.seq_length // share.cp * share.micro_batch_size)
         n, f, e, h = x.tokens, self.settings.ffn_size // share.tp, share.element, x.h
-        of_expert = n * self.chosen // self.number  # tokens, if loads are equal
-        swaps = Kernel("experts", kept=2 * n * self.chosen * h * e, moved=8 * n * self.chosen * h)
         return (
             x.norm(),
             *x.column("mlp", f),
@@ -74,13 +72,33 @@ class ExpertFacts(Facts):
             *x.row("mlp", f),
             x.add(),
             x.norm(),
-            Product("experts", x.elements // h, h, self.number, kept=x.nbytes),
-            swaps,
-            Product("experts", of_expert, h, f, self.number, kept=n * self.chosen * h * e),
-            Kernel("experts", kept=n * self.chosen * f * e, moved=2 * n * self.chosen * f),
-            Product("experts", of_expert, f, h, self.number, kept=n * self.chosen * f * e),
-            swaps,
+            *self.expert_ops(share, x.elements // h, h),
             x.add(),
+        )
+
+    def expert_ops(self, share: RankSetup, n: int, h: int) -> tuple[LayerOp, ...]:
+        """The ops of router and experts. n: tokens between layers; loads of experts are taken to be equal."""
+        e, k, f = share.element, self.chosen, self.settings.ffn_size // share.etp
+        gathered = n * share.etp
+        rows = gathered * k  # of all experts, sent by a rank, and on average as many arrive
+        own, of_expert = self.number // share.ep, rows * share.ep // self.number
+        halves = ("all_gather",), ("reduce_scatter",)
+        over = lambda axis, size, *calls: Collective("experts", axis, getattr(share, axis), size, *calls)
+        exchange = over("ep", rows * h * e, ("all_to_all",), ("all_to_all",))
+        return (
+            Product("experts", n, h, self.number, kept=n * h * e, given=n * h * e),
+            Kernel("routing", kept=n * self.number * e + 8 * n * k, moved=2 * n * self.number),
+            over("etp", gathered * h * e, *halves),
+            over("etp", 8 * rows, ("all_gather",)),  # the experts of each token
+            over("ep", 8 * self.number, ("all_to_all",)),  # tokens of each expert
+            exchange,
+            Kernel("routing", kept=4 * 8 * rows, moved=8 * rows * h),  # four orders
+            Product("experts", of_expert, h, f, own, kept=rows * h * e),
+            Kernel("experts", kept=rows * f * e, moved=2 * rows * f),
+            Product("experts", of_expert, f, h, own, kept=rows * f * e),
+            exchange,
+            over("etp", rows * h * e, *reversed(halves)),
+            Kernel("experts", kept=n * k * (h + 1) * e, moved=2 * n * k * h),
         )
 
 
@@ -104,7 +122,8 @@ class GroupedLinear(nn.Module):
         handler = LinearOptions(None, None, self.weight_grad_store, self.accumulate).wgrad_handler(x, self.weight)
         weight = self.weight.detach() if handler else self.weight
         y = GroupedProduct.apply(x, weight, counts.tolist(), handler)
-        return y + (self.bias * self.with_bias).repeat_interleave(counts, 0)
+        expert = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        return y + (self.bias * self.with_bias)[expert]
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -158,12 +177,15 @@ class Experts(nn.Module):
         x = mappings.gather_from_sequence_parallel_region(x, self.etp)
         expert = collectives.all_gather(chosen, self.etp).flatten()
         order = expert.argsort(stable=True)
-        counts = torch.bincount(expert, minlength=self.ep.size * len(self.up.weight))
-        # Tokens from each rank, for each expert of this one.
-        arriving = collectives.all_to_all(counts, self.ep).view(self.ep.size, -1)
-        sent, received = counts.view(self.ep.size, -1).sum(1), arriving.sum(1)
+        # Tokens for each rank's experts, and from each rank for the experts of this one.
+        leaving, arriving = collectives.count_rows(expert, self.ep.size * len(self.up.weight), self.ep)
+        sent, received = leaving.sum(1), arriving.sum(1)
         rows = mappings.all_to_all(x[order // k], self.ep, sent, received)
-        by_expert = torch.arange(arriving.shape[1]).repeat(self.ep.size).repeat_interleave(arriving.flatten())
+        by_expert = (
+            torch.arange(arriving.shape[1], device=arriving.device)
+            .repeat(self.ep.size)
+            .repeat_interleave(arriving.flatten())
+        )
         by_expert = by_expert.argsort(stable=True)
         loads = arriving.sum(0)
         y = self.down(F.gelu(self.up(rows[by_expert], loads), approximate="tanh"), loads)

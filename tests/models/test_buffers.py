@@ -342,7 +342,7 @@ def test_the_planner_counts_them(flags):
     world = 1 + bool(flags)
     layout, job = Layout.of(config, world), Job.of(config, facts_of(config, 101), dp=1, device="cpu")
     for place, memory, *_ in run_ranks(world, lambda rank: counted_step()(config)):
-        held, _ = state(job, layout, place["pp"], place["shard"])
+        held, _ = state(job, layout, place["pp"], place)
         assert held["buffers that training changes"] == memory["buffers"] > 0
         assert held["weights"] + held["gradients"] == memory["parameters"] + memory["shards"] + memory["gradients"]
 

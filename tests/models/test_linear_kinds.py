@@ -254,7 +254,7 @@ def test_weights_that_kinds_bring_are_counted(layout):
         layers = Pipeline.of(config.parallel, LAYERS, 4).layers[rank]
         ends = dict(layers=layers, first=rank == 0, last=rank == layout.pp - 1)
         stage = recipe.build_model(config, mesh, 101, **ends, dtype=torch.float32, device="meta")
-        assert rank_units(job, plan, rank).padded(1) == sum(
+        assert rank_units(job, plan, rank).padded(plan.data_sizes) == sum(
             unit.size for unit in flat_units_of(stage, lambda name: Mesh().shard)
         )
 

@@ -395,7 +395,7 @@ def test_the_ledgers_of_memory_and_messages_are_exact(text):
         held, _ = state(job, planned, place["pp"])
         shared = 0 if held["main weights"] else memory["parameters"]
         assert sum(held.values()) == sum(memory.values()) - shared
-        messages = totals(transfers(job, planned, place["pp"], place["shard"]))
+        messages = totals(transfers(job, planned, place["pp"], place))
         if layout.sp:  # this model's own: a number for each layer and micro-batch
             messages["all_reduce", "tp"] = messages.get(("all_reduce", "tp"), 0) + 4 * LAYERS * 4
         assert messages == sent

@@ -63,10 +63,10 @@ def test_ledgers_are_exact(world, chosen):
         facts = facts_of(config, config.tokenizer.vocab_size + 1)
         layout, job = Layout.of(config, world), Job.of(config, facts, dp=world, device="cpu")
         for place, memory, _, sent in ranks:
-            held, _ = state(job, layout, place["pp"], place["shard"])
+            held, _ = state(job, layout, place["pp"], place)
             shared = 0 if held["main weights"] else memory["parameters"]
             assert sum(held.values()) == sum(memory.values()) - shared, (case, place)
-            assert totals(transfers(job, layout, place["pp"], place["shard"])) == sent, (case, place)
+            assert totals(transfers(job, layout, place["pp"], place)) == sent, (case, place)
 
 
 ROPE = f"{PLAIN} --num-query-groups 2 --position-embedding-type rope"

@@ -169,12 +169,12 @@ def test_ledgers_are_exact(case, found_on):
         Job.of(config, facts_of(config, config.tokenizer.vocab_size + 1), dp=world, device="cpu"),
     )
     for place, memory, files, sent in found_on(world)[case]:
-        held, _ = state(job, layout, place["pp"], place["shard"])
+        held, _ = state(job, layout, place["pp"], place)
         # Main weights that are parameters too are counted twice; there are as many of them as of fp32 gradients.
         shared = 0 if held["main weights"] or held.get("offloaded optimizer state") else memory["gradients"]
         assert sum(held.values()) - _arriving(held, job.moments) == sum(memory.values()) - shared, (place, held, memory)
         assert on_disk(job, layout, place["pp"]) == files and bool(files) == ("nvme" in case[1])
-        assert totals(transfers(job, layout, place["pp"], place["shard"])) == sent, place
+        assert totals(transfers(job, layout, place["pp"], place)) == sent, place
 
 
 def _arriving(held, moments):

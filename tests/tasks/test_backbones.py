@@ -315,10 +315,10 @@ def test_ledgers_are_exact(kind, layout, run_ranks):
     facts = facts_of(config, VOCABULARY)
     plan, job = Layout.of(config, world), Job.of(config, facts, dp=world, device="cpu")
     for place, memory, _, sent in run_ranks(world, lambda rank: counted_step()(config)):
-        held, _ = state(job, plan, place["pp"], place["shard"])
+        held, _ = state(job, plan, place["pp"], place)
         shared = 0 if held["main weights"] else memory["parameters"]
         assert sum(held.values()) == sum(memory.values()) - shared, place
-        assert totals(transfers(job, plan, place["pp"], place["shard"])) == sent, place
+        assert totals(transfers(job, plan, place["pp"], place)) == sent, place
 
 
 def test_an_encoder_alone_has_its_own_layers_and_weights():

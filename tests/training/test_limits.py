@@ -354,11 +354,11 @@ def test_a_run_is_stalled_after_a_minute_or_ten_steps_without_a_word(tmp_path):
 
 def test_whole_units_are_moved_until_their_share_is_reached():
     class Units(list):
-        def padded(self, shard):
-            return sum(unit.padded(shard) for unit in self)
+        def owned(self, sizes):
+            return sum(unit.owned(sizes) for unit in self)
 
-    units = Units([SimpleNamespace(padded=lambda shard: 100)] * 4)
-    moved = [_first_units(units, 2, fraction) for fraction in (0, 0.25, 0.2501, 0.5, 0.75, 0.9, 1, 1.5)]
+    units = Units([SimpleNamespace(owned=lambda sizes: 100 // sizes["shard"])] * 4)
+    moved = [_first_units(units, dict(shard=2), fraction) for fraction in (0, 0.25, 0.2501, 0.5, 0.75, 0.9, 1, 1.5)]
     assert moved == [0, 50, 100, 100, 150, 200, 200, 200]
 
 

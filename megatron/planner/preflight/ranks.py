@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from megatron.model.recompute_plan import recompute_groups
 from megatron.mpu.axis_sizes import sizes_of
 from megatron.mpu.initialize import weight_format
 from megatron.mpu.layers import map_buffers
-from megatron.mpu.mesh import AXES, JOINED, Axis, Mesh, mesh_of, ranks_along
+from megatron.mpu.mesh import AXES, EXPERT_AXES, EXPERT_DP, JOINED, Axis, Mesh, mesh_of, ranks_along
 from megatron.mpu.selection import Selection
 from megatron.optimizer.units import flat_units_of, owned_ranges, pieces_of
 from megatron.pipeline.build import build_stages
@@ -83,11 +83,12 @@ class Design:
 
     @cached_property
     def distinct(self) -> list[Mesh]:
-        """The mesh of every rank with different contents: the first of each set of data and context parallel ranks."""
-        sizes = self.sizes
-        same = sizes["replicate"] * sizes["shard"] * sizes["cp"]
-        places = [(pp * same) * sizes["tp"] + tp for pp in range(sizes["pp"]) for tp in range(sizes["tp"])]
-        return [self.mesh(place) for place in places]
+        """The mesh of every rank with different contents, the first with each. A stage's ranks are numbered so that
+        dense weights repeat after tp ranks, and experts after ep x etp.
+        """
+        sizes, first = self.sizes, self.mesh(0)
+        stage, period = self.world_size // sizes["pp"], math.lcm(sizes["tp"], first.ep.size * first.etp.size)
+        return [self.mesh(pp * stage + place) for pp in range(sizes["pp"]) for place in range(period)]
 
     def mesh(self, rank: int) -> Mesh:
         """The mesh of a rank, without process groups."""
@@ -107,12 +108,15 @@ def check_ranks(design: Design) -> Iterator[Check]:
     held = inspect_ranks(design)
     took = time.perf_counter() - started
     pp, tp = design.sizes["pp"], design.sizes["tp"]
+    divided = f"{tp} tensor parallel"
+    if (mesh := design.mesh(0)).folded:
+        divided += f", of experts {mesh.ep.size} x {mesh.etp.size},"
     model = design.config.model
     exact = design.facts.parameters
     yield Check(
         "layers",
         f"{model.num_layers} on {pp} pipeline rank(s); {held.ranks} distinct rank(s), {pp} x "
-        f"{tp}, built in {took:.1f} s",
+        f"{held.ranks // pp}, built in {took:.1f} s",
         "; ".join(held.misplaced[:4]),
         OURS,
     )
@@ -131,8 +135,7 @@ def check_ranks(design: Design) -> Iterator[Check]:
     number = sum(map(len, held.boxes.values()))
     yield Check(
         "shards",
-        f"{number:,} boxes cover every parameter exactly once ({tp} tensor parallel x "
-        f"{design.mesh(0).shard.size} ZeRO shards)",
+        f"{number:,} boxes cover every parameter exactly once ({divided} x {design.mesh(0).shard.size} ZeRO shards)",
         "; ".join(flaws[:4]),
         OURS,
     )
@@ -144,26 +147,31 @@ def check_ranks(design: Design) -> Iterator[Check]:
 
 def check_groups(design: Design) -> Check:
     """Check that the groups of every axis partition the ranks, and a rank's index in them follows from its number."""
-    sizes, world, wrong = design.sizes, design.world_size, []
-    axes = {name: (name,) for name in AXES} | JOINED
-    groups = {name: ranks_along(sizes, of) for name, of in axes.items()}
+    first, world, wrong = design.mesh(0), design.world_size, []
+    sizes = first.sizes | first.expert_sizes
+    axes = {name: (name,) for name in (*AXES, *EXPERT_AXES)} | JOINED | dict(expert_dp=EXPERT_DP)
+    grid_of = lambda of: first.sizes if set(of) <= set(AXES) else first.expert_sizes
+    groups = {name: ranks_along(grid_of(of), of) for name, of in axes.items()}
     for name, of in axes.items():
         if sorted(rank for group in groups[name] for rank in group) != list(range(world)):
             wrong.append(f"the groups of {name} do not contain every rank once")
         if {len(group) for group in groups[name]} != {math.prod(sizes[axis] for axis in of)}:
             wrong.append(f"groups of {name} have other sizes than {'x'.join(map(str, of))}")
     for mesh in design.distinct:
-        number = 0
-        for name in ("pp", "dp", "cp", "tp"):  # slowest to fastest
-            number = number * getattr(mesh, name).size + getattr(mesh, name).rank
+        numbers = [_number(mesh, names) for names in (("pp", "dp", "cp", "tp"), ("pp", "expert_dp", "ep", "etp"))]
         ends = {mesh.pp.ranks[0], mesh.pp.ranks[-1]} if mesh.rank in (mesh.pp.ranks[0], mesh.pp.ranks[-1]) else None
-        if number != mesh.rank or set(mesh.tied.ranks) != (ends or {mesh.rank}):
+        if set(numbers) != {mesh.rank} or set(mesh.tied.ranks) != (ends or {mesh.rank}):
             wrong.append(f"rank {mesh.rank} is not at the index that its number gives")
     summary = ", ".join(
         f"{len(groups[name])} {name} of {len(groups[name][0])}"
-        for name in ("tp", *["cp"] * (sizes["cp"] > 1), "dp", "pp")
+        for name in ("tp", *["cp"] * (sizes["cp"] > 1), "dp", "pp", *["ep", "etp", "expert_dp"] * first.folded)
     )
     return Check("groups", f"{world} ranks: {summary}", "; ".join(wrong[:4]), OURS)
+
+
+def _number(mesh: Mesh, names: tuple[str, ...]) -> int:
+    """A rank's number from its index on each axis. names: of the axes, slowest to fastest."""
+    return reduce(lambda number, axis: number * axis.size + axis.rank, (getattr(mesh, name) for name in names), 0)
 
 
 def check_schedule(design: Design) -> Check:
@@ -214,9 +222,9 @@ def inspect_ranks(design: Design) -> RankContents:
     """Build every distinct rank, and every shard of its flat units."""
     result, pipeline, sizes = RankContents(), design.pipeline, design.sizes
     config, layout = design.config, Layout.of(design.config, design.world_size)
-    job, shard = Job.of(config, design.facts, dp=layout.dp, device="cuda"), layout.shard
+    job = Job.of(config, design.facts, dp=layout.dp, device="cuda")
     units = [rank_units(job, layout, pp) for pp in range(sizes["pp"])]
-    planned = [own.padded(shard) + own.padded_frozen(shard) for own in units]
+    planned = [own.padded(layout.data_sizes) + own.padded_frozen(layout.data_sizes) for own in units]
     for mesh in design.distinct:
         stages = design.stages(mesh, pipeline)
         result.ranks += 1
@@ -234,8 +242,11 @@ def inspect_ranks(design: Design) -> RankContents:
             for slot in unit.slots:
                 result.shapes.setdefault(slot.name, slot.placement.shape)
                 result.boxes.setdefault(slot.name, [])
-        for rank in range(shard):
-            for own in owned_ranges(units, partial(_axis_at, mesh, rank)):
+        for unit in units:
+            if mesh.coordinates[unit.replicate] or mesh.coordinates[unit.sharded]:
+                continue  # another distinct rank holds the same of it
+            for rank in range(getattr(mesh, unit.sharded).size):
+                [own] = owned_ranges([unit], partial(_axis_at, mesh, rank))
                 for piece in pieces_of(own, _shapes_alone, mesh.coordinates, unique=True):
                     result.boxes[piece.name].append(piece.box)
     lost = set(range(config.model.num_layers)) - result.layers
@@ -256,11 +267,11 @@ def _axis_at(mesh: Mesh, rank: int, name: str) -> Axis:
 
 
 def check_shapes(design: Design) -> Check:
-    """Run a micro-batch forward and back through each kind of stage, on the first and the last ranks of tensor and context
-    parallelism. For a user's model, through every layer of every stage.
+    """Run a micro-batch forward and back through each kind of stage, on the first and the last ranks of the axes that
+    divide weights and sequences. For a user's model, through every layer of every stage.
     """
     started, kinds, wrong = time.perf_counter(), set(), []
-    last, recompute = design.sizes["tp"] - 1, design.config.recompute
+    recompute = design.config.recompute
     pipeline = design.pipeline
     if design.known:
         kind_of = design.facts.design_of
@@ -268,13 +279,14 @@ def check_shapes(design: Design) -> Check:
             pipeline, layers=tuple(sample_layers(layers, recompute, kind_of) for layers in pipeline.layers)
         )
     tp, cp = design.sizes["tp"], design.sizes["cp"]
-    places = [design.mesh(mesh.rank + n * tp) for mesh in design.distinct for n in sorted({0, cp - 1})]
-    with _fake_process_group(max(tp, cp)):
-        for mesh in places:
-            if mesh.tp.rank not in (0, last):
+    last = [design.mesh(mesh.rank + (cp - 1 - mesh.cp.rank) * tp) for mesh in design.distinct] if cp > 1 else []
+    axes = lambda mesh: (mesh.tp, mesh.cp, mesh.ep, mesh.etp)
+    with _fake_process_group(max(axis.size for axis in axes(design.mesh(0)))):
+        for mesh in (*design.distinct, *last):
+            if any(axis.rank not in (0, axis.size - 1) for axis in axes(mesh)):
                 continue
             alike = _kind(design, pipeline, mesh.pp.rank) if design.known else (mesh.pp.rank,)
-            kind = (mesh.tp.rank, mesh.cp.rank, *alike)
+            kind = (*(axis.rank for axis in axes(mesh)), *alike)
             if kind in kinds:
                 continue
             kinds.add(kind)
