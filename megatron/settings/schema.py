@@ -680,7 +680,7 @@ class Guard:
     spike_window: int = setting("number of previous steps to compare a step with, at least 32", 128)
     spike_threshold: float = setting("deviations above the window's median that count as a spike", 10.0)
     spike_skip_steps: int = setting("number of steps up to a spike that a rollback skips", 8)
-    max_rollbacks: int = setting("maximum number of rollbacks; the next spike stops the run", 3)
+    max_rollbacks: int = setting("maximum number of rollbacks; the next spike stops the run (0: the first one)", 3)
     iterations_to_skip: Optional[list[int]] = setting("steps to skip: their samples are not trained on", None)
     override: Optional[str] = setting(
         "settings (separated by commas) that may differ from the checkpoint although they change results",
@@ -742,13 +742,13 @@ class Optimizer:
     end_weight_decay: Optional[float] = setting("final weight decay", None)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("weight decay schedule", "constant")
     clip_grad: float = setting("gradient clipping by global norm; 0: off", 1.0, "--grad-clip")
-    adam_beta1: float = setting("decay rate of Adam's first moment", 0.9)
-    adam_beta2: float = setting("decay rate of Adam's second moment", 0.999)
+    adam_beta1: float = setting("decay rate of Adam's first moment; 0: none", 0.9)
+    adam_beta2: float = setting("decay rate of Adam's second moment; 0: none", 0.999)
     adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
     sgd_momentum: float = setting("momentum of --optimizer sgd; 0: none, without state", 0.9)
-    lion_beta1: float = setting("weight of the momentum in the update of --optimizer lion", 0.95)
-    lion_beta2: float = setting("decay rate of Lion's momentum", 0.98)
-    muon_momentum: float = setting("momentum of --optimizer muon", 0.95)
+    lion_beta1: float = setting("weight of the momentum in the update of --optimizer lion; 0: none", 0.95)
+    lion_beta2: float = setting("decay rate of Lion's momentum; 0: none", 0.98)
+    muon_momentum: float = setting("momentum of --optimizer muon; 0: none", 0.95)
     muon_nesterov: bool = setting("Nesterov momentum in Muon", False, "--muon-use-nesterov")
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
         "scale of Muon's update of r rows and c columns: the root of max(r, c), r/c, or max(1, r/c)", "spectral"
@@ -765,7 +765,7 @@ class Optimizer:
         "keep optimizer state in CPU memory and update it there", False, "--sharding-offload"
     )
     optimizer_offload_fraction: float = setting(
-        "fraction of the state that --optimizer-cpu-offload moves; 1: all that is not on disk", 1.0
+        "fraction of the state that --optimizer-cpu-offload moves; 0: none; 1: all that is not on disk", 1.0
     )
     nvme_offload_fraction: float = setting(
         "fraction of optimizer state to keep in files, read and updated by the CPU at each step", 0.0
