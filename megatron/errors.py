@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures that a user can cause or has to handle, each with its exit code.
+"""Exceptions for errors that a user can cause or has to handle, each with its exit code.
 
-A failure carries up to three lines: what was wrong (with numbers and flags), why or where, and what to do.
-Entry points run through `run_main`, which prints them once, without a traceback unless `--debug` is given. A disk, the
-memory or a missing package can fail anywhere; `explain` puts such failures into the same form.
+A failure has up to three lines: what was wrong (with numbers and flags), why or where, and what to do.
+Entry points run through `run_main`, which prints them once, without a traceback unless `--debug` is given. `explain`
+converts errors of the disk, memory and installation, which can occur anywhere, to the same form.
 
     raise DataError("corpus.json: no such file", do="check --input")
 """
@@ -30,7 +30,7 @@ class Failure(Exception):
     """Base of all failures that end a command with a clear message. Exit code 1 unless a subclass says otherwise."""
 
     code = 1
-    about: str | None = None  # what ranks have in common that say the same with other numbers; default: the text
+    about: str | None = None  # identifies one error on ranks whose texts differ, as by numbers; default: the text
 
     def __init__(self, what: str, why: str | None = None, do: str | None = None):
         super().__init__(what)
@@ -41,12 +41,12 @@ class Failure(Exception):
 
 
 def numbered(lines: Iterable[str]) -> str:
-    """Several things to say as a list, to follow its heading."""
+    """Lines as a numbered list, to follow a heading."""
     return "".join(f"\n  {number}. {line}" for number, line in enumerate(lines, 1))
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a sentence about a word that is not among the known ones; "" where none is near (difflib's ratio).
+    """A suggestion for an unknown word, as the end of a sentence; "" if no known word is similar (difflib's ratio).
 
     >>> did_you_mean("Cosin", ["constant", "linear", "cosine"])
     '; did you mean cosine?'
@@ -63,7 +63,7 @@ class UsageError(Failure):
 
 
 class SettingsError(Failure):
-    """The settings are understood and cannot work together, or not on this many ranks."""
+    """The settings are valid one by one, but cannot work together or on this many ranks."""
 
     code = 3
 
@@ -75,7 +75,7 @@ class DataError(Failure):
 
 
 class CheckpointError(Failure):
-    """A checkpoint is missing, damaged, or not what was asked for."""
+    """A checkpoint is missing, damaged, or not the requested one."""
 
     code = 5
 
@@ -87,13 +87,13 @@ class StorageError(Failure):
 
 
 class PeerLost(Failure):
-    """Another rank is gone or silent."""
+    """Another rank has exited or does not respond."""
 
     code = 7
 
 
 class NumericsError(Failure):
-    """Loss or gradients are not finite, or a spike asked for a stop."""
+    """Loss or gradients are not finite, or a spike stopped the run."""
 
     code = 8
 
@@ -105,9 +105,9 @@ class Preempted(Failure):
 
 
 class Interrupted(Preempted):
-    """Ctrl-C: somebody at the terminal has ended the job."""
+    """The user interrupted the job with Ctrl-C."""
 
-    code = 130  # as shells say it
+    code = 130  # as in shells
 
 
 class Locked(Failure):
@@ -117,7 +117,7 @@ class Locked(Failure):
 
 
 def explain(error: BaseException) -> Failure | None:
-    """The error as a failure in words: what memory, disk or installation lack; None for a surprise, a mistake of ours.
+    """Convert an error of memory, disk or installation to a Failure with a clear message; None for any other error.
 
     >>> explain(PermissionError(13, "Permission denied", "/runs")).code
     6
@@ -131,7 +131,7 @@ def explain(error: BaseException) -> Failure | None:
     if _is_out_of_memory(error):
         return Failure(
             "out of memory",
-            _wanted(str(error)),
+            _requested_memory(str(error)),
             "lower --micro-batch-size, --seq-length or --workers, add --recompute-granularity full, or use more ranks",
         )
     if isinstance(error, ModuleNotFoundError) and (error.name or "megatron").partition(".")[0] != "megatron":
@@ -142,35 +142,35 @@ def explain(error: BaseException) -> Failure | None:
     return None
 
 
-def _wanted(text: str) -> Optional[str]:
-    """How much memory somebody asked for, in words, or the first line of what they say.
+def _requested_memory(text: str) -> Optional[str]:
+    """The amount of memory that an error message says was requested, or the first line of the message.
 
-    >>> _wanted("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-    ...         "allocate 137438953472 bytes. Error code 12 (Cannot allocate memory)")
-    '137.4 GB were wanted at once'
+    >>> _requested_memory("DefaultCPUAllocator: can't allocate memory: you tried to allocate 137438953472 bytes. "
+    ...                   "Error code 12 (Cannot allocate memory)")
+    'tried to allocate 137.4 GB'
     """
     asked = re.search(r"tried to allocate (\d+) bytes", text)
     if asked:
-        return f"{int(asked[1]) / 1e9:.1f} GB were wanted at once"
+        return f"tried to allocate {int(asked[1]) / 1e9:.1f} GB"
     return text.strip().splitlines()[0][:200] if text.strip() else None
 
 
 _REMEDIES = {
     errno.ENOSPC: "free some space, or write to another disk",
     errno.EDQUOT: "free some space in your quota, or write to another disk",
-    errno.EROFS: "give a folder that can be written",
-    errno.EACCES: "give a path that this user may read and write",
-    errno.EPERM: "give a path that this user may read and write",
-    errno.EEXIST: "a file is where a folder is wanted: give another path",
-    errno.ENOTDIR: "a file is where a folder is wanted: give another path",
-    errno.EISDIR: "a folder is where a file is wanted: give another path",
+    errno.EROFS: "use a writable folder",
+    errno.EACCES: "use a path that this user can read and write",
+    errno.EPERM: "use a path that this user can read and write",
+    errno.EEXIST: "expected a folder, but it is a file: use another path",
+    errno.ENOTDIR: "expected a folder, but it is a file: use another path",
+    errno.EISDIR: "expected a file, but it is a folder: use another path",
     errno.EIO: "check the disk",
     errno.EMFILE: "raise the limit of open files: ulimit -n 65536",
 }
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Python's, CUDA's, or that of torch on CPUs, which is a plain RuntimeError."""
+    """True for the errors of Python, CUDA, and torch on CPUs, which raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
@@ -187,38 +187,38 @@ def exit_code(error: BaseException) -> int:
 def run_main(main, argv: list[str] | None = None) -> None:
     """Run `main(argv)` as a command: failures become one message on stderr and their exit code.
 
-    The ranks of a node say the same thing once, whichever meets it first, and a lost peer is not told where the peer
-    itself has said why it ended. Ranks of `megatron.tools.launch` leave their message to it: it stands last.
+    The ranks of a node print one message only once, and a lost peer is not reported if the peer has printed why it ended.
+    Ranks of `megatron.tools.launch` leave printing to the launcher, so that the message comes last.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         main(argv)
-    except BrokenPipeError:  # the reader of our output (head, less) went away
+    except BrokenPipeError:  # the reader of our output (head, less) has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
         if asks_for_debug(argv):
             raise
-        _say_last("interrupted\n", Interrupted.code)
+        _write_last_message("interrupted\n", Interrupted.code)
         sys.exit(Interrupted.code)
     except Exception as error:
         failure, in_full = explain(error), getattr(error, "in_full", asks_for_debug(argv))
         code = failure.code if failure else 1
         if failure is None or in_full:
             brief = None if in_full else partial(last_calls, error)
-            _say_last(traceback.format_exc(), code, brief, about=f"{type(error).__name__}: {error}")
+            _write_last_message(traceback.format_exc(), code, brief, about=f"{type(error).__name__}: {error}")
         else:
             text = f"{failure}\n" if isinstance(failure, Preempted) else f"error: {failure}\n"
-            _say_last(text, code, partial(shortened, text), failure.about, isinstance(failure, PeerLost))
+            _write_last_message(text, code, partial(shortened, text), failure.about, isinstance(failure, PeerLost))
         _leave(code)
     finally:
-        # Python ends with a look at every object there is, for cycles: half a second, once torch has been loaded.
+        # Skip the garbage collection at exit, which takes half a second once torch has been loaded.
         gc.freeze()
 
 
 @contextlib.contextmanager
 def debugging(wanted: bool):
-    """What is raised inside is told with its traceback, or without, by `run_main`: `--debug` as a command has read it."""
+    """Make `run_main` print errors raised inside with their traceback, or without it. wanted: the value of --debug."""
     try:
         yield
     except Exception as error:
@@ -227,7 +227,7 @@ def debugging(wanted: bool):
 
 
 def asks_for_debug(argv: list[str]) -> bool:
-    """`--debug` on a command line that nobody has read yet, with or without a value; the last one counts."""
+    """Whether a command line that has not been parsed has `--debug`, with or without a value; the last one counts."""
     for at in reversed(range(len(argv))):
         flag, _, value = argv[at].partition("=")
         if flag == "--debug":
@@ -236,40 +236,40 @@ def asks_for_debug(argv: list[str]) -> bool:
     return False
 
 
-MOST_LINES = 12  # of what a launcher says of a failed job
-LAUNCHER = "MEGATRON_LAUNCHER"  # in the environment of ranks whose launcher prints what one of them says last: a folder
+MOST_LINES = 12  # of a launcher's message about a failed job
+LAUNCHER = "MEGATRON_LAUNCHER"  # environment variable with a folder, set by a launcher that prints the message of ranks
 
 
-def _say_last(
+def _write_last_message(
     text: str,
     code: int,
     brief: Callable[[str], str] | None = None,
     about: str | None = None,
     quiet_after_others: bool = False,
 ) -> None:
-    """Write to stderr what no other rank of this node has said: all of them stand in each other's way there.
+    """Write a message to stderr, unless another rank of this node has written the same one.
 
-    code: the exit code to come
-    brief: where the whole text is kept -> what a launcher prints of it; default: all of it
-    about: the part of the text that counts as the same
+    code: the upcoming exit code
+    brief: file with the whole text -> the text that a launcher prints; default: the whole text
+    about: the part of the text that identifies the message
 
-    torchrun gives each rank a file for its last words, which it repeats in its own report, in a folder that the ranks
-    of one attempt have in common; there, a file stands for what was said. Our own launcher reads that file, too, and
-    prints the one message that says most when all ranks have ended. Without a launcher each rank speaks for itself.
+    torchrun gives each rank an error file, which it repeats in its own report, in a folder that the ranks of one attempt
+    share; a file in that folder marks each message that was written. Our own launcher also reads the error files, and
+    prints the most useful message when all ranks have ended. Without a launcher each rank writes its message.
     """
-    last_words = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if last_words:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
         with contextlib.suppress(OSError):
-            said = dict(message=text, extraInfo=dict(timestamp=str(int(time.time()) + quiet_after_others)))
+            message = dict(message=text, extraInfo=dict(timestamp=str(int(time.time()) + quiet_after_others)))
             if launcher := os.environ.get(LAUNCHER):
-                short, left_to_it = _kept_and_shortened(text, brief, launcher), _is_last_attempt()
-                words = dict(message=said, code=code, brief=short, told=not left_to_it)
-                Path(last_words).write_text(json.dumps(words), encoding="utf-8")
-                if left_to_it:
+                short, launcher_prints = _save_and_shorten(text, brief, launcher), _is_last_attempt()
+                words = dict(message=message, code=code, brief=short, told=not launcher_prints)
+                Path(error_file).write_text(json.dumps(words), encoding="utf-8")
+                if launcher_prints:
                     return
             else:
-                Path(last_words).write_text(json.dumps(dict(message=said)), encoding="utf-8")
-            common = Path(last_words).parent.parent
+                Path(error_file).write_text(json.dumps(dict(message=message)), encoding="utf-8")
+            common = Path(error_file).parent.parent
             if quiet_after_others and any(common.glob("told-*")):
                 return
             mark = hashlib.sha256((about or text).encode(errors="replace")).hexdigest()[:16]
@@ -277,7 +277,7 @@ def _say_last(
                 (common / f"told-{mark}").touch(exist_ok=False)
             except FileExistsError:
                 return
-    with contextlib.suppress(BrokenPipeError):  # the exit code says it, too
+    with contextlib.suppress(BrokenPipeError):  # the exit code still reports the failure
         sys.stderr.write(text)  # one write: ranks share the terminal
         sys.stderr.flush()
 
@@ -287,8 +287,8 @@ def _is_last_attempt() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
 
 
-def _kept_and_shortened(text: str, brief: Callable[[str], str] | None, folder: str) -> str:
-    """What a launcher prints of a text; where that is not all, the whole is kept in a file of the folder."""
+def _save_and_shorten(text: str, brief: Callable[[str], str] | None, folder: str) -> str:
+    """The text that a launcher prints. If it is shorter than the message, the whole goes to a file in the folder."""
     whole = Path(folder) / f"rank_{os.environ.get('RANK', '0')}.txt"
     short = brief(str(whole)) if brief else text
     if short != text:
@@ -297,7 +297,7 @@ def _kept_and_shortened(text: str, brief: Callable[[str], str] | None, folder: s
 
 
 def shortened(text: str, whole: str, most: int = MOST_LINES) -> str:
-    """A message of at most so many lines: its beginning and its last line, which says what to do.
+    """Shorten a message to `most` lines: its beginning, and its last line, which says what to do.
 
     >>> print(shortened("\\n".join("abcdef"), "message.txt", most=4), end="")
     a
@@ -313,11 +313,11 @@ def shortened(text: str, whole: str, most: int = MOST_LINES) -> str:
 
 
 def last_calls(error: BaseException, whole: str, most: int = 4) -> str:
-    """A traceback in a few lines, the message last."""
+    """A traceback in a few lines, with the message last."""
     calls = traceback.extract_tb(error.__traceback__)
     shown = calls[-most:]
     lines = [
-        f"error: rank {os.environ.get('RANK', '0')} ended by an exception; the last {len(shown)} of its {len(calls)} "
+        f"error: rank {os.environ.get('RANK', '0')} raised an exception; the last {len(shown)} of its {len(calls)} "
         f"calls (all of them: {whole}):"
     ]
     lines += [f"  {_nearby(call.filename)}:{call.lineno}, in {call.name}: {call.line}"[:160] for call in shown]
@@ -326,7 +326,7 @@ def last_calls(error: BaseException, whole: str, most: int = 4) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """An error in one line with file and line: of the innermost call outside of this suite and of libraries, if any.
+    """An error in one line, with file and line of the innermost call outside of this suite and of libraries, if any.
 
     >>> try:
     ...     compile("x = (", "my_model.py", "exec")
@@ -339,22 +339,22 @@ def with_place(error: BaseException) -> str:
     calls = traceback.extract_tb(error.__traceback__)
     libraries = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     own = [call for call in calls if not call.filename.startswith(libraries)] or calls
-    said = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
-    return f"{said[:300]} ({_nearby(own[-1].filename)}:{own[-1].lineno})"
+    message = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
+    return f"{message[:300]} ({_nearby(own[-1].filename)}:{own[-1].lineno})"
 
 
 def _nearby(path: str) -> str:
-    """A path as seen from here, where that is shorter."""
+    """A path relative to the working directory, if that is shorter."""
     with contextlib.suppress(ValueError):
         return min(os.path.relpath(path), path, key=len)
     return path
 
 
 def _leave(code: int) -> None:
-    """Exit. A rank that failed is not held up, or brought down with another code, by its connections to the others."""
+    """Exit. A failed rank exits immediately, so that its connections to others cannot block it or change its exit code."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        if sys.stdout is not None:  # as it is for a process that was started without one
+        if sys.stdout is not None:  # None in a process that was started without one
             sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -82,7 +82,7 @@ USAGE = [  # exit code 2: the command line cannot be understood
     (
         "pretrain_gpt",
         f"{MOCK} \u2014lr 3",
-        "'\u2014lr' begins with a typographic dash, as web pages make them; type --lr",
+        "'\u2014lr' begins with a typographic dash, as copied from a web page; type --lr",
     ),
     ("pretrain_gpt", f"{MOCK} ' '", "a blank word: is there a space after a backslash at the end of a line?"),
     ("pretrain_gpt", f"{MOCK} '--lr 3'", "unknown flag --lr 3; did you mean --lr?"),
@@ -98,7 +98,7 @@ USAGE = [  # exit code 2: the command line cannot be understood
         "misspelled.yaml:1: unknown key num_layer; did you mean num_la",
     ),
     ("pretrain_gpt", f"{MOCK} --config twice.yaml", "twice.yaml:2: num_layers is given twice (also in line 1)"),
-    ("pretrain_gpt", f"{MOCK} --config list.yaml", "list.yaml: a list of `key: value` lines is wanted"),
+    ("pretrain_gpt", f"{MOCK} --config list.yaml", "list.yaml: expected lines of `key: value`"),
     ("pretrain_gpt", f"{MOCK} --override colour --load ck", "--override colour: this setting needs no override, or"),
     ("preprocess_data", "", "missing: --input, --output-prefix"),
     ("preprocess_data", f"{PRE} --worker 3", "unknown flag --worker; did you mean --workers?"),
@@ -322,7 +322,7 @@ STORAGE = [  # exit code 6; a path below a file cannot be written, not by root e
     ("pretrain_gpt", f"{MOCK} --metrics-file empty.jsonl/m", "empty.jsonl"),
     ("pretrain_gpt", f"{MOCK} --metrics-file /dev/full", "No space left on device|free some space"),
     ("pretrain_gpt", f"{REAL} --data-path tokens --data-cache-path empty.jsonl", "empty.jsonl: cannot keep index maps"),
-    ("evaluate", "--load ck --data-path numbers --output empty.jsonl/e", "a file is where a folder is wanted"),
+    ("evaluate", "--load ck --data-path numbers --output empty.jsonl/e", "expected a folder, but it is a file"),
     ("report", "--run ck/metrics.jsonl --output empty.jsonl/r.html", "empty.jsonl"),
 ]
 TABLE = [
@@ -496,7 +496,7 @@ def test_a_rank_that_does_not_exist(root, messy):
 def test_a_number_of_ranks_that_is_none(root, messy):
     done = shell(root, messy, root / "pretrain_gpt.py", *MOCK.split(), WORLD_SIZE="two")
     assert (done.returncode, is_one_message(done.stderr)) == (3, True)
-    assert "WORLD_SIZE=two in the environment is no number" in done.stderr
+    assert "WORLD_SIZE=two in the environment is not a number" in done.stderr
 
 
 def test_ranks_say_it_once_and_keep_their_exit_code(root, messy):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many samples a step sees, as a function of how many were seen before.
+"""Batch sizes and the number of steps, as functions of the consumed samples.
 
-Nothing is counted here: whoever asks says how many samples are consumed, so a resumed run needs no state. With
-`--rampup-batch-size 16 16 1000 --global-batch-size 64` the batch is 16, 32, 48 for a third of 1000 samples each,
-then 64:
+These functions keep no state, so a resumed run needs none. With `--rampup-batch-size 16 16 1000 --global-batch-size 64`
+the batch is 16, 32, 48 for a third of 1000 samples each, then 64:
 
     >>> batch = Batch(micro_batch_size=4, global_batch_size=64, rampup_batch_size=[16, 16, 1000], train_samples=2000)
     >>> [batch_size(batch, 2, consumed) for consumed in (0, 333, 334, 999, 1001)]
@@ -18,25 +17,25 @@ from megatron.settings.schema import AUTO, Batch
 
 
 def batch_size(batch: Batch, dp: int, consumed: int) -> tuple[int, int]:
-    """(samples of the next step over all ranks, micro-batches of it on each rank), after `consumed` samples.
+    """(global batch size, micro-batches per rank) of the next step, after `consumed` samples.
 
-    dp: data-parallel ranks. The settings must pass `problems`; equal to Megatron-LM's calculators.
+    dp: data parallel size. The settings must pass `problems`. The values equal those of Megatron-LM's calculators.
     """
     size = _ramped_size(batch, full_size(batch, dp), consumed)
     return size, size // (batch.micro_batch_size * dp)
 
 
 def smallest(batch: Batch) -> Batch:
-    """The batch with micro-batches of 1, and no number of them, where `--micro-batch-size auto` leaves their size open."""
+    """The batch with `--micro-batch-size auto` replaced by 1, without a number of micro-batches."""
     if batch.micro_batch_size != AUTO:
         return batch
     return replace(batch, micro_batch_size=1, gradient_accumulation_steps=None)
 
 
 def full_size(batch: Batch, dp: int) -> int:
-    """Samples of a step once the ramp-up is over.
+    """The global batch size after the ramp-up.
 
-    `--global-batch-size`, else what its share of a rank or the number of micro-batches says, else one micro-batch a rank.
+    `--global-batch-size`, else from `--local-batch-size` or the number of micro-batches, else one micro-batch per rank.
     """
     if batch.global_batch_size:
         return batch.global_batch_size
@@ -47,7 +46,7 @@ def _ramped_size(batch: Batch, full: int, consumed: int) -> int:
     if not batch.rampup_batch_size:
         return full
     start, increment, samples = batch.rampup_batch_size
-    # Starting at the full size means there is nothing to ramp (Megatron-LM divides by zero here).
+    # A ramp-up that starts at the full size has no increments (Megatron-LM divides by zero here).
     if start == full or consumed > samples:
         return full
     samples_per_increment = samples / ((full - start) // increment)
@@ -57,10 +56,10 @@ def _ramped_size(batch: Batch, full: int, consumed: int) -> int:
 def total_iterations(batch: Batch, dp: int, iteration: int = 0, consumed: int = 0) -> int:
     """Steps of the whole run: `--train-iters`, or those that fit into `--train-samples`.
 
-    iteration, consumed: steps that are done, and their samples, whatever batches they had: a run that goes on with another
-    batch size makes as many steps as its own batches fit into the samples that are left.
-    A last, partial batch is thrown away, except that a ramp-up is walked to its end, as in Megatron-LM.
-    Raises ValueError when neither length is set.
+    iteration, consumed: completed steps, and their samples, with any batch sizes. A run that resumes with another batch
+    size makes as many steps as its batches fit into the remaining samples.
+    A last, partial batch is dropped, except that a ramp-up continues to its end, as in Megatron-LM.
+    Raises ValueError if neither length is set.
 
     >>> total_iterations(Batch(micro_batch_size=4, global_batch_size=16, train_samples=160), 1, iteration=10, consumed=80)
     15
@@ -71,12 +70,12 @@ def total_iterations(batch: Batch, dp: int, iteration: int = 0, consumed: int = 
 
 
 def total_samples(batch: Batch, dp: int) -> int:
-    """Samples that the whole run trains on: what the training dataset has to hold."""
+    """Number of samples that the whole run trains on: the required size of the training dataset."""
     return max(batch.train_samples or 0, _totals(batch, dp)[1])
 
 
 def samples_left_out(batch: Batch, dp: int, consumed: int) -> int:
-    """Samples of `--train-samples` that fill no batch behind so many that are consumed.
+    """Remaining samples of `--train-samples` that do not fill a batch, after `consumed` samples.
 
     >>> samples_left_out(Batch(global_batch_size=8, train_samples=30), 1, 8)
     6
@@ -85,10 +84,9 @@ def samples_left_out(batch: Batch, dp: int, consumed: int) -> int:
 
 
 def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
-    """The number of the epoch, from 1, that ended in a step from `before` to `after` consumed samples; 0: none did. The
-    settings have `--train-epochs`.
+    """The number of the epoch, from 1, that ended in a step from `before` to `after` consumed samples; 0: none did.
 
-    last: the step is the run's, and ends its last epoch: samples that fill no batch are left out there.
+    Requires `--train-epochs`. last: this is the last step, which ends the last epoch even if samples are left over.
 
     >>> batch = Batch(global_batch_size=8, train_samples=30, train_epochs=3)
     >>> [ended_epoch(batch, consumed, consumed + 8, consumed == 16) for consumed in (0, 8, 16)]
@@ -99,7 +97,7 @@ def ended_epoch(batch: Batch, before: int, after: int, last: bool) -> int:
 
 
 def _totals(batch: Batch, dp: int, consumed: int = 0) -> tuple[int, int]:
-    """(steps that are left behind so many samples, samples consumed behind the last of them)."""
+    """(remaining steps after `consumed` samples, samples consumed after the last of them)."""
     full = full_size(batch, dp)
     if batch.train_iters is not None:
         return batch.train_iters, batch.train_iters * full
@@ -115,7 +113,7 @@ def _totals(batch: Batch, dp: int, consumed: int = 0) -> tuple[int, int]:
 
 
 def problems(batch: Batch, dp: int) -> list[str]:
-    """What is wrong with these settings on `dp` data-parallel ranks: one sentence each; empty when all is well.
+    """The problems of these settings on `dp` data parallel ranks, one sentence each; empty if they are valid.
 
     >>> problems(Batch(micro_batch_size=4, global_batch_size=30), 2)
     ['--global-batch-size 30 is not a multiple of --micro-batch-size 4 x data parallel size 2 = 8; nearest: 24, 32']
@@ -128,25 +126,25 @@ def problems(batch: Batch, dp: int) -> list[str]:
         local_batch_size=batch.local_batch_size,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
     )
-    found = [
+    errors = [
         f"--{name.replace('_', '-')} {value} must be at least {least}"
         for name, value in positive.items()
         for least in [0 if name == "train_iters" else 1]
         if value is not None and value < least
     ]
     if batch.train_iters is not None and batch.train_samples is not None:
-        found.append(f"--train-iters {batch.train_iters} and --train-samples {batch.train_samples}: give one of them")
+        errors.append(f"--train-iters {batch.train_iters} and --train-samples {batch.train_samples}: give one of them")
     if batch.train_epochs is not None and batch.train_iters is not None:
-        found.append(f"--train-iters {batch.train_iters} and --train-epochs {batch.train_epochs}: give one of them")
-    if found:
-        return found
+        errors.append(f"--train-iters {batch.train_iters} and --train-epochs {batch.train_epochs}: give one of them")
+    if errors:
+        return errors
     step = batch.micro_batch_size * dp
     full = full_size(batch, dp)
     if batch.local_batch_size and not batch.global_batch_size:
         micro = batch.micro_batch_size
-        found += _not_multiple("--local-batch-size", batch.local_batch_size, micro, micro, None)
+        errors += _not_multiple("--local-batch-size", batch.local_batch_size, micro, micro, None)
     else:
-        found += _not_multiple("--global-batch-size", full, step, batch.micro_batch_size, dp)
+        errors += _not_multiple("--global-batch-size", full, step, batch.micro_batch_size, dp)
     for flag, asserted, unit, each in (
         ("--local-batch-size", batch.local_batch_size, dp, f"{dp} data parallel ranks"),
         (
@@ -157,15 +155,15 @@ def problems(batch: Batch, dp: int) -> list[str]:
         ),
     ):
         if asserted and asserted * unit != full:
-            found.append(f"{flag} {asserted} is not {full} samples / ({each}) = {full / unit:g}; leave it out")
-    found += _rampup_problems(batch, dp, step)
-    if not (found or batch.skip_train) and batch.train_samples is not None and not total_iterations(batch, dp):
+            errors.append(f"{flag} {asserted} is not {full} samples / ({each}) = {full / unit:g}; leave it out")
+    errors += _rampup_problems(batch, dp, step)
+    if not (errors or batch.skip_train) and batch.train_samples is not None and not total_iterations(batch, dp):
         of = f" (of --train-epochs {batch.train_epochs})" if batch.train_epochs else ""
-        found.append(
-            f"{batch.train_samples} samples of training{of} do not fill a batch of --global-batch-size {full}: no step "
-            "would be made; lower it, or train on more"
+        errors.append(
+            f"{batch.train_samples} training samples{of} do not fill a batch of --global-batch-size {full}: there would "
+            "be no step; lower it, or train on more"
         )
-    return found
+    return errors
 
 
 def _rampup_problems(batch: Batch, dp: int, step: int) -> list[str]:
@@ -177,24 +175,24 @@ def _rampup_problems(batch: Batch, dp: int, step: int) -> list[str]:
         return [f"{flag}: expected START INCREMENT SAMPLES, three numbers above zero, such as 16 16 100000"]
     start, increment, samples = values
     full = full_size(batch, dp)
-    found = []
+    errors = []
     if batch.train_samples is None:
-        found.append(f"{flag} needs --train-samples instead of --train-iters: steps have no fixed number of samples")
+        errors.append(f"{flag} needs --train-samples instead of --train-iters: steps have no fixed number of samples")
     if start > full:
-        found.append(f"{flag}: start {start} is above --global-batch-size {full}")
+        errors.append(f"{flag}: start {start} is above --global-batch-size {full}")
     elif (full - start) % increment:
         good = [n for n in range(1, full - start + 1) if (full - start) % n == 0 and n % step == 0]
         near = min(good, key=lambda n: abs(n - increment), default=full - start)
-        found.append(
+        errors.append(
             f"{flag}: increments of {increment} do not lead from {start} to --global-batch-size {full}; "
             f"an increment of {near} would"
         )
-    found += _not_multiple(f"{flag}: start", start, step, batch.micro_batch_size, dp)
+    errors += _not_multiple(f"{flag}: start", start, step, batch.micro_batch_size, dp)
     if start < full:
-        found += _not_multiple(f"{flag}: increment", increment, step, batch.micro_batch_size, dp)
+        errors += _not_multiple(f"{flag}: increment", increment, step, batch.micro_batch_size, dp)
         if samples == 0:
-            found.append(f"{flag}: a ramp-up over 0 samples; leave the flag out")
-    return found
+            errors.append(f"{flag}: a ramp-up over 0 samples; leave the flag out")
+    return errors
 
 
 def _not_multiple(what: str, value: int, step: int, micro: int, dp: int | None) -> list[str]:

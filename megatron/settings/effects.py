@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a setting has an effect: one table by name. A setting that is not in it always has one.
+"""The conditions under which settings have an effect, by name. A setting that is not in the table always has one.
 
-A setting that somebody gave, by command line or file, and that does nothing as things are, is said once at the start: it
-is harmless, and a sign that another one was forgotten. Recipes have such tables of their own (`Recipe.idle`).
+A given setting without effect is logged once at the start: it is harmless, and a sign that another one was forgotten.
+Recipes add their own tables (`Recipe.idle`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,21 +15,21 @@ from megatron.settings.statements import Statement
 
 
 class Needs(NamedTuple):
-    """What a setting needs for an effect: in the words of the flags, and whether it is there. s: `rules.record`."""
+    """The condition for an effect: in words, with flags, and as a function of the settings (`rules.record`)."""
 
     words: str
     met: Callable[[SimpleNamespace], object]
 
 
 def layout_was_open(s: SimpleNamespace) -> bool:
-    """Whether the planner chooses something, or has chosen it: then the micro-batch is a number again."""
+    """Whether the planner chooses part of the layout, or has chosen it (the micro-batch size is a number then)."""
     given = s.settings.given("micro_batch_size")
     chosen = given is not None and given.value == AUTO
     return s.auto_parallel or s.micro_batch_size == AUTO or chosen
 
 
 def _by_files(s: SimpleNamespace) -> bool:
-    """Whether flags name all files of a vocabulary that is not read from --tokenizer-model."""
+    """Whether flags give all files of a vocabulary that is not read from --tokenizer-model."""
     byte_level = s.tokenizer == "GPT2BPETokenizer" and s.vocab_file and s.merge_file
     return bool(byte_level or s.tokenizer in WORD_PIECE and s.vocab_file)
 
@@ -44,11 +44,11 @@ def planned(s: SimpleNamespace) -> bool:
 
 
 def _tests(s: SimpleNamespace) -> object:
-    """Whether the number of test batches is that of --eval-iters, and there are data for them."""
+    """Whether --eval-iters sets the number of test batches, and there is test data."""
     return s.test_iters is None and has_data(s, "test")
 
 
-FILES = Needs("--data-path or its like", lambda s: s.settings.data.files)
+FILES = Needs("--data-path or another data path", lambda s: s.settings.data.files)
 EVALUATION = Needs("--eval-iters above 0", lambda s: s.eval_iters)
 TEST = Needs("--test-iters or --eval-iters above 0", lambda s: s.settings.batch.tested_batches)
 VALIDATION = Needs("--eval-iters above 0, or --full-validation", lambda s: s.eval_iters or s.full_validation)
@@ -63,9 +63,7 @@ DECAYING = Needs(
 )
 WSD = Needs("--lr-decay-style WSD", lambda s: s.lr_decay_style == "WSD")
 FP16 = Needs("--fp16", lambda s: s.precision == "fp16")
-DYNAMIC_SCALE = Needs(
-    "--fp16, and a --loss-scale that is not fixed", lambda s: s.precision == "fp16" and s.loss_scale is None
-)
+DYNAMIC_SCALE = Needs("--fp16, and no --loss-scale", lambda s: s.precision == "fp16" and s.loss_scale is None)
 HALF = Needs("--bf16 or --fp16", lambda s: s.precision != "fp32")
 O1 = Needs("--amp-level O1, and --bf16 or --fp16", lambda s: s.amp_level == "O1" and s.precision != "fp32")
 SAVE = Needs("--save", lambda s: s.save)
@@ -80,7 +78,7 @@ PROFILE = Needs("--profile", lambda s: s.profile)
 CUDA = Needs("a CUDA device", lambda s: s.device != "cpu")
 
 EFFECTS: dict[str, Needs] = {
-    # how ranks share the work
+    # parallelism
     "sequence_parallel": Needs("--tensor-model-parallel-size above 1", lambda s: s.tp > 1),
     "account_for_embedding_in_pipeline_split": STAGES,
     "account_for_loss_in_pipeline_split": STAGES,
@@ -94,8 +92,8 @@ EFFECTS: dict[str, Needs] = {
     "pipeline_stage_layers": STAGES,
     "decoder_first_pipeline_num_layers": STAGES,
     "decoder_last_pipeline_num_layers": STAGES,
-    # Stage 3 keeps the parameters elsewhere between their uses, also on one rank.
     "cp_comm_type": Needs("--context-parallel-size above 1", lambda s: s.cp > 1),
+    # Stage 3 moves parameters out of the model between their uses, even on one rank.
     "sharding_stage": DATA_PARALLEL._replace(met=lambda s: s.dp * s.cp > 1 or s.sharding_stage == 3),
     "sharding_degree": Needs("--sharding-stage", lambda s: s.sharding_stage),
     "overlap_grad_reduce": DATA_PARALLEL,
@@ -136,7 +134,7 @@ EFFECTS: dict[str, Needs] = {
         "--eval-iters above 0, and not --full-validation", lambda s: s.eval_iters and not s.full_validation
     ),
     "stop_at_loss": Needs(
-        "validations ahead of the end (--eval-iters or --full-validation, --eval-interval or --eval-epoch)",
+        "validations before the end (--eval-iters or --full-validation, --eval-interval or --eval-epoch)",
         evaluates_early,
     ),
     "skip_train": Needs(
@@ -155,12 +153,12 @@ EFFECTS: dict[str, Needs] = {
     "lr_wsd_decay_iters": WSD,
     "lr_wsd_decay_samples": WSD,
     "weight_decay": Needs("--weight-decay-incr-style constant", lambda s: s.weight_decay_incr_style == "constant"),
-    # where the optimizer's state lies
+    # offloading
     "optimizer_offload_fraction": Needs(
         "--optimizer-cpu-offload", lambda s: s.optimizer_cpu_offload or s.optimizer == "cpu_adam"
     ),
     "nvme_offload_dir": Needs("--nvme-offload-fraction", lambda s: s.nvme_offload_fraction),
-    # arithmetic
+    # recomputation and precision
     "no_recompute_layers": Needs("--recompute-granularity", lambda s: s.recompute_granularity),
     "amp_level": HALF,
     "amp_custom_black_list": O1,
@@ -198,7 +196,7 @@ EFFECTS: dict[str, Needs] = {
     "check_replicas_interval": RANKS,
     "spike_skip_steps": ROLLBACK,
     "max_rollbacks": ROLLBACK,
-    # what is said
+    # logging
     "timing_log_option": TIMERS,
     "barrier_with_level_1_timing": Needs(
         "--timing-log-level above 0 and more than one rank", lambda s: s.timing_log_level and s.world > 1
@@ -208,7 +206,7 @@ EFFECTS: dict[str, Needs] = {
         "--timing-log-level above 0, and --tensorboard-dir or --wandb-project",
         lambda s: s.timing_log_level and (s.tensorboard_dir or s.wandb_project),
     ),
-    # looking before launching
+    # planner and profiling
     "max_global_batch_size": OPEN_LAYOUT,
     "tune_steps": OPEN_LAYOUT,
     "world_size": PLANNED._replace(met=lambda s: planned(s) or s.print_topology),
@@ -226,7 +224,7 @@ EFFECTS: dict[str, Needs] = {
 
 
 def without_effect(s: SimpleNamespace, table: dict[str, Needs]) -> dict[str, str]:
-    """name -> sentence, for each setting that somebody gave and that does nothing as things are."""
+    """Name -> message, for each given setting that has no effect."""
     return {
         name: f"{said.words} has no effect without {needs.words}"
         for name in s.settings.statements
@@ -235,7 +233,7 @@ def without_effect(s: SimpleNamespace, table: dict[str, Needs]) -> dict[str, str
 
 
 def idle_flags(group: object, said: Mapping[str, Statement], table: Mapping[str, Needs], **more) -> list[str]:
-    """The same of a tool's group of settings. said: setting -> who gave it; more: what `table` asks besides."""
+    """`without_effect` for a tool's group of settings. said: setting -> `Statement`; more: other inputs of `table`."""
     record = SimpleNamespace(statements=said, given=said.get)
-    asked = {name: needs for name, needs in table.items() if hasattr(group, name)}
-    return list(without_effect(SimpleNamespace(settings=record, **vars(group), **more), asked).values())
+    own = {name: needs for name, needs in table.items() if hasattr(group, name)}
+    return list(without_effect(SimpleNamespace(settings=record, **vars(group), **more), own).values())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings from a file: `key: value` in YAML or JSON, or `key = value` in Python, which is read and not run; flat or under
-group names, keys spelled as fields or as flags.
+"""Read settings from a file: YAML, JSON, or assignments of Python, which are not run; flat or under group names, with
+keys spelled as fields or as flags.
 """
 
 from pathlib import Path
@@ -11,10 +11,10 @@ from megatron.settings.python_file import compose_python
 
 
 def compose(path: str):
-    """The root of a file, a mapping of PyYAML's nodes; None when the file is empty.
+    """Parse a file to its root, a mapping of PyYAML's nodes; None if the file is empty.
 
-    Values stay text, so that `1e-4` or `no` mean what they mean on a command line.
-    Raises UsageError when the file is missing, is not YAML (or plain assignments of Python), or is no mapping.
+    Values stay text, so that `1e-4` or `no` have the same meaning as on a command line.
+    Raises UsageError if the file is missing, is not YAML (or plain assignments of Python), or is not a mapping.
     """
     import yaml
 
@@ -30,12 +30,12 @@ def compose(path: str):
             f"{where}: not YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}"
         ) from None
     if root is not None and not isinstance(root, yaml.MappingNode):
-        raise UsageError(f"{path}: a list of `key: value` lines is wanted")
+        raise UsageError(f"{path}: expected lines of `key: value`")
     return root
 
 
 def read_text(path: str, flag: str = "") -> str:
-    """A file of text. flag: what names it, with a blank. Raises UsageError where it is missing, or no text."""
+    """Read a text file. flag: prefix of messages, such as "--config ". Raises UsageError if it is missing or not text."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -45,9 +45,9 @@ def read_text(path: str, flag: str = "") -> str:
 
 
 def read_settings(root, path: str) -> list[tuple[str, Optional[list[str]], int]]:
-    """[(key, words, line)] of a file's root, in order; a mapping under a key is a group and opens up.
+    """The settings of a file's root as [(key, words, line)], in order; a mapping under a key is a group and is flattened.
 
-    `null` leaves a key out; a key without a value has None for its words. Raises UsageError for a key that is given twice.
+    `null` omits a key; a key without a value has None for its words. Raises UsageError for a key that is given twice.
     """
     import yaml
 
@@ -55,7 +55,7 @@ def read_settings(root, path: str) -> list[tuple[str, Optional[list[str]], int]]
 
 
 def merged(mapping) -> list[tuple]:
-    """(key, value) nodes of a mapping, with those of `<<: *anchor`, which its own keys win over."""
+    """(key, value) nodes of a mapping, with those of `<<: *anchor`, which its own keys override."""
     own = [pair for pair in mapping.value if pair[0].value != "<<"]
     for node in [node for key, node in mapping.value if key.value == "<<"]:
         for one in node.value if node.id == "sequence" else [node]:
@@ -65,17 +65,17 @@ def merged(mapping) -> list[tuple]:
 
 
 def _unfold(mapping, path: str, seen: dict[str, int], yaml) -> list[tuple[str, Optional[list[str]], int]]:
-    found = []
+    rows = []
     for key_node, node in merged(mapping):
         key, line = str(key_node.value).replace("-", "_").lstrip("_"), key_node.start_mark.line + 1
         if isinstance(node, yaml.MappingNode):
-            found += _unfold(node, path, seen, yaml)
+            rows += _unfold(node, path, seen, yaml)
             continue
         if key in seen:
             raise UsageError(f"{path}:{line}: {key} is given twice (also in line {seen[key]})")
         seen[key] = line
         if isinstance(node, yaml.SequenceNode):
-            found.append((key, [str(item.value) for item in node.value], line))
+            rows.append((key, [str(item.value) for item in node.value], line))
         elif node.style is not None or node.value not in ("null", "~"):
-            found.append((key, [node.value] if node.style or node.value else None, line))
-    return found
+            rows.append((key, [node.value] if node.style or node.value else None, line))
+    return rows

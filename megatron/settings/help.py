@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings written out: `--help`, and `--print-config` as YAML that `--config` reads back."""
+"""The texts of `--help`, and of `--print-config`, YAML that `--config` reads back."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from megatron.settings.spelling import Setting
 FILE_HELP = (
     (
         "--config FILE",
-        "settings from YAML (also PaddleFleetX's), JSON or plain Python; the command line wins over it (also -c)",
+        "read settings from YAML (also PaddleFleetX's), JSON or plain Python; the command line overrides it (also -c)",
     ),
-    ("-o SECTION.KEY=VALUE", "one setting as a file would say it"),
-    ("--then", "flags behind it win over those before it, in any spelling: scripts use it for words given to them"),
-    ("--print-config", "print every setting as YAML, with who set it, and stop"),
-    ("--help-all", "all settings, in groups"),
+    ("-o SECTION.KEY=VALUE", "one setting, written as in a file"),
+    ("--then", "flags after it override those before it, in any spelling: scripts use it for the flags given to them"),
+    ("--print-config", "print every setting as YAML, with its source, and exit"),
+    ("--help-all", "show all settings, in groups"),
 )
 
 
@@ -25,7 +25,7 @@ def help_text(
 ) -> str:
     """The text of `--help` (the settings named in `common`, and required ones) or of `--help-all` (`common=None`).
 
-    own: groups that a recipe, or a command, adds to those of all trainings: they come first, and whole.
+    own: groups that a recipe or a command adds to the common ones. They come first, with all their settings.
     """
     settings = sorted(settings, key=lambda setting: setting.group not in own)
     width = min(shutil.get_terminal_size().columns, 118)
@@ -52,7 +52,7 @@ def help_text(
 
 
 def setting_help(setting: Setting, aliases: bool = False, default: bool = True) -> str:
-    """A setting's sentence with its default and, if asked, its other spellings."""
+    """The help text of a setting, with its default and optionally its other spellings."""
     text = setting.help
     if default and setting.required:
         text += " [required]"
@@ -73,12 +73,12 @@ def _alias_text(alias: str) -> str:
 
 
 def _also(word: str, value) -> str:
-    """A number below zero only stands for the word."""
+    """A word and its value; a negative number is only an internal code, and is not shown."""
     return word if isinstance(value, int) and value < 0 else f"{word} = {value}"
 
 
 def placeholder(setting: Setting) -> str:
-    """What stands behind the flag in help: `N`, `X`, `TEXT` or `{a,b}`."""
+    """The metavar of a flag in help: `N`, `X`, `TEXT` or `{a,b}`."""
     if setting.kind is bool:
         return ""
     if isinstance(setting.kind, tuple):
@@ -93,7 +93,7 @@ def _long_choice(setting: Setting) -> bool:
 
 
 def value_text(value) -> str:
-    """A value as YAML: text is quoted where YAML would, or might, read something else."""
+    """Format a value as YAML. Text is quoted where YAML might read another type."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -104,7 +104,7 @@ def value_text(value) -> str:
         plain = re.fullmatch(r"[A-Za-z/][\w./+-]*", value, re.ASCII) and value.lower() not in _YAML_WORDS
         return value if plain else _quoted(value)
     text = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
-    return text.replace("e", ".0e") if "e" in text and "." not in text else text  # YAML 1.1 wants the point
+    return text.replace("e", ".0e") if "e" in text and "." not in text else text  # YAML 1.1 requires the point
 
 
 _YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
@@ -116,7 +116,7 @@ def _quoted(text: str) -> str:
 
 
 def config_text(settings: list[Setting], chosen: dict) -> str:
-    """Every setting as grouped YAML; a comment says who set it."""
+    """Every setting as YAML, in groups, each with its source as a comment."""
     lines = []
     for group in dict.fromkeys(s.group for s in settings):
         lines.append(f"{group}:")

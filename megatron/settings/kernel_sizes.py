@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the blocks that kernels work in: for the kernels, and for the planner, which counts what they keep."""
+"""Block sizes of kernels, also used by the planner to predict their memory."""
 
 from typing import NamedTuple, Optional
 
-CHUNK_BYTES = dict(cpu=4 << 20, cuda=512 << 20)  # of a chunk's fp32 logits: in a CPU's cache; enough rows to fill a GPU
-JOINED = 256  # keys of neighbouring documents that a kernel looks at together, under a mask: a call for each costs more
-BLOCK_BYTES = 128 << 20  # of logits by one product, and of their gradients, which wait for the next one
+CHUNK_BYTES = dict(cpu=4 << 20, cuda=512 << 20)  # of a chunk's fp32 logits: fits a CPU's cache; fills a GPU
+JOINED = 256  # short neighbouring documents share a masked attention call of this many keys: one call each costs more
+BLOCK_BYTES = 128 << 20  # of the logits of one product, which their gradients overwrite
 
 NONCAUSAL_ROWS = 512  # of queries in a block of non-causal attention
 
 
 class LossChunks(NamedTuple):
-    """Tokens of a chunk, whose logits exist in fp32 at a time, and of a block, whose logits are made by one product."""
+    """Tokens per chunk, the unit of fp32 logits, and per block, the unit of the output layer's product."""
 
     chunk: int
     block: int
@@ -29,20 +29,21 @@ class LossChunks(NamedTuple):
 
 
 def causal_blocks(s: int, q: int) -> list[tuple[int, int]]:
-    """[start, stop) of blocks of positions in block-causal attention, where q queries share a key. Of about 128 to 256
-    rows: measured best at 256 and at 1024 positions.
+    """[start, stop) of the blocks of positions in block-causal attention; q: query heads per key head.
+
+    Blocks have about 128 to 256 rows, measured best at 256 and at 1024 positions.
     """
     size = max(1, (128 if s <= 512 else 256) // q)
     return [(start, min(start + size, s)) for start in range(0, s, size)]
 
 
 def first_key(start: int, window: Optional[int]) -> int:
-    """The first key that a block of queries from `start` on may see, where each sees `window` keys before its own."""
+    """The first key for a block of queries from `start` on, if each attends to `window` keys before its own."""
     return 0 if window is None else max(0, start - window)
 
 
 def causal_pairs(s: int, q: int, window: Optional[int] = None, past: int = 0) -> int:
-    """Pairs of query and key whose weights block-causal attention keeps, of one head; past: keys before the first query.
+    """Number of attention weights per head in block-causal attention; past: number of keys before the first query.
 
     >>> causal_pairs(256, 1) / 256**2
     0.75

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to what is wrong with a command line."""
+"""Messages about problems of a command line."""
 
 import difflib
 import textwrap
@@ -13,11 +13,11 @@ from megatron.settings.presets import preset
 from megatron.settings.spelling import Setting
 from megatron.settings.statements import SaidBy
 
-FEW = 4  # words that a note names in its one line
+FEW = 4  # the number of words that a note lists on one line
 
 
 def unknown(word, flags: Collection[str]) -> str:
-    """A word that is no setting (`reader.Word`), and what may have been meant."""
+    """The message for an unknown flag or key (`reader.Word`), with suggestions."""
     on_command = word.source == SaidBy.COMMAND
     spell = str if on_command else lambda flag: flag[2:].replace("-", "_")
     near = _near(word.flag, flags)
@@ -39,7 +39,7 @@ def _near(flag: str, flags: Collection[str]) -> list[str]:
 
 
 def missing(settings: list[Setting], loading: bool) -> str:
-    """Required settings that nobody gave. loading: a checkpoint to take them from is given."""
+    """The message for missing required settings. loading: there is a checkpoint that has them."""
     shape = ""
     if settings[0].name in (preset("gpt2") or ()):
         there = ", or the checkpoint's: --use-checkpoint-args" if loading else ""
@@ -48,7 +48,7 @@ def missing(settings: list[Setting], loading: bool) -> str:
 
 
 def without_effect(words: list[str], why: str) -> str:
-    """Words that have no effect, as messages show them: `--x`, `run.yaml:3: x`. Many stand in lines of their own, by files.
+    """The message for flags and keys without effect: `--x`, `run.yaml:3: x`. More than FEW get a line for each file.
 
     >>> print(without_effect(["run.yaml:1: a", "run.yaml:1: b", "run.yaml:3: c", "--d", "--e"], "why"))
     5 settings have no effect: why
@@ -69,20 +69,20 @@ def without_effect(words: list[str], why: str) -> str:
 
 
 def replaced(pairs: list[tuple[str, str]]) -> list[str]:
-    """A note of words that later ones for the same setting replace; none where there are no such words.
+    """A note about settings that are given twice, of which the last counts; an empty list if there are none.
 
     >>> replaced([("--lr 0.1", "--lr 0.2"), ("--seed 1", "--seed 2")])
-    ['the last word for a setting counts: --lr 0.1 gives way to --lr 0.2, --seed 1 to --seed 2']
+    ['the last value of a setting counts: --lr 0.1 is overridden by --lr 0.2, --seed 1 by --seed 2']
     """
-    shown = [f"{one}{' gives way' * (not place)} to {by}" for place, (one, by) in enumerate(dict.fromkeys(pairs))]
+    shown = [f"{one}{' is overridden' * (not place)} by {by}" for place, (one, by) in enumerate(dict.fromkeys(pairs))]
     separator = "," if len(shown) <= FEW else ",\n   "
-    return [f"the last word for a setting counts: {f'{separator} '.join(shown)}"] if shown else []
+    return [f"the last value of a setting counts: {f'{separator} '.join(shown)}"] if shown else []
 
 
 def usage_error(problems: list[str], prog: str) -> UsageError:
     """One error for all problems of a command line."""
     if len(problems) == 1:
-        return UsageError(problems[0], do=f"{prog} --help (or --help-all) lists what there is")
+        return UsageError(problems[0], do=f"{prog} --help (or --help-all) lists the flags")
     return UsageError(
         f"{len(problems)} problems with the command line:{numbered(problems)}", do=f"{prog} --help (or --help-all)"
     )

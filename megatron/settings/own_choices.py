@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules, optimizers and kinds of linear layers of a recipe's own: needs no torch.
+"""A recipe's own learning-rate schedules, optimizers and kinds of linear layers. Needs no torch.
 
-A recipe with such has a group of settings of its own in the place of `schema.Optimizer` (of linear layers, in that of
-`schema.Model`): a subclass whose choices name them, whose further fields are their settings, and which carries what each
-name stands for. So flags, help, files, checks
-and checkpoints know them as they know the others, and whoever has the settings has the functions.
+A recipe that defines some replaces `schema.Optimizer` (for linear layers, `schema.Model`) by a subclass. Its choices
+include their names, its extra fields are their settings, and it holds the function of each name. So flags, help, files,
+checks and checkpoints treat them as built-in ones.
 """
 
 import re
@@ -15,16 +14,16 @@ from typing import Any, Literal, get_args, get_type_hints
 from megatron.errors import SettingsError
 from megatron.settings.schema import Model, Optimizer
 
-SCHEDULES = ("lr_decay_style", "lr_wsd_decay_style")  # the settings whose choices a schedule of one's own becomes
+SCHEDULES = ("lr_decay_style", "lr_wsd_decay_style")  # the settings that a recipe's own schedules are choices of
 
 
 def optimizer_group(schedules: Mapping[str, Callable], optimizers: Mapping[str, Any]) -> type[Optimizer]:
-    """`schema.Optimizer`, or where a recipe has schedules or optimizers of its own, the group that knows them.
+    """`schema.Optimizer`, or its subclass with a recipe's own schedules and optimizers.
 
-    schedules:  name -> what is left of the rate (1: all) when a share of the decay is done
+    schedules:  name -> function from the fraction of the decay that is done to the remaining learning rate (1: all)
     optimizers: name -> `optimizer.kinds.Kind`, with `update`
 
-    Raises SettingsError for names and functions that cannot be.
+    Raises SettingsError for invalid names and functions.
     """
     if not schedules and not optimizers:
         return Optimizer
@@ -32,7 +31,7 @@ def optimizer_group(schedules: Mapping[str, Callable], optimizers: Mapping[str, 
         _check_name("schedules", name, [choice for setting in SCHEDULES for choice in _choices(setting)])
         if not callable(curve):
             raise SettingsError(
-                f"Recipe.schedules[{name!r}] is {curve!r}", do="give a function of the share done, 0 to 1"
+                f"Recipe.schedules[{name!r}] is {curve!r}", do="give a function of the fraction done, 0 to 1"
             )
     for name, kind in optimizers.items():
         _check_name("optimizers", name, _choices("optimizer"))
@@ -45,11 +44,11 @@ def optimizer_group(schedules: Mapping[str, Callable], optimizers: Mapping[str, 
 
 
 def model_group(linears: Mapping[str, Any]) -> type[Model]:
-    """`schema.Model`, or where a recipe has kinds of linear layers of its own, the group that knows them.
+    """`schema.Model`, or its subclass with a recipe's own kinds of linear layers.
 
-    linears: name -> `mpu.linear_product.LinearProduct`, a subclass
+    linears: name -> subclass of `mpu.linear_product.LinearProduct`
 
-    Raises SettingsError for names and classes that cannot be.
+    Raises SettingsError for invalid names and classes.
     """
     if not linears:
         return Model
@@ -66,7 +65,7 @@ def model_group(linears: Mapping[str, Any]) -> type[Model]:
 
 
 def _same_settings(one: Any, other: object) -> bool:
-    """A recipe is made anew each time it is asked for, and its group with it: the class says nothing."""
+    """Compare values only: each call of a recipe function creates another class for its group."""
     return isinstance(other, (Model, Optimizer)) and vars(one) == vars(other)
 
 
@@ -96,6 +95,6 @@ def _check_name(where: str, name: str, taken: list[str] | tuple[str, ...]) -> No
         for word in one.metadata.get("also", ())
     }
     if name in taken or name in also:
-        raise SettingsError(f"Recipe.{where}: {name!r} is the suite's own", do="give it another name")
+        raise SettingsError(f"Recipe.{where}: {name!r} is a built-in name", do="give it another name")
     if not re.fullmatch(r"[A-Za-z]\w*(-\w+)*", name):
-        raise SettingsError(f"Recipe.{where}: {name!r} is no name", do="letters, digits, - and _")
+        raise SettingsError(f"Recipe.{where}: {name!r} is not a valid name", do="use letters, digits, - and _")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layout that is given as a file: `--parallel-plan plan.json`.
+"""Read a layout from a plan file: `--parallel-plan plan.json`.
 
-`python -m megatron.tools.plan --emit plan.json` writes it, and `--json` prints the same. Its first plan counts: under
-`settings` is every setting that belongs to a layout, those at their defaults too, and `model` says what it was made for.
+`python -m megatron.tools.plan --emit plan.json` writes it, and `--json` prints the same. Its first plan is used:
+`settings` has every setting of a layout, including defaults, and `model` has the shape of the model it was planned for.
 """
 
 import json
@@ -27,11 +27,11 @@ WRITE = "python -m megatron.tools.plan with the flags of the training, --world-s
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """What a file says."""
+    """The contents of a plan file."""
 
     path: str
     settings: dict[str, object]  # of LAYOUT, name -> value
-    model: dict[str, object]  # as `shape` tells it
+    model: dict[str, object]  # `shape` of the model
 
 
 def layout_settings(config: Config) -> dict[str, object]:
@@ -41,7 +41,7 @@ def layout_settings(config: Config) -> dict[str, object]:
 
 
 def shape(model: Model) -> dict[str, object]:
-    """What of a model a layout is made for."""
+    """The settings of a model that a layout depends on, name -> value."""
     return _plain(model) | {name: getattr(model, derived) for name, derived in DERIVED.items()}
 
 
@@ -51,7 +51,7 @@ def _plain(model: Model) -> dict[str, object]:
 
 
 def read_plan(path: str) -> GivenPlan:
-    """Raises UsageError for a file that is missing or no plan."""
+    """Read a plan file. Raises UsageError if it is missing or not a plan."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -61,18 +61,18 @@ def read_plan(path: str) -> GivenPlan:
     try:
         settings, model = dict(record["plans"][0]["settings"]), dict(record["model"])
     except (LookupError, TypeError, ValueError):
-        raise UsageError(f"--parallel-plan {path}: there is no plan in it", do=WRITE) from None
+        raise UsageError(f"--parallel-plan {path}: it contains no plan", do=WRITE) from None
     if odd := sorted(set(settings) - LAYOUT):
         raise UsageError(f"--parallel-plan {path}: {', '.join(odd)} is no setting of a layout", do=WRITE)
     return GivenPlan(path, settings, model)
 
 
 def refuse_another_model(plan: GivenPlan, model: Model) -> None:
-    """Raise SettingsError where a plan was made for another model than this one."""
-    found = _different(plan, _plain(model)) or _different(plan, shape(model))  # a head of no width has no shape
-    if found:
+    """Raise SettingsError if a plan was made for another model."""
+    differences = _different(plan, _plain(model)) or _different(plan, shape(model))  # `shape` fails for 0 heads
+    if differences:
         raise SettingsError(
-            f"--parallel-plan {plan.path} is for another model: {'; '.join(found)}",
+            f"--parallel-plan {plan.path} is for another model: {'; '.join(differences)}",
             do=f"give the flags of that model, or plan this one: {WRITE}",
         )
 

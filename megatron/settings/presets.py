@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model shapes with a name, for `--model-name-or-path`.
+"""Named model shapes, for `--model-name-or-path`.
 
     >>> preset("gpt2-medium")["num_layers"], preset("gpt3-6.7B")["hidden_size"]
     (24, 4096)
@@ -7,8 +7,8 @@
 GPT-2: Radford et al. 2019; GPT-3: Brown et al. 2020 (arXiv:2005.14165), table 2.1; 22B: Korthikanti et al. 2022
 (arXiv:2205.05198), table 3; 39B to 1T: Narayanan et al. 2021 (arXiv:2104.04473), table 1; CPM: Zhang et al. 2020
 (arXiv:2012.00413). PaddleNLP's 170B is the 175B.
-The 1.3B has 16 heads, as the suites that train it do; the paper's 24 do not divide 2048.
-A name is also that of a vocabulary, where $MEGATRON_CACHE has a folder for it.
+The 1.3B has 16 heads, as in suites that train it; the paper's 24 do not divide 2048.
+A name also selects a vocabulary, if $MEGATRON_CACHE has a folder of this name.
 """
 
 import os
@@ -40,37 +40,37 @@ SHAPES = {  # layers, hidden size, heads, sequence length
     "cpm-small-cn-distill": (12, 768, 12, 1024),
 }
 
-# Models with one vocabulary: where a name has no folder of its own, these share one. Its files.
+# Models that share one vocabulary folder, if a name has no folder of its own; and the files of these folders.
 SHARED = {"gpt2-": "gpt2", "gpt3-": "gpt2", "gpt-cpm-": "gpt-cpm"}
 FILES = {"gpt2": "vocab.json and merges.txt", "gpt-cpm": "sentencepiece.model"}
 
-# settings that say which vocabulary it is, or that there is none: then the name of a model does not
+# Settings that select a vocabulary, or none: they override the name of a model.
 VOCABULARY = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size", "mock_data", "use_checkpoint_args")
 
 
 def cache_folder() -> Path:
-    """Where vocabularies lie by name."""
+    """The folder of named vocabularies."""
     return Path(os.environ.get("MEGATRON_CACHE") or Path.home() / ".cache" / "megatron")
 
 
 def shared(name: str) -> str:
-    """The folder that a name shares with others, or itself."""
+    """The folder name that a model shares with others, or its own name."""
     return next((folder for start, folder in SHARED.items() if name.startswith(start)), name)
 
 
 def cached(name: str) -> Path | None:
-    """The folder of a vocabulary by name; None where the cache has none."""
+    """The folder of a named vocabulary; None if the cache has none."""
     return next((path for path in (cache_folder() / name, cache_folder() / shared(name)) if path.is_dir()), None)
 
 
 def where_to_put(name: str | None) -> str:
-    """What to do about a vocabulary that the cache lacks; "" for a name that has none."""
+    """The remedy for a vocabulary that is not in the cache, for a message; "" for a name without one."""
     files = FILES.get(shared(name)) if name else None
     return f", or put {files} into {cache_folder() / name}" if files else ""
 
 
 def preset(name: str) -> dict[str, int] | None:
-    """Settings of a named shape; None for a name that is none. `gpt3-`, `gpt-` and a trailing `-en` may be left out."""
+    """The settings of a named shape; None for an unknown name. `gpt3-`, `gpt-` and a trailing `-en` are optional."""
     short = name.lower().removesuffix("-en").removeprefix("gpt3-").removeprefix("gpt-")
     short = "gpt2-small" if short == "gpt2" else short
     for known, (layers, hidden, heads, length) in SHAPES.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings from a Python file, which is read and not run: assignments of values, arithmetic, and earlier names."""
+"""Read settings from a Python file without running it: assignments of values, arithmetic, and earlier names."""
 
 import ast
 import operator
@@ -16,13 +16,13 @@ ARITHMETIC = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-LARGEST = 2**64  # of numbers that are computed: 9**9**9 stays as it is written
+LARGEST = 2**64  # computed numbers stay below this: 9**9**9 is left as written
 
 
 @dataclass
 class PythonFile:
-    """assigned: names and values, these with names and arithmetic replaced by what they stand for; others: what else there
-    is; used: names that another line refers to."""
+    """The statements of a Python file. assigned: names and values, with earlier names and arithmetic evaluated; others: all
+    other statements; used: names that another line refers to."""
 
     assigned: list[tuple[str, ast.expr]] = field(default_factory=list)
     others: list[ast.stmt] = field(default_factory=list)
@@ -30,28 +30,28 @@ class PythonFile:
 
 
 def read_assignments(text: str, path: str) -> PythonFile:
-    """The statements of a Python file. Raises UsageError where it is none."""
+    """Parse the statements of a Python file. Raises UsageError for a syntax error."""
     try:
         body = ast.parse(text).body
     except SyntaxError as error:
         raise UsageError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
     except ValueError as error:  # a zero byte
         raise UsageError(f"{path}: not Python: {error}") from None
-    found = PythonFile()
-    plain = _Plain(found.used)
+    result = PythonFile()
+    plain = _Plain(result.used)
     for node in body:
         [target, *others] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         is_plain = isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and not others
         if is_plain and isinstance(target, ast.Name):
             plain.names[target.id] = plain.visit(node.value)
-            found.assigned.append((target.id, plain.names[target.id]))
-        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # a docstring says nothing
-            found.others.append(node)
-    return found
+            result.assigned.append((target.id, plain.names[target.id]))
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # a docstring
+            result.others.append(node)
+    return result
 
 
 class _Plain(ast.NodeTransformer):
-    """Puts values in place of names, and numbers in place of arithmetic.
+    """Replaces names by their values, and arithmetic by its result.
 
     >>> ast.unparse(_Plain(set()).visit(ast.parse("4 * 2**5 + f(2 - 3)", mode="eval")))
     '128 + f(-1)'
@@ -76,15 +76,15 @@ class _Plain(ast.NodeTransformer):
         if left is None or right is None or compute is None or isinstance(node.op, ast.Pow) and abs(right) > 64:
             return node
         try:
-            found = compute(left, right)
+            result = compute(left, right)
         except ArithmeticError:
             return node
-        small = isinstance(found, (int, float)) and abs(found) < LARGEST
-        return ast.copy_location(ast.Constant(found), node) if small else node
+        small = isinstance(result, (int, float)) and abs(result) < LARGEST
+        return ast.copy_location(ast.Constant(result), node) if small else node
 
 
 def _number(node: ast.expr):
-    """A number, perhaps with its sign."""
+    """The value of a number, with or without a sign; None for anything else."""
     value = _literal(node)
     return value if type(value) in (int, float) else None
 
@@ -92,12 +92,12 @@ def _number(node: ast.expr):
 def _literal(node: ast.expr):
     try:
         return ast.literal_eval(node)
-    except (ValueError, TypeError):  # has to be run; {[1]: 2}
+    except (ValueError, TypeError):  # not a literal; {[1]: 2}
         return ...
 
 
 def items(node: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
-    """(key, value) of `dict(...)` or `{...}`, None for a key that is no text; None of anything else."""
+    """The (key, value) pairs of `dict(...)` or `{...}`, with None for a key that is not text; None for anything else."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
         return [(one.arg, one.value) for one in node.keywords]
     if isinstance(node, ast.Dict):
@@ -107,25 +107,25 @@ def items(node: ast.expr) -> list[tuple[str | None, ast.expr]] | None:
 
 
 def compose_python(text: str, path: str):
-    """The file's assignments as a mapping of PyYAML's nodes; None where there are none. Its `helpers` are names that other
-    lines use, which need not be settings.
+    """Parse the file's assignments to a mapping of PyYAML's nodes; None if there are none.
 
-    Raises UsageError with the lines of anything else than `name = value`, a value being a number, text, True, False,
-    None, a list of numbers or texts, or a dict of values.
+    Its `helpers` are names that other lines use, which need not be settings.
+    Raises UsageError with the lines of anything but `name = value`, where a value is a number, text, True, False, None, a
+    list of numbers or texts, or a dict of values.
     """
-    found, reader = read_assignments(text, path), _Nodes(path)
-    root = reader.mapping(found.assigned)
-    if refused := [*reader.refused, *found.others]:
+    parsed, reader = read_assignments(text, path), _Nodes(path)
+    root = reader.mapping(parsed.assigned)
+    if refused := [*reader.refused, *parsed.others]:
         lines = [f"{path}:{node.lineno}: `{ast.unparse(node).splitlines()[0]}`" for node in refused]
-        would = "would have to be run, which nothing here does"
+        would = "would have to be run, but settings files are only read"
         raise UsageError(
             f"{lines[0]} {would}" if len(lines) == 1 else f"{len(lines)} lines {would}:{numbered(lines)}",
-            "of Python files plain assignments are read: name = 1, name = [1, 2], name = dict(x=2**5), name = other",
+            "a Python file may have plain assignments: name = 1, name = [1, 2], name = dict(x=2**5), name = other",
             "write the value itself; for another suite's file: "
             f"python -m megatron.tools.translate --from colossalai {path}",
         )
     if root is not None:
-        root.helpers = {name.lstrip("_") for name in found.used}
+        root.helpers = {name.lstrip("_") for name in parsed.used}
     return root
 
 
@@ -145,13 +145,13 @@ class _Nodes:
         pairs = items(node)
         if pairs is not None and all(name is not None for name, _ in pairs):
             return self.mapping(pairs)
-        found = _literal(node)
-        if found is None or isinstance(found, bool):
-            return self.scalar({None: "null", True: "true", False: "false"}[found], node.lineno)
-        if isinstance(found, (int, float, str)):
-            return self.scalar(str(found), node.lineno, quoted=isinstance(found, str))
-        if isinstance(found, (list, tuple)) and all(isinstance(one, (int, float, str)) for one in found):
-            return self.yaml.SequenceNode("", [self.scalar(str(one), node.lineno) for one in found])
+        literal = _literal(node)
+        if literal is None or isinstance(literal, bool):
+            return self.scalar({None: "null", True: "true", False: "false"}[literal], node.lineno)
+        if isinstance(literal, (int, float, str)):
+            return self.scalar(str(literal), node.lineno, quoted=isinstance(literal, str))
+        if isinstance(literal, (list, tuple)) and all(isinstance(one, (int, float, str)) for one in literal):
+            return self.yaml.SequenceNode("", [self.scalar(str(one), node.lineno) for one in literal])
         self.refused.append(node)
         return self.scalar("", node.lineno)
 

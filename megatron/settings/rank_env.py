@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of how many this process is: what torchrun, srun, mpirun or `scripts/_launch.sh` say in the environment.
+"""This process's rank and the number of ranks, from the environment of torchrun, srun, mpirun or `scripts/_launch.sh`.
 
 >>> ranks(dict(RANK="3", WORLD_SIZE="16"))
 Ranks(rank=3, world_size=16, local_rank=0, local_world_size=None)
@@ -18,15 +18,15 @@ from megatron.errors import SettingsError, UsageError
 
 @dataclass(frozen=True)
 class Ranks:
-    """A place in a job. Without a launcher: the only rank of a job of its own."""
+    """The rank of a process in its job. Without a launcher, it is the only rank."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    local_world_size: Optional[int] = None  # ranks of this node, where the launcher says it
+    local_world_size: Optional[int] = None  # ranks of this node, if the launcher sets it
 
 
-# Colossal-AI's words for a rank that somebody starts by hand -> variables of torchrun
+# Colossal-AI's flags for a rank that is started by hand -> variables of torchrun
 BY_HAND = {
     "--rank": "RANK",
     "--world-size": "WORLD_SIZE",
@@ -34,17 +34,17 @@ BY_HAND = {
     "--host": "MASTER_ADDR",
     "--port": "MASTER_PORT",
 }
-# torchrun's words, and those of two families of mpirun
+# Variables of torchrun, and of two families of mpirun
 TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
 MPICH = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Say in torchrun's words what srun or mpirun says, or the command line does; returns the other words of that.
+    """Set torchrun's variables from srun, mpirun or the command line; returns the rest of the command line.
 
-    `--rank 1 --world_size 2 --host node0 --port 29500` makes this process one of a job. Without --rank, --world-size is
-    that of a plan; where somebody else has numbered the ranks, all these words stay.
+    `--rank 1 --world_size 2 --host node0 --port 29500` makes this process a rank of a job. Without --rank, --world-size is
+    a flag of the planner. If a launcher has set the rank, the command line is returned unchanged.
 
     >>> env = {}
     >>> adopt("--rank 1 --lr 1e-4 --world_size=2".split(), env), env["LOCAL_RANK"], env["MASTER_ADDR"]
@@ -63,14 +63,12 @@ def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[s
         return argv
     for flag, name in BY_HAND.items():
         if name != "MASTER_ADDR" and not found.get(name, "0").isdecimal():
-            raise UsageError(
-                f"{flag} {found[name]}: a number is wanted", do="--rank 0 --world-size 2 --host H --port P"
-            )
+            raise UsageError(f"{flag} {found[name]}: expected a number", do="--rank 0 --world-size 2 --host H --port P")
     if "WORLD_SIZE" not in found:
         raise UsageError(
-            f"--rank {found['RANK']} of how many ranks?",
-            "it is one that is started by hand",
-            "say --world-size N as well, and --host and --port of rank 0; or leave both to torchrun",
+            f"--rank {found['RANK']} needs --world-size",
+            "a rank that is started by hand has to know the number of ranks",
+            "add --world-size N, and --host and --port of rank 0; or use torchrun without these flags",
         )
     host = found.setdefault("MASTER_ADDR", "localhost")
     found.setdefault("MASTER_PORT", "29500")
@@ -82,9 +80,9 @@ def adopt(argv: list[str], env: MutableMapping[str, str] = os.environ) -> list[s
 
 
 def adopt_launcher(env: MutableMapping[str, str] = os.environ) -> None:
-    """Say in torchrun's words what mpirun or srun says, where it has started a process for each rank and nobody else spoke.
+    """Set torchrun's variables from those of mpirun or srun, if it has started the ranks and RANK is not set.
 
-    mpirun names no host where ranks of several machines meet: -x MASTER_ADDR=HOST does.
+    mpirun does not set the host of rank 0 for several machines: add -x MASTER_ADDR=HOST.
 
     >>> env = dict(OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_LOCAL_RANK="3",
     ...            OMPI_COMM_WORLD_LOCAL_SIZE="4")
@@ -94,8 +92,8 @@ def adopt_launcher(env: MutableMapping[str, str] = os.environ) -> None:
     """
     if "RANK" in env:
         return
-    # First: what mpirun starts inside an allocation of SLURM has the words of its own daemon's task, too.
-    # srun may set the first two of MPICH's.
+    # Before SLURM: inside an allocation, processes of mpirun also have SLURM's variables, of mpirun's own daemon. srun may
+    # set the first two of MPICH's.
     for names, needed in ((OPEN_MPI, OPEN_MPI[:2]), (MPICH, MPICH)):
         if all(name in env for name in needed) and int(env[names[0]]) > 1:
             env.update({ours: env[theirs] for ours, theirs in zip(TORCHRUN, names) if theirs in env})
@@ -107,7 +105,7 @@ def adopt_launcher(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _adopt_slurm(env: MutableMapping[str, str]) -> None:
-    """Say in torchrun's words what `srun` says to a task, where it has started one for each rank.
+    """Set torchrun's variables from those of `srun`, if it has started a task for each rank.
 
     >>> env = dict(SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="12", SLURM_STEP_TASKS_PER_NODE="8,4", SLURM_PROCID="9",
     ...            SLURM_NODEID="1", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu-[07,12-14],cpu3", SLURM_JOB_ID="5")
@@ -122,7 +120,7 @@ def _adopt_slurm(env: MutableMapping[str, str]) -> None:
         count, _, times = part.rstrip(")").partition("(x")
         each += [int(count)] * int(times or 1)
     job, step, restarts = (int(env.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
-    own = bool(env.get("CUDA_VISIBLE_DEVICES")) and "," not in env["CUDA_VISIBLE_DEVICES"]  # it sees its own GPU alone
+    own = bool(env.get("CUDA_VISIBLE_DEVICES")) and "," not in env["CUDA_VISIBLE_DEVICES"]  # it sees only its own GPU
     env.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"])
     env.update(LOCAL_RANK="0" if own else env["SLURM_LOCALID"], LOCAL_WORLD_SIZE=str(each[int(env["SLURM_NODEID"])]))
     env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
@@ -130,20 +128,20 @@ def _adopt_slurm(env: MutableMapping[str, str]) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list of SLURM's: `gpu-[07,12-14],cpu3` -> `gpu-07`."""
-    found = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^\[,]*))?", nodes)
-    return "".join(part or "" for part in found.groups())
+    """The first host of a SLURM node list: `gpu-[07,12-14],cpu3` -> `gpu-07`."""
+    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^\[,]*))?", nodes)
+    return "".join(part or "" for part in match.groups())
 
 
 def ranks(env: Mapping[str, str] = os.environ) -> Ranks:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Raises SettingsError for one that is no number of ranks."""
+    """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. Raises SettingsError for an invalid number."""
     given = {}
     for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         if name in env:
             if not env[name].isdecimal() or int(env[name]) < least:
                 what = "number of ranks" if least else "number"
                 raise SettingsError(
-                    f"{name}={env[name]} in the environment is no {what}",
+                    f"{name}={env[name]} in the environment is not a {what}",
                     "torchrun and srun set it for each rank",
                     f"unset {name} to train in one process",
                 )
@@ -152,10 +150,10 @@ def ranks(env: Mapping[str, str] = os.environ) -> Ranks:
 
 
 def launch_command(ranks: int) -> str:
-    """What starts the command of this process on so many ranks, word by word."""
+    """The command line that starts the command of this process on `ranks` ranks."""
     spec, (script, *flags) = getattr(sys.modules["__main__"], "__spec__", None), sys.argv
     program = ["-m", spec.name.removesuffix(".__main__")] if spec else [script]
     return (
         f"python -m megatron.tools.launch --nproc-per-node {ranks} {shlex.join([*program, *flags])} "
-        "(torchrun takes the same words; several machines: docs/launching.md)"
+        "(torchrun takes the same arguments; several machines: docs/launching.md)"
     )

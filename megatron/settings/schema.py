@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting, declared once.
+"""The table of all settings, each declared once.
 
-A setting is one field of a frozen group. Its name is its attribute, its YAML key and (with dashes) its flag:
+A setting is one field of a frozen dataclass, its group. Its name is its attribute, its YAML key and (with dashes) its flag:
 `tensor_model_parallel_size` is `--tensor-model-parallel-size`. Names, defaults and meanings are Megatron-LM's
 wherever Megatron-LM has the setting. A bool that is true by default becomes `--no-...`.
 
     >>> Model(num_layers=2, hidden_size=8, num_attention_heads=2).ffn_size
     32
 
-A new flag is a field here; a row of RULES in `rules.py` where it can be wrong; `python -m megatron.tools.flag_docs --output
-docs/flags.md`; and in tests/settings/test_every_setting.py the name of the test that shows its effect. One that has an
-effect in some combinations alone has a row in `effects.py`.
+To add a flag: add a field here; a row of RULES in `rules.py` if it can be invalid; a row in `effects.py` if it has an
+effect only in some combinations; and in tests/settings/test_every_setting.py the name of the test that shows its effect.
+Then run `python -m megatron.tools.flag_docs --output docs/flags.md`.
 
-Nothing here imports torch, reads the command line or the environment: `parse.py` does.
+This module does not import torch or read the command line or the environment: `parse.py` does.
 """
 
 import math
@@ -23,19 +23,20 @@ from typing import Any, ClassVar, Literal, Optional
 
 from megatron.settings.statements import SaidBy, Statement
 
-# What happens when a run resumes from a checkpoint that had another value: it is another model, whose weights do not fit
-# (refused with --finetune, too); refused unless --override names it, because the run would silently be a different one;
-# the same where the run trains, and logged where it only evaluates (--skip-train); logged; or irrelevant to the result.
+# What happens if a run resumes from a checkpoint with another value: another model, whose weights do not fit (refused with
+# --finetune, too); refused unless --override names it, because results would silently change; the same in training, and
+# logged in evaluation (--skip-train); logged; or irrelevant to the result.
 ON_RESUME = ("another model", "refused", "refused in training", "logged", "irrelevant")
 
 
 def setting(help: str, default=MISSING, *alias: str, **metadata):
-    """A field that is also a flag. `alias`: other spellings; `--other=value` is an alias that implies a value, and
-    `--other~=value` one that gives way to any other spelling. `--other false` says that the value is not this one;
-    `--other=value/off` that it is `off`, or with nothing after the slash the default; `--other~=value/off` is a switch,
-    which decides wherever it stands: off, the other spellings have no effect. `also={"gpu": "cuda"}`: other words for a
-    value.
-    `on_resume`: one of ON_RESUME (default: as `guard/changes.py` says of the group)."""
+    """A dataclass field that is also a flag.
+
+    alias: other spellings of the flag. `--other=value` implies a value; `--other~=value` does, too, but any other spelling
+    overrides it. `--other false` means "not this value", or `off` for `--other=value/off` (the default for `value/`).
+    `--other~=value/off` is a switch: if it is off, anywhere on the command line, the other spellings have no effect.
+    also: other words for a value, as `{"gpu": "cuda"}`. on_resume: one of ON_RESUME (default: see `guard/changes.py`).
+    """
     return field(default=default, metadata=dict(help=help, alias=alias, **metadata))
 
 
@@ -53,30 +54,30 @@ def window_numbers(text: str) -> tuple[int, int]:
 class Model:
     """The shape and the arithmetic of the network."""
 
-    # Of a recipe: name of a kind of linear layer -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
+    # A recipe's kinds of linear layers: name -> `mpu.linear_product.LinearProduct` (`own_choices.model_group`).
     own_linears: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
-    num_layers: int = setting("transformer layers", on_resume="another model")
-    hidden_size: int = setting("width of the residual stream", on_resume="another model")
-    num_attention_heads: int = setting("query heads of each layer", on_resume="another model")
+    num_layers: int = setting("number of transformer layers", on_resume="another model")
+    hidden_size: int = setting("transformer hidden size", on_resume="another model")
+    num_attention_heads: int = setting("number of attention heads", on_resume="another model")
     seq_length: int = setting(
-        "tokens of a training sample", 1024, "--max-seq-len", "--encoder-seq-length", on_resume="refused"
+        "maximum sequence length, in tokens", 1024, "--max-seq-len", "--encoder-seq-length", on_resume="refused"
     )
     max_position_embeddings: Optional[int] = setting(
-        "longest position that can be learned (default: --seq-length)", None, on_resume="refused"
+        "size of the learned position embedding (default: --seq-length)", None, on_resume="refused"
     )
     ffn_hidden_size: Optional[int] = setting(
-        "width inside the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None, on_resume="another model"
+        "hidden size of the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None, on_resume="another model"
     )
     kv_channels: Optional[int] = setting(
-        "width of a head (default: hidden size / heads)", None, on_resume="another model"
+        "size of an attention head (default: hidden size / heads)", None, on_resume="another model"
     )
-    group_query_attention: bool = setting("share keys and values between query heads (see --num-query-groups)", False)
+    group_query_attention: bool = setting("grouped-query attention (see --num-query-groups)", False)
     num_query_groups: Optional[int] = setting(
         "key-value heads (default: one per query head)", None, "--num-key-value-heads", on_resume="another model"
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none", "relative"] = setting(
-        "how positions enter (relative: of encoder-decoders alone)",
+        "position embedding type (relative: encoder-decoder models only)",
         "learned_absolute",
         "--use-rotary-position-embeddings=rope",
         "--no-position-embedding~=none",
@@ -89,85 +90,81 @@ class Model:
         "--rotary-position-embeddings-theta",
         on_resume="refused",
     )
-    rotary_percent: float = setting("share of each head that is rotated", 1.0, on_resume="refused")
+    rotary_percent: float = setting("fraction of each head to rotate", 1.0, on_resume="refused")
     rotary_seq_len_interpolation_factor: Optional[float] = setting(
-        "rotary positions are divided by this: linear scaling of RoPE", None, on_resume="refused"
+        "linear scaling of RoPE: divide positions by this", None, on_resume="refused"
     )
-    use_rope_scaling: bool = setting("scale the slow rotary frequencies as Llama 3.1 does", False, on_resume="refused")
-    rope_scaling_factor: float = setting(
-        "--use-rope-scaling: what frequencies of long waves are divided by", 8.0, on_resume="refused"
-    )
+    use_rope_scaling: bool = setting("scale the low rotary frequencies as in Llama 3.1", False, on_resume="refused")
+    rope_scaling_factor: float = setting("--use-rope-scaling: divisor of the low frequencies", 8.0, on_resume="refused")
     rope_scaling_low_freq_factor: float = setting(
-        "--use-rope-scaling: waves longer than the original length / this are scaled", 1.0, on_resume="refused"
+        "--use-rope-scaling: scale wavelengths above the original length / this", 1.0, on_resume="refused"
     )
     rope_scaling_high_freq_factor: float = setting(
-        "--use-rope-scaling: waves shorter than the original length / this are not", 4.0, on_resume="refused"
+        "--use-rope-scaling: keep wavelengths below the original length / this", 4.0, on_resume="refused"
     )
     rope_scaling_original_max_position_embeddings: int = setting(
-        "--use-rope-scaling: the length that the frequencies were made for", 8192, on_resume="refused"
+        "--use-rope-scaling: sequence length of the original model", 8192, on_resume="refused"
     )
     rope_type: Literal["rope", "yarn"] = setting(
-        "yarn: frequencies scaled by how often they turn in the original length (arXiv:2309.00071)",
+        "kind of rotary embedding; yarn: scale frequencies by their rotations over the original length (arXiv:2309.00071)",
         "rope",
         on_resume="refused",
     )
     rotary_scaling_factor: float = setting(
-        "--rope-type yarn: how many times longer than the original length sequences may be", 1.0, on_resume="refused"
+        "--rope-type yarn: maximum sequence length / original length", 1.0, on_resume="refused"
     )
     yarn_original_max_position_embeddings: int = setting(
-        "--rope-type yarn: the length that the frequencies were made for", 4096, on_resume="refused"
+        "--rope-type yarn: sequence length of the original model", 4096, on_resume="refused"
     )
     yarn_beta_fast: float = setting(
-        "--rope-type yarn: frequencies that turn more often than this are kept", 32.0, on_resume="refused"
+        "--rope-type yarn: keep frequencies with more rotations than this", 32.0, on_resume="refused"
     )
     yarn_beta_slow: float = setting(
-        "--rope-type yarn: frequencies that turn less often than this are divided by the factor",
-        1.0,
-        on_resume="refused",
+        "--rope-type yarn: divide frequencies with fewer rotations than this by the factor", 1.0, on_resume="refused"
     )
     yarn_correction_range_round_to_int: bool = setting(
-        "--rope-type yarn: the two limits are whole channels", True, on_resume="refused"
+        "--rope-type yarn: round the two limits to whole channels", True, on_resume="refused"
     )
     mscale: float = setting(
-        "--rope-type yarn: rotations also stretch, by 0.1 x this x ln(factor) + 1; 0: they do not",
+        "--rope-type yarn: scale rotated queries and keys by 0.1 x this x ln(factor) + 1; 0: off",
         1.0,
         on_resume="refused",
     )
     mscale_all_dim: float = setting(
-        "--rope-type yarn: the stretch is divided by that of this --mscale", 0.0, on_resume="refused"
+        "--rope-type yarn: divide that scale by the one of this --mscale", 0.0, on_resume="refused"
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = setting("kind of norm", "LayerNorm", on_resume="another model")
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("type of norm", "LayerNorm", on_resume="another model")
     norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon", on_resume="refused")
-    qk_layernorm: bool = setting("normalise queries and keys of each head", False, on_resume="another model")
+    qk_layernorm: bool = setting("normalize the queries and keys of each head", False, on_resume="another model")
     swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False, on_resume="another model")
     squared_relu: bool = setting("relu(x)^2 in the MLP instead of GeLU", False, on_resume="another model")
-    bias_gelu_fusion: bool = setting("tanh GeLU fused with its bias; off: erf GeLU", True, on_resume="refused")
+    bias_gelu_fusion: bool = setting("fuse the bias with tanh GeLU; off: erf GeLU", True, on_resume="refused")
     disable_bias_linear: bool = setting(
         "linear layers without bias", False, "--add-bias-linear=false", on_resume="another model"
     )
     linear: Optional[str] = setting(
-        "PATTERN=KIND, ...: linear layers whose products are made in another way, such as mlp.*=mask; kinds are the "
-        "recipe's own, and plain",
+        "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain and those that "
+        "the recipe defines",
         None,
         on_resume="refused",
     )
     untie_embeddings_and_output_weights: bool = setting(
-        "output layer with a weight of its own", False, on_resume="another model"
+        "give the output layer its own weight", False, on_resume="another model"
     )
     apply_query_key_layer_scaling: bool = setting(
-        "scale scores by 1/layer, softmax in fp32 (for fp16)",
+        "scale attention scores by 1 / layer number and compute their softmax in fp32 (for fp16)",
         False,
         "--no-query-key-layer-scaling=false",
         "--scale-qk-by-layer-num",
     )
-    attention_softmax_in_fp32: bool = setting("softmax of attention in fp32", False)
+    attention_softmax_in_fp32: bool = setting("compute the softmax of attention in fp32", False)
     window_size: Optional[str] = setting(
-        "sliding window: keys before and after its own that a token sees, as 4095,0 (default, and -1: all before)",
+        "sliding window attention: keys before and after a token that it sees, as 4095,0 (default, or -1: all before)",
         None,
         on_resume="refused",
     )
     window_attn_skip_freq: Optional[int] = setting(
-        "with --window-size: each such layer sees everything, 4: the 4th, the 8th ...", None, on_resume="refused"
+        "with --window-size: every N-th layer uses full attention (4: the 4th, the 8th ...)", None, on_resume="refused"
     )
     attn_logit_softcapping: Optional[float] = setting(
         "attention scores become cap x tanh(score / cap), as in Gemma 2",
@@ -182,25 +179,25 @@ class Model:
         "dropout after embedding, attention and MLP; 0: none", 0.1, "--check-accuracy~=0", "--hidden-dropout-prob"
     )
     attention_dropout: float = setting("dropout of attention weights; 0: none", 0.1, "--attention-probs-dropout-prob")
-    label_smoothing: float = setting("share of each target that is spread over the vocabulary, in training", 0.0)
+    label_smoothing: float = setting("label smoothing in training: target probability spread over the vocabulary", 0.0)
     z_loss_coeff: float = setting(
-        "added to the loss: this x the square of log sum exp of each token's logits, which keeps them from drifting",
+        "coefficient of the z-loss, the square of log sum exp of each token's logits, which keeps them small",
         0.0,
         "--z-loss-coef",
         "--z-loss-weight",
     )
-    init_method_std: float = setting("standard deviation of initial weights", 0.02)
+    init_method_std: float = setting("standard deviation of the initial weights", 0.02)
     make_vocab_size_divisible_by: int = setting(
         "pad the vocabulary to a multiple of this x tensor parallel size", 128, "--vocab-size-divisible-unit"
     )
     model_type: str = setting(
-        "which model: GPT, or a module that has a function recipe()",
+        "model type: GPT, or a Python module with a function recipe()",
         "GPT",
         on_resume="another model",
         also={"gpt": "GPT", "gpt-cn": "GPT"},
     )
     model_name_or_path: Optional[str] = setting(
-        "a known shape (gpt2-medium, gpt3-6.7B ...; other flags win over it), or a folder to --load", None, "--preset"
+        "a named shape (gpt2-medium, gpt3-6.7B ...; other flags override it), or a folder to --load", None, "--preset"
     )
 
     @property
@@ -220,18 +217,18 @@ class Model:
 
     @property
     def window(self) -> Optional[int]:
-        """Keys before its own that a token sees in layers with a window; None: all of them."""
+        """Number of keys before a token that it attends to in layers with a window; None: all of them."""
         left = -1 if self.window_size is None else window_numbers(self.window_size)[0]
         return None if left < 0 else left
 
     def window_of(self, layer: int) -> Optional[int]:
-        """`window` of layer number `layer`, from 0."""
+        """The `window` of a layer, numbered from 0."""
         skipped = self.window_attn_skip_freq is not None and (layer + 1) % self.window_attn_skip_freq == 0
         return None if skipped else self.window
 
     @property
     def yarn_stretch(self) -> float:
-        """What YaRN multiplies rotated queries and keys by, its attention factor."""
+        """YaRN's attention factor, which multiplies rotated queries and keys."""
         stretch = lambda mscale: 0.1 * mscale * math.log(self.rotary_scaling_factor) + 1.0
         return stretch(self.mscale) / stretch(self.mscale_all_dim) if self.rotary_scaling_factor > 1 else 1.0
 
@@ -243,48 +240,49 @@ class Model:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How ranks share the work. The grid of ranks is tp (fastest), cp, dp, pp."""
+    """Parallelism. The order of the grid of ranks is tp (fastest), cp, dp, pp."""
 
     tensor_model_parallel_size: int = setting(
-        "ranks that split each matrix", 1, "--tp", "--mp-degree", "--model-parallel-size"
+        "degree of tensor model parallelism", 1, "--tp", "--mp-degree", "--model-parallel-size"
     )
-    pipeline_model_parallel_size: int = setting("ranks that split the layers", 1, "--pp", "--pp-degree")
-    context_parallel_size: int = setting("ranks that split each sequence", 1, "--cp")
+    pipeline_model_parallel_size: int = setting("degree of pipeline model parallelism", 1, "--pp", "--pp-degree")
+    context_parallel_size: int = setting("degree of context parallelism", 1, "--cp")
     cp_comm_type: Optional[list[Literal["p2p", "a2a", "allgather", "a2a+p2p"]]] = setting(
-        "how they share attention, one word or one for each layer: p2p and allgather gather keys and values, a2a exchanges "
-        "tokens for heads (default: p2p)",
+        "communication of context parallelism, for all layers or one word for each: p2p and allgather gather keys and "
+        "values, a2a exchanges tokens for heads (default: p2p)",
         None,
     )
     expert_model_parallel_size: int = setting(
-        "ranks of a pipeline stage that hold different experts of a layer", 1, "--ep", "--moe-expert-parallel-size"
+        "degree of expert model parallelism", 1, "--ep", "--moe-expert-parallel-size"
     )
     expert_tensor_parallel_size: Optional[int] = setting(
-        "ranks that split each expert (default: --tensor-model-parallel-size)", None, "--etp"
+        "degree of tensor parallelism of experts (default: --tensor-model-parallel-size)", None, "--etp"
     )
-    data_parallel_size: Optional[int] = setting("asserted, not set: world / (tp x pp x cp)", None)
+    data_parallel_size: Optional[int] = setting("only checked: must be world size / (tp x pp x cp)", None)
     dp_degree: Optional[int] = setting(
-        "asserted, not set: replicas outside sharding, as PaddlePaddle counts: world / (mp x pp x --sharding-degree)",
-        None,
+        "only checked: PaddlePaddle's data parallel size, must be world size / (mp x pp x --sharding-degree)", None
     )
-    sequence_parallel: bool = setting("split norms and dropouts over the sequence inside tensor parallel groups", False)
+    sequence_parallel: bool = setting("enable sequence parallelism in tensor parallel groups", False)
     pipeline_schedule: str = setting(
-        "order of passes: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, or a FILE.txt with a line of ops a rank",
+        "pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v, v-half, or a FILE.txt with a line of ops per rank",
         "1f1b",
     )
     num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
-        "layers of a model chunk (interleaved schedule)", None
+        "number of layers per model chunk (interleaved schedule)", None
     )
     num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
-        "model chunks of a rank (interleaved schedule)", None, "--virtual-pp-degree"
+        "number of model chunks per rank (interleaved schedule)", None, "--virtual-pp-degree"
     )
-    pipeline_stage_layers: Optional[str] = setting("layers of each stage, uneven ones too: 2,1,1,1", None)
-    decoder_first_pipeline_num_layers: Optional[int] = setting("layers of the first pipeline rank", None)
-    decoder_last_pipeline_num_layers: Optional[int] = setting("layers of the last pipeline rank", None)
-    account_for_embedding_in_pipeline_split: bool = setting("the embedding counts as a layer of the first stage", False)
+    pipeline_stage_layers: Optional[str] = setting("number of layers of each pipeline stage: 2,1,1,1", None)
+    decoder_first_pipeline_num_layers: Optional[int] = setting("number of layers of the first pipeline rank", None)
+    decoder_last_pipeline_num_layers: Optional[int] = setting("number of layers of the last pipeline rank", None)
+    account_for_embedding_in_pipeline_split: bool = setting("count the embedding as a layer of the first stage", False)
     account_for_loss_in_pipeline_split: bool = setting(
-        "output layer and loss count as a layer of the last stage", False
+        "count output layer and loss as a layer of the last stage", False
     )
-    pipeline_timeline: Optional[str] = setting("file to record a step's passes in, for megatron.pipeline.check", None)
+    pipeline_timeline: Optional[str] = setting(
+        "file for a record of a step's passes, for megatron.pipeline.check", None
+    )
     sharding_stage: Literal[0, 1, 2, 3] = setting(
         "ZeRO stage: shard optimizer state (1), gradients (2), parameters (3)",
         0,
@@ -294,29 +292,29 @@ class Parallel:
         "--data-parallel-sharding-strategy",
         also=dict(no_shard=0, optim=1, optim_grads=2, optim_grads_params=3),
     )
-    sharding_degree: Optional[int] = setting("ranks that share one set of shards (default: all of data parallel)", None)
+    sharding_degree: Optional[int] = setting("number of ranks to shard over (default: data parallel size)", None)
     overlap_grad_reduce: bool = setting(
-        "reduce a layer's gradients while the backward pass goes on", False, "--reduce-overlap"
+        "overlap the reduction of gradients with the backward pass", False, "--reduce-overlap"
     )
     overlap_param_gather: bool = setting(
-        "gather a layer's parameters while the layers before it compute", False, "--broadcast-overlap"
+        "overlap the all-gather of parameters with the forward pass", False, "--broadcast-overlap"
     )
-    print_topology: bool = setting("print the ranks of every group and stop", False)
+    print_topology: bool = setting("print the ranks of every group and exit", False)
     distributed_backend: Optional[Literal["gloo", "nccl"]] = setting(
-        "default: nccl on CUDA, gloo on CPU", None, "--backend"
+        "backend of torch.distributed (default: nccl on CUDA, gloo on CPU)", None, "--backend"
     )
-    distributed_timeout_minutes: float = setting("a silent peer is given up after this long", 10.0)
+    distributed_timeout_minutes: float = setting("timeout of communication between ranks", 10.0)
 
     @property
     def asserted_data_parallel(self) -> Optional[int]:
-        """Data parallel ranks as `--data-parallel-size` or `--dp-degree` say them; None: neither was given."""
+        """The data parallel size that `--data-parallel-size` or `--dp-degree` asserts; None: neither was given."""
         if self.data_parallel_size or not self.dp_degree:
             return self.data_parallel_size
         return self.dp_degree * (self.sharding_degree or 1)
 
     @property
     def cp_comm_types(self) -> tuple[str, ...]:
-        """`cp_comm_type`, one word for all layers or one for each."""
+        """`cp_comm_type` with its default: one word for all layers, or one for each."""
         return tuple(self.cp_comm_type or ["p2p"])
 
 
@@ -325,7 +323,7 @@ WORD_PIECE = ("BertWordPieceLowerCase", "BertWordPieceCase", "BertTokenizer", "E
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """Text to ids and back."""
+    """The tokenizer and its files."""
 
     tokenizer_type: Optional[
         Literal[
@@ -343,7 +341,7 @@ class TokenizerSettings:
             "NullTokenizer",
         ]
     ] = setting(
-        "which kind of vocabulary (NullTokenizer: numbers, no text)",
+        "type of tokenizer (NullTokenizer: text is numbers)",
         None,
         "--tokenizer-name",
         also=dict(GPTTokenizer="GPT2BPETokenizer"),
@@ -354,15 +352,15 @@ class TokenizerSettings:
     )
     merge_file: Optional[str] = setting("merges.txt of a byte-level BPE", None, on_resume="refused")
     tokenizer_model: Optional[str] = setting(
-        "tokenizer.json, SentencePiece model, tiktoken ranks; or a vocabulary's folder, or its name in $MEGATRON_CACHE",
+        "tokenizer.json, SentencePiece model or tiktoken ranks; or a vocabulary's folder, or its name in $MEGATRON_CACHE",
         None,
         "--tokenizer-name-or-path",
         on_resume="refused",
     )
-    vocab_size: Optional[int] = setting("size of the vocabulary when no tokenizer says it", None, on_resume="refused")
+    vocab_size: Optional[int] = setting("size of the vocabulary, if there is no tokenizer", None, on_resume="refused")
     vocab_extra_ids: int = setting(
-        "sentinels <extra_id_0> ... behind the vocabulary, which T5 puts for what is masked; with them come those of the "
-        "tokens [CLS], [SEP], [MASK], [PAD], [BOS], [EOS] that it lacks",
+        "number of sentinel tokens <extra_id_0> ... to add for T5's masked spans; also adds missing special tokens ([CLS], "
+        "[SEP], [MASK], [PAD], [BOS], [EOS])",
         0,
         on_resume="refused",
     )
@@ -373,31 +371,31 @@ class TokenizerSettings:
 
 @dataclass(frozen=True)
 class Data:
-    """Where tokens come from, and in what order."""
+    """Datasets, and the order of their samples."""
 
     data_path: Optional[list[str]] = setting(
-        "prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder is all datasets in it, by size",
+        "dataset prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder: all its datasets, by size",
         None,
         "--input-dir",
         on_resume="refused",
     )
-    train_data_path: Optional[list[str]] = setting("blend for training alone", None, on_resume="refused")
-    valid_data_path: Optional[list[str]] = setting("blend for validation alone", None)
-    test_data_path: Optional[list[str]] = setting("blend for testing alone", None)
-    split: str = setting("parts of each dataset for train,valid,test", "969,30,1", on_resume="refused")
+    train_data_path: Optional[list[str]] = setting("dataset or blend for training only", None, on_resume="refused")
+    valid_data_path: Optional[list[str]] = setting("dataset or blend for validation only", None)
+    test_data_path: Optional[list[str]] = setting("dataset or blend for testing only", None)
+    split: str = setting("proportions of train,valid,test in each dataset", "969,30,1", on_resume="refused")
     data_cache_path: Optional[str] = setting(
-        "folder for index maps (default: beside the data), and for what is fetched of data that lie in an object store",
+        "folder for index maps (default: next to the data), and for data downloaded from an object store",
         None,
         on_resume="irrelevant",
     )
-    verify_data: bool = setting("before training, compare every byte of the token files with their checksums", False)
-    mock_data: bool = setting("deterministic synthetic samples, no files", False, on_resume="refused")
+    verify_data: bool = setting("verify the checksums of the token files before training", False)
+    mock_data: bool = setting("train on deterministic synthetic samples, without files", False, on_resume="refused")
     full_validation: bool = setting(
-        "a validation goes over the whole validation set, each sample once, instead of --eval-iters batches", False
+        "validate on the whole validation set, each sample once, instead of --eval-iters batches", False
     )
     dataset_type: Literal["gpt", "webtext"] = setting(
-        "what a sample is. gpt: --seq-length tokens of documents end to end; webtext: one document, cut off, or filled up "
-        "with the end-of-document token, which has no loss there",
+        "kind of samples. gpt: --seq-length tokens of concatenated documents; webtext: one document, truncated, or padded "
+        "with end-of-document tokens that have no loss",
         "gpt",
         also=dict(WebtextDataset="webtext"),
         on_resume="refused",
@@ -409,21 +407,21 @@ class Data:
         on_resume="refused",
     )
     collate_fn: Optional[str] = setting(
-        "function of your own that makes samples of what a dataset gives, a micro-batch at a time: MODULE:FUNCTION "
+        "your own function that turns the items of a dataset into the samples of a micro-batch: MODULE:FUNCTION "
         "(docs/extending.md)",
         None,
         on_resume="logged",
     )
     num_workers: int = setting(
-        "threads that prepare batches ahead; 0 prepares them in the loop", 2, on_resume="irrelevant"
+        "number of threads that prefetch batches; 0: load them in the training loop", 2, on_resume="irrelevant"
     )
-    reset_position_ids: bool = setting("positions start again after each end of document", False, on_resume="refused")
-    reset_attention_mask: bool = setting("no attention across documents", False, on_resume="refused")
-    eod_mask_loss: bool = setting("no loss where the input is end of document", False, on_resume="refused")
+    reset_position_ids: bool = setting("reset position ids after each end of document", False, on_resume="refused")
+    reset_attention_mask: bool = setting("mask attention between documents", False, on_resume="refused")
+    eod_mask_loss: bool = setting("mask the loss of end-of-document tokens in the input", False, on_resume="refused")
 
     @property
     def files(self) -> bool:
-        """Whether token files are named."""
+        """Whether any token files are given."""
         return any((self.data_path, self.train_data_path, self.valid_data_path, self.test_data_path))
 
 
@@ -432,60 +430,54 @@ AUTO = -1  # --micro-batch-size auto, --save-interval auto
 
 @dataclass(frozen=True)
 class Batch:
-    """How much data a step sees, and how long training lasts."""
+    """Batch sizes, the length of training, and evaluation."""
 
     micro_batch_size: int = setting(
-        "samples of one forward pass on one rank; auto: the planner chooses", 1, "--batch-size", also=dict(auto=AUTO)
+        "samples per forward pass and rank; auto: the planner chooses", 1, "--batch-size", also=dict(auto=AUTO)
     )
-    global_batch_size: Optional[int] = setting("samples of one step (default: micro batch x data parallel)", None)
-    local_batch_size: Optional[int] = setting("--global-batch-size / data parallel size, instead of or beside it", None)
+    global_batch_size: Optional[int] = setting("samples per step (default: micro batch x data parallel)", None)
+    local_batch_size: Optional[int] = setting("--global-batch-size / data parallel size; sets or checks it", None)
     gradient_accumulation_steps: Optional[int] = setting(
-        "micro-batches of one step, instead of or beside --global-batch-size", None, "--accumulate-steps"
+        "micro-batches per step; sets or checks --global-batch-size", None, "--accumulate-steps"
     )
-    rampup_batch_size: Optional[list[int]] = setting(
-        "start increment samples: grow the batch up to the global size", None
-    )
-    train_iters: Optional[int] = setting("steps to train; 0 with --skip-train alone", None, "--max-steps")
-    train_samples: Optional[int] = setting("samples to train, instead of steps", None)
+    rampup_batch_size: Optional[list[int]] = setting("START INCREMENT SAMPLES: ramp up the global batch size", None)
+    train_iters: Optional[int] = setting("number of steps to train; 0 only with --skip-train", None, "--max-steps")
+    train_samples: Optional[int] = setting("number of samples to train on, instead of steps", None)
     train_epochs: Optional[int] = setting(
-        "times to go through the training samples, instead of steps: lengths of the schedule are in either then",
+        "epochs to train, instead of steps; schedule lengths may then be in steps or samples",
         None,
         "--num-train-epochs",
         "--num-epochs",
         "--epochs",
     )
-    eval_interval: int = setting("steps between evaluations", 1000, "--eval-freq")
-    eval_epoch: Optional[int] = setting("epochs between evaluations (--train-epochs), beside --eval-interval", None)
-    eval_iters: int = setting("batches of an evaluation; 0: there is none", 100)
+    eval_interval: int = setting("number of steps between evaluations", 1000, "--eval-freq")
+    eval_epoch: Optional[int] = setting("also evaluate every so many epochs (--train-epochs)", None)
+    eval_iters: int = setting("number of batches per evaluation; 0: no evaluation", 100)
     test_iters: Optional[int] = setting(
-        "batches of the evaluation on test data, after training; 0: there is none (default: --eval-iters)", None
+        "number of batches of the final evaluation on test data; 0: no evaluation (default: --eval-iters)", None
     )
     eval_same_samples: bool = setting(
-        "every validation takes the first --eval-iters batches; otherwise each goes on behind the one before", False
+        "validate on the first --eval-iters batches each time; otherwise each validation continues after the last",
+        False,
     )
     eval_requests: Optional[str] = setting(
-        "file of requests (JSON lines: context, continuations, gold): how often the likeliest is the right one, at each "
-        "evaluation",
+        "file of multiple-choice requests (JSON lines: context, continuations, gold), whose accuracy each evaluation logs",
         None,
     )
     stop_at_loss: Optional[float] = setting(
-        "training ends when the loss of a validation, the first that the log has, is at most this, any number",
-        None,
-        on_resume="logged",
+        "stop training when the validation loss (the first in the log) is at most this", None, on_resume="logged"
     )
     skip_train: bool = setting(
-        "no training: --eval-iters batches of validation and test data, in the layout that is given",
-        False,
-        on_resume="irrelevant",
+        "do not train; evaluate on --eval-iters batches of validation and test data", False, on_resume="irrelevant"
     )
-    exit_interval: Optional[int] = setting("save and stop at a multiple of this step", None, on_resume="irrelevant")
+    exit_interval: Optional[int] = setting("save and exit after a step divisible by this", None, on_resume="irrelevant")
     exit_duration_in_mins: Optional[float] = setting(
-        "save and stop after this many minutes", None, on_resume="irrelevant"
+        "save and exit after this many minutes", None, on_resume="irrelevant"
     )
 
     @property
     def tested_batches(self) -> int:
-        """Batches of the evaluation on test data."""
+        """Number of batches of the evaluation on test data."""
         return self.eval_iters if self.test_iters is None else self.test_iters
 
 
@@ -494,7 +486,7 @@ class Precision:
     """Number formats, and fp16's loss scale."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
-        "format of weights and activations; auto: bf16 where it is fast",
+        "format of weights and activations; auto: bf16 if it is faster than fp32",
         "fp32",
         "--bf16=bf16",
         "--fp16=fp16",
@@ -502,65 +494,62 @@ class Precision:
         "--use-pure-fp16=fp16",
     )
     amp_level: Literal["O1", "O2"] = setting(
-        "O2: weights in bf16 or fp16, with fp32 ones beside them; O1: weights in fp32, and formats chosen op by op",
-        "O2",
+        "O2: weights in bf16 or fp16, with fp32 main weights; O1: weights in fp32, and autocast", "O2"
     )
     amp_custom_black_list: Optional[list[str]] = setting(
-        "O1: ops to compute in fp32, by torch's or Paddle's names", None
+        "O1: ops to compute in fp32, with torch's or Paddle's names", None
     )
     amp_custom_white_list: Optional[list[str]] = setting("O1: ops to compute in half precision", None)
-    loss_scale: Optional[float] = setting("fixed loss scale for fp16 (default: dynamic)", None)
-    initial_loss_scale: float = setting("first dynamic loss scale", 2.0**32, "--scale-loss")
-    min_loss_scale: float = setting("lowest dynamic loss scale", 1.0)
-    loss_scale_window: int = setting("good steps before the scale doubles", 1000)
-    hysteresis: int = setting("overflows before the scale halves", 2)
+    loss_scale: Optional[float] = setting("static loss scale for fp16 (default: dynamic)", None)
+    initial_loss_scale: float = setting("initial dynamic loss scale", 2.0**32, "--scale-loss")
+    min_loss_scale: float = setting("minimum dynamic loss scale", 1.0)
+    loss_scale_window: int = setting("steps without overflow before the scale doubles", 1000)
+    hysteresis: int = setting("number of overflows before the scale halves", 2)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which device and which implementations, and when Python's memory is tidied."""
+    """The device, the implementations of operations, and garbage collection."""
 
-    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
+    device: Literal["auto", "cpu", "cuda"] = setting("device; auto: CUDA if available", "auto", also=dict(gpu="cuda"))
     torch_compile: bool = setting("compile the layers with torch.compile", False)
     dump_graph: Optional[str] = setting(
-        "folder for the code of the graphs that --torch-compile makes, in a folder for each rank",
-        None,
-        on_resume="irrelevant",
+        "folder for the generated code of --torch-compile, with a subfolder per rank", None, on_resume="irrelevant"
     )
     attention_backend: Literal["auto", "explicit", "sdpa", "flash"] = setting(
-        "how attention is computed",
+        "implementation of attention",
         "auto",
         "--use-flash-attn=flash",
         "--use-flash-attn-v2=flash",
         also=dict(fused="sdpa", unfused="explicit", local="explicit"),
     )
     flash_attention_version: Literal[2, 3, 4] = setting(
-        "release of FlashAttention behind torch's attention on CUDA; 3 and 4 need their package", 2
+        "version of FlashAttention for torch's attention on CUDA; 3 and 4 need their package", 2
     )
-    cross_entropy_chunk: Optional[int] = setting("rows of logits that exist at a time (default: chosen)", None)
-    # Choices of speed: off, torch's ops come one after the other. On CPUs most have no fused form.
-    masked_softmax_fusion: bool = setting("explicit attention in blocks; off: all its scores at once", True)
-    bias_dropout_fusion: bool = setting("dropout and the addition behind it in one kernel", True)
-    bias_swiglu_fusion: bool = setting("the gated activation of --swiglu in one kernel", True)
-    rope_fusion: bool = setting("rotary positions in one kernel", True, "--apply-rope-fusion~=true")
-    persist_layer_norm: bool = setting("norms in the suite's own kernels; off: apex's or torch's", True)
-    cross_entropy_loss_fusion: bool = setting("softmax, loss and its gradient in one kernel", True)
-    fused_linear: bool = setting("products add their bias themselves", True)
-    fuse_attn_qkv: bool = setting("queries, keys and values by one product", True)
+    cross_entropy_chunk: Optional[int] = setting("tokens per chunk of logits (default: automatic)", None)
+    # Fusions, which change only the speed; off: separate torch ops. Most have no fused form on CPUs.
+    masked_softmax_fusion: bool = setting("compute explicit attention in blocks; off: all scores together", True)
+    bias_dropout_fusion: bool = setting("fuse dropout with the residual addition", True)
+    bias_swiglu_fusion: bool = setting("fuse the activation of --swiglu", True)
+    rope_fusion: bool = setting("fuse the rotary embedding", True, "--apply-rope-fusion~=true")
+    persist_layer_norm: bool = setting("use the suite's norm kernels; off: apex's or torch's", True)
+    cross_entropy_loss_fusion: bool = setting("fuse softmax, cross-entropy and its gradient", True)
+    fused_linear: bool = setting("add biases inside the matrix product", True)
+    fuse_attn_qkv: bool = setting("compute queries, keys and values with one matrix product", True)
     deterministic_mode: bool = setting(
-        "on CUDA: kernels that repeat bit by bit, and an error where torch has none (CPUs repeat anyway)", False
+        "on CUDA: use deterministic kernels; an error if torch has none (CPUs are always deterministic)", False
     )
     manual_gc_interval: int = setting(
-        "steps between collections of reference cycles, of all ranks together; 0: whenever Python likes", 100
+        "steps between garbage collections, on all ranks at the same step; 0: Python decides", 100
     )
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass computes again, so that the forward pass need not keep it."""
+    """Activation recomputation in the backward pass, which saves memory."""
 
     recompute_granularity: Optional[Literal["full", "full_attn", "core_attn"]] = setting(
-        "what of a layer is computed again in the backward pass instead of kept: all, its attention half, softmax(q k) v",
+        "part of a layer to recompute in the backward pass: all of it, its attention half, or softmax(q k) v",
         None,
         "--recompute-activations=core_attn/",
         "--use-recompute~=full/",
@@ -568,82 +557,80 @@ class Recompute:
         also=dict(selective="core_attn"),
     )
     recompute_method: Optional[Literal["uniform", "block"]] = setting(
-        "uniform (the default): of each --recompute-num-layers layers only the first one's input is kept; block: the first "
-        "--recompute-num-layers layers of each stage are computed again, the others kept",
+        "uniform (the default): keep only the input of each --recompute-num-layers layers; block: recompute the first "
+        "--recompute-num-layers layers of each stage only",
         None,
         "--activations-checkpoint-method",
     )
     recompute_num_layers: Optional[int] = setting(
         "see --recompute-method", None, "--checkpoint-num-layers", "--activations-checkpoint-num-layers"
     )
-    no_recompute_layers: Optional[str] = setting("layers that are kept all the same, from 0: 0,1,5", None)
+    no_recompute_layers: Optional[str] = setting("layers not to recompute, numbered from 0: 0,1,5", None)
 
     @property
     def exempt_layers(self) -> frozenset[int]:
-        """--no-recompute-layers as numbers. Raises ValueError where they are none."""
-        # In brackets, as files of other suites write lists, too.
+        """--no-recompute-layers as numbers. Raises ValueError for other words."""
+        # Brackets are allowed: files of other suites write lists so.
         words = (self.no_recompute_layers or "").strip("[] ").split(",")
         return frozenset(int(word) for word in words if word.strip())
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where state is kept."""
+    """Checkpoints: where and when they are saved, and what a run loads from them."""
 
     save: Optional[str] = setting(
-        "folder to save into, or the URL of one in an object store (s3://bucket/run)", None, "--output-dir"
+        "folder to save checkpoints to, or its URL in an object store (s3://bucket/run)", None, "--output-dir"
     )
-    load: Optional[str] = setting("folder or URL to resume from", None)
+    load: Optional[str] = setting("folder or URL to load a checkpoint from", None)
     save_interval: Optional[int] = setting(
-        "steps between checkpoints; auto: from what a save costs (see --mean-time-to-interruption)",
+        "number of steps between checkpoints; auto: from the cost of a save (see --mean-time-to-interruption)",
         None,
         "--save-steps",
         "--persistent-save-interval",
         also=dict(auto=AUTO),
     )
-    save_epoch: Optional[int] = setting("epochs between checkpoints (--train-epochs), beside --save-interval", None)
-    mean_time_to_interruption: float = setting("hours between failures of the job, for --save-interval auto", 24.0)
-    keep_last: Optional[int] = setting("delete all but this many newest checkpoints", None)
+    save_epoch: Optional[int] = setting("also save every so many epochs (--train-epochs)", None)
+    mean_time_to_interruption: float = setting("mean hours between failures of the job, for --save-interval auto", 24.0)
+    keep_last: Optional[int] = setting("keep only this many newest checkpoints", None)
     save_retain_interval: Optional[int] = setting(
-        "keep the checkpoints at multiples of this step, beside --keep-last (default: 1) newest", None
+        "also keep the checkpoints at multiples of this step, next to the --keep-last (default: 1) newest", None
     )
-    async_save: bool = setting("copy the state to CPU memory and write it while training goes on", False)
-    save_retries: int = setting("a save that failed is tried again this often; 0: never", 2)
-    save_mirror: Optional[str] = setting(
-        "folder or URL for checkpoints that --save does not take, after all retries", None
-    )
+    async_save: bool = setting("copy the state to CPU memory and write it in the background", False)
+    save_retries: int = setting("number of retries of a failed save; 0: none", 2)
+    save_mirror: Optional[str] = setting("folder or URL to save to if --save fails after all retries", None)
     save_copy: Optional[str] = setting(
-        "folder or URL for a copy of each checkpoint, or a command that takes it there, with {} for its path", None
+        "folder or URL to copy each checkpoint to, or a command that copies it, with {} for its path", None
     )
-    max_failed_saves: int = setting("training ends when this many saves in a row have failed", 3)
+    max_failed_saves: int = setting("stop training after this many failed saves in a row", 3)
     ckpt_step: Optional[int] = setting(
-        "resume from this step instead of the newest; 0: of a model that was imported", None
+        "step of the checkpoint to load (default: the newest); 0: an imported model", None
     )
     auto_resume: bool = setting(
-        "with --load: start anew when the folder holds no checkpoint; a folder that is --save too and new needs it not",
+        "with --load: start from iteration 0 if the folder has no checkpoint; not needed if it is new and --save, too",
         False,
     )
     exit_on_missing_checkpoint: bool = setting(
-        "a --load without a checkpoint is an error also where it is --save and new", False
+        "exit if --load has no checkpoint, even if it is a new folder and --save, too", False
     )
     resume_schedule: Optional[Literal["checkpoint", "command"]] = setting(
-        "whose learning rates and weight decay a run follows that goes on: the checkpoint's, or those of this command (the "
-        "default, with a warning where a length has changed that nobody gave)",
+        "schedule of learning rate and weight decay when resuming: the checkpoint's, or this command's (the default; warns "
+        "if a length that was not given has changed)",
         None,
         "--use-checkpoint-opt-param-scheduler=checkpoint",
         "--use-checkpoint-lr-scheduler=checkpoint",
         "--override-opt-param-scheduler=command",
         "--override-lr-scheduler=command",
     )
-    finetune: bool = setting("load weights alone and start counting anew", False)
+    finetune: bool = setting("load only the weights and start from iteration 0", False)
     use_checkpoint_args: bool = setting(
-        "take the shape of the model and the tokenizer from the checkpoint at --load, where no flag says them (--finetune "
-        "does, where no flag says a shape)",
+        "use the model shape and tokenizer of the checkpoint at --load where no flag sets them (--finetune does if no flag "
+        "sets the shape)",
         False,
         on_resume="irrelevant",
     )
     load_strictness: Literal["strict", "warn-missing", "warn-extra", "warn-all"] = setting(
-        "tensors that the checkpoint or the model does not have: an error, or (which of them) a warning",
+        "tensors that the checkpoint or the model lacks: an error, or a warning for those that are missing, extra or both",
         "strict",
         "--dist-ckpt-strictness",
         also=dict(
@@ -661,42 +648,42 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Guard:
-    """What is watched while a run goes on, and what happens then."""
+    """Checks while a run trains, and the reactions to failures."""
 
     check_replicas_interval: Optional[int] = setting(
-        "steps between comparisons of the parameters that several ranks hold, bit by bit",
+        "number of steps between bitwise comparisons of parameters across replicas",
         None,
         "--check-weight-hash-across-dp-replicas-interval",
     )
     exit_signal_handler: bool = setting(
-        "on SIGTERM or SIGUSR1: save after this step and exit with code 9", False, on_resume="irrelevant"
+        "on SIGTERM or SIGUSR1: save after the current step and exit with code 9", False, on_resume="irrelevant"
     )
     kill_switch_file: Optional[str] = setting(
-        "save and stop when this file appears", None, "--kill-switch-path", on_resume="irrelevant"
+        "save and exit when this file appears", None, "--kill-switch-path", on_resume="irrelevant"
     )
     heartbeat_dir: Optional[str] = setting(
-        "folder where each rank says what it is doing (megatron.tools.supervise sets and reads it)",
+        "folder where each rank records its current state (megatron.tools.supervise sets and reads it)",
         None,
         on_resume="irrelevant",
     )
     on_nan: Literal["stop", "skip"] = setting(
-        "at a loss or gradient that is not finite: stop before the update, or skip the step and count it",
+        "action on a loss or gradient that is not finite: stop before the update, or skip the step and count it",
         "stop",
         "--check-for-nan-in-loss-and-grad=stop/skip",
         "--no-check-for-nan-in-loss-and-grad=skip/stop",
     )
     on_spike: Literal["continue", "skip", "rollback"] = setting(
-        "at a spike of loss or gradient norm: tell, skip the update, or go back to an earlier checkpoint and leave out "
+        "action on a spike of loss or gradient norm: log it, skip the update, or load an earlier checkpoint and skip "
         "the steps before the spike",
         "continue",
     )
-    spike_window: int = setting("steps that a step is compared with, at least 32", 128)
-    spike_threshold: float = setting("deviations above the median of the window that make a spike", 10.0)
-    spike_skip_steps: int = setting("steps up to a spike that a rollback leaves out", 8)
-    max_rollbacks: int = setting("rollbacks of a run; a further spike stops it (0: the first one)", 3)
-    iterations_to_skip: Optional[list[int]] = setting("steps whose samples are passed over without training", None)
+    spike_window: int = setting("number of previous steps to compare a step with, at least 32", 128)
+    spike_threshold: float = setting("deviations above the window's median that count as a spike", 10.0)
+    spike_skip_steps: int = setting("number of steps up to a spike that a rollback skips", 8)
+    max_rollbacks: int = setting("maximum number of rollbacks; the next spike stops the run (0: the first one)", 3)
+    iterations_to_skip: Optional[list[int]] = setting("steps to skip: their samples are not trained on", None)
     override: Optional[str] = setting(
-        "settings (names with commas) that may differ from those of the checkpoint although results depend on them",
+        "settings (separated by commas) that may differ from the checkpoint although they change results",
         None,
         on_resume="irrelevant",
     )
@@ -706,95 +693,87 @@ class Guard:
 class Optimizer:
     """The update rule, its learning rate and its weight decay."""
 
-    # Of a recipe: name of a choice -> what it stands for (`own_choices.optimizer_group`).
+    # A recipe's own choices: name -> schedule or optimizer (`own_choices.optimizer_group`).
     own_schedules: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     own_optimizers: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     optimizer: Literal["adam", "cpu_adam", "sgd", "lion", "muon"] = setting(
-        "adam is AdamW, as in Megatron-LM, for each part of the state where that lies; cpu_adam: with "
-        "--optimizer-cpu-offload; docs/optimizers.md has the others",
+        "optimizer: adam is AdamW, as in Megatron-LM; cpu_adam: with --optimizer-cpu-offload; the others: "
+        "docs/optimizers.md",
         "adam",
         also=dict(adamw="adam", fused_adam="adam", hybrid_adam="adam", dist_muon="muon"),
     )
     freeze: Optional[list[str]] = setting(
-        "parameters that are not trained, by patterns of their names: 'embedding.*' 'blocks.[01].*' "
+        "patterns of names of parameters to freeze: 'embedding.*' 'blocks.[01].*' "
         "(docs/finetuning.md#frozen-parameters)",
         None,
         on_resume="refused",
     )
     train_only: Optional[list[str]] = setting(
-        "the parameters that are trained, by such patterns; all others are frozen", None, on_resume="refused"
+        "patterns of names of parameters to train; all others are frozen", None, on_resume="refused"
     )
-    lr: Optional[float] = setting("highest learning rate", None, "--max-lr", "--learning-rate")
-    min_lr: float = setting("lowest learning rate", 0.0)
+    lr: Optional[float] = setting("maximum learning rate", None, "--max-lr", "--learning-rate")
+    min_lr: float = setting("minimum learning rate", 0.0)
     decoupled_lr: Optional[float] = setting(
-        "highest learning rate of input and output embeddings, on the same curve (default: --lr)", None
+        "maximum learning rate of the input embedding and the output layer (default: --lr)", None
     )
-    decoupled_min_lr: Optional[float] = setting("lowest learning rate of these (default: --min-lr)", None)
+    decoupled_min_lr: Optional[float] = setting("minimum learning rate of these (default: --min-lr)", None)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting(
-        "curve after warm-up", "linear", also=dict(none="constant")
+        "learning rate decay function", "linear", also=dict(none="constant")
     )
     lr_step_unit: Literal["iter", "sample", "epoch"] = setting(
-        "when the rate changes: with each step, which is each batch of samples, or at the start of an epoch alone",
-        "iter",
+        "update the learning rate at each step (iter, sample), or at the start of each epoch", "iter"
     )
-    lr_decay_iters: Optional[int] = setting("steps until --min-lr (default: all)", None, "--decay-steps")
-    lr_decay_samples: Optional[int] = setting("the same in samples", None)
-    lr_warmup_iters: int = setting("steps of linear warm-up", 0)
-    lr_warmup_samples: int = setting("the same in samples", 0)
+    lr_decay_iters: Optional[int] = setting("number of steps to decay over (default: all)", None, "--decay-steps")
+    lr_decay_samples: Optional[int] = setting("number of samples to decay over", None)
+    lr_warmup_iters: int = setting("number of steps of linear warm-up", 0)
+    lr_warmup_samples: int = setting("number of samples of linear warm-up", 0)
     lr_warmup_fraction: Optional[float] = setting(
-        "the same as a share of the decay length; 0: none", None, "--warmup-rate", "--warmup"
+        "fraction of the decay length to use for linear warm-up; 0: none", None, "--warmup-rate", "--warmup"
     )
-    lr_warmup_init: float = setting("learning rate where warm-up starts", 0.0)
+    lr_warmup_init: float = setting("initial learning rate of warm-up", 0.0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting(
-        "how WSD anneals", "exponential"
+        "annealing function of WSD", "exponential"
     )
-    lr_wsd_decay_iters: Optional[int] = setting("steps of WSD's annealing", None)
-    lr_wsd_decay_samples: Optional[int] = setting("the same in samples", None)
+    lr_wsd_decay_iters: Optional[int] = setting("number of steps of WSD's annealing", None)
+    lr_wsd_decay_samples: Optional[int] = setting("number of samples of WSD's annealing", None)
     weight_decay: float = setting("decoupled weight decay of matrices; 0: none", 0.01)
-    start_weight_decay: Optional[float] = setting("weight decay at the start (with --weight-decay-incr-style)", None)
-    end_weight_decay: Optional[float] = setting("weight decay at the end", None)
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("curve between the two", "constant")
-    clip_grad: float = setting("largest global gradient norm; 0 is off", 1.0, "--grad-clip")
-    adam_beta1: float = setting("first moment's decay; 0: the gradient itself", 0.9)
-    adam_beta2: float = setting("second moment's decay; 0: the gradient's square itself", 0.999)
+    start_weight_decay: Optional[float] = setting("initial weight decay (with --weight-decay-incr-style)", None)
+    end_weight_decay: Optional[float] = setting("final weight decay", None)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("weight decay schedule", "constant")
+    clip_grad: float = setting("gradient clipping by global norm; 0: off", 1.0, "--grad-clip")
+    adam_beta1: float = setting("decay rate of Adam's first moment; 0: none", 0.9)
+    adam_beta2: float = setting("decay rate of Adam's second moment; 0: none", 0.999)
     adam_eps: float = setting("epsilon of Adam", 1e-8, "--adam-epsilon")
-    sgd_momentum: float = setting("momentum of --optimizer sgd; 0 keeps no state", 0.9)
-    lion_beta1: float = setting(
-        "share of the mean in the direction that --optimizer lion takes; 0: the gradient alone", 0.95
-    )
-    lion_beta2: float = setting("decay of Lion's mean; 0: the gradient itself", 0.98)
-    muon_momentum: float = setting(
-        "decay of the mean of gradients that --optimizer muon orthogonalises; 0: the gradient itself", 0.95
-    )
-    muon_nesterov: bool = setting("orthogonalise that mean one gradient ahead", False, "--muon-use-nesterov")
+    sgd_momentum: float = setting("momentum of --optimizer sgd; 0: none, without state", 0.9)
+    lion_beta1: float = setting("weight of the momentum in the update of --optimizer lion; 0: none", 0.95)
+    lion_beta2: float = setting("decay rate of Lion's momentum; 0: none", 0.98)
+    muon_momentum: float = setting("momentum of --optimizer muon; 0: none", 0.95)
+    muon_nesterov: bool = setting("Nesterov momentum in Muon", False, "--muon-use-nesterov")
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = setting(
-        "an orthogonal matrix of r rows and c columns is multiplied by the root of max(r, c), r/c, or max(1, r/c)",
-        "spectral",
+        "scale of Muon's update of r rows and c columns: the root of max(r, c), r/c, or max(1, r/c)", "spectral"
     )
-    muon_extra_scale_factor: float = setting("and by this; 0.2 with spectral: steps as large as AdamW's", 1.0)
-    muon_num_ns_steps: int = setting("steps of the Newton-Schulz iteration", 5)
+    muon_extra_scale_factor: float = setting("extra factor of Muon's update; 0.2 with spectral matches AdamW's", 1.0)
+    muon_num_ns_steps: int = setting("number of Newton-Schulz steps in Muon", 5)
     muon_coefficient_type: Literal["quintic", "simple", "polar_express"] = setting(
-        "its polynomials: five in turn, the same one in each step, or eight in turn", "quintic"
+        "Newton-Schulz coefficients: five polynomials in turn, one for all steps, or eight in turn", "quintic"
     )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = setting(
-        "products of the iteration: in bf16; in TF32 where the device has it; in fp32",
-        "medium",
-        also=dict(low="medium"),
+        "precision of Newton-Schulz products: bf16; TF32 if the device has it; fp32", "medium", also=dict(low="medium")
     )
     optimizer_cpu_offload: bool = setting(
-        "keep optimizer state in the host's memory and update there", False, "--sharding-offload"
+        "keep optimizer state in CPU memory and update it there", False, "--sharding-offload"
     )
     optimizer_offload_fraction: float = setting(
-        "share of the state that --optimizer-cpu-offload moves; 0: none; 1: all that is not on disk", 1.0
+        "fraction of the state that --optimizer-cpu-offload moves; 0: none; 1: all that is not on disk", 1.0
     )
     nvme_offload_fraction: float = setting(
-        "share of the state that lies in files and passes through memory at each step, updated by the host", 0.0
+        "fraction of optimizer state to keep in files, read and updated by the CPU at each step", 0.0
     )
     nvme_offload_dir: Optional[str] = setting("folder for these files, on a fast disk of the node", None)
-    param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in the host's memory", False)
+    param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in CPU memory", False)
     gradient_accumulation_fusion: bool = setting(
-        "products for weight gradients add to the fp32 buffer by themselves (CPU: slower; W passes do without)", False
+        "accumulate weight gradients into the fp32 buffer in the matrix product (CPU: slower; not in W passes)", False
     )
     loss_averaging: Literal["token", "micro-batch"] = setting(
         "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
@@ -804,12 +783,12 @@ class Optimizer:
 
     @property
     def rule(self) -> str:
-        """What updates weights: --optimizer without where it does."""
+        """The update rule: --optimizer without its place."""
         return "adam" if self.optimizer == "cpu_adam" else self.optimizer
 
     @property
     def host_share(self) -> float:
-        """Share of the optimizer's state that lies in the host's memory."""
+        """The fraction of optimizer state in CPU memory."""
         if not (self.optimizer_cpu_offload or self.optimizer == "cpu_adam"):
             return 0.0
         share = self.optimizer_offload_fraction
@@ -818,108 +797,104 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Planner:
-    """Looking before launching: the layout is searched, or everything is shown and nothing trained."""
+    """The planner: search for a layout, or check a run without training."""
 
-    auto_parallel: bool = setting("search the layout for the ranks there are, say why, and train in it", False)
-    max_global_batch_size: Optional[int] = setting("let the search choose the global batch, up to this size", None)
+    auto_parallel: bool = setting("search for the best layout for this job's ranks, and train in it", False)
+    max_global_batch_size: Optional[int] = setting("let --auto-parallel choose the global batch size, up to this", None)
     tune_steps: int = setting(
-        "with --auto-parallel or --micro-batch-size auto: time the best three for so many steps each first", 0
+        "with --auto-parallel or --micro-batch-size auto: measure the best three layouts for this many steps each", 0
     )
     parallel_plan: Optional[str] = setting(
-        "file of megatron.tools.plan --emit PLAN.json: train in its best layout", None
+        "train in the best layout of this file, from megatron.tools.plan --emit PLAN.json", None
     )
-    dry_run: bool = setting("show settings, layout, memory, time and every problem; no device, no training", False)
-    wide: bool = setting("tables and sentences of plan and --dry-run as wide as they are, not of 80 columns", False)
+    dry_run: bool = setting("print settings, layout, memory, time and all problems, and exit; uses no device", False)
+    wide: bool = setting("do not wrap the output of plan and --dry-run at 80 columns", False)
     preflight: bool = setting(
-        "check settings, every rank's shapes, a shrunk job of the job and the machines; train nothing", False
+        "check settings, every rank's shapes, a small copy of the job and the machines, and exit", False
     )
-    allow_memory_overcommit: bool = setting("train also where there is less memory free than is predicted", False)
-    world_size: Optional[int] = setting("ranks to plan for (default: those of this job)", None, "--num-gpus")
+    allow_memory_overcommit: bool = setting("train even if less memory is free than predicted", False)
+    world_size: Optional[int] = setting("number of ranks to plan for (default: those of this job)", None, "--num-gpus")
     local_world_size: Optional[int] = setting(
-        "ranks of a node (default: this job's, else all of up to 8, or 8)", None, "--gpus-per-node"
+        "number of ranks per node (default: this job's, else at most 8)", None, "--gpus-per-node"
     )
-    device_name: Optional[str] = setting("device to plan for, such as A100-80GB (default: what is here)", None)
+    device_name: Optional[str] = setting("device to plan for, such as A100-80GB (default: this machine's)", None)
     device_memory_gb: Optional[float] = setting(
-        "GB (10^9 bytes) of a device (default: DEVICE_MEMORY_GB, or its own)", None
+        "memory of a device in GB, 10^9 bytes (default: DEVICE_MEMORY_GB, or the device's own)", None
     )
-    calibration: Optional[str] = setting(
-        "file that megatron.tools.plan --calibrate wrote: speeds are those measured", None
-    )
+    calibration: Optional[str] = setting("file of measured speeds, written by megatron.tools.plan --calibrate", None)
 
 
 @dataclass(frozen=True)
 class Profiling:
-    """Where the time and memory of some steps go: a Chrome trace and tables, by torch.profiler."""
+    """Profiling of some steps with torch.profiler: a Chrome trace and tables."""
 
     profile: bool = setting("profile some steps on some ranks", False, "--use-pytorch-profiler")
     profile_step_start: int = setting("first iteration to profile", 10)
-    profile_step_end: int = setting("iteration before which profiling ends", 12)
-    profile_ranks: Optional[list[int]] = setting("ranks that profile (default: 0)", None)
+    profile_step_end: int = setting("iteration to stop profiling before", 12)
+    profile_ranks: Optional[list[int]] = setting("ranks to profile (default: 0)", None)
     profile_dir: Optional[str] = setting("folder for traces and tables (default: profile under --save)", None)
     profile_detailed: bool = setting(
-        "record shapes, too: slower, and larger files", False, "--pytorch-profiler-collect-shapes"
+        "also record shapes: slower, and larger files", False, "--pytorch-profiler-collect-shapes"
     )
 
 
 @dataclass(frozen=True)
 class Logging:
-    """What is said, and where."""
+    """Log output: its contents, and where it goes."""
 
     log_ranks: Optional[list[int]] = setting(
-        "ranks whose log goes to stdout, each line with its rank (default: 0, without); files are those of rank 0",
+        "ranks that log to stdout, with their rank on each line (default: 0, without it); log files are those of rank 0",
         None,
         on_resume="irrelevant",
     )
-    log_interval: int = setting("steps between log lines; the last step always has one", 100, "--logging-freq")
+    log_interval: int = setting("steps between log lines; the last step is always logged", 100, "--logging-freq")
     timing_log_level: Literal[0, 1, 2] = setting(
-        "timers in the log: 0 none but the time of a step, 1 its main parts, 2 what is in them, too", 0
+        "timers to log: 0: only the time of a step; 1: also its main parts; 2: also the parts of those", 0
     )
     timing_log_option: Literal["minmax", "max", "all"] = setting(
-        "what is said of the ranks' times: the least and greatest, the greatest, or every rank's", "minmax"
+        "times to log across ranks: minimum and maximum, maximum, or all ranks", "minmax"
     )
-    barrier_with_level_1_timing: bool = setting("timers of level 1 let all ranks begin together", True)
-    log_timers_to_tensorboard: bool = setting("timers go to TensorBoard and Weights & Biases, too", False)
+    barrier_with_level_1_timing: bool = setting("use a barrier before timers of level 1", True)
+    log_timers_to_tensorboard: bool = setting("also write timers to TensorBoard and Weights & Biases", False)
     console: Literal["auto", "short", "megatron"] = setting(
-        "what stdout gets: short lines, or Megatron-LM's; auto: short ones where it is a terminal", "auto"
+        "log lines on stdout: short, or Megatron-LM's; auto: short on a terminal", "auto"
     )
     log_file: Optional[str] = setting(
-        "file for the log with Megatron-LM's lines, appended to (default: train.log under --save)", None
+        "file to append Megatron-LM's log lines to (default: train.log under --save)", None
     )
-    progress_bar: bool = setting("a bar at the bottom of a terminal", True)
+    progress_bar: bool = setting("show a progress bar on a terminal", True)
     log_progress: bool = setting(
-        "progress.txt under --save, as Megatron-LM writes it: starts and saves, with operations and tokens", False
+        "write progress.txt under --save, as Megatron-LM does: starts and saves, with FLOPs and tokens", False
     )
     log_throughput: bool = setting(
-        "TFLOP/s of a rank behind the time of a step, where Megatron-LM's line has it (else at the line's end), samples, "
-        "steps and a data rank's tokens per second, and the means of all at the end of training",
+        "log TFLOP/s per rank (where Megatron-LM's line has it), samples and steps per second, and tokens per second of a "
+        "data parallel rank; at the end of training, their means",
         False,
     )
     throughput_ignore_steps: int = setting(
-        "first steps of a start that the mean throughput at the end of training leaves out (--log-throughput)", 0
+        "--log-throughput: number of first steps to exclude from the mean throughput", 0
     )
-    log_epoch: bool = setting(
-        "a line at the end of each epoch (--train-epochs), with the mean losses of its steps", False
-    )
+    log_epoch: bool = setting("log the mean losses of each epoch at its end (--train-epochs)", False)
     log_memory_interval: Optional[int] = setting(
-        "steps between lines about memory: what the fullest rank has, has had, and was planned to have", None
+        "number of steps between log lines of memory: current, peak and planned, of the rank that uses most", None
     )
-    log_params_norm: bool = setting("the norm of all parameters in the log, every --log-interval steps", False)
-    log_num_zeros_in_grad: bool = setting("how many elements of the gradient are 0, every --log-interval steps", False)
-    metrics_file: Optional[str] = setting("JSON lines, one per logged step (default: metrics.jsonl under --save)", None)
-    tensorboard_dir: Optional[str] = setting("folder for TensorBoard", None)
-    visualdl_dir: Optional[str] = setting("folder for VisualDL, PaddlePaddle's TensorBoard", None)
+    log_params_norm: bool = setting("log the norm of all parameters every --log-interval steps", False)
+    log_num_zeros_in_grad: bool = setting("log the number of zeros in the gradient every --log-interval steps", False)
+    metrics_file: Optional[str] = setting("JSON lines file of logged steps (default: metrics.jsonl under --save)", None)
+    tensorboard_dir: Optional[str] = setting("folder for TensorBoard logs", None)
+    visualdl_dir: Optional[str] = setting("folder for VisualDL logs (PaddlePaddle's TensorBoard)", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
     peak_tflops: Optional[float] = setting(
-        "peak TFLOP/s of one rank's device for MFU (default: table; of a CPU nothing, and no MFU)", None
+        "peak TFLOP/s of a rank's device, for MFU (default: of known GPUs; CPUs have no MFU)", None
     )
     hooks: Optional[list[str]] = setting(
-        "code of your own that is called at named places of the loop: MODULE:CLASS ... (docs/extending.md)",
+        "your own classes to call at named points of the training loop: MODULE:CLASS ... (docs/extending.md)",
         None,
         on_resume="irrelevant",
     )
-    seed: int = setting("seed of weights, data order and dropout, from 0 on", 1234, on_resume="refused")
-    debug: bool = setting("tracebacks with error messages", False)
+    seed: int = setting("random seed of weights, data order and dropout, 0 or above", 1234, on_resume="refused")
+    debug: bool = setting("print tracebacks of errors", False)
 
 
 GROUPS = dict(
@@ -959,16 +934,16 @@ class Config:
     planner: Planner = Planner()
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
-    # Who said what of each setting that is not at its default for want of a word: the record that `said` asks.
+    # Setting -> its source, except for defaults: the record behind `said`.
     statements: Mapping[str, Statement] = field(default_factory=dict, hash=False, compare=False)
 
     @property
     def groups(self) -> dict[str, object]:
-        """All groups by name, a recipe's own after the others."""
+        """All groups by name; a recipe's own come last."""
         return {name: getattr(self, name) for name in GROUPS} | self.extra
 
     def said(self, name: str) -> Optional[Statement]:
-        """What gave a setting its value; None where that is the default and nobody said anything.
+        """The statement that gave a setting its value; None if it has its default because nothing set it.
 
         >>> shape = Model(num_layers=2, hidden_size=8, num_attention_heads=2)
         >>> config = from_record(dict(model=vars(shape))).derive("--auto-parallel", micro_batch_size=4)
@@ -978,7 +953,7 @@ class Config:
         return self.statements.get(name)
 
     def given(self, name: str) -> Optional[Statement]:
-        """What somebody said of a setting on the command line or in a file, whatever was derived from it; None: nothing."""
+        """The user's statement of a setting, on the command line or in a file, even if a derived value replaced it."""
         statement = self.said(name)
         while statement is not None and statement.source == SaidBy.DERIVED:
             statement = statement.earlier
@@ -986,11 +961,11 @@ class Config:
 
     @property
     def given_words(self) -> dict[str, str]:
-        """Setting -> the words of whoever gave it: `--max-steps 0`."""
+        """Setting -> the words that the user gave it with: `--max-steps 0`."""
         return {name: one.words for name in self.statements if (one := self.given(name))}
 
     def derive(self, by: str, **values) -> "Config":
-        """The settings with these values in place of what they had, and the record of it. by: what derives them."""
+        """A copy with these values, and a record of their source. by: the flag or feature that derives them."""
         statements, groups = dict(self.statements), {}
         for name, group in self.groups.items():
             own = {one.name: values[one.name] for one in fields(group) if one.name in values}
@@ -1003,15 +978,15 @@ class Config:
         return replace(self, **groups, extra=extra, statements=statements)
 
     def to_record(self) -> dict[str, Any]:
-        """All settings as JSON has them, for checkpoints and logs; `given`: in the words of whoever gave them."""
+        """All settings as JSON values, for checkpoints and logs; `given`: the words that the user gave them with."""
         groups = {name: asdict(group) for name, group in self.groups.items() if name not in self.extra}
         return groups | dict(extra={name: asdict(group) for name, group in self.extra.items()}, given=self.given_words)
 
 
 def from_record(record: dict, own_groups: Mapping[str, type] = MappingProxyType({})) -> Config:
-    """The settings that a checkpoint's state holds. Settings that it does not know keep their defaults.
+    """The settings in the record of a checkpoint. Settings that it does not have keep their defaults.
 
-    own_groups: of the recipe (`model.recipe.config_of` knows them).
+    own_groups: the recipe's groups (see `model.recipe.config_of`).
 
     >>> from_record(dict(model=dict(num_layers=2, hidden_size=8, num_attention_heads=2, gone=1))).model.num_layers
     2

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who says what of a setting, and which of them counts: statements, and their resolution.
+"""Resolve settings that are given in several places, such as a file and the command line.
 
-Every word of a command line, a file, a preset, a checkpoint or a plan becomes a `Statement`. `resolve` picks one for each
-setting, by one rule for all: the source of the highest precedence counts, in it the last turn, in that the last word.
+Each setting of a command line, a file, a preset, a checkpoint or a plan becomes a `Statement`. `resolve` picks one for
+each setting: the source of the highest precedence counts, in it the last turn, and in that the last flag.
 
     --bf16                        precision is bf16
-    --bf16 --bf16 false           nothing is said of precision: it has its default
-    --bf16 --fp16                 refused: two words for different values, and neither switches the other off
-    --use-sharding false --sharding-stage 2    stage 0, in any order: a switch that is off decides about its neighbours
+    --bf16 --bf16 false           precision has its default
+    --bf16 --fp16                 refused: two flags with different values, and neither switches the other off
+    --use-sharding false --sharding-stage 2    stage 0, in any order: a switch that is off overrides its neighbours
 
-`Config.said` keeps the result: whoever decides something later asks it, and compares no value with a default.
+`Config.said` returns the result. Later decisions use it, rather than comparing a value with its default.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,10 +20,10 @@ from typing import Any, Optional
 
 
 class SaidBy(IntEnum):
-    """Where a statement comes from, in ascending precedence."""
+    """The source of a statement, in ascending precedence."""
 
     RECIPE = 0  # a default of the recipe
-    PRESET = 1  # a known shape, a checkpoint's shape, or what a flag of another suite means besides
+    PRESET = 1  # a named shape, a checkpoint's shape, or an implication of another suite's flag
     FILE = 2
     PLAN = 3  # --parallel-plan
     COMMAND = 4
@@ -32,19 +32,19 @@ class SaidBy(IntEnum):
 
 @dataclass(frozen=True)
 class Statement:
-    """What somebody says of one setting.
+    """A value given for one setting, and its source.
 
     name, value  the setting, and its value
     flag         the spelling that was used, with dashes: --tp
     words        as messages show it: "--tp 8", "--lr 0.1 (run.yaml:3)"
-    where        where it stands, if not on the command line: "run.yaml:3", "preset gpt2-medium"
-    turn         how many --then stand before it on the command line
-    yields       it gives way to other spellings that say more: --use-distributed-optimizer to --sharding-stage 2, not to 0
-    switch_off   it switches something off (`--x false`, `--no-x`): it contradicts no word before it, and none after it
-    withdraws    it says what the value is not, and leaves open what it is: --bf16 false
-    decides      it is the switch of what its neighbours choose, and off: --use-sharding false
-    default      the value that the setting has without any statement; None where it must be given
-    earlier      of a derived value: what was said before
+    where        its place, if not the command line: "run.yaml:3", "preset gpt2-medium"
+    turn         the number of --then before it on the command line
+    yields       more specific spellings override it: --use-distributed-optimizer yields to --sharding-stage 2, not to 0
+    switch_off   it switches something off (`--x false`, `--no-x`), and contradicts no flag before or after it
+    withdraws    it excludes a value without giving one: --bf16 false
+    decides      it is a switch, and off, which overrides other flags of the setting: --use-sharding false
+    default      the setting's default; None if it must be given
+    earlier      of a derived value: the statement that it replaced
     """
 
     name: str
@@ -63,17 +63,17 @@ class Statement:
 
     @property
     def origin(self) -> str:
-        """Who said it, in a word."""
+        """The source, in a word."""
         return self.where or self.flag or self.words
 
     @property
     def is_given(self) -> bool:
-        """Whether somebody gave it, on the command line or in a file."""
+        """Whether the user gave it, on the command line or in a file."""
         return self.source in (SaidBy.FILE, SaidBy.COMMAND)
 
     @property
     def is_request(self) -> bool:
-        """Whether it asks for something. A file may spell out defaults, and `--bf16 false` asks for nothing."""
+        """Whether the user asks for a change. Defaults in a file and `--bf16 false` are no requests."""
         on_command = self.source == SaidBy.COMMAND and not isinstance(self.value, bool)
         return self.is_given and (self.value != self.default or on_command)
 
@@ -82,12 +82,12 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def words_of(given: Mapping[str, Statement], name: str, value: object) -> str:
-    """A setting and its value in the words of whoever gave it: `--top-p 1.5 (-o Generation.top_p)`."""
+    """A setting and its value as the user gave them: `--top-p 1.5 (-o Generation.top_p)`."""
     return given[name].words if name in given else f"--{name.replace('_', '-')} {value}"
 
 
 def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list[str]]:
-    """(setting -> the statement that counts, contradictions in words). Of one source and turn the last word counts.
+    """Resolve statements to (setting -> the statement that counts, messages about contradictions).
 
     >>> one = Statement("tensor_model_parallel_size", 2, SaidBy.FILE)
     >>> other = Statement("tensor_model_parallel_size", 4, SaidBy.COMMAND)
@@ -95,7 +95,7 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
     4
     """
     by_name: dict[str, list[Statement]] = {}
-    for statement in sorted(statements, key=lambda one: (one.source, one.turn)):  # stable: words keep their order
+    for statement in sorted(statements, key=lambda one: (one.source, one.turn)):  # a stable sort
         rivals = by_name.setdefault(statement.name, [])
         if statement.withdraws:
             rivals[:] = [other for other in rivals if not _withdrawn(other, statement)]
@@ -116,7 +116,7 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
 
 
 def overruled(statements: Iterable[Statement], chosen: Mapping[str, Statement]) -> list[tuple[Statement, Statement]]:
-    """(a word of the user, the one that counts instead) for each word that another of its own source and turn replaces.
+    """(statement, the one that counts instead) for each user statement that another of its source and turn replaces.
 
     >>> lr = [Statement("lr", value, SaidBy.COMMAND, "--lr", f"--lr {value}") for value in (0.1, 0.2)]
     >>> [(one.words, by.words) for one, by in overruled(lr, {"lr": lr[1]})]
@@ -126,10 +126,10 @@ def overruled(statements: Iterable[Statement], chosen: Mapping[str, Statement]) 
     for one in statements:
         if one.is_given:
             by_place.setdefault((one.name, one.source, one.turn), []).append(one)
-    found = []
+    pairs = []
     for (name, *_), rivals in by_place.items():
         counts = chosen.get(name)
-        if not any(one is counts for one in rivals):  # it was taken back, or another source counts
+        if not any(one is counts for one in rivals):  # it was withdrawn, or another source counts
             counts = rivals[-1] if rivals[-1].withdraws else None
         for one in rivals if counts else ():
             own = one.flag == counts.flag
@@ -137,24 +137,24 @@ def overruled(statements: Iterable[Statement], chosen: Mapping[str, Statement]) 
             same = (one.value, one.withdraws) == (counts.value, counts.withdraws)
             replaced = own or one.value == counts.value if counts.withdraws else not asks_less
             if one is not counts and replaced and not same:
-                found.append((one, counts))
-    return found
+                pairs.append((one, counts))
+    return pairs
 
 
 def given_values(group: type, said: Mapping[str, Statement]) -> dict[str, Any]:
-    """The settings of a group that somebody gave -> their values, those that are the default as well."""
+    """The given settings of a group -> their values, even if these are the defaults."""
     return {one.name: said[one.name].value for one in fields(group) if one.name in said}
 
 
 def _withdrawn(other: Statement, by: Statement) -> bool:
-    """Whether `--bf16 false` takes back another statement: that of the same flag, and `--precision bf16`."""
+    """Whether `--bf16 false` withdraws another statement: one of the same flag, or `--precision bf16`."""
     return other.flag == by.flag or not by.yields and other.value == by.value
 
 
 def _since_switched_off(rivals: list[Statement]) -> list[Statement]:
-    """Those of the highest source and turn that stand after the last word that switches off; else that word alone.
+    """The statements of the highest source and turn after the last one that switches off, or else only that one.
 
-    A switch that is off stands alone, wherever it is.
+    A switch that is off (`decides`) is the only result, wherever it is.
     """
     last = rivals[-1]
     top = [one for one in rivals if (one.source, one.turn) == (last.source, last.turn)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command line as words: [(flag, its words)] in order, flags with dashes.
+"""Split a command line into [(flag, its words)], in order, with dashes in flags.
 
 >>> split(["--tp", "2", "--bf16", "true--seed", "3"], {"--tp", "--bf16", "--seed"}).words
 [('--tp', ['2']), ('--bf16', ['true']), ('--seed', ['3'])]
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron.settings.dialects.megatron_lm import answer
 
-THEN = "--then"  # scripts put it between their words and those of whoever calls them
+THEN = "--then"  # scripts put it between their own flags and the caller's
 OWN = ("-h", "--help", "--help-all", "--config", "-c", "-o", "--print-config", THEN)
 TYPOGRAPHIC_DASHES = tuple("\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
 # argparse's short forms: -crun.yaml, -oModel.hidden_size=64
@@ -22,32 +22,32 @@ JOINED_LINES = re.compile(r"(true|false|[-+]?[\d.]+(?:[eE][-+]?\d+)?)(--[A-Za-z]
 
 @dataclass
 class CommandLine:
-    """words: flags with what stands after each. problems, notes: sentences for the user."""
+    """A split command line. words: flags with the words after each; problems, notes: messages for the user."""
 
     words: list[tuple[str, list[str]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def values(self, *flags: str) -> list[str]:
-        """The words of some flags, an empty one for a flag without any."""
+        """The words of some flags, "" for a flag without any."""
         return [word for flag, words in self.words if flag in flags for word in words or [""]]
 
     def overrides(self) -> list[tuple[str, int]]:
-        """The words of -o, each with how many --then stand before it."""
+        """The words of -o, each with the number of --then before it."""
         turns = [self.words[:place].count((THEN, [])) for place in range(len(self.words))]
-        found = zip(self.words, turns, strict=True)
-        return [(word, turn) for (flag, words), turn in found if flag == "-o" for word in words or [""]]
+        pairs = zip(self.words, turns, strict=True)
+        return [(word, turn) for (flag, words), turn in pairs if flag == "-o" for word in words or [""]]
 
 
 def split(argv: list[str], flags: Collection[str]) -> CommandLine:
-    """Divide a command line; flags: those that there are. argparse does the splitting.
+    """Split a command line with argparse. flags: the known ones.
 
-    Every flag takes any number of words here; what it may take is judged later, together with everything else.
+    Every flag takes any number of words here; their number is checked later.
     """
     line = CommandLine()
     argv = [with_dashes(part) for word in argv if not _refused(word, flags, line) for part in _parts(word, flags, line)]
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    # Values, not flags: -1e-4, which argparse doubts before 3.14, and dashes alone (--document-separator ---).
+    # Values, not flags: -1e-4, which argparse before 3.14 takes for a flag, and only dashes (--document-separator ---).
     parser._negative_number_matcher = re.compile(r"-[.\d]|-{3,}$")
     met = [word.partition("=")[0] for word in argv if re.match("--?[A-Za-z]", word)]
     for flag in dict.fromkeys([*OWN, *met]):
@@ -64,7 +64,7 @@ class _Record(argparse.Action):
 
 
 def with_dashes(word: str) -> str:
-    """A flag with dashes in place of underscores; its value, and any other word, as it is."""
+    """Replace underscores in a flag by dashes; its value, and any other word, is unchanged."""
     if not word.startswith("--"):
         return word
     flag, equals, value = word.partition("=")
@@ -72,24 +72,25 @@ def with_dashes(word: str) -> str:
 
 
 def _refused(word: str, flags: Collection[str], line: CommandLine) -> bool:
-    """Whether a word is what a copy from a web page or a broken line leaves; the user hears of it."""
+    """Whether a word is left from a copy from a web page or a broken line; adds a message to `line.problems`."""
     flag = "--" + re.sub(r"^\W+", "", word)
     if word and not word.strip():
         line.problems.append("a blank word: is there a space after a backslash at the end of a line?")
     elif word.strip("-")[:1] in TYPOGRAPHIC_DASHES and with_dashes(flag).partition("=")[0] in flags:
-        line.problems.append(f"'{word}' begins with a typographic dash, as web pages make them; type {flag}")
+        line.problems.append(f"'{word}' begins with a typographic dash, as copied from a web page; type {flag}")
     else:
         return False
     return True
 
 
 def _parts(word: str, flags: Collection[str], line: CommandLine) -> list[str]:
-    """A word as two where it is a value and a flag: what a backslash without a blank before it makes of two lines; or where
-    it is a short flag and its value."""
+    """Split a word that is a value and a flag, which two lines become if there is no space before the backslash, or a short
+    flag and its value.
+    """
     if glued := GLUED.fullmatch(word):
         return [*glued.groups()]
     joined = JOINED_LINES.fullmatch(word)
     if not joined or with_dashes(joined[2]) not in flags and not answer(joined[2]):
         return [word]
-    line.notes.append(f"'{word}' is read as {joined[1]} and {joined[2]}: the line before lacks a blank at its end")
+    line.notes.append(f"'{word}' is read as {joined[1]} and {joined[2]}: the line before lacks a space at its end")
     return [joined[1], joined[2]]

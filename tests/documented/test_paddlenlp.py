@@ -35,7 +35,7 @@ def test_the_whole_training_command_is_read(calls, capsys, monkeypatch):
     told = capsys.readouterr().err
     for first, second in (("4", "--mp_degree"), ("0.01", "--warmup_rate"), ("1", "--eval_freq")):
         assert "note: --decay-steps without --lr-decay-style: linear, as in Megatron-LM; PaddleNLP's is cosine" in told
-        assert f"note: '{first}{second}' is read as {first} and {second}: the line before lacks a blank" in told
+        assert f"note: '{first}{second}' is read as {first} and {second}: the line before lacks a space" in told
 
 
 TINY = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()

@@ -124,12 +124,12 @@ def test_a_run_goes_on_and_says_what_changed(tmp_path, capsys):
 @pytest.mark.parametrize(
     "own, said",
     [
-        (dict(schedules={"linear": own_update.quadratic}), "'linear' is the suite's own"),
+        (dict(schedules={"linear": own_update.quadratic}), "'linear' is a built-in name"),
         (
             dict(optimizers={"fused_adam": Kind(lambda s: (), update=own_update.Adagrad)}),
-            "'fused_adam' is the suite's own",
+            "'fused_adam' is a built-in name",
         ),
-        (dict(schedules={"two words": own_update.quadratic}), "is no name"),
+        (dict(schedules={"two words": own_update.quadratic}), "is not a valid name"),
         (dict(schedules={"flat": 1.0}), "give a function"),
         (dict(optimizers={"mine": own_update.Adagrad}), "give megatron.optimizer.kinds.Kind"),
         (dict(optimizers={"mine": Kind(lambda s: ())}), "give megatron.optimizer.kinds.Kind"),

@@ -55,7 +55,7 @@ def test_every_reader_refuses_a_number_that_is_none(name, value, monkeypatch):
         lambda: initialize.join_job(config.parallel, config.kernels),
         lambda: pretrain_gpt.main(TINY),
     ):
-        with pytest.raises(SettingsError, match=f"{name}={value} in the environment is no number") as caught:
+        with pytest.raises(SettingsError, match=f"{name}={value} in the environment is not a number") as caught:
             read()
         assert "unset" in str(caught.value)
 
@@ -309,8 +309,8 @@ def test_a_file_that_is_no_plan(plan_file, tmp_path):
     for text, said in (
         (None, "No such file"),
         ("tp: 2", "not JSON"),
-        ("[]", "there is no plan in it"),
-        ('{"plans": []}', "there is no plan in it"),
+        ("[]", "it contains no plan"),
+        ('{"plans": []}', "it contains no plan"),
         (with_settings(lr=1), "lr is no setting of a layout"),
         (with_settings(micro_batch_size="x"), "micro_batch_size 'x' is not a whole number"),
     ):

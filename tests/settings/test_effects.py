@@ -273,7 +273,7 @@ def test_the_log_says_each_once(run_ranks, command, capfd):
     run_ranks(2, body)
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert said == [
-        "warning: --hysteresis 4 has no effect without --fp16, and a --loss-scale that is not fixed",
+        "warning: --hysteresis 4 has no effect without --fp16, and no --loss-scale",
         "warning: --lr-wsd-decay-iters 3 has no effect without --lr-decay-style WSD",
         "warning: --rotary-base 7.0 has no effect without --position-embedding-type rope",
     ]

@@ -390,7 +390,7 @@ def test_a_folder_as_model_name_is_loaded(tmp_path):
         ("num_layer: 3", ":1: unknown key num_layer; did you mean num_layers?"),
         ("\nlr: x", ":2: lr 'x' is not a number"),
         ("lr: 1\nlr: 2", ":2: lr is given twice (also in line 1)"),
-        ("- 1", "a list of `key: value` lines is wanted"),
+        ("- 1", "expected lines of `key: value`"),
         ("a: [1\nb: 2", ":2: not YAML"),
         ("moe_router_topk: 2", ":1: moe_router_topk is not supported"),
         ("bf16: true\nfp16: true", "contradict each other"),

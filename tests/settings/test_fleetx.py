@@ -267,16 +267,22 @@ def test_a_file_that_inherits_nothing(tmp_path):
 
 
 REPLACED = [
-    ("-c {a} -c {b}", "{a}:2: Model.num_layers=2 gives way to {b}:1: Model.num_layers=4"),
-    ("-c {a} -c {b}", "{a}:6: Engine.max_steps=3 to {b}:2: Engine.max_steps=null"),
-    ("-c {a} -o Engine.max_steps=7 -o Engine.max_steps=8", "-o Engine.max_steps=7 gives way to -o Engine.max_steps=8"),
-    ("-c {a} -o Engine.max_steps=9 -o max_steps=11", "--max-steps 9 (-o Engine.max_steps) gives way to --max-steps 11"),
-    ("-c {a} -o Engine.max_steps=9 -o Engine=null", "-o Engine.max_steps=9 gives way to -o Engine=null"),
-    ("-c {a} -c {p} -c {q}", "--lr 1.0 ({p}:1) gives way to --lr 2.0 ({q}:1)"),
-    ("-c {a} --lr 1 --lr 2 --seed 3 --seed 4", "--lr 1.0 gives way to --lr 2.0, --seed 3 to --seed 4"),
-    ("-c {a} --use_amp true --use_amp false", "--use-amp true gives way to --use-amp false"),
-    ("-c {a} --bf16 --bf16 false", "--bf16 gives way to --bf16 false"),
-    ("-c {a} --bf16 false --bf16", "--bf16 false gives way to --bf16"),
+    ("-c {a} -c {b}", "{a}:2: Model.num_layers=2 is overridden by {b}:1: Model.num_layers=4"),
+    ("-c {a} -c {b}", "{a}:6: Engine.max_steps=3 by {b}:2: Engine.max_steps=null"),
+    (
+        "-c {a} -o Engine.max_steps=7 -o Engine.max_steps=8",
+        "-o Engine.max_steps=7 is overridden by -o Engine.max_steps=8",
+    ),
+    (
+        "-c {a} -o Engine.max_steps=9 -o max_steps=11",
+        "--max-steps 9 (-o Engine.max_steps) is overridden by --max-steps 11",
+    ),
+    ("-c {a} -o Engine.max_steps=9 -o Engine=null", "-o Engine.max_steps=9 is overridden by -o Engine=null"),
+    ("-c {a} -c {p} -c {q}", "--lr 1.0 ({p}:1) is overridden by --lr 2.0 ({q}:1)"),
+    ("-c {a} --lr 1 --lr 2 --seed 3 --seed 4", "--lr 1.0 is overridden by --lr 2.0, --seed 3 by --seed 4"),
+    ("-c {a} --use_amp true --use_amp false", "--use-amp true is overridden by --use-amp false"),
+    ("-c {a} --bf16 --bf16 false", "--bf16 is overridden by --bf16 false"),
+    ("-c {a} --bf16 false --bf16", "--bf16 false is overridden by --bf16"),
     # Another source, another turn, the same value, a word that says more: nothing is replaced.
     ("-c {a} -o Engine.max_steps=7", ""),
     ("-c {a} -o Engine.max_steps=7 --then -o Engine.max_steps=8", ""),
@@ -300,7 +306,7 @@ def test_words_that_others_of_their_source_replace_are_named(line, told, tmp_pat
         (tmp_path / f"{name}.yaml").write_text(text)
     parse_pretrain(line.format(**paths).split())
     notes = capsys.readouterr().err
-    assert told.format(**paths) in notes and notes.count("the last word for a setting counts:") == bool(told), notes
+    assert told.format(**paths) in notes and notes.count("the last value of a setting counts:") == bool(told), notes
 
 
 def test_epochs(read):

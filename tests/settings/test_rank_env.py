@@ -117,10 +117,10 @@ def test_words_that_leave_the_ranks_to_others():
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--rank 0", "--rank 0 of how many ranks?.*--world-size N"),
-        ("--rank one --world-size 2", "--rank one: a number is wanted"),
-        ("--rank 0 --world-size", "--world-size : a number is wanted"),
-        ("--rank 0 --world-size 2 --port http", "--port http: a number is wanted"),
+        ("--rank 0", "--rank 0 needs --world-size.*--world-size N"),
+        ("--rank one --world-size 2", "--rank one: expected a number"),
+        ("--rank 0 --world-size", "--world-size : expected a number"),
+        ("--rank 0 --world-size 2 --port http", "--port http: expected a number"),
     ],
 )
 def test_words_that_are_no_rank(words, said):

@@ -38,7 +38,7 @@ WRONG = {  # command line -> exit code, what the message says; {toy}, {trunk}, {
     "--task {toy}/rate.yaml --data-path {toy} --load {trunk}": (4, "rate.yaml: settings: lr 'high' is not a number"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --examples-per-class 1": (
         3,
-        "6 samples of training (.*)--train-epochs 2(.*) do not fill a batch of --global-batch-size 8",
+        "6 training samples (.*)--train-epochs 2(.*) do not fill a batch of --global-batch-size 8",
     ),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --no-full-validation": (3, "metrics are over all examples"),
     "--task {toy}/toy.yaml --data-path {toy} --load {trunk} --predictions {toy}/toy.yaml/below": (

@@ -155,7 +155,7 @@ def test_a_failure_of_all_ranks_is_told_once_and_last(start):
 def test_an_exception_ends_in_few_lines_and_is_kept_whole(start, tmp_path):
     code, said = start("rank.py", "raises").end()
     assert code == 1 and len(said) <= 12 and said[-2:] == ["RuntimeError: kaboom", "and more of it"]
-    assert said[0].startswith("error: rank 1 ended by an exception; the last 4 of its 12 calls")
+    assert said[0].startswith("error: rank 1 raised an exception; the last 4 of its 12 calls")
     [whole] = re.findall(r"all of them: (.+?)\)", said[0])
     text = open(whole).read()
     assert text.startswith("Traceback") and text.count("in act") >= 3 and text.endswith("and more of it\n")
@@ -384,7 +384,7 @@ def test_a_layout_without_a_launcher_is_told_the_command(root, tmp_path):
     env = {name: value for name, value in os.environ.items() if name not in lost}
     alone = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True)
     assert alone.returncode == 3 and "--tp 2: 2 ranks are needed, and this process is alone" in alone.stderr
-    [command] = re.findall(r"start them: python (.*) \(torchrun takes the same words", alone.stderr)
+    [command] = re.findall(r"start them: python (.*) \(torchrun takes the same arguments", alone.stderr)
     done = subprocess.run(f"{sys.executable} {command}", shell=True, cwd=root, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and (tmp_path / "a run" / "iter_0000001").is_dir(), done.stderr
 
