@@ -55,7 +55,7 @@ def test_a_killed_rank_is_reported(run_ranks):
             os.kill(os.getpid(), signal.SIGKILL)
         return rank
 
-    with pytest.raises(RankFailed, match="rank 0 of 2 failed first(.|\n)*died without a word"):
+    with pytest.raises(RankFailed, match="rank 0 of 2 failed first(.|\n)*died without a message"):
         run_ranks(2, body)
 
 

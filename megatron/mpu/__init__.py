@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model parallelism. `mpu.get_tensor_model_parallel_rank()` and its like are in `parallel_state.py`."""
+"""Model parallelism. Functions such as `mpu.get_tensor_model_parallel_rank()` are in `parallel_state.py`."""
 
 
 def __getattr__(name: str):

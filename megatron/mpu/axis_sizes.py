@@ -8,7 +8,7 @@ from megatron.errors import SettingsError
 
 
 def sizes_of(parallel, world_size: int) -> dict[str, int]:
-    """Sizes of the axes of dense weights in a job with these settings (`schema.Parallel`) on `world_size` ranks."""
+    """Sizes of the axes of dense weights for these settings (`schema.Parallel`) on `world_size` ranks."""
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -22,12 +22,12 @@ def sizes_of(parallel, world_size: int) -> dict[str, int]:
 def expert_sizes(
     sizes: dict[str, int], ep: int = 1, etp: Optional[int] = None, *, shard_over_cp: bool = False
 ) -> dict[str, int]:
-    """Sizes of the experts' axes on the ranks of `sizes`, slowest to fastest.
+    """Sizes of the expert axes on the ranks of `sizes`, slowest to fastest.
 
-    etp: ranks that divide each expert (default: tp, as in Megatron-LM)
-    The state of experts is divided inside the blocks of consecutive ranks that divide the state of dense weights: each
-    block of shard x cp x tp ranks is expert_shard x ep x etp. A block that ep x etp fill or exceed divides experts no
-    further. So expert_replicate is `replicate` (Megatron-LM's --num-distributed-optimizer-instances), or less.
+    etp: tensor parallel size of experts (default: tp, as in Megatron-LM)
+    The state of experts is sharded inside the blocks of consecutive ranks that shard the state of dense weights: each
+    block of shard x cp x tp ranks is expert_shard x ep x etp. If ep x etp fill or exceed a block, expert_shard is 1.
+    So expert_replicate is at most `replicate` (Megatron-LM's --num-distributed-optimizer-instances).
     Raises SettingsError for sizes that do not divide the ranks.
 
     >>> expert_sizes(dict(pp=2, replicate=2, shard=8, cp=1, tp=2), ep=4, etp=1)
@@ -45,7 +45,7 @@ def expert_sizes(
         )
     if sharded and block % one_copy and one_copy % block:
         raise SettingsError(
-            f"{flags} = {one_copy}, and {block} ranks divide optimizer state: one of the two has to divide the other",
+            f"{flags} = {one_copy}, and {block} ranks shard optimizer state: one of the two has to divide the other",
             f"--sharding-degree {sizes['shard']} x --context-parallel-size {sizes['cp']} x "
             f"--tensor-model-parallel-size {sizes['tp']} = {block}",
             "choose another --sharding-degree, or leave it out",

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective of the suite, over an `Axis`. Over an axis of size 1 each is a no-op that returns its input.
+"""Collectives over an `Axis` of the mesh. Over an axis of size 1 each is a no-op that returns its input.
 
 torch 2.13 renamed two of the functions used here and warns at each call of the old names; older torch has only those.
-This is the one place that knows.
 """
 
 import contextlib
@@ -22,31 +21,31 @@ _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_t
 _OPS = dict(sum=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
 
 
-def _noted(kind: str, axis: Axis, work):
-    """A message that was just launched; while steps are profiled, one that notes when it is waited for."""
+def _traced(kind: str, axis: Axis, work):
+    """The handle of a collective that was just launched; while profiling, one that records the wait for it."""
     if lanes.Recording.active is None or torch.compiler.is_compiling():
         return work
     return lanes.note(lanes.lane_of(axis.name, kind), f"{kind}, {axis.label}", work)
 
 
-def _at_once(kind: str, axis: Axis) -> contextlib.AbstractContextManager:
-    """Around a message that is waited for at once."""
+def _blocking(kind: str, axis: Axis) -> contextlib.AbstractContextManager:
+    """A context around a blocking collective, which is recorded while profiling."""
     if lanes.Recording.active is None or torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return lanes.span(lanes.lane_of(axis.name, kind), f"{kind}, {axis.label}")
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """Combine `x` over the axis, in place; returns `x`. `op`: sum, max or min."""
+    """Reduce `x` over the axis, in place; returns `x`. `op`: sum, max or min."""
     if axis.size > 1:
         GroupListener.notify(axis.label)
-        with _at_once("all-reduce", axis):
+        with _blocking("all-reduce", axis):
             dist.all_reduce(x, _OPS[op], group=axis.group)
     return x
 
 
 def all_gather(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """Pieces of all ranks, joined along `dim` in rank order: [n, ...] -> [n * size, ...]."""
+    """Concatenate the pieces of all ranks along `dim`, in rank order: [n, ...] -> [n * size, ...]."""
     if axis.size == 1:
         return x
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
@@ -68,17 +67,17 @@ Rows = Union[Sequence[int], torch.Tensor]  # a number of rows for each rank of a
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, sent: Optional[Rows] = None, received: Optional[Rows] = None):
-    """Rows of `x` [n, ...] go to the ranks of the axis, in rank order; those that arrive [m, ...] are in rank order, too.
+    """Send rows of `x` [n, ...] to the ranks of the axis, in rank order; returns the received rows [m, ...], in rank order.
 
-    sent: rows for each rank, any of which may be 0 (default: as many for each); received: rows from each (default: the
-    ranks tell each other, in a small message)
-    Rows that are a tensor of the device are read by the host, which waits for the device.
+    sent: number of rows for each rank, which may be 0 (default: equal parts); received: number of rows from each (default:
+    exchanged in a small all-to-all)
+    If `sent` or `received` is a tensor on the device, reading it synchronizes with the device.
     """
     if axis.size == 1:
         return x
     sent, received = row_counts(x, axis, sent, received)
     arrived = empty_rows(x, received)
-    with _at_once("all-to-all", axis):
+    with _blocking("all-to-all", axis):
         _send_rows(arrived, x, axis, sent, received)
     return arrived
 
@@ -90,18 +89,18 @@ def start_all_to_all(
     sent: Optional[Sequence[int]] = None,
     received: Optional[Sequence[int]] = None,
 ):
-    """Begin to fill `arrived` [m, ...] with rows of `x` [n, ...] of all ranks (`all_to_all`); `wait()` ends it."""
+    """Start an `all_to_all` of `x` [n, ...] into `arrived` [m, ...]; returns a handle with `wait()`."""
     if axis.size == 1:
         arrived.copy_(x)
         return Done()
-    return _noted("all-to-all", axis, _send_rows(arrived, x, axis, sent, received, async_op=True))
+    return _traced("all-to-all", axis, _send_rows(arrived, x, axis, sent, received, async_op=True))
 
 
 def row_counts(x: torch.Tensor, axis: Axis, sent: Optional[Rows], received: Optional[Rows] = None):
-    """`sent` and `received` of an `all_to_all` of `x` as lists, in one read of the device; (None, None): equal parts."""
+    """`sent` and `received` of an `all_to_all` of `x` as lists, with one device read; (None, None) for equal parts."""
     if sent is None:
         assert received is None and len(x) % axis.size == 0, (
-            f"{len(x)} rows for {axis.size} ranks: say how many for each"
+            f"{len(x)} rows for {axis.size} ranks: pass `sent`, the number for each"
         )
         return None, None
     if received is None:
@@ -129,35 +128,35 @@ def count_rows(numbers: torch.Tensor, count: int, axis: Axis) -> tuple[torch.Ten
 
 
 def empty_rows(x: torch.Tensor, rows: Optional[Sequence[int]]) -> torch.Tensor:
-    """Memory for so many rows like those of `x`, contiguous; None: for as many."""
+    """An uninitialized tensor for `sum(rows)` rows like those of `x`; None: for as many as `x` has."""
     return x.new_empty((len(x) if rows is None else sum(rows), *x.shape[1:]))
 
 
 def _send_rows(arrived: torch.Tensor, x: torch.Tensor, axis: Axis, sent, received, async_op: bool = False):
     GroupListener.notify(axis.label)
-    # Rows are sent as bytes: gloo does not know int16 and fp8, nor NCCL int16.
+    # Rows are sent as bytes: gloo does not support int16 and fp8, nor NCCL int16.
     as_bytes = lambda rows: rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
     arrived, x = as_bytes(arrived), as_bytes(x.detach().contiguous())
     return dist.all_to_all_single(arrived, x, received, sent, group=axis.group, async_op=async_op)
 
 
 class Done:
-    """What was complete when it was started."""
+    """A handle of an operation that is already complete."""
 
     def wait(self) -> None:
         pass
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis):
-    """Begin to sum `x` over the axis, in place. `wait()` of what this returns ends it; until then `x` is not to be used."""
+    """Start to sum `x` over the axis, in place; returns a handle with `wait()`. `x` must not be used before."""
     if axis.size == 1:
         return Done()
     GroupListener.notify(axis.label)
-    return _noted("all-reduce", axis, dist.all_reduce(x, group=axis.group, async_op=True))
+    return _traced("all-reduce", axis, dist.all_reduce(x, group=axis.group, async_op=True))
 
 
 def start_all_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
-    """Begin to fill `whole` [n * size] with the pieces [n] of all ranks; `wait()` of what this returns ends it."""
+    """Start to gather the pieces [n] of all ranks into `whole` [n * size]; returns a handle with `wait()`."""
     if axis.size == 1:
         whole.copy_(piece)
         return Done()
@@ -165,7 +164,7 @@ def start_all_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
 
 
 def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
-    """Begin to fill `piece` [n] with this rank's part of the sum of `whole` [n * size]; `wait()` ends it."""
+    """Start to fill `piece` [n] with this rank's part of the sum of `whole` [n * size]; returns a handle with `wait()`."""
     if axis.size == 1:
         piece.copy_(whole)
         return Done()
@@ -174,31 +173,31 @@ def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
 
 def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
-    if piece.element_size() == 1 and piece.is_floating_point():  # fp8 is sent as bytes: gloo does not know it
+    if piece.element_size() == 1 and piece.is_floating_point():  # fp8 is sent as bytes: gloo does not support it
         whole, piece = whole.view(torch.uint8), piece.view(torch.uint8)
     if whole.device.type == "cpu" and whole.nbytes >= LARGE:
         places = whole.view(-1).chunk(axis.size)
         places[axis.rank].copy_(piece.view(-1))
-        return _noted("all-gather", axis, _Exchange([places[axis.rank]] * axis.size, places, axis))
-    return _noted("all-gather", axis, _gather(whole, piece, group=axis.group, async_op=True))
+        return _traced("all-gather", axis, _Exchange([places[axis.rank]] * axis.size, places, axis))
+    return _traced("all-gather", axis, _gather(whole, piece, group=axis.group, async_op=True))
 
 
 def _begin_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     GroupListener.notify(axis.label)
     if whole.device.type == "cpu":
-        return _noted("reduce-scatter", axis, _Sum(piece, whole, axis))
-    return _noted("reduce-scatter", axis, _scatter(piece, whole, group=axis.group, async_op=True))
+        return _traced("reduce-scatter", axis, _Sum(piece, whole, axis))
+    return _traced("reduce-scatter", axis, _scatter(piece, whole, group=axis.group, async_op=True))
 
 
-# Bytes from which messages from rank to rank are faster than gloo's collectives; small ones wake up later.
+# Size in bytes from which point-to-point messages are faster than gloo's collectives; for small ones latency is higher.
 LARGE = 2 << 20
 
 
 class _Exchange:
-    """Messages between all ranks of an axis, under way: `outgoing` and `incoming` are a tensor for each rank.
+    """Point-to-point messages between all ranks of an axis, in flight; `outgoing`, `incoming`: a tensor for each rank.
 
-    What gloo gathers and scatters by them is neither copied on its way nor waits for a thread of gloo's, of which it
-    has two: 21 MB in five messages take half to two thirds of the time (`benchmarks/collectives.py`).
+    Compared with gloo's collectives they avoid a copy and the wait for one of gloo's two threads: 21 MB in five messages
+    take half to two thirds of the time (`benchmarks/collectives.py`).
     """
 
     def __init__(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], axis: Axis):
@@ -212,9 +211,9 @@ class _Exchange:
 
 
 class _Sum:
-    """A reduce-scatter by gloo, whose own one moves twice the bytes: parts are exchanged, and summed where they belong.
+    """A reduce-scatter over gloo: ranks exchange parts and sum their own. gloo's own one moves twice the bytes.
 
-    Of large ones the first part of another rank arrives in `piece` itself: between two ranks nothing else is allocated.
+    For large tensors the first part of another rank is received into `piece`, so two ranks need no further memory.
     """
 
     def __init__(self, piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
@@ -238,12 +237,12 @@ class _Sum:
         first, *others = self.parts
         if first is not self.piece:
             self.piece.copy_(first)
-        for part in others:  # in the order of ranks, so that every rank has the same result
+        for part in others:  # in rank order, so that every rank has the same result
             self.piece.add_(part)
 
 
 def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """`x` of the rank at place `source` of the axis, in place on the others; returns `x`."""
+    """Broadcast `x` from the rank at index `source` of the axis, in place; returns `x`."""
     if axis.size > 1:
         GroupListener.notify(axis.label)
         dist.broadcast(x, axis.ranks[source], group=axis.group)
@@ -251,7 +250,7 @@ def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
 
 
 def broadcast_object(value, axis: Axis, source: int = 0):
-    """A small picklable value of the rank at place `source`, on every rank of the axis. For start-up, not for steps."""
+    """Broadcast a small picklable value from the rank at index `source` of the axis. For start-up, not for steps."""
     if axis.size == 1:
         return value
     GroupListener.notify(axis.label)
@@ -261,7 +260,7 @@ def broadcast_object(value, axis: Axis, source: int = 0):
 
 
 def all_gather_object(value, axis: Axis) -> list:
-    """Small picklable values of all ranks of the axis, in their order. For checks, not for steps."""
+    """Gather small picklable values of all ranks of the axis, in rank order. For checks, not for steps."""
     if axis.size == 1:
         return [value]
     GroupListener.notify(axis.label)
@@ -271,8 +270,8 @@ def all_gather_object(value, axis: Axis) -> list:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis is here."""
+    """Wait until every rank of the axis has called this."""
     if axis.size > 1:
         GroupListener.notify(axis.label)
-        nccl = dist.get_backend(axis.group) == "nccl"  # its barrier is an all-reduce, on a device that is to be named
+        nccl = dist.get_backend(axis.group) == "nccl"  # its barrier is an all-reduce, which needs a device
         dist.barrier(group=axis.group, device_ids=[torch.cuda.current_device()] if nccl else None)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences that ranks share (context parallelism): a rank's rows of a whole (`mpu.chunks`), and the mappings that bring it
-what other ranks have.
+"""Context parallelism: a rank's rows of a sequence (`mpu.chunks`), and the mappings that exchange rows and heads.
 
 | mapping                                | forward                           | backward                              |
 |----------------------------------------|-----------------------------------|---------------------------------------|
@@ -8,9 +7,9 @@ what other ranks have.
 | `rows_to_heads` (arXiv:2309.14509)     | all-to-all: all rows, some heads  | all-to-all: own rows, all heads       |
 | `heads_to_rows`                        | all-to-all: own rows, all heads   | all-to-all: all rows, some heads      |
 
-Whole sequences are in their own order; over an axis of size 1 each mapping is the identity.
+Gathered sequences are in their original order; over an axis of size 1 each mapping is the identity.
 
-Legend: s tokens, cp ranks, c = s / (2 cp) tokens of a chunk.
+Legend: s tokens, cp ranks, c = s / (2 cp) tokens per chunk.
 """
 
 import torch
@@ -22,7 +21,7 @@ from megatron.mpu.mesh import Axis
 
 
 def own_rows(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
-    """Of a whole sequence along `dim`, this rank's rows."""
+    """This rank's rows of a whole sequence along `dim`."""
     if axis.size == 1:
         return x
     chunks = own_chunks(x.shape[dim], axis.rank, axis.size)
@@ -30,13 +29,13 @@ def own_rows(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 
 
 def in_order(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[s, ...] as the ranks have it, one after the other -> in the order of the sequence."""
+    """Reorder [s, ...] from rank order to sequence order."""
     pairs = x.unflatten(0, (size, 2, -1))  # [cp, 2, c, ...]
     return torch.cat((pairs[:, 0], pairs[:, 1].flip(0))).flatten(0, 1)
 
 
 def by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[s, ...] in the order of the sequence -> as the ranks have it, one after the other."""
+    """Reorder [s, ...] from sequence order to rank order."""
     early, late = x.unflatten(0, (2, size, -1))  # [cp, c, ...] each
     return torch.stack((early, late.flip(0)), 1).flatten(0, 2)
 
@@ -50,25 +49,26 @@ def _own_rows_of_total(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _to_heads(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """[s/cp, b, heads, ...] -> [s, b, heads/cp, ...]"""
-    parts = torch.cat(x.chunk(axis.size, 2))  # the rows once for each rank, with its heads
+    """[s/cp, b, heads, ...] -> [s, b, heads/cp, ...]."""
+    parts = torch.cat(x.chunk(axis.size, 2))  # all rows for each rank, with its heads
     return in_order(collectives.all_to_all(parts, axis), axis.size)
 
 
 def _to_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """[s, b, heads/cp, ...] -> [s/cp, b, heads, ...]"""
-    parts = collectives.all_to_all(by_rank(x, axis.size), axis)  # own rows, once with the heads of each rank
+    """[s, b, heads/cp, ...] -> [s/cp, b, heads, ...]."""
+    parts = collectives.all_to_all(by_rank(x, axis.size), axis)  # own rows, with the heads of each rank
     return torch.cat(parts.chunk(axis.size), 2)
 
 
 def _storage(x: torch.Tensor) -> int:
-    """What tells memory from other memory, also on devices that have none: an address would be 0 on all of them."""
+    """An identifier of a tensor's storage, valid on the meta device, too, where all addresses are 0."""
     return x.untyped_storage()._cdata
 
 
 class GatheredAgain(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, autograd keeps no views of `whole`, which is gathered from the `own` rows of all ranks: the backward pass
-    gathers it again. Nothing is gathered for kernels that keep copies.
+    """A context in which autograd saves no views of `whole`, the gathered `own` rows of all ranks.
+
+    The backward pass gathers `whole` again, unless kernels have saved copies.
     """
 
     def __init__(self, whole: torch.Tensor, own: torch.Tensor, axis: Axis):
@@ -89,7 +89,7 @@ class GatheredAgain(torch.autograd.graph.saved_tensors_hooks):
             self.whole = _gathered(self.own, self.axis)
         self.read += 1
         view = self.whole.as_strided(*kept)
-        if self.read == self.kept:  # the last of them holds it now
+        if self.read == self.kept:  # the last view keeps it alive
             self.whole, self.read = None, 0
         return view
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many threads a rank on a CPU computes with, and what a thread does while it waits for the others.
+"""The number of threads of a rank on a CPU, and whether they spin or sleep while they wait for each other.
 
     OMP_NUM_THREADS=$(python -m megatron.mpu.cpu_threads 2)     for each of two ranks of this machine
 
 The count is the rank's share of the cores that its processes may use: those of the affinity mask, or of a container's
-quota. A user's own OMP_NUM_THREADS wins. What other programs use at the moment takes nothing away: rounding depends on the
-count, and beside two busy processes two threads that sleep while they wait were faster than one (docs/benchmarks.md).
+quota. OMP_NUM_THREADS overrides it. The load of other programs does not change the count: rounding depends on it, and next
+to two busy processes two threads that sleep while they wait were faster than one (docs/benchmarks.md).
 
-What other programs use decides how threads wait for each other, which they do hundreds of times a step and which changes
-no result. By default libgomp lets them spin for some milliseconds. That is best where each has a core to itself, by 2 %.
-Beside other programs they keep the very thread that they wait for from its core, and a step takes 20 times as long: there
-they sleep, from the start (`choose_waiting`) or from where steps begin to crawl (`training.pace`).
+The load of other programs decides how threads wait for each other, hundreds of times a step, which does not change
+results. By default libgomp lets them spin for some milliseconds. That is faster by 2 % if each has its own core. Next to
+other programs a spinning thread keeps the thread it waits for from its core, and a step takes 20 times as long: then
+threads sleep, from the start (`choose_waiting`) or once steps become slow (`training.pace`).
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-PRESSURE = 20.0  # percent of the time in which something waits for a core: other programs are there
+PRESSURE = 20.0  # percent of the time in which something waits for a core, from which the machine counts as shared
 
 
 class Threads(NamedTuple):
-    """Threads of a rank, and where the number comes from, in words."""
+    """The number of threads of a rank, and its source in words."""
 
     count: int
     why: str
@@ -37,7 +37,7 @@ class Threads(NamedTuple):
 
 
 def choose_threads(ranks_here: int = 1, env: Mapping[str, str] = os.environ) -> Threads:
-    """Threads of one of so many ranks of this machine.
+    """The threads of each rank, if this machine has `ranks_here` ranks.
 
     >>> choose_threads(env=dict(OMP_NUM_THREADS="3"))
     Threads(count=3, why='OMP_NUM_THREADS', given=True)
@@ -49,7 +49,7 @@ def choose_threads(ranks_here: int = 1, env: Mapping[str, str] = os.environ) -> 
 
 
 def share(cores: int, quota: Optional[float], ranks_here: int) -> Threads:
-    """What of a machine belongs to one of its ranks; quota: CPUs that a container may use, None: all.
+    """The share of each rank in a machine's cores; quota: CPUs that a container may use, None: all.
 
     >>> share(16, 6.5, 2)
     Threads(count=3, why='16 cores, a quota of 6.5 of them, 2 ranks', given=False)
@@ -62,13 +62,13 @@ def share(cores: int, quota: Optional[float], ranks_here: int) -> Threads:
     return Threads(max(1, usable // ranks_here), ", ".join(words))
 
 
-SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # what says how threads wait
+SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # variables that set how threads wait
 
 
 def choose_waiting(ranks_here: int = 1, env: MutableMapping[str, str] = os.environ, modules=sys.modules) -> None:
-    """Say in the environment that threads sleep while they wait, where threads and other programs do not fit on the cores.
+    """Set OMP_WAIT_POLICY=PASSIVE if threads and other programs together need more than the cores.
 
-    Before torch is loaded, or it is too late: libgomp reads the environment once. A user's own wish counts.
+    It has no effect after torch is loaded: libgomp reads the environment once. The user's own variables are kept.
     """
     threads = choose_threads(ranks_here, env).count
     if may_spin(threads, env) and "torch" not in modules and crowded(threads * ranks_here):
@@ -76,36 +76,36 @@ def choose_waiting(ranks_here: int = 1, env: MutableMapping[str, str] = os.envir
 
 
 def may_spin(threads: int, env: Mapping[str, str] = os.environ) -> bool:
-    """Whether threads wait for each other, and nobody has said how."""
+    """Whether threads wait for each other, and the environment does not set how."""
     return threads > 1 and not SPINNING & env.keys()
 
 
 def crowded(wanted: int, own: float = 0.0) -> bool:
-    """Whether other programs leave fewer than `wanted` cores: by the time that anything waited for a core in the last ten
-    seconds, or by the load average of the last minute, of which `own` is this job's.
+    """Whether other programs leave fewer than `wanted` cores.
+
+    By the CPU pressure of the last ten seconds, or the load average of the last minute, of which `own` is this job's.
     """
     others = round(load() - own)
     return pressure() >= PRESSURE or others >= 1 and others + wanted > cores()
 
 
 def pressure(path: Path = Path("/proc/pressure/cpu")) -> float:
-    """Percent of the last ten seconds in which something waited for a core; 0: the kernel does not say so."""
-    found = re.match(r"some avg10=([\d.]+)", _read(path))
-    return float(found[1]) if found else 0.0
+    """Percent of the last ten seconds in which something waited for a core; 0 if the kernel does not report it."""
+    match = re.match(r"some avg10=([\d.]+)", _read(path))
+    return float(match[1]) if match else 0.0
 
 
 def load() -> float:
-    """Programs that ran or waited for a core in the last minute, for the share of the machine that this process may use."""
+    """The load average of the last minute, scaled to the share of the machine that this process may use."""
     return os.getloadavg()[0] * cores() / (os.cpu_count() or 1)
 
 
 def sleep_from_now_on(threads: int) -> bool:
-    """Let threads of this process that wait sleep from now on, as OMP_WAIT_POLICY=PASSIVE does from the start; False: the
-    library of threads that torch uses here has no way to.
+    """Make waiting threads of this process sleep, as OMP_WAIT_POLICY=PASSIVE does; False if torch does not use libgomp.
 
-    libgomp lets none spin for longer than a microsecond while it has more threads than there are cores
-    (`gomp_throttled_spin_count_var`). So a thread of its own has a team of so many more, which sleep for ever: no
-    other team has another size, so no sum is rounded in another way.
+    libgomp lets no thread spin for longer than a microsecond while it has more threads than there are cores
+    (`gomp_throttled_spin_count_var`). So an extra thread starts a team of the missing number, which sleeps forever. The
+    size of other teams does not change, and so neither does the rounding of sums.
     """
     places = [line.split()[-1] for line in _read(Path("/proc/self/maps")).splitlines() if "libgomp" in line]
     if not places:
@@ -117,31 +117,31 @@ def sleep_from_now_on(threads: int) -> bool:
         run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         run(ctypes.cast(nothing, ctypes.c_void_p), None, max(2, cores() - threads + 2), 0)
         made.set()
-        threading.Event().wait()  # a team ends with the thread that has made it
+        threading.Event().wait()  # a team ends with the thread that started it
 
     threading.Thread(target=hold, name="idle team", daemon=True).start()
     return made.wait(10)
 
 
 def waiting(env: Mapping[str, str] = os.environ) -> str:
-    """What the environment asks of threads that wait, in words."""
+    """How threads wait, by the environment, in words."""
     if env.get("GOMP_SPINCOUNT"):
         return f"GOMP_SPINCOUNT {env['GOMP_SPINCOUNT']}"
     return f"waiting threads {'sleep' if env.get('OMP_WAIT_POLICY', '').lower() == 'passive' else 'spin'}"
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(affinity())
 
 
 def affinity() -> set[int]:
-    """The numbers of these."""
+    """The ids of the cores that this process may use."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def quota(member: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Optional[float]:
-    """CPUs that the control groups of this process leave to it, the tightest of them; None: no limit."""
+    """The CPU limit of this process, the lowest of its control groups; None: no limit."""
     limits = []
     for line in _read(member).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -151,11 +151,11 @@ def quota(member: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/c
             tree, files = root / controllers, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         else:
             continue
-        # Inside of a container the path may be the host's, where the container's own group is mounted as the tree's root.
+        # Inside a container the path may be the host's, and the container's own group is mounted as the tree's root.
         group = tree / path.strip("/")
         for folder in {tree, *(one for one in (group, *group.parents) if tree in one.parents)}:
             words = " ".join(_read(folder / name) for name in files).split()
-            if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):  # without a limit: max, or -1
+            if len(words) == 2 and all(map(str.isdecimal, words)) and int(words[1]):  # no limit: max, or -1
                 limits.append(int(words[0]) / int(words[1]))
     return min(limits, default=None)
 
@@ -168,7 +168,7 @@ def _read(path: Path) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print how many threads each of so many ranks of this machine should have (default: of one)."""
+    """Print the number of threads per rank, for the given number of ranks of this machine (default: 1)."""
     print(choose_threads(int(argv[0]) if argv else 1).count)
 
 

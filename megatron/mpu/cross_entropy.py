@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output layer and cross-entropy in one, a chunk of tokens at a time, over a vocabulary cut along the tp axis.
+"""Fused output layer and cross-entropy, a chunk of tokens at a time, over a vocabulary that is split along the tp axis.
 
-The fp32 logits of a whole micro-batch never exist: each chunk's logits become its losses and, when gradients are wanted,
-at once its gradients, since d loss / d logits = softmax - onehot needs nothing from later. Backward makes the product
-for the weight's gradient, which may be deferred (`deferred_wgrad.py`), and multiplies by the gradient that arrives.
-Rows of the vocabulary that are padding are kept out of the softmax: no probability, no gradient.
+The fp32 logits of a whole micro-batch never exist: each chunk's logits become its losses and, if gradients are needed,
+immediately its gradients, since d loss / d logits = softmax - onehot. The backward pass computes the weight's gradient,
+which may be deferred (`deferred_wgrad.py`), and multiplies by the incoming gradient.
+Padding rows of the vocabulary are excluded from the softmax: no probability, no gradient.
 
-A soft cap replaces logits by cap x tanh(logit / cap), whose slope multiplies their gradient.
+A soft cap replaces logits by cap x tanh(logit / cap), and its slope multiplies their gradient.
 
-The z-loss of a token is the square of its log sum exp (arXiv:2204.02311, section 5), whose gradient is softmax x
-2 log sum exp: it goes into the same gradients, so it costs no second pass.
+The z-loss of a token is the square of its log sum exp (arXiv:2204.02311, section 5). Its gradient, softmax x
+2 log sum exp, is added to the same gradients, so it costs no second pass.
 
 With label smoothing e the target of a token is 1 - e for its label plus e / vocabulary for every real row
 (arXiv:1512.00567), so its loss is log sum exp(logits) - (1 - e) logit of the label - e x mean of the logits: each rank
-adds up its own logits, and the sum over ranks that brings the label's logit brings the mean along.
+sums its own logits, and one all-reduce sums both the label's logit and the mean.
 
-fp16 has no number below 6e-8, and gradients of logits are probabilities: they are kept times `FP16_SCALE`, those of the
-weight, which add up all tokens, divided by their number, and the gradient that arrives (loss scale / tokens) sets both
-right. Nothing that the loss scale would save is lost before it comes.
+fp16 has no number below 6e-8, and gradients of logits are probabilities. So they are stored times `FP16_SCALE`, and the
+weight's gradient, a sum over tokens, divided by their number; the incoming gradient (loss scale / tokens) is corrected
+for both. So nothing underflows before the loss scale is applied.
 
 Legend: n tokens (s x b), h hidden, v padded vocabulary, tp size of the axis.
 """
@@ -60,20 +60,21 @@ def linear_cross_entropy(
     reduce: Optional[Axis] = None,
     bias: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum over tokens of mask x cross-entropy of `hidden @ weight.T` against `labels`, that of mask x z-loss): scalars in
-    fp32. All gradients come with the first: those of the first + `z_loss` x the second, which is what is to be minimised.
+    """Masked sums over tokens of cross-entropy (`hidden @ weight.T` against `labels`) and of z-loss, as fp32 scalars.
 
-    hidden [n, h], equal on all ranks of `tp`; its gradient here is this rank's part of a sum over them, which the
-    mapping that brought it (`copy_to_tensor_model_parallel_region` or `gather_from_sequence_parallel_region`)
-    completes, or this function beside the product for the weight's gradient: with `reduce`, or with `gather`, where
-    hidden is this rank's piece [n/tp, h] (`layers.LinearOptions`).
+    Only the first has a gradient, which is that of the first + `z_loss` x the second, the loss to minimize.
+
+    hidden [n, h], equal on all ranks of `tp`. Its gradient is this rank's part of a sum over them. The mapping before
+    (`copy_to_tensor_model_parallel_region` or `gather_from_sequence_parallel_region`) reduces it, or this function does,
+    overlapped with the weight's gradient: with `reduce`, or with `gather`, where hidden is this rank's piece [n/tp, h]
+    (`layers.LinearOptions`).
     weight [v/tp, h]: rows tp.rank * v/tp onwards of the padded vocabulary;
     labels [n] int64 below `vocab_size`; mask [n] or None for all ones;
-    label_smoothing: share of the target that is spread over the vocabulary; softcap: logits become
-    softcap x tanh(logit / softcap); chunk: rows of logits that exist at a time;
-    deferred: takes the product for the weight's gradient while it collects, as in `layers.linear`;
+    label_smoothing: target probability spread over the vocabulary; softcap: logits become softcap x tanh(logit / softcap);
+    chunk: rows of logits that exist at a time;
+    deferred: defers the weight's gradient while it collects, as in `layers.linear`;
     unfused: softmax and gradients by torch's ops; bias: [v/tp], added to logits before a cap.
-    Raises SettingsError where hidden states and labels differ in number.
+    Raises SettingsError if hidden states and labels differ in number.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     part = _part(weight, vocab_size, tp, label_smoothing, softcap, z_loss)
@@ -110,10 +111,10 @@ def token_losses(
 
 
 class _Precomputed(torch.autograd.Function):
-    """A scalar whose gradients are known, each as (what gives it, what it is multiplied by): backward scales them.
+    """A scalar with known gradients, each as (function that returns it, its scale); the backward pass scales them.
 
-    defer: takes what gives the weight's gradient, instead of autograd.
-    reduction: starts to sum the gradient of hidden over ranks, and returns what waits for it.
+    defer: receives the function for the weight's gradient, instead of autograd.
+    reduction: starts to sum the gradient of hidden over ranks, and returns a function that waits for it.
     """
 
     @staticmethod
@@ -126,7 +127,7 @@ class _Precomputed(torch.autograd.Function):
         of_hidden, of_weight, of_bias = (partial(_scaled, *gradient, upstream) for gradient in ctx.gradients)
         del ctx.gradients  # they are scaled in place, so a second backward would be wrong
         needed = ctx.needs_input_grad
-        hidden = ctx.reduction(of_hidden()) if needed[1] else None  # on its way while the weight's is made
+        hidden = ctx.reduction(of_hidden()) if needed[1] else None  # reduced while the weight's is computed
         weight = of_weight() if needed[2] else None
         if ctx.defer:
             ctx.defer(of_weight)
@@ -135,7 +136,7 @@ class _Precomputed(torch.autograd.Function):
 
 
 def _scaled(give: Callable[[], torch.Tensor], scale: float, upstream: torch.Tensor) -> torch.Tensor:
-    """A gradient for the one that arrives. To look at what arrives on a GPU would wait for the GPU."""
+    """A gradient, scaled by the incoming one. Reading `upstream` on a GPU would synchronize, so it is only read on CPUs."""
     gradient = give()
     if scale != 1.0 or upstream.device.type != "cpu" or upstream != 1.0:
         gradient.mul_(upstream / scale)
@@ -143,7 +144,7 @@ def _scaled(give: Callable[[], torch.Tensor], scale: float, upstream: torch.Tens
 
 
 def _part(weight, vocab_size: int, tp: Axis, label_smoothing=0.0, softcap=None, z_loss=0.0) -> VocabularyPart:
-    """Of the vocabulary what this rank holds; what a real row and a label's own row have as target."""
+    """This rank's part of the vocabulary, with the targets of the label's row and of other rows."""
     rows = weight.shape[0]
     first = tp.rank * rows
     real = max(0, min(rows, vocab_size - first))
@@ -151,18 +152,17 @@ def _part(weight, vocab_size: int, tp: Axis, label_smoothing=0.0, softcap=None, 
 
 
 def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wanted: bool, unfused: bool, bias=None):
-    """Losses [n] and log sum exp of each token's logits [n]; with `wanted` also what gives the gradients of their masked
-    sum (with z-losses) to hidden [n, h], weight [v/tp, h] and bias [v/tp], each with the factor that it is multiplied by.
+    """Losses [n] and log sum exp of each token's logits [n], and, if `wanted`, gradients of their masked sum.
 
-    Two levels: the logits of a `block` of rows are made by one product, which their gradients, written over them in the
-    format of the weights, wait for in turn, so that most micro-batches need one large product of each kind and no sum over
-    blocks. Then the weight's is not made before it is asked for. Of these, `chunk` rows at a time stay in the cache in fp32
-    while they turn into gradients.
+    Gradients (of hidden [n, h], weight [v/tp, h] and bias [v/tp], with z-losses) are pairs of a function and its scale.
+    There are two levels. One product computes the logits of a `block` of rows. Their gradients overwrite them, in the
+    format of the weights. Most micro-batches are one block: one large product of each kind, no sum over blocks, and the
+    weight's gradient is computed on request. Within a block, `chunk` rows at a time are in fp32, to stay in the cache.
     """
     n, product = hidden.shape[0], matmul(hidden)
     if n != labels.shape[0]:
         raise SettingsError(
-            f"{n} tokens have come to the output layer, and there are {labels.shape[0]} labels",
+            f"the output layer has {n} tokens, and there are {labels.shape[0]} labels",
             "the loss is a sum over labels, each with the hidden state of its token",
             "keep every token on its way through the model: docs/extending.md#a-model",
         )
@@ -190,7 +190,7 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
             of_bias = own if of_bias is None else of_bias.add_(own)
         hidden_gradient[whole] = product(logits, weight.t())
         give = partial(_weight_gradient, product, logits, inputs, down)
-        if n > block:  # blocks are summed in fp32: in bf16 each addition would round away what the next one brings
+        if n > block:  # blocks are summed in fp32, to avoid rounding to bf16 after each
             total = give() if total is None else total.float().add_(give())
     if not wanted:
         return losses, log_sums, None
@@ -201,7 +201,7 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
 
 
 def _weight_gradient(product, gradient: torch.Tensor, inputs: torch.Tensor, down: float) -> torch.Tensor:
-    """[v/tp, h] from the gradients of logits [n, v/tp] and the hidden states [n, h] times `down`."""
+    """The weight's gradient [v/tp, h], from the gradients of logits [n, v/tp] and the hidden states [n, h] x `down`."""
     return product(gradient.t(), (inputs if down == 1.0 else inputs * down).t())
 
 
@@ -210,7 +210,7 @@ def _slices(start: int, stop: int, step: int) -> list[slice]:
 
 
 def _join(tp: Axis) -> Optional[Callable]:
-    """What makes statistics of the whole vocabulary, [c, 1] each, from those of the ranks' parts; None on one rank."""
+    """A function that combines the statistics of the ranks' parts of the vocabulary, [c, 1] each; None on one rank."""
     if tp.size == 1:
         return None
 

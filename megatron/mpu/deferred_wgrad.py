@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deferred weight gradients (W of zero-bubble schedules): the backward pass makes gradients of inputs at once.
+"""Deferred weight gradients (W of zero-bubble schedules): the backward pass first computes only gradients of inputs.
 
-The previous pipeline stage needs the gradient of a layer's input (dgrad) at once; no rank waits for that of its weight
-(wgrad). While a pass `collect`s, linear layers leave the product that makes the weight's gradient here;
-`run_deferred_wgrads` does these products later:
+The previous pipeline stage needs the gradient of a layer's input (dgrad) immediately; no rank waits for that of its weight
+(wgrad). While a pass `collect`s, linear layers store the products for weight gradients here;
+`run_deferred_wgrads` computes them later:
 
     waiting = attach_weight_grad_store(stages)
     with waiting.collect() as products:
@@ -11,10 +11,10 @@ The previous pipeline stage needs the gradient of a layer's input (dgrad) at onc
     ...
     run_deferred_wgrads(products)  # pass W
 
-Under sequence parallelism such a product gathers its input again: while the product before it is made.
+Under sequence parallelism such a product gathers its input again, overlapped with the previous product.
 
-The output layer leaves its product here, too (`mpu/cross_entropy.py`). Gradients of norms, biases and embeddings are cheap
-and stay in pass I, and so do those of a layer whose input needs no gradient.
+The output layer also defers its product (`mpu/cross_entropy.py`). Gradients of norms, biases and embeddings are cheap
+and stay in pass I, and so do those of a layer if its input needs no gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,24 +24,24 @@ from typing import Optional
 
 import torch
 
-# A weight and what gives its gradient; or several weights, and what gives a gradient for each.
+# A weight and a function that returns its gradient; or several weights, and a function that returns one for each.
 Product = tuple[torch.Tensor | Sequence[torch.Tensor], Callable[[], torch.Tensor | Sequence[torch.Tensor]]]
 
 
 class WeightGradStore:
-    """Where the linear layers of a rank leave the products of pass W. Not collecting, it changes nothing."""
+    """Stores the products of pass W of a rank's linear layers. While it does not collect, it runs them immediately."""
 
     def __init__(self):
         self._products: Optional[list[Product]] = None
 
     @property
     def collecting(self) -> bool:
-        """Whether products wait; otherwise they are made at once."""
+        """Whether products are deferred; otherwise they are computed immediately."""
         return self._products is not None
 
     @contextmanager
     def collect(self) -> Iterator[list[Product]]:
-        """Products of the backward passes inside are kept in the list that this gives."""
+        """A context that yields a list, to which backward passes inside add their products."""
         self._products = products = []
         try:
             yield products
@@ -49,7 +49,7 @@ class WeightGradStore:
             self._products = None
 
     def defer(self, weight: torch.Tensor | Sequence[torch.Tensor], product: Callable) -> None:
-        """For the backward pass of a layer: the product that is its weight's gradient, for later or for now."""
+        """Store the product for a weight's gradient, or run it if not collecting. Layers call it in their backward pass."""
         if self._products is None:
             run_deferred_wgrads([(weight, product)])
         else:
@@ -57,7 +57,7 @@ class WeightGradStore:
 
 
 def attach_weight_grad_store(modules: Iterable[torch.nn.Module]) -> WeightGradStore:
-    """One `WeightGradStore` for all linear layers in `modules`."""
+    """Attach one new `WeightGradStore` to all linear layers in `modules`, and return it."""
     shared = WeightGradStore()
     for module in modules:
         for layer in module.modules():
@@ -69,9 +69,9 @@ def attach_weight_grad_store(modules: Iterable[torch.nn.Module]) -> WeightGradSt
 def wgrad_defer_function(
     deferred: Optional[WeightGradStore], x: torch.Tensor, weight: torch.Tensor
 ) -> Optional[Callable]:
-    """What takes the product for the gradient of a weight that x is multiplied with; None: autograd does.
+    """A function that receives the product for the weight's gradient; None: autograd computes it.
 
-    Else autograd must not see the weight: where a gradient is missing it would call the weight's hooks without one.
+    With a function, autograd must not see the weight, whose hooks it would call without a gradient.
     """
     if deferred is None or not (x.requires_grad and weight.requires_grad):
         return None
@@ -79,11 +79,11 @@ def wgrad_defer_function(
 
 
 def run_deferred_wgrads(products: list[Product]) -> None:
-    """Do the products, in the order in which they came, and accumulate them as a backward pass would: hooks included."""
+    """Run the products in order, and accumulate the gradients as a backward pass would, with hooks."""
     while products:
         weight, product = products.pop(0)
-        for ready in (product, *(behind for _, behind in products[:1])):
-            getattr(ready, "start", _nothing)()  # what it gathers is on its way while the one before is made
+        for ready in (product, *(following for _, following in products[:1])):
+            getattr(ready, "start", _nothing)()  # its input is gathered while the previous product runs
         with torch.no_grad():
             gradients = product()
         weights, gradients = ([weight], [gradients]) if isinstance(weight, torch.Tensor) else (weight, gradients)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several ranks on this machine in a fraction of a second: `run_ranks(4, function)` calls `function(rank)` on four.
+"""Start several ranks on this machine in a fraction of a second: `run_ranks(4, function)` calls `function(rank)` on four.
 
-Workers are forked from this process after it has imported torch, so two ranks start in about 0.2 s where a fresh
-interpreter each would need several. This is safe because torch runs on one thread here: no thread pool exists that a
-fork could lose. One thread also makes results repeatable bit by bit. For tests and for checks such as `verify_layout`.
+Workers are forked from this process after it has imported torch, so two ranks start in about 0.2 s instead of several
+seconds. This is safe because torch runs on one thread here: there is no thread pool that a fork could lose. One thread
+also makes results deterministic. For tests and for checks such as `verify_layout`.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from megatron.errors import Failure, explain, with_place
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or did not answer in time; the text holds the traceback of the rank that failed first.
+    """A rank raised, died or did not answer in time; the text has the traceback of the rank that failed first.
 
-    failure: what that rank raised, where it is one of `megatron.errors` or can be told as one.
-    brief:   the text in one line, with the file and the line of what it raised
+    failure: the exception of that rank as a `megatron.errors.Failure`, if `explain` can convert it
+    brief:   the text in one line, with file and line of the exception
     """
 
     def __init__(self, text: str, failure: Failure | None = None, brief: str = ""):
@@ -34,21 +34,21 @@ class RankFailed(RuntimeError):
 
 
 def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: str = "gloo") -> list:
-    """Call `function(rank, *args)` on `world_size` forked ranks of an initialised process group.
+    """Call `function(rank, *args)` on `world_size` forked ranks of an initialized process group.
 
-    Returns what each rank returned, in rank order (anything that pickles; closures are fine as `function`).
+    Returns the results in rank order, which must be picklable; `function` may be a closure.
     Raises RankFailed with the traceback of the rank that failed first. No process outlives the call.
     """
     import torch.distributed  # imported here once, not by every worker after its fork
 
     torch.set_num_threads(1)
 
-    # The ranks meet in a file. A TCP store would have to be served by a thread: in this process it would not be safe
-    # to fork, and in rank 0 its start races with its clients (seen: one start in twenty took 5 s longer).
+    # The rendezvous is a file. A TCP store needs a server thread: in this process it would make forks unsafe, and in
+    # rank 0 its start races with its clients (one start in twenty took 5 s longer).
     meeting = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)
     meeting.close()
     _flush()
-    workers: dict[Connection, tuple[int, int]] = {}  # where its answer comes from -> (rank, pid)
+    workers: dict[Connection, tuple[int, int]] = {}  # connection for its answer -> (rank, pid)
     try:
         for rank in range(world_size):
             receive, send = Pipe(duplex=False)
@@ -71,15 +71,15 @@ def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: s
 
 
 def renew_threads() -> None:
-    """In a forked process, before it has threads: two that find torch's pool lost in the fork break each other."""
+    """Reset torch's thread pool, which a fork loses, in a forked process before it starts threads."""
     import torch
 
     torch.set_num_threads(1)
 
 
 def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -> None:
-    """Body of one forked rank: join the group, call, answer, and leave without running this program's exit handlers."""
-    gc.freeze()  # what is inherited: memory that a collection looks at is copied
+    """Body of one forked rank: join the group, call, answer, and exit without running this program's exit handlers."""
+    gc.freeze()  # a collection would touch, and so copy, all inherited memory
     import datetime
 
     import torch.distributed as dist
@@ -94,10 +94,10 @@ def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
         result = function(rank, *args)
         answer = pickle.dumps((True, result))
-        _flush()  # before the answer: who has all answers ends what is left of the ranks
+        _flush()  # before the answer: after all answers the parent kills the ranks
         send.send_bytes(answer)
         if dist.is_initialized():
-            # Leave together: a rank that tears its connections down early breaks a slower peer's last collective.
+            # Exit together: a rank that closes its connections early breaks a slower peer's last collective.
             with contextlib.suppress(Exception):
                 dist.barrier()
     except BaseException as error:
@@ -110,14 +110,14 @@ def _worker(rank, world_size, meeting, send, backend, timeout, function, args) -
 
 
 def _flush() -> None:
-    """Let everybody see what this process has printed."""
+    """Flush stdout and stderr."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it; it is closed
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe; a closed stream
             stream.flush()
 
 
 def _collect(workers: dict, timeout: float) -> list:
-    """Wait for every rank's answer; at the first failure give the others a moment, then report the earliest one."""
+    """Wait for every rank's answer. After a failure wait 0.5 s for others, then raise the earliest one."""
     results, failures = {}, {}
     deadline = time.monotonic() + timeout
     open_ends = dict(workers)
@@ -130,7 +130,7 @@ def _collect(workers: dict, timeout: float) -> list:
             try:
                 good, value = pickle.loads(receive.recv_bytes())
             except EOFError:
-                died = "the process died without a word (killed, or aborted in C++)"
+                died = "the process died without a message (killed, or aborted in C++)"
                 good, value = False, (time.monotonic(), died, None, died)
             if good:
                 results[rank] = value

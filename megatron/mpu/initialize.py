@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining a job: which rank this process is, on which device, and the mesh of all ranks.
+"""Initialize distributed training: this process's rank and device, the process group, and the mesh of all ranks.
 
-`torchrun` and its relatives say so in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without them the
-process is a job of its own: the same code, with every axis of size 1.
+`torchrun` and other launchers set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without them the job has one
+rank: the same code runs, with every axis of size 1.
 """
 
 import os
@@ -22,21 +22,21 @@ from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, mesh_of
 from megatron.settings import rank_env, schema
 
-PATIENCE = 10.0  # seconds that the other ranks may be late before the first rank of each machine says so
+PATIENCE = 10.0  # seconds to wait for other ranks before the first rank of each machine prints a message
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """This process's place in the job."""
+    """The rank of this process in the job, its device and its mesh."""
 
     mesh: Mesh
     device: torch.device
-    joined: bool = False  # the process group was initialised here, so it is ended here
-    threads: str = ""  # what a rank on a CPU computes with, in words
+    joined: bool = False  # the process group was initialized here, so it is destroyed here
+    threads: str = ""  # description of the threads of a rank on a CPU
 
     @property
     def is_rank_zero(self) -> bool:
-        """Rank 0, which prints for the whole job."""
+        """True on rank 0, which prints for the whole job."""
         return self.mesh.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -45,15 +45,14 @@ class RankContext:
 
 
 def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
-    """Initialise the process group of a job of more than one rank and create the mesh.
+    """Initialize the process group if the job has more than one rank, and create the mesh.
 
-    Raises SettingsError when the ranks make no sense or CUDA is asked for and absent, PeerLost when the other ranks
-    do not come.
+    Raises SettingsError if the ranks are invalid or CUDA is requested and missing, PeerLost if other ranks do not join.
     """
     here = rank_env.ranks()
     rank, world = here.rank, here.world_size
     joined = not dist.is_initialized()
-    if not joined:  # by the program that this is a part of
+    if not joined:  # the calling program has initialized it
         rank, world = dist.get_rank(), dist.get_world_size()
     if not 0 <= rank < world:
         raise SettingsError(
@@ -81,7 +80,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
         if here.local_rank == 0:
             late.start()
         try:
-            # Without device_id: all ranks would have to take part in the making of every group (mpu/groups.py).
+            # Without device_id, which would require all ranks to create every group (mpu/groups.py).
             dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
         except (RuntimeError, ValueError) as error:
             if absent := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -103,7 +102,7 @@ def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
 
 
 def leave_job(context: RankContext) -> None:
-    """Leave the job together: a barrier, so that no connection breaks while other ranks still communicate."""
+    """Destroy the process group after a barrier, so that no connection breaks while other ranks still communicate."""
     if dist.is_initialized() and context.joined:
         collectives.barrier(context.mesh.world)
         dist.destroy_process_group()
@@ -112,20 +111,20 @@ def leave_job(context: RankContext) -> None:
 
 
 def prefer_messages() -> None:
-    """Give NCCL's streams a high priority, unless the user has said something else; before there are groups.
+    """Give NCCL's streams a high priority, unless the user has set the variable. Call it before groups are created.
 
-    A product fills the device. A message that is ready at the same moment would begin when the product's last blocks have
-    been handed out; with priority it takes the first place that is free, and runs beside the product. Megatron-LM orders
-    the two by CUDA_DEVICE_MAX_CONNECTIONS=1, which keeps messages of ZeRO from running beside anything (docs/gpus.md).
+    A matrix product fills the device. A message that is ready at the same time would start only after the product's last
+    blocks were scheduled; with priority it takes the first free place, and overlaps with the product. Megatron-LM orders
+    the two by CUDA_DEVICE_MAX_CONNECTIONS=1, which prevents the overlap of ZeRO's messages (docs/gpus.md).
     """
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto` is CUDA where there is one. Each rank of a node takes the device of its local number."""
+    """The device of this rank. `auto` is CUDA if available; each rank of a node uses the device of its local rank."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise SettingsError(
-            "--device cuda: this torch sees no CUDA device",
+            "--device cuda: torch finds no CUDA device",
             f"torch {torch.__version__}",
             "use --device cpu, or check the driver and CUDA_VISIBLE_DEVICES",
         )
@@ -142,10 +141,10 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def repeat_bit_by_bit() -> None:
-    """On CUDA: torch takes kernels whose results repeat, attention's backward pass too, and raises where it has none.
+    """Use deterministic kernels on CUDA, also in attention's backward pass; torch raises an error if it has none.
 
-    Before the first product on the device: cuBLAS reads its variable then. `fused_kernels` leaves out packages that
-    torch does not know.
+    Call it before the first matrix product on the device, when cuBLAS reads its variable. `fused_kernels` skips packages
+    that torch does not control.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.benchmark = False
@@ -153,7 +152,7 @@ def repeat_bit_by_bit() -> None:
 
 
 def use_threads(ranks_here: int = 1) -> str:
-    """Let this process compute with its share of the machine's cores, or as OMP_NUM_THREADS says; says so in words."""
+    """Set the number of threads to this rank's share of the cores, or OMP_NUM_THREADS; returns a description."""
     threads = choose_threads(ranks_here)
     if not threads.given:
         torch.set_num_threads(threads.count)
@@ -161,9 +160,9 @@ def use_threads(ranks_here: int = 1) -> str:
 
 
 def pick_precision(wanted: str, context: RankContext) -> str:
-    """`auto` is bf16 where the device multiplies it clearly faster than fp32, else fp32; the first rank decides.
+    """Resolve `auto`: bf16 if the device multiplies it clearly faster than fp32, else fp32; rank 0 decides for all.
 
-    Measured, not looked up: instruction sets do not say whether the math library uses them.
+    The speed is measured, because instruction sets do not show whether the math library uses them.
     """
     if wanted != "auto":
         return wanted
@@ -173,12 +172,12 @@ def pick_precision(wanted: str, context: RankContext) -> str:
 
 
 def measured_precision(device: torch.device) -> str:
-    """bf16 if it multiplies matrices at more than 1.25 times the speed of fp32, else fp32."""
+    """bf16 if its matrix products run at more than 1.25 times the speed of fp32, else fp32."""
     return "bf16" if measured_flops(device, torch.bfloat16) > 1.25 * measured_flops(device, torch.float32) else "fp32"
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 768) -> float:
-    """FLOP/s of the best of a few products of square matrices on this rank: takes some tens of milliseconds."""
+    """FLOP/s of the fastest of a few products of square matrices on this rank; takes some tens of milliseconds."""
     a = torch.ones(size, size, dtype=dtype, device=device)
     times = []
     for _ in range(6):
@@ -189,7 +188,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype, size: int = 768) ->
 
 
 def weight_format(precision: schema.Precision) -> torch.dtype:
-    """The format of the model's weights, and of what goes from stage to stage."""
+    """The dtype of the model's weights, and of messages between pipeline stages."""
     return torch.float32 if precision.amp_level == "O1" else DTYPES[precision.precision]
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers and embeddings whose weight is cut over the tensor-parallel axis (arXiv:1909.08053, 2205.05198).
+"""Tensor parallel linear layers and embeddings (arXiv:1909.08053, 2205.05198).
 
 A layer picks its conjugate pair of mappings once, in its constructor. Over an axis of size 1 the mappings are the
 identity, and these are ordinary layers.
 
 Legend: s sequence, b micro-batch, h hidden, v padded vocabulary, tp size of the axis; activations are [s, b, ...].
-Under sequence parallelism what enters a column layer and leaves a row layer is [s/tp, b, h].
+Under sequence parallelism the input of a column layer and the output of a row layer are [s/tp, b, h].
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,15 +27,15 @@ from megatron.mpu.placement import Buffer, Own, Placement
 
 
 def matmul(x: torch.Tensor):
-    """The implementation of `reference.matmul` for operands like `x`."""
+    """The kernel of `reference.matmul` for operands like `x`."""
     return choose_kernel("matmul", Case(x.device.type, x.dtype)).run
 
 
 class WgradGemm(NamedTuple):
-    """The product that makes a weight's gradient, not done yet: [out, tokens] times [in, tokens]^T."""
+    """The pending matrix product for a weight's gradient: [out, tokens] times [in, tokens]^T."""
 
     rows: torch.Tensor  # gradient of the output, [tokens, out]
-    columns: Callable[[], torch.Tensor]  # gives the input, [in, tokens]; waits for it where it is being gathered
+    columns: Callable[[], torch.Tensor]  # returns the input, [in, tokens]; waits for its all-gather, if any
     multiply: Callable  # an implementation of `reference.matmul`
 
     def __call__(self) -> torch.Tensor:
@@ -43,15 +43,15 @@ class WgradGemm(NamedTuple):
         return self.multiply(self.rows.t(), self.columns(), None)
 
     def start(self) -> None:
-        """Begin to gather the input, where that is needed: for who makes the product later."""
+        """Start the all-gather of the input, if there is one, before the product is computed."""
         if isinstance(self.columns, _Columns):
             self.columns.start()
 
     def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
-        """total [out..., in] fp32 += the gradient; = where `overwrite`.
+        """Add the gradient to `total` [out..., in] fp32, or copy it there if `overwrite`.
 
-        The product writes there by itself where its operands have the same format, or on CUDA, whose products sum in
-        fp32 anyway: then the gradient is neither rounded nor written and read once more.
+        If its operands have the format of `total`, and on CUDA, the product accumulates into `total`: then the gradient is
+        neither rounded nor written to memory and read again.
         """
         rows, columns, total = self.rows.t(), self.columns().t(), total.flatten(0, -2)
         if rows.dtype == total.dtype:
@@ -64,18 +64,18 @@ class WgradGemm(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """Communication of a linear layer: gathering its input, reducing the input's gradient, and who makes the weight's.
+    """Communication of a linear layer, and the handling of its weight's gradient.
 
-    gather:     x is this rank's piece along dim 0 of what is multiplied; the pieces are gathered now and again for the
-                weight's gradient, so that only the piece is kept (arXiv:2205.05198, section 4.2.2), and the gradient of
-                x is reduce-scattered
-    reduce:     x is whole and the same on all ranks of this axis; the gradient of x is all-reduced (the conjugate of
+    gather:     x is this rank's piece of the input along dim 0. The pieces are gathered in the forward pass and again for
+                the weight's gradient, so that only the piece is saved (arXiv:2205.05198, section 4.2.2), and the gradient
+                of x is reduce-scattered
+    reduce:     x is the whole input, equal on all ranks of this axis; the gradient of x is all-reduced (the conjugate of
                 arXiv:1909.08053, as `mappings.copy_to_tensor_model_parallel_region`)
-    deferred:   takes the product for the weight's gradient while it collects (zero-bubble W)
-    accumulate: weight -> what takes the product to add it to the weight's fp32 gradient, or None where there is none
-    product:    how the products are made, where that is not plainly
+    deferred:   defers the product for the weight's gradient while it collects (zero-bubble W)
+    accumulate: weight -> function that adds the product to the weight's fp32 gradient, or None if there is none
+    product:    the layer's own products, if they are not plain ones
 
-    What is gathered or reduced in the backward pass is under way while the other product is computed.
+    Communication in the backward pass overlaps with the other product.
     """
 
     gather: Axis | None = None
@@ -85,44 +85,44 @@ class LinearOptions(NamedTuple):
     product: LinearProduct | None = None
 
     def wgrad_handler(self, x: torch.Tensor, weight: torch.Tensor) -> Callable[[WgradGemm], None] | None:
-        """What takes the product for the weight's gradient; None: autograd gets the gradient itself."""
+        """The function that receives the product for the weight's gradient; None: autograd computes it."""
         wgrad_handler = wgrad_defer_function(self.deferred, x, weight)
         if wgrad_handler is None and self.accumulate and x.requires_grad and weight.requires_grad:
             return self.accumulate(weight)
         return wgrad_handler
 
     def wgrads_handler(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Callable[["OwnWgrad"], None] | None:
-        """The same of several weights that one product is for."""
+        """As `wgrad_handler`, for several weights with one product."""
         trained = [weight for weight in weights if weight.requires_grad]
         if not (x.requires_grad and trained):
             return None
         if self.deferred is not None:
             return partial(self.deferred.defer, trained)
-        takers = [self.accumulate(weight) for weight in trained] if self.accumulate else [None]
-        return partial(_hand_out, takers) if all(takers) else None
+        handlers = [self.accumulate(weight) for weight in trained] if self.accumulate else [None]
+        return partial(_distribute, handlers) if all(handlers) else None
 
 
 ALONE = LinearOptions()  # on one rank, gradients by autograd
 
 
 def attach_wgrad_accumulator(modules: Iterable[nn.Module], accumulate: Callable) -> None:
-    """Let the linear layers in `modules` add the products for their weights' gradients by `accumulate`."""
+    """Make the linear layers in `modules` add their weights' gradients with `accumulate`."""
     for layer in (layer for module in modules for layer in module.modules()):
         if hasattr(layer, "accumulate"):
             layer.accumulate = accumulate
 
 
 def linear_products(modules: Iterable[nn.Module]) -> list[LinearProduct]:
-    """Those of the layers in `modules` that make their products in another way than plainly."""
-    found = (getattr(layer, "product", None) for module in modules for layer in module.modules())
-    return [product for product in found if product is not None]
+    """The `LinearProduct`s of the layers in `modules`, of those that have one."""
+    products = (getattr(layer, "product", None) for module in modules for layer in module.modules())
+    return [product for product in products if product is not None]
 
 
 @op
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, options: LinearOptions = ALONE
 ) -> torch.Tensor:
-    """x [..., i] times weight [rows..., i] -> [..., product of rows]; rows of a fused weight may have several dims."""
+    """Multiply x [..., i] by weight [rows..., i] -> [..., product of rows]; fused weights may have several dims of rows."""
     flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
     if options.product is not None:
         return _own_linear(x, weight, bias, options)
@@ -139,8 +139,8 @@ def linear(
 class _Linear(torch.autograd.Function):
     """The three products of a linear layer, each by `product(a [m, k], b [n, k], bias [n]) = a b^T + bias`.
 
-    wgrad_handler: takes the product that makes the weight's gradient, instead of autograd (`LinearOptions.wgrad_handler`).
-    deferred: whose handler that is; None: it makes the product at once.
+    wgrad_handler: receives the product for the weight's gradient, instead of autograd (`LinearOptions.wgrad_handler`).
+    deferred: the store of that handler; None: the handler runs the product immediately.
     gather, reduce: as in `LinearOptions`; at most one of them is given.
     """
 
@@ -164,8 +164,8 @@ class _Linear(torch.autograd.Function):
         rows, multiply, d_x, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None, None
         wgrad = WgradGemm(rows, _Columns(x, ctx.gather), multiply)
         by_autograd, waits = ctx.needs_input_grad[1], ctx.deferred is not None and ctx.deferred.collecting
-        # What is sent is launched before the product that it runs beside: on a GPU it then has a place before that
-        # fills the device. The pieces are on their way while the first product is made, its sum while the second is.
+        # Communication is launched before the product that it overlaps with: on a GPU it then runs before the product
+        # fills the device. The all-gather overlaps with the first product, the reduction with the second.
         if by_autograd or ctx.wgrad_handler and not waits:
             wgrad.start()
         if ctx.needs_input_grad[0]:
@@ -181,7 +181,7 @@ class _Linear(torch.autograd.Function):
 def _own_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: LinearOptions
 ) -> torch.Tensor:
-    """`linear` by a layer's own `LinearProduct`, whose weights have the format of `weight`."""
+    """`linear` with a layer's own `LinearProduct`; its weights are cast to the dtype of `weight`."""
     _, *own = options.product.parameters()
     weights = [weight, *(one.to(weight.dtype) for one in own)]
     wgrads_handler = options.wgrads_handler(x, weights)
@@ -192,7 +192,7 @@ def _own_linear(
 
 
 class _OwnLinear(torch.autograd.Function):
-    """As `_Linear`, the three products by the roles of `options.product`.
+    """As `_Linear`, with the three products of `options.product`.
 
     wgrads_handler: `LinearOptions.wgrads_handler`; trained: which of the weights get a gradient.
     """
@@ -240,16 +240,16 @@ class _OwnLinear(torch.autograd.Function):
 
 
 class OwnWgrad(NamedTuple):
-    """The product for the gradients of a layer's trained weights, not done yet, by its `LinearProduct`."""
+    """The pending product for the gradients of a layer's trained weights, by its `LinearProduct`."""
 
     product: LinearProduct
     multiply: Callable
     gradient: Operand  # of the output
-    operand: "_Operand"  # gives the input; waits for it where it is being gathered
+    operand: "_Operand"  # returns the input; waits for its all-gather, if any
     pull_back: Callable[[torch.Tensor], Operand]  # from the transformed weight's gradient to those of the weights
 
     def __call__(self) -> Operand:
-        """A gradient for each."""
+        """The gradient of each trained weight."""
         return self.pull_back(self.product.grad_weight(self.multiply, self.gradient, self.operand()))
 
     def start(self) -> None:
@@ -258,24 +258,24 @@ class OwnWgrad(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A gradient that is there, as `WgradGemm` is one that is not."""
+    """A computed gradient, with the interface of `WgradGemm`."""
 
     gradient: torch.Tensor
 
     def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
-        """total += the gradient; = where `overwrite`."""
+        """Add the gradient to `total`, or copy it there if `overwrite`."""
         gradient = self.gradient.view(total.shape)
         total.copy_(gradient) if overwrite else total.add_(gradient)
 
 
-def _hand_out(takers: Sequence[Callable[[Given], None]], wgrad: OwnWgrad) -> None:
-    """Make the product, and give each of its gradients to who takes it."""
-    for take, gradient in zip(takers, wgrad()):
-        take(Given(gradient))
+def _distribute(handlers: Sequence[Callable[[Given], None]], wgrad: OwnWgrad) -> None:
+    """Compute the product, and pass each gradient to its handler."""
+    for handle, gradient in zip(handlers, wgrad()):
+        handle(Given(gradient))
 
 
 class _Operand:
-    """Gives the whole of an operand, of which this rank has some rows, gathered over the axis if there is one."""
+    """Returns a whole operand, from this rank's rows; gathered over the axis if there is one."""
 
     def __init__(self, parts: Operand, axis: Axis | None):
         self.parts = [_Columns(part.reshape(len(part), -1), axis) for part in parts]
@@ -290,12 +290,12 @@ class _Operand:
 
 
 class _Columns:
-    """Gives the whole of x [n, ..., i] as [i, tokens], gathered over the axis if there is one; `start` begins with that."""
+    """Returns x [n, ..., i] as [i, tokens], gathered over the axis if there is one; `start` starts the all-gather."""
 
     def __init__(self, x: torch.Tensor, axis: Axis | None):
         self.x, self.axis, self.work = x.detach(), axis, None
         if axis is not None:
-            self.x = self.x.contiguous()  # read until the wait: so it is kept here
+            self.x = self.x.contiguous()  # stored, because it is read until the wait
 
     def start(self) -> None:
         if self.axis is not None and self.work is None:
@@ -313,8 +313,9 @@ class _Columns:
 def start_input_reduction(
     rows: torch.Tensor, shape: torch.Size, gather: Axis | None, reduce: Axis | None
 ) -> Callable[[], torch.Tensor]:
-    """What gives the gradient of an input of this shape from `rows`, this rank's part of the whole one's: it is being
-    summed over an axis, if one is given (`LinearOptions`).
+    """Start to reduce the gradient of an input over an axis, if one is given (`LinearOptions`).
+
+    rows: this rank's part of the whole input's gradient. Returns a function that waits and returns the gradient, [*shape].
     """
     if gather is None and reduce is None:
         return lambda: rows.view(shape)
@@ -325,7 +326,7 @@ def start_input_reduction(
         source, total = rows.contiguous(), rows.new_empty(shape)
         work = collectives.start_reduce_scatter(total, source, gather)
 
-    def reduced(keep=source):  # it is read until the wait
+    def reduced(keep=source):  # keeps the source alive until the wait
         work.wait()
         return total
 
@@ -335,9 +336,9 @@ def start_input_reduction(
 def create_parameters(
     module: nn.Module, weights: Mapping[str, Placement], axes: Axis | Sequence[Axis] | None, *, dtype, device
 ) -> None:
-    """Give a module the parameters and buffers of its table of weights, empty: of each the piece that this rank holds.
+    """Register the parameters and buffers of a table of weights in a module: this rank's pieces, uninitialized.
 
-    axes: those that cut them: the tensor parallel axis, or of experts `(mesh.ep, mesh.etp)`; None: none does
+    axes: that split them: the tensor parallel axis, or for experts `(mesh.ep, mesh.etp)`; None: no axis
     """
     sizes = {axis.name: axis.size for axis in ([axes] if isinstance(axes, Axis) else axes or ())}
     for name, placement in weights.items():
@@ -361,11 +362,11 @@ def register_buffer(
     cut: Mapping[str, int] | None = None,
     partial: tuple[str, ...] = (),
 ) -> None:
-    """Give a module a buffer that training changes, with its first values, which are made on the CPU.
+    """Register a buffer that training changes in a module, with its initial values, a CPU tensor.
 
-    combine: how the values of ranks become one, once a step (`placement.Buffer`)
+    combine: how the values of ranks are combined, once a step (`placement.Buffer`)
     shape, cut, partial: of the logical tensor, as in `Placement`; without them each rank has all of it
-    Raises SettingsError for another rule or format.
+    Raises SettingsError for an unknown rule or format.
     """
     module.register_buffer(name, tensor)
     kind = Buffer(combine, str(tensor.dtype).removeprefix("torch."))
@@ -376,9 +377,7 @@ def register_buffer(
 
 
 def place_persistent_buffers(chunks: Iterable[nn.Module]) -> None:
-    """Give each buffer that is part of a module's state a placement, where it has none: the same on all ranks, whole; of
-    the running statistics of torch's norms the mean.
-    """
+    """Add a placement to each persistent buffer without one: "same", or "mean" for running statistics of torch's norms."""
     for module in (module for chunk in chunks for module in chunk.modules()):
         listed = getattr(module, "placements", {})
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -388,22 +387,22 @@ def place_persistent_buffers(chunks: Iterable[nn.Module]) -> None:
 
 
 def map_buffers(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace every buffer of a module tree by function(buffer); what is one buffer in two places stays one."""
-    found: dict[int, tuple] = {}
+    """Replace every buffer of a module tree by function(buffer); a shared buffer stays shared."""
+    replaced: dict[int, tuple] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if id(buffer) not in found:
-                found[id(buffer)] = buffer, function(buffer)
-            setattr(module, name, found[id(buffer)][1])
+            if id(buffer) not in replaced:
+                replaced[id(buffer)] = buffer, function(buffer)
+            setattr(module, name, replaced[id(buffer)][1])
 
 
 def place_buffers(model: nn.Module, device) -> None:
-    """Move every buffer to a device. Raises SettingsError for those made on the meta device: nobody knows their values."""
+    """Move every buffer to a device. Raises SettingsError for those on the meta device, which have no values."""
     if lost := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise SettingsError(
             f"buffers of the model have no values: {', '.join(lost[:8])}",
-            "they are made on the meta device, where tensors are shapes alone, as parameters are until they get memory",
-            'make them with device="cpu": they are moved to the device of the run (docs/extending.md#buffers)',
+            "they were created on the meta device, where tensors have no data, as parameters do until they are allocated",
+            'create them with device="cpu": they are moved to the device of the run (docs/extending.md#buffers)',
         )
     map_buffers(model, lambda buffer: buffer.to(device))
 
@@ -411,7 +410,7 @@ def place_buffers(model: nn.Module, device) -> None:
 class ColumnParallelLinear(nn.Module):
     """[s, b, h] -> [s, b, rows/tp]: each rank computes its part of the outputs from all inputs.
 
-    weights: `model.weights.column(...)`: the weight [rows..., h], one dim of whose rows is cut, and perhaps a bias.
+    weights: `model.weights.column(...)`: the weight [rows..., h], split along one dim of its rows, and optionally a bias.
     """
 
     weight_grad_store: WeightGradStore | None = (
@@ -420,11 +419,11 @@ class ColumnParallelLinear(nn.Module):
     accumulate: Callable | None = (
         None  # set by `attach_wgrad_accumulator` where products add to the optimizer's fp32 gradients
     )
-    # The all-reduce of the input's gradient runs beside the product for the weight's. Not under --amp-level O1, which
-    # casts x on its way into the product: the gradient is reduced in the format of x.
+    # Overlap the all-reduce of the input's gradient with the product for the weight's. Not under --amp-level O1, which
+    # casts x before the product: the gradient is reduced in the format of x.
     overlap = True
-    product: LinearProduct | None = None  # how the products are made: `linear_product.attach_products`
-    fusion, unfused = "fused_linear", False  # unfused: the bias is added behind the product, not by it
+    product: LinearProduct | None = None  # set by `linear_product.attach_products`
+    fusion, unfused = "fused_linear", False  # unfused: the bias is added after the product
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()
@@ -432,7 +431,7 @@ class ColumnParallelLinear(nn.Module):
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, add_bias: bool = True) -> torch.Tensor:
-        """add_bias: False where a kernel behind this layer adds it."""
+        """add_bias: False if a later kernel adds it."""
         reduce = self.tp if self.tp.size > 1 and not self.gather else None
         if reduce and not self.overlap:
             x, reduce = mappings.copy_to_tensor_model_parallel_region(x, self.tp), None
@@ -443,10 +442,10 @@ class ColumnParallelLinear(nn.Module):
         return linear(x, self.weight, bias, options)
 
     def parts(self, x: torch.Tensor, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-        """As `forward`, by a product for each part of the second dim of the weight's rows: [..., rows, size, ...] each.
+        """As `forward`, with a product for each part of the second dim of the weight's rows: [..., rows, size, ...] each.
 
-        Their gradients are parts of one parameter's, which autograd puts together: no product is deferred or adds to
-        the optimizer's gradients by itself.
+        Autograd concatenates the gradients of the parts, so their products are not deferred and do not accumulate into
+        the optimizer's gradients.
         """
         if self.tp.size > 1 and not self.gather:
             x = mappings.copy_to_tensor_model_parallel_region(x, self.tp)
@@ -457,9 +456,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """[s, b, inputs/tp] -> [s, b, h]: the sum over ranks of each one's product with its part of the inputs.
+    """[s, b, inputs/tp] -> [s, b, h]: each rank multiplies its part of the inputs, and the products are summed over ranks.
 
-    weights: `model.weights.row(...)`: the weight [h, inputs], cut along its inputs, and perhaps a bias [h].
+    weights: `model.weights.row(...)`: the weight [h, inputs], split along its inputs, and optionally a bias [h].
     """
 
     weight_grad_store: WeightGradStore | None = None
@@ -486,7 +485,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [s, b] -> [s, b, h] (or [s/tp, b, h]); each rank holds v/tp rows and looks up what it holds.
+    """Token ids [s, b] -> [s, b, h] (or [s/tp, b, h]); each rank has v/tp rows and looks up the tokens of these.
 
     weights: `model.weights.vocab_embedding(...)`
     """

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LinearProduct`: how a linear layer makes its three products. A subclass says what a kind of layer does otherwise.
+"""`LinearProduct`: the three matrix products of a linear layer. A subclass changes them for its kind of layer.
 
     forward pass    y  = forward(prepare_input(x), w)         w = prepare_weight(transform(weight, *own weights))
     backward pass   dx = grad_input(prepare_gradient(dy), w)
                     dw = grad_weight(prepare_gradient(dy), prepare_input(x)), which goes back through `transform`
 
-`transform` is differentiable, and brings weights of its own: a mask, the sum of LoRA. What `prepare_...` does is not seen
-by autograd, as a cast to fp8: gradients go straight through. `mpu/layers.py` calls them, and does all else: it gathers and
+`transform` is differentiable, and may use additional weights, as a mask or LoRA does. `prepare_...` is not differentiated,
+as a cast to fp8: gradients pass straight through. `mpu/layers.py` calls them, and does everything else: it gathers and
 reduces over tensor parallel ranks, defers the product for the weight's gradient (zero-bubble W), and adds to the
-optimizer's gradients. So a kind says nothing of any of these, and works with all of them.
+optimizer's gradients. So every kind works with all of these.
 
-Of a forward pass only what `prepare_input` returns is kept. The transformed weight is made again in the backward pass,
-or once a step (`once_a_step`).
+The forward pass only saves the result of `prepare_input`. The transformed weight is recomputed in the backward pass, or
+once a step (`once_a_step`).
 
-Legend: n tokens, i inputs, o outputs that this rank has.
+Legend: n tokens, i inputs, o outputs of this rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,21 +29,20 @@ from megatron.errors import SettingsError
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Model
 
-Operand = tuple[torch.Tensor, ...]  # of a product: a matrix, or what stands for it, such as numbers and their scales
+Operand = tuple[torch.Tensor, ...]  # of a product: a matrix, or its representation, such as quantized values and scales
 Multiply = Callable[..., torch.Tensor]  # (a [m, k], b [n, k], bias [n] or None) -> a b^T + bias, the suite's kernel
 
 
 class LinearProduct:
-    """The products of one layer, made plainly; a subclass is a kind that `--linear PATTERN=KIND` chooses
-    (`Recipe.linears`).
+    """The plain products of one layer; a subclass is a kind for `--linear PATTERN=KIND` (`Recipe.linears`).
 
-    layer: a `ColumnParallelLinear` or `RowParallelLinear`, with `tp` and `placements`. It may be given buffers that are
-    not saved. Its parameters get their memory later: they are arguments of `transform`, and not to be kept.
+    layer: a `ColumnParallelLinear` or `RowParallelLinear`, with `tp` and `placements`. A subclass may register
+    non-persistent buffers in it. Its parameters are allocated later: use those passed to `transform`, do not store them.
     name: the layer's name in the whole model, such as `blocks.3.mlp.up`. settings: of the model, with those of `group`.
     """
 
-    group: ClassVar[Optional[type]] = None  # a frozen dataclass of settings that only this kind has
-    once_a_step: ClassVar[bool] = False  # what `prepare_weight` gives is kept until the weights change
+    group: ClassVar[Optional[type]] = None  # a frozen dataclass of this kind's own settings
+    once_a_step: ClassVar[bool] = False  # cache the result of `prepare_weight` until the weights change
 
     def __init__(self, layer: nn.Module, name: str, settings: Model):
         self.layer, self.name, self.settings = layer, name, settings
@@ -51,17 +50,17 @@ class LinearProduct:
         self.own_names = tuple(self.own_weights(settings, layer.placements["weight"]))
         self._kept: Optional[Operand] = None
 
-    # ---- what a kind may say ----------------------------------------------------------------------------------------
+    # ---- what a kind may override ----------------------------------------------------------------------------------------
 
     @classmethod
     def own_weights(cls, settings: Model, weight: Placement) -> Mapping[str, Placement]:
-        """The parameters that a layer with this weight has besides it: name -> placement (`beside_rows`,
-        `beside_inputs`). They are initialised, reduced, sharded and saved as all others.
+        """Additional parameters of a layer with this weight: name -> placement (`beside_rows`, `beside_inputs`). They are
+        initialized, reduced, sharded and saved as all others.
         """
         return {}
 
     def transform(self, weight: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
-        """The weight that is multiplied, [rows..., i] as `weight`: this rank's piece, by differentiable ops.
+        """Compute the effective weight, [rows..., i] as `weight`: this rank's piece, with differentiable ops.
 
         own: this rank's pieces of `own_weights`, in their order.
         """
@@ -72,9 +71,9 @@ class LinearProduct:
         return (weight,)
 
     def prepare_input(self, x: torch.Tensor) -> Operand:
-        """The input [n, i], for `forward` and `grad_weight`: this is what the backward pass keeps.
+        """The input [n, i], for `forward` and `grad_weight`; it is saved for the backward pass.
 
-        Each tensor has a row for each of x: under sequence parallelism x is a rank's rows, and all ranks' are gathered.
+        Each tensor has a row for each row of x: under sequence parallelism x has one rank's rows, and they are gathered.
         """
         return (x,)
 
@@ -95,14 +94,14 @@ class LinearProduct:
         return multiply(gradient[0].t(), x[0].t(), None)
 
     def after_update(self) -> None:
-        """The layer's weights have changed: once a step, and when a checkpoint was loaded. They cannot be read here: with
-        ZeRO they are on their way. `transform` and `prepare_weight` see them first.
+        """Called when the layer's weights have changed: once a step, and after loading a checkpoint. Weights cannot be read
+        here, because ZeRO may still be gathering them; `transform` and `prepare_weight` can.
         """
 
     # ---- for kinds --------------------------------------------------------------------------------------------------
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of a tensor that is as large as the whole weight, such as a mask of it."""
+        """This rank's piece of a tensor with the shape of the whole weight, such as a mask."""
         placement, tp = self.layer.placements["weight"], self.layer.tp
         local = placement.local_shape({tp.name: tp.size})
         offset, extent = placement.box(local, {tp.name: tp.rank})
@@ -111,17 +110,17 @@ class LinearProduct:
     # ---- for layers -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[torch.Tensor]:
-        """What `transform` is given."""
+        """The arguments of `transform`."""
         return [self.layer.weight, *(getattr(self.layer, name) for name in self.own_names)]
 
     @property
     def transforms(self) -> bool:
-        """Whether the weight that is multiplied is another than the layer's."""
+        """Whether the effective weight differs from the layer's."""
         return type(self).transform is not LinearProduct.transform
 
     @torch.no_grad()
     def weight_operand(self, weight: Optional[torch.Tensor], *own: torch.Tensor) -> Operand:
-        """The weight as products take it."""
+        """The prepared weight, as an operand of products."""
         if self._kept is not None:
             return self._kept
         operand = self.prepare_weight(self.transform(weight, *own).to(weight.dtype).flatten(0, -2))
@@ -130,9 +129,9 @@ class LinearProduct:
         return operand
 
     def transformed(self, parameters: Operand, trained: tuple[bool, ...], later: bool) -> tuple[Operand, Callable]:
-        """(the weight as `grad_input` takes it, what turns its gradient into those of the trained parameters).
+        """(weight operand of `grad_input`, function from its gradient to those of the trained parameters).
 
-        later: when gradients are asked for, the parameters may be gone (ZeRO 3): what they are made from is copied.
+        later: the function is called when the parameters may be freed (ZeRO 3), so saved tensors are copied.
         """
         if not self.transforms:
             return self.weight_operand(*parameters), lambda gradient: (gradient.view(parameters[0].shape),)
@@ -142,8 +141,8 @@ class LinearProduct:
         if not weight.requires_grad:
             raise SettingsError(
                 f"{type(self).__name__}.transform of {self.name}: no gradient goes through it",
-                "it is made of ops that autograd follows, from the weights that it is given",
-                "do in prepare_weight what gradients are to go straight through",
+                "transform must use differentiable ops on the weights that it is given",
+                "move ops that gradients pass straight through to prepare_weight",
             )
         pull_back = partial(
             _pull_back, get_gradient_edge(weight), weight.shape, weight.dtype, [x for x in leaves if x.requires_grad]
@@ -151,13 +150,13 @@ class LinearProduct:
         return self._kept or self.prepare_weight(weight.detach().flatten(0, -2)), pull_back
 
     def weights_changed(self) -> None:
-        """Forget what was made from the old ones."""
+        """Clear the cache of `once_a_step`, and call `after_update`."""
         self._kept = None
         self.after_update()
 
 
 def _copies_of(parameters: Operand) -> saved_tensors_hooks:
-    """Inside, autograd keeps copies of what lies in the memory of these."""
+    """A context in which autograd saves copies of tensors that share memory with `parameters`."""
     memory = {one.untyped_storage().data_ptr() for one in parameters}
     copied = lambda kept: kept.clone() if kept.untyped_storage().data_ptr() in memory else kept
     return saved_tensors_hooks(copied, lambda kept: kept)
@@ -166,9 +165,9 @@ def _copies_of(parameters: Operand) -> saved_tensors_hooks:
 def _pull_back(
     edge, shape: torch.Size, dtype: torch.dtype, leaves: list[torch.Tensor], gradient: torch.Tensor
 ) -> Operand:
-    """The gradients of `leaves` from that of what was made of them."""
-    found = torch.autograd.grad([edge], leaves, [gradient.view(shape).to(dtype)], allow_unused=True)
-    return tuple(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, found))
+    """The gradients of `leaves`, from the gradient of a result with this graph edge, shape and dtype."""
+    gradients = torch.autograd.grad([edge], leaves, [gradient.view(shape).to(dtype)], allow_unused=True)
+    return tuple(torch.zeros_like(leaf) if one is None else one for leaf, one in zip(leaves, gradients))
 
 
 def attach_products(
@@ -177,10 +176,10 @@ def attach_products(
     picked_of: Callable[[int], Iterable[tuple[str, str]]],
     compiled: bool = False,
 ) -> None:
-    """Give linear layers of a stage's blocks (number -> module) their `LinearProduct`.
+    """Attach a `LinearProduct` to linear layers of a stage's blocks (number -> module).
 
-    picked_of: number of a block -> (linear layer, kind) of those that --linear picks. compiled: the blocks are; then
-    calls of these layers are not, because torch cannot trace what a kind does.
+    picked_of: number of a block -> (linear layer, kind) pairs that --linear selects. compiled: the blocks are compiled;
+    these layers are then excluded, because torch cannot trace the code of a kind.
     """
     for number, block in blocks.items() if settings.linear else ():
         for name, kind in picked_of(int(number)):
@@ -196,7 +195,7 @@ def attach_products(
 
 
 def beside_rows(weight: Placement, width: int, init: Normal | Constant, decay: bool = True) -> Placement:
-    """Of a layer's weight [rows..., i] the placement of a tensor [rows..., width]: cut as the rows are.
+    """The placement of a tensor [rows..., width] for a layer's weight [rows..., i], split as the weight's rows.
 
     >>> beside_rows(Placement((8, 4), Normal(0.02), cut={"tp": 1}), 2, Constant(0.0)).partial
     ('tp',)
@@ -207,7 +206,7 @@ def beside_rows(weight: Placement, width: int, init: Normal | Constant, decay: b
 
 
 def beside_inputs(weight: Placement, height: int, init: Normal | Constant, decay: bool = True) -> Placement:
-    """Of a layer's weight [rows..., i] the placement of a tensor [height, i]: cut as the inputs are.
+    """The placement of a tensor [height, i] for a layer's weight [rows..., i], split as the weight's inputs.
 
     >>> beside_inputs(Placement((8, 4), Normal(0.02), cut={"tp": 1}), 2, Normal(0.02)).cut
     {'tp': 1}
@@ -218,6 +217,6 @@ def beside_inputs(weight: Placement, height: int, init: Normal | Constant, decay
 
 
 def _beside(weight: Placement, shape: tuple[int, ...], cut: dict[str, int], init, decay: bool) -> Placement:
-    """Ranks that have other pieces of the weight have each a part of the gradient of what they all hold whole."""
+    """Axes that split only the weight hold partial sums of the gradient of this tensor."""
     partial_over = (*weight.partial, *(axis for axis in weight.cut if axis not in cut))
     return Placement(shape, init, cut=cut, partial=partial_over, decay=decay)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mappings: functions of autograd with a collective in the forward pass, the backward pass, or both.
+"""Autograd functions with a collective in the forward pass, the backward pass, or both (mappings).
 
 | mapping                                      | forward                | backward               | paper                 |
 |----------------------------------------------|------------------------|------------------------|-----------------------|
@@ -10,7 +10,7 @@
 | `gather_from_tensor_model_parallel_region`   | all-gather, last dim   | own piece of last dim  | (logits in inference) |
 | `all_to_all`                                 | all-to-all of rows     | all-to-all, reversed   | (tokens to experts)   |
 
-Papers are those of arXiv.
+Papers are on arXiv.
 
 A layer picks its mapping once, in its constructor; over an axis of size 1 each is the identity.
 """
@@ -72,9 +72,9 @@ gather_from_tensor_model_parallel_region = conjugate(_whole(-1), _piece(-1))
 def all_to_all(
     x: torch.Tensor, axis: Axis, sent: Optional[collectives.Rows] = None, received: Optional[collectives.Rows] = None
 ) -> torch.Tensor:
-    """Rows of `x` go to the ranks of the axis (`collectives.all_to_all`); their gradients come back the same way.
+    """Send rows of `x` to the ranks of the axis (`collectives.all_to_all`); the backward pass sends gradients back.
 
-    All ranks have to run the backward pass, also those that no rows have arrived at.
+    All ranks have to run the backward pass, even those that have received no rows.
     """
     return start_all_to_all(x, axis, sent, received).wait()
 
@@ -82,9 +82,9 @@ def all_to_all(
 def start_all_to_all(
     x: torch.Tensor, axis: Axis, sent: Optional[collectives.Rows] = None, received: Optional[collectives.Rows] = None
 ) -> "PendingRows":
-    """Begin `all_to_all`; `wait()` of what this returns gives the rows that arrived.
+    """Start an `all_to_all`; `wait()` of the result returns the received rows.
 
-    Operations between the two run next to the message, and their backward passes next to that of the gradients.
+    Operations between the two overlap with the message, and their backward passes with that of the gradients.
     """
     if axis.size == 1:
         return PendingRows(x)
@@ -93,7 +93,7 @@ def start_all_to_all(
 
 
 class PendingRows:
-    """Rows under way. They are not to be used before `wait()`, which is called once."""
+    """Rows of an `all_to_all` in flight. Call `wait()` once, before using them."""
 
     def __init__(self, rows: torch.Tensor, exchange: Optional["_RowExchange"] = None):
         self._rows, self._exchange = rows, exchange
@@ -104,7 +104,7 @@ class PendingRows:
 
 
 class _RowExchange:
-    """What the two halves of an exchange have in common: its sizes, and the message under way."""
+    """The shared state of the two halves of an exchange: its sizes, and the message in flight."""
 
     def __init__(self, axis: Axis, sent: Optional[list[int]], received: Optional[list[int]]):
         self.axis, self.sent, self.received = axis, sent, received
@@ -116,13 +116,13 @@ class _RowExchange:
         return self.rows
 
     def wait(self) -> torch.Tensor:
-        rows, message, self.rows, self.message = self.rows, self.message, None, None  # nothing outlives the message
+        rows, message, self.rows, self.message = self.rows, self.message, None, None  # free them with the message
         message.wait()
         return rows
 
 
 class _Start(torch.autograd.Function):
-    """Launches the message; backward, waits for that of the gradients, which `_Wait` has launched."""
+    """Launches the message; its backward pass waits for the message of gradients, which `_Wait` has launched."""
 
     @staticmethod
     def forward(ctx, x, exchange):
@@ -135,7 +135,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Wait(torch.autograd.Function):
-    """Waits for the message; backward, launches that of the gradients."""
+    """Waits for the message; its backward pass launches the message of gradients."""
 
     @staticmethod
     def forward(ctx, rows, exchange):
@@ -147,4 +147,4 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.exchange.start(gradient, ctx.exchange.received, ctx.exchange.sent)
-        return gradient, None  # of the shape that autograd asks for; `_Start` has the rows of this rank
+        return gradient, None  # only for its shape; `_Start` returns the rows of this rank

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks are a grid of named axes.
+"""The grid of ranks with named axes, and its process groups.
 
-`ranks_along` is pure: every process group of a 16,384-rank job is an index expression on a rank array, so all of them
-can be tested in milliseconds. `Mesh` creates the groups that this rank belongs to, and no others. An axis of size 1 has no
-group, and every collective over it is a no-op: there is no other path for "parallelism off".
+`ranks_along` is a pure function: every process group of a 16,384-rank job is an index expression on a rank array, so all of
+them can be tested in milliseconds. `Mesh` creates only the groups that this rank belongs to. An axis of size 1 has no
+group, and every collective over it is a no-op: there is no separate code path for "parallelism off".
 
 Sixteen ranks with tp 2, pp 4 (Megatron-LM's documented example):
 
@@ -11,8 +11,8 @@ Sixteen ranks with tp 2, pp 4 (Megatron-LM's documented example):
     >>> ranks_along(sizes, ["tp"])[:2], ranks_along(sizes, ["dp"])[:2], ranks_along(sizes, ["pp"])[:1]
     ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 4, 8, 12]])
 
-Experts have a grid of their own over the same ranks (Megatron-Core's parallel folding): the ranks of a pipeline stage are
-dp x cp x tp to dense weights, and expert_dp x ep x etp to experts. Four ranks with tp 2, ep 2, etp 1:
+Experts have their own grid over the same ranks (Megatron-Core's parallel folding): the ranks of a pipeline stage are
+dp x cp x tp for dense weights, and expert_dp x ep x etp for experts. Four ranks with tp 2, ep 2, etp 1:
 
     >>> experts = expert_sizes(dict(pp=1, replicate=2, shard=1, cp=1, tp=2), ep=2, etp=1)
     >>> ranks_along(experts, ["ep"]), ranks_along(experts, ["expert_replicate"])
@@ -31,21 +31,21 @@ from megatron.mpu.axis_sizes import expert_sizes, sizes_of
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")  # slowest to fastest; replicate x shard = dp
 JOINED = {"dp": ("replicate", "shard"), "dp_cp": ("replicate", "shard", "cp"), "world": AXES}
-EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "etp")  # the same ranks as experts see them
+EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "etp")  # the same ranks, for experts
 EXPERT_DP = EXPERT_AXES[1:3]
 NAMES = (*AXES, *JOINED, "tied", *EXPERT_AXES[1:], "expert_dp")
-# Axes of one purpose share a group where their ranks are the same. What the optimizer's axes carry is gradients and
-# weights, which one thread sends in one order on all ranks. tp and etp carry the activations of products, one after the
-# other. Any other axis has a group of its own even if its ranks are another's (cp is dp_cp where dp is 1, tied is pp where
-# pp is 2, ep may be tp or cp): its messages are waited for in the middle of a pass, and would stand in line behind a
-# reduction or another exchange under way, or cross a message between stages that was posted ahead.
+# Axes of one purpose share a group if their ranks are the same. The optimizer's axes carry gradients and weights, which
+# one thread sends in the same order on all ranks. tp and etp carry the activations of products, one after the other.
+# Every other axis has its own group, even if another has the same ranks (cp is dp_cp if dp is 1, tied is pp if pp is 2, ep
+# may be tp or cp): a pass blocks on its messages, which would queue after a reduction or another exchange in flight, or
+# cross a message between stages that was posted ahead.
 SHARING = dict.fromkeys(("replicate", "shard", "dp", "dp_cp", *EXPERT_DP, "expert_dp"), "data parallel")
 SHARING |= dict.fromkeys(("tp", "etp"), "tensor parallel")
 HALVES = dict(replicate="shard", shard="replicate") | dict(zip(EXPERT_DP, reversed(EXPERT_DP)))
 
 
 def ranks_along(sizes: dict[str, int], axes) -> list[list[int]]:
-    """All rank lists that vary over `axes` and agree elsewhere. `sizes` is ordered, its last axis the fastest."""
+    """All lists of ranks that differ only along `axes`. `sizes` is ordered; its last axis varies fastest."""
     names = list(sizes)
     grid = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
     keep = [i for i, name in enumerate(names) if name not in axes]
@@ -54,7 +54,7 @@ def ranks_along(sizes: dict[str, int], axes) -> list[list[int]]:
 
 
 def ranks_of(sizes: dict[str, int], axes, rank: int) -> tuple[int, tuple[int, ...]]:
-    """(number in `ranks_along`, ranks) of the list that a rank is in, without making the others.
+    """(index in `ranks_along`, ranks) of the list that contains a rank, without creating the others.
 
     >>> ranks_of(dict(pp=4, dp=2, cp=1, tp=2), ["dp"], 6)
     (2, (4, 6))
@@ -70,9 +70,9 @@ def ranks_of(sizes: dict[str, int], axes, rank: int) -> tuple[int, tuple[int, ..
 
 @dataclass(frozen=True)
 class Axis:
-    """One named axis of the grid as this rank sees it: its ranks, this rank's place among them, their group.
+    """One named axis of the grid for this rank: the ranks along it, this rank's index among them, and their group.
 
-    label: what people call the group: "dp group 1" is the second of the lists of ranks that `ranks_along` gives for dp
+    label: name of the group in messages: "dp group 1" is the second list of ranks that `ranks_along` returns for dp
     """
 
     name: str
@@ -90,15 +90,15 @@ class Mesh:
     """The grid of a job and the axes of one rank.
 
     `mesh.tp`, `mesh.dp`, ... are `Axis` records; constructors receive the one they need and `forward` looks nothing up.
-    Ranks of context parallelism hold the same weights and see other tokens, as data parallel ones do. So `mesh.shard`,
-    whose ranks divide weights, gradients or optimizer state, and `mesh.replicate`, along which are copies of the shards,
-    have cp in one of them: in `shard` with `shard_over_cp`, as ZeRO has it, else in `replicate`.
-    ep, etp: ranks that hold different experts, and parts of each expert, of this pipeline stage's ranks whatever these are
-    to dense weights. `mesh.etp` varies fastest, then `mesh.ep`. Along `mesh.expert_dp` ranks hold the same of the same
-    experts; `mesh.expert_replicate` and `mesh.expert_shard` divide it as `replicate` and `shard` divide dp and cp
-    (`expert_sizes`). With ep 1 and etp = tp these are the same ranks. `mesh.alone` is this rank by itself.
-    Without `torch.distributed` initialised the mesh describes a rank without creating groups (planning, tests).
-    timeout: after which a group gives up a silent rank (default: torch's, which is not that of the whole job's group)
+    Context parallel ranks have the same weights and different tokens, as data parallel ranks do. So one of `mesh.shard`
+    (shards of weights, gradients or optimizer state) and `mesh.replicate` (copies of the shards) includes cp: `shard` with
+    `shard_over_cp`, as in ZeRO, else `replicate`.
+    ep, etp: number of ranks of a pipeline stage that have different experts, and parts of each expert, independent of the
+    axes of dense weights. `mesh.etp` varies fastest, then `mesh.ep`. Ranks along `mesh.expert_dp` have the same parts of
+    the same experts; it is split into `mesh.expert_replicate` and `mesh.expert_shard` as dp and cp are into `replicate`
+    and `shard` (`expert_sizes`). With ep 1 and etp = tp these are the same ranks. `mesh.alone` has only this rank.
+    If `torch.distributed` is not initialized, the mesh describes a rank without creating groups (planning, tests).
+    timeout: of collectives of a group (default: torch's, which is not that of the group of all ranks)
     """
 
     def __init__(
@@ -141,23 +141,23 @@ class Mesh:
         setattr(self, name, Axis(name, ranks, ranks.index(self.rank), None, self._label(name, number)))
 
     def own_groups(self) -> list[tuple[tuple[int, ...], list[str]]]:
-        """(ranks, axes that use it) of each group that this rank makes, in order; that of all ranks exists already.
+        """(ranks, axes that use it) of each group that this rank creates, in order; that of all ranks exists already.
 
-        It serves the first purpose that has all ranks. A second one (cp or ep of a job that is all data parallel) gets a
-        group of its own of all ranks.
-        The order is that of axes, the same on all ranks, and no rank has two groups of one axis. So nobody waits in a
-        circle: of all groups that are not made yet, one of the first axis among them has all its members there.
+        The existing group is used by the first purpose that has all ranks. A second one (cp or ep of a job that is all data
+        parallel) gets its own group of all ranks.
+        The order is that of axes, the same on all ranks, and no rank has two groups of one axis. So there is no deadlock:
+        of the groups that do not exist yet, one of the first axis always has all its members waiting.
         """
         world = self._names_on_world()
         return [(ranks, names) for ranks, names in self._groups() if not world.issuperset(names)]
 
     def _groups(self) -> list[tuple[tuple[int, ...], list[str]]]:
-        found: dict[tuple, list[str]] = {}
+        groups: dict[tuple, list[str]] = {}
         for name in NAMES:
             ranks, use = getattr(self, name).ranks, SHARING.get(name, name)
             if len(ranks) > 1 and name != "world":
-                found.setdefault((ranks, use), []).append(name)
-        return [(ranks, names) for (ranks, _), names in found.items()]
+                groups.setdefault((ranks, use), []).append(name)
+        return [(ranks, names) for (ranks, _), names in groups.items()]
 
     def _names_on_world(self) -> set[str]:
         """The axes that use the group of all ranks: those of one purpose, and those that send nothing in a step."""
@@ -166,8 +166,8 @@ class Mesh:
         return {"world"}.union(*busy[:1], *(names for names in whole if names not in busy))
 
     def carries(self, names: list[str]) -> bool:
-        """Whether messages of a step go over a group of these axes. Stages of pp talk over channels where one group of
-        them all would not do (NCCL), and the optimizer along replicate and shard, of dense weights and of experts."""
+        """Whether a group of these axes carries messages of a step. Stages of pp use separate channels if one group is not
+        enough (NCCL), and the optimizer uses replicate and shard, of dense weights and of experts."""
         return not {"pp", "dp", "dp_cp", "expert_dp"}.issuperset(names)
 
     def _create_groups(self) -> None:
@@ -179,7 +179,7 @@ class Mesh:
             setattr(self, name, replace(getattr(self, name), group=dist.group.WORLD))
         for ranks, names in self.own_groups():
             label = getattr(self, names[0]).label
-            # A communicator takes memory: none where nothing is sent, or only if an embedding is tied.
+            # A communicator takes memory: do not connect if nothing is sent, or only for a tied embedding.
             connect = self.carries(names) and names != ["tied"]
             group = new_group(ranks, label, self.timeout, connect=connect)
             for name in names:
@@ -193,34 +193,34 @@ class Mesh:
         return f"{whole if sizes.get(HALVES.get(name)) == 1 else name} group {number}"
 
     def release(self) -> None:
-        """Let go of all process groups, which ends their threads.
+        """Release all process groups, which ends their threads.
 
-        A thread of gloo that is still putting away its last message when Python ends would abort the process.
+        A gloo thread that is still finishing its last message when Python exits would abort the process.
         """
         for name in NAMES:
             object.__setattr__(getattr(self, name), "group", None)
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's coordinate on each axis, joined axes included; `ep_etp` is that of ep and etp together."""
-        found = {name: getattr(self, name).rank for name in NAMES}
-        return found | {"ep_etp": self.ep.rank * self.etp.size + self.etp.rank}
+        """This rank's coordinate on each axis, including joined axes; `ep_etp` is that of ep and etp together."""
+        coordinates = {name: getattr(self, name).rank for name in NAMES}
+        return coordinates | {"ep_etp": self.ep.rank * self.etp.size + self.etp.rank}
 
     @property
     def folded(self) -> bool:
-        """Whether experts are divided in another way than dense weights."""
+        """Whether experts are split differently from dense weights."""
         return self.ep.size > 1 or self.etp.size != self.tp.size
 
     @property
     def logged_sizes(self) -> dict[str, int]:
-        """Axis -> its size, for logs and checkpoints; `ep` and `etp` where experts are divided in another way."""
+        """Axis -> its size, for logs and checkpoints; includes `ep` and `etp` if the mesh is `folded`."""
         return self.sizes | (dict(ep=self.ep.size, etp=self.etp.size) if self.folded else {})
 
     def topology(self) -> str:
         """The groups of every axis, one line each."""
         lines = [f"world size {self.world_size} = {_product(self.sizes)}"]
         halves = ("shard", "replicate") if self.sizes["shard"] > 1 < self.sizes["replicate"] else ()
-        joined = ("dp_cp",) if self.sizes["cp"] > 1 else ()  # ranks that hold the same weights
+        joined = ("dp_cp",) if self.sizes["cp"] > 1 else ()  # ranks with the same weights
         for name in ("tp", "cp", "dp", *halves, *joined, "pp"):
             lines.append(_groups_line(name, self.sizes, JOINED.get(name, (name,))))
         if self.sizes["pp"] > 1:
@@ -245,7 +245,7 @@ def _groups_line(name: str, sizes: dict[str, int], axes: Sequence[str]) -> str:
 
 
 def mesh_of(parallel, rank: int, world_size: int, **keywords) -> Mesh:
-    """The mesh of a job with these settings (`schema.Parallel`), seen from a rank. keywords: further ones of `Mesh`."""
+    """The mesh of a rank in a job with these settings (`schema.Parallel`). keywords: other arguments of `Mesh`."""
     experts = dict(ep=parallel.expert_model_parallel_size, etp=parallel.expert_tensor_parallel_size)
     sharded = parallel.sharding_stage > 0
     return Mesh(rank, shard_over_cp=sharded, **sizes_of(parallel, world_size), **experts, **keywords)

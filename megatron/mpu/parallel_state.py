@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's functions about ranks and groups, for code that is written for them.
+"""Megatron-LM's functions for ranks and groups, for code that is written for them.
 
     from megatron import mpu
     torch.distributed.all_reduce(x, group=mpu.get_data_parallel_group())
 
-They answer for the mesh of the job that this process has joined last, and raise RuntimeError outside of one. The suite
-itself hands `Mesh` and `Axis` to whoever needs them, and calls none of these. Not here: virtual stages, of which a rank has
-several at a time, and groups that the suite does not make (tensor and pipeline ranks together).
+They use the mesh of the job that this process has joined last, and raise RuntimeError without one. The suite itself passes
+`Mesh` and `Axis` as arguments, and calls none of these. Not supported: virtual stages, of which a rank has several at a
+time, and groups that the suite does not create (tensor and pipeline ranks together).
 """
 
 from typing import Any, Optional
@@ -19,11 +19,11 @@ from megatron.mpu.mesh import Axis, Mesh
 
 class _Job:
     mesh: Optional[Mesh] = None
-    alone: Any = None  # the group of this rank by itself, once somebody has asked for one
+    alone: Any = None  # a group of only this rank, created on request
 
 
 def use_mesh(mesh: Optional[Mesh]) -> None:
-    """From now on the functions answer for this mesh; None: for none."""
+    """Set the mesh that the functions use; None: no mesh."""
     _Job.mesh, _Job.alone = mesh, None
 
 
@@ -47,7 +47,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The job's number of the group's first rank."""
+    """The global rank of the group's first rank."""
     return _axis("tp").ranks[0]
 
 
@@ -67,7 +67,7 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """The job's number of the rank, as of the next three."""
+    """The global rank of the first stage; the next three functions also return global ranks."""
     return _axis("pp").ranks[0]
 
 
@@ -95,7 +95,7 @@ def is_pipeline_last_stage() -> bool:
 
 
 def get_embedding_group() -> Any:
-    """The first and last stage, which share a tied embedding."""
+    """The group of the first and last stage, which share a tied embedding."""
     return _group(_axis("tied"))
 
 
@@ -147,12 +147,12 @@ def _data_parallel(with_context_parallel: bool) -> Axis:
 
 def _axis(name: str) -> Axis:
     if _Job.mesh is None:
-        raise RuntimeError("this process has joined no job yet: build_run, or initialize.join_job, does")
+        raise RuntimeError("this process has not joined a job yet: call build_run or initialize.join_job first")
     return getattr(_Job.mesh, name)
 
 
 def _group(axis: Axis) -> Any:
-    """The axis' group. torch takes None for all ranks of the job, so a rank by itself gets a group of its own."""
+    """The group of an axis. For torch, None means all ranks, so an axis of size 1 gets a group of only this rank."""
     if axis.group is None and dist.is_initialized():
         _Job.alone = _Job.alone or new_group(axis.ranks, "alone", _Job.mesh.timeout)
         return _Job.alone

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part of the suite has to know about a parameter or a buffer, in one record.
+"""`Placement`: the shape, sharding and initial values of a parameter or buffer, in one record.
 
-Initialisation, gradient reduction, the global norm, weight decay, replica checks and checkpoints all read it; nothing is
-hung on tensors. A module lists the placements of its own parameters and buffers in `self.placements`:
+Initialization, gradient reduction, the global norm, weight decay, replica checks and checkpoints all use it, rather than
+attributes of tensors. A module lists the placements of its own parameters and buffers in `self.placements`:
 
     self.weight = Parameter(torch.empty(heads // tp.size, 3, head_dim, hidden))
     self.placements = {"weight": Placement(shape=(heads, 3, head_dim, hidden), cut={"tp": 0}, init=Normal(0.02))}
 
-and `placements(model)` collects those of parameters under logical names such as `blocks.17.attention.qkv.weight`,
+`placements(model)` collects those of parameters under logical names such as `blocks.17.attention.qkv.weight`, and
 `placed_buffers(model)` those of buffers.
 """
 
@@ -19,13 +19,12 @@ from typing import Any, NamedTuple, Optional, Union
 from megatron.errors import SettingsError, did_you_mean
 
 COMBINE = ("same", "max", "min", "sum", "mean")
-# Formats of buffers, by torch's names -> bytes of an element.
+# dtypes of buffers, by torch's names -> bytes per element.
 BUFFER_BYTES = dict(float64=8, float32=4, bfloat16=2, float16=2, int64=8, int32=4, int16=2, int8=1, uint8=1, bool=1)
-# Axes that cut weights, of dense ones and of experts, slowest first (mesh.py): their ranks hold copies of what they do not
-# cut.
+# Axes that split dense weights and experts, slowest first (mesh.py). Their ranks have copies of weights that are not split.
 DENSE_AXES, EXPERT_AXES = ("tp",), ("ep", "etp")
-# Axes of data and context parallelism, of dense weights and of experts: along the first ranks hold the same shards, and
-# along the second ZeRO may divide a weight.
+# Axes of data and context parallelism, of dense weights and of experts: ranks along the first have the same shards, and
+# ZeRO may shard a weight along the second.
 DATA_PARALLEL, EXPERT_DATA_PARALLEL = ("replicate", "shard"), ("expert_replicate", "expert_shard")
 
 
@@ -42,20 +41,20 @@ class Constant(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What the module's code has filled it with, on every rank alike: of tensors that nothing cuts, made on the CPU."""
+    """Filled by the module's own code, with the same values on every rank: for whole tensors, created on the CPU."""
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """That a tensor is a buffer: training changes it, and it has no gradient and no optimizer state.
+    """Marks a tensor as a buffer: training changes it, and it has no gradient and no optimizer state.
 
-    combine: how the values of ranks that hold it become one, once a step, before the optimizer's update. "same": passes
-             change it on all ranks alike, or not at all; "max", "min" and "mean": of the ranks' values; "sum": what
-             each rank has added in this step is added up. Ranks are those of data and context parallelism, and those of
-             the axes in `Placement.partial`.
-    dtype:   its format, by torch's name
+    combine: how the values of its ranks are combined, once a step, before the optimizer's update. "same": passes make the
+             same change on all ranks, or none; "max", "min" and "mean": of the ranks' values; "sum": the sum of the ranks'
+             changes in this step. The ranks are those of data and context parallelism, and of the axes in
+             `Placement.partial`.
+    dtype:   by torch's name
 
-    Raises SettingsError for another rule or format.
+    Raises SettingsError for an unknown rule or format.
     """
 
     combine: str = "same"
@@ -72,25 +71,24 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the local piece of a logical tensor lies.
+    """The layout of a logical tensor over ranks.
 
-    shape:    the logical tensor, without any padding
-    cut:      axis name -> the dim that this axis cuts into equal pieces of ceil(dim / axis size): `tp`, or of experts `ep`
-              and `etp`. On one dim these two cut ep x etp pieces, of which an ep rank's are consecutive
-    partial:  axes over which each rank's gradient is a partial sum, and has to be summed before it is used: `tp` for
-              sequence-parallel norms, `tied` for an embedding that first and last stage both hold
+    shape:    of the logical tensor, without padding
+    cut:      axis name -> the dim that this axis splits into equal pieces of ceil(dim / axis size): `tp`, or for experts
+              `ep` and `etp`. If both split one dim, there are ep x etp pieces, and those of an ep rank are consecutive
+    partial:  axes over which each rank's gradient is a partial sum that must be reduced before use: `tp` for
+              sequence-parallel norms, `tied` for an embedding on both the first and the last stage
     init:     initial values
     decay:    weight decay applies (matrices: yes; biases and norms: no)
-    multiple: a cut dim is padded to a multiple of this many for each rank (rows of a vocabulary)
-    embedding_or_output: a table of words at the input, or the output layer's: --decoupled-lr is theirs
-    matrices: (dim, sizes along it): the matrices [-1, last dim] of linear layers that the tensor is made of, which Muon
-              treats each by itself: (1, (q, 1, 1)) of [groups, q + 2, d, h] are those of queries, keys and values.
-              None: it is nothing of the kind
+    multiple: each rank's piece of a split dim is padded to a multiple of this (rows of a vocabulary)
+    embedding_or_output: an input embedding of words, or the output layer, which use --decoupled-lr
+    matrices: (dim, sizes along it): the matrices [-1, last dim] of linear layers in the tensor, which Muon updates
+              separately: (1, (q, 1, 1)) of [groups, q + 2, d, h] are those of queries, keys and values. None: no matrices
     frozen:   a parameter that is not trained: it has no gradient and no optimizer state, and no step changes it
-    buffer:   what the tensor is, where it is no parameter
+    buffer:   set if the tensor is a buffer
 
-    A local tensor may be larger than its box in the logical tensor (padded vocabulary rows): what lies outside is not
-    part of the model, has no gradient and is not stored.
+    A local tensor may be larger than its box in the logical tensor (padded vocabulary rows). The rest is not part of the
+    model, has no gradient and is not saved.
     """
 
     shape: tuple[int, ...]
@@ -107,29 +105,29 @@ class Placement:
     def __post_init__(self):
         if not any({*self.cut, *self.partial} <= {*axes, "tied"} for axes in (DENSE_AXES, EXPERT_AXES)):
             raise SettingsError(
-                f"axes of a weight of shape {list(self.shape)} do not go together: cut {self.cut}, partial {self.partial}",
-                "tp cuts dense weights; ep and etp cut experts, whose ranks are divided in another way (docs/design.md)",
+                f"axes of a weight of shape {list(self.shape)} cannot be combined: cut {self.cut}, partial {self.partial}",
+                "tp splits dense weights; ep and etp split experts, over another grid of the ranks (docs/design.md)",
                 'write cut={"tp": dim}, or cut={"ep": dim, "etp": dim}',
             )
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks hold pieces or copies of it: an expert's if one of them cuts it or sums its gradient."""
+        """Axes whose ranks have pieces or copies of it: the expert axes if one of them splits it or sums its gradient."""
         return EXPERT_AXES if {*EXPERT_AXES} & {*self.cut, *self.partial} else DENSE_AXES
 
     @property
     def data_axes(self) -> tuple[str, str]:
-        """Axes whose ranks have other tokens for it: along the first they hold the same shards, along the second parts."""
+        """Axes whose ranks process different tokens: ranks along the first have the same shards, along the second parts."""
         return EXPERT_DATA_PARALLEL if self.model_axes == EXPERT_AXES else DATA_PARALLEL
 
     @property
     def cut_dims(self) -> list[tuple[int, tuple[str, ...]]]:
-        """(dim, axes that cut it) of each cut dim."""
+        """(dim, axes that split it) for each split dim."""
         axes_of = lambda dim: tuple(axis for axis in self.model_axes if self.cut.get(axis) == dim)
         return [(dim, axes_of(dim)) for dim in sorted(set(self.cut.values()))]
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the piece of one rank, padding included; `sizes`: axis name -> ranks.
+        """Shape of one rank's piece, including padding; `sizes`: axis name -> number of ranks.
 
         >>> Placement((50257, 4), Normal(0.02), cut={"tp": 0}, multiple=128).local_shape({"tp": 8})
         (6400, 4)
@@ -160,7 +158,7 @@ class Placement:
     def box(self, local_shape, ranks: dict[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, extent) of the local piece in the logical tensor.
 
-        ranks: this rank's place on each cutting axis (`Mesh.coordinates`); where two cut one dim, on both: `ep_etp`
+        ranks: this rank's coordinate on each axis in `cut` (`Mesh.coordinates`), or `ep_etp` if both split one dim
 
         >>> Placement((10, 4), Normal(0.02), cut={"tp": 0}).box((8, 4), {"tp": 1})
         ((8, 0), (2, 4))
@@ -177,7 +175,7 @@ def placements(model) -> dict[str, tuple]:
     """Logical name -> (parameter, Placement) for every parameter of a module tree, in registration order.
 
     model: a module, or a list of them (the chunks of a pipeline rank), which may share parameters of one name.
-    Raises SettingsError when a parameter has no placement, or there is one of no parameter: a model of a user's own may.
+    Raises SettingsError if a parameter has no placement, or a placement no parameter, as may happen in a user's model.
     """
     found = {}
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
@@ -186,7 +184,7 @@ def placements(model) -> dict[str, tuple]:
             listed = {name: placed for name, placed in getattr(module, "placements", {}).items() if not placed.buffer}
             if odd := [f"{prefix}.{name}".strip(".") for name in sorted(set(own) ^ set(listed))]:
                 raise SettingsError(
-                    f"parameters and placements of the model are not the same: {', '.join(odd[:8])}",
+                    f"parameters and placements of the model do not match: {', '.join(odd[:8])}",
                     f"{type(module).__name__} lists {', '.join(sorted(listed)) or 'nothing'} in `placements`",
                     "create parameters with mpu.layers.create_parameters, or train it as a plain module (model.plain)",
                 )
@@ -198,7 +196,7 @@ def placements(model) -> dict[str, tuple]:
 
 
 class PlacedBuffer(NamedTuple):
-    """A buffer with a placement, and the module that has it. The tensor may be replaced by another one at any time."""
+    """A buffer with a placement, and its module. The module may replace the tensor at any time."""
 
     module: Any
     attribute: str
@@ -206,14 +204,14 @@ class PlacedBuffer(NamedTuple):
 
     @property
     def tensor(self):
-        """Its values on this rank."""
+        """The current tensor on this rank."""
         return self.module._buffers[self.attribute]
 
 
 def placed_buffers(model) -> dict[str, PlacedBuffer]:
     """Logical name -> buffer, for every buffer of a module tree (or a list of them) that has a placement.
 
-    Raises SettingsError when a module lists a buffer that it does not have.
+    Raises SettingsError if a module lists a buffer that it does not have.
     """
     found: dict[str, PlacedBuffer] = {}
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
@@ -236,5 +234,5 @@ Table = Mapping[str, Placement]
 
 
 def elements(table: Table) -> int:
-    """Parameters of a table, without its buffers."""
+    """Number of parameter elements in a table, without buffers."""
     return sum(math.prod(placement.shape) for placement in table.values() if not placement.buffer)

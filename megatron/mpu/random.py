@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initial weights and dropout masks, drawn from seeds that depend on position alone, not on what was drawn before.
+"""Initial weights and dropout masks, from seeds that depend only on position, not on earlier draws.
 
-A weight is drawn from generators seeded by (seed, parameter name, block of rows) over the *logical* tensor and cut, so
-that every layout starts from the same weights. A dropout mask is seeded by (seed, sample, layer, site), where `sample`
-is the place of the sample in the whole training order: a resumed run, a recomputed layer and another layout draw the
-same mask, and no generator state is ever saved. What a user's module draws from torch's own generators depends on the seed,
-the micro-batch's samples and the stage, so on the layout too: `seed_torch`.
+A weight is drawn from generators seeded by (seed, parameter name, block of rows) over the *logical* tensor and then split,
+so every layout starts from the same weights. A dropout mask is seeded by (seed, sample, layer, site), where `sample`
+is the index of the sample in the training order: a resumed run, a recomputed layer and another layout draw the
+same mask, and no generator state is saved. Draws of a user's module from torch's own generators depend on the seed, the
+micro-batch's samples and the stage, and so on the layout: `seed_torch`.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Constant, Placement
 
-BLOCK = 1 << 20  # elements of a logical tensor that are drawn at a time
+BLOCK = 1 << 20  # number of elements of a logical tensor to draw at a time
 
 
 def seed_of(*position) -> int:
@@ -33,9 +33,9 @@ def seed_of(*position) -> int:
 
 
 def seed_torch(device: torch.device, *position) -> None:
-    """Seed torch's own generators, of the CPU and of a CUDA device, by a position: for modules that draw from them.
+    """Seed torch's own CPU and CUDA generators from a position, for modules that draw from them.
 
-    A few microseconds; `torch.manual_seed` takes longer where there is no CUDA: it keeps a stack for the day there is.
+    Takes a few microseconds; `torch.manual_seed` is slower without CUDA, because it saves a stack for a later CUDA init.
     """
     seed = seed_of(*position)
     torch.default_generator.manual_seed(seed)
@@ -45,9 +45,9 @@ def seed_torch(device: torch.device, *position) -> None:
 
 @torch.no_grad()
 def init_parameter(name: str, parameter: torch.Tensor, placement: Placement, place: dict[str, int], seed: int) -> None:
-    """Fill the local piece of a logical tensor with its initial values; what lies outside the tensor becomes 0.
+    """Fill the local piece of a logical tensor with its initial values, and its padding with 0.
 
-    The tensor is drawn in blocks of whole rows on the CPU in fp32, so memory stays bounded and CPU and GPU agree.
+    The tensor is drawn in blocks of whole rows on the CPU in fp32, which bounds memory and gives the same values on GPUs.
     """
     parameter.zero_()
     offset, extent = placement.box(parameter.shape, place)
@@ -72,7 +72,7 @@ def init_parameter(name: str, parameter: torch.Tensor, placement: Placement, pla
 
 
 def random_words(shape: tuple[int, ...], seeds: list[int], device: torch.device) -> torch.Tensor:
-    """[len(seeds), *shape] int16, all values alike probable; each entry along the first dim from its seed alone."""
+    """Uniform random int16, [len(seeds), *shape]; each entry along the first dim depends only on its seed."""
     count = math.prod(shape)
     words = torch.empty((len(seeds), -(-count // 4)), dtype=torch.int64, device=device)
     generator = torch.Generator(device=device)
@@ -82,12 +82,12 @@ def random_words(shape: tuple[int, ...], seeds: list[int], device: torch.device)
 
 
 class Dropout(torch.nn.Module):
-    """Dropout whose mask depends on (seed, sample, layer, site) alone, with probability `p` in steps of 1/65536.
+    """Dropout with a mask that depends only on (seed, sample, layer, site), and probability `p` in steps of 1/65536.
 
-    x is [s, b, ...] with the batch at `batch_dim`. When an axis cuts dim `cut` of the per-sample tensor (the sequence
-    under sequence parallelism, the heads in attention), every rank draws the words of the whole and takes its piece.
-    unfused: dropout and an addition behind it by torch's ops (--no-bias-dropout-fusion).
-    cp: ranks that have rows of dim 0 each (context parallelism), which `axis` may cut further.
+    x is [s, b, ...] with the batch at `batch_dim`. If `axis` splits dim `cut` of the per-sample tensor (the sequence
+    under sequence parallelism, the heads in attention), every rank draws the whole mask and takes its piece.
+    unfused: dropout and the following addition use torch's ops (--no-bias-dropout-fusion).
+    cp: the context parallel axis, whose ranks have rows of dim 0, which `axis` may split further.
     """
 
     fusion, unfused = "bias_dropout_fusion", False
@@ -108,7 +108,7 @@ class Dropout(torch.nn.Module):
         self.p, self.key, self.batch_dim = p, (seed, layer, site), batch_dim
         self.cut, self.axis, self.cp = cut, axis, cp
         self.threshold = round(p * 65536) - 32768
-        self.factor = 1.0 / (1.0 - round(p * 65536) / 65536)  # of what is kept
+        self.factor = 1.0 / (1.0 - round(p * 65536) / 65536)  # scale of kept elements
 
     def forward(self, x: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
         """`samples`: [b] numbers of the samples in training order, on the CPU. Identity in evaluation or at p = 0."""
@@ -129,7 +129,7 @@ class Dropout(torch.nn.Module):
         return not self.training or self.p == 0.0
 
     def keep(self, shape: tuple[int, ...], samples: torch.Tensor, device: torch.device) -> DropoutMask:
-        """What to keep of a tensor of this (local) shape, which has the batch at `batch_dim`."""
+        """The mask for a tensor of this local shape, with the batch at `batch_dim`."""
         shape = list(shape)
         del shape[self.batch_dim]
         pieces, rank = (self.axis.size, self.axis.rank) if self.axis else (1, 0)

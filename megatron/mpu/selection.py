@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights are trained: --freeze and --train-only. Needs no torch.
+"""Selection of the weights to train: --freeze and --train-only. Needs no torch.
 
 >>> selection = Selection(freeze=("embedding.*", "blocks.0.*"))
 >>> selection.freezes("blocks.0.mlp.up.weight"), selection.freezes("blocks.10.mlp.up.weight")
@@ -15,15 +15,15 @@ from megatron.errors import SettingsError
 from megatron.mpu.placement import Placement, Table, elements
 from megatron.settings.schema import Optimizer
 
-SHOWN = 4  # names that a message lists
+SHOWN = 4  # number of names in a message
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Patterns of names, as a shell has them: `*` any text, dots too, `?` a character, `[ab]` one of these.
+    """Shell-style patterns of parameter names: `*` any text, including dots, `?` a character, `[ab]` one of these.
 
-    freeze:     these are not trained
-    train_only: no others are; none: all
+    freeze:     parameters that are not trained
+    train_only: the only parameters that are trained; empty: all
     """
 
     freeze: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Selection:
 
     @classmethod
     def of(cls, settings: Optimizer) -> "Selection":
-        """What a run's settings say."""
+        """The selection of a run's settings."""
         return cls(tuple(settings.freeze or ()), tuple(settings.train_only or ()))
 
     def __bool__(self) -> bool:
@@ -42,25 +42,25 @@ class Selection:
         return _any(name, self.freeze) or bool(self.train_only) and not _any(name, self.train_only)
 
     def frozen(self, table: Table, prefix: str = "") -> frozenset[str]:
-        """The names of a table's parameters that are not trained: by a pattern, or because their placement says so."""
+        """The names of a table's frozen parameters, by a pattern or by their placement."""
         parameters = {name: placed for name, placed in table.items() if not placed.buffer}
         return frozenset(
             name for name, placed in parameters.items() if placed.frozen or self and self.freezes(prefix + name)
         )
 
     def marked(self, table: Table, prefix: str = "") -> dict[str, Placement]:
-        """A table whose placements say which parameters are frozen. prefix: of their full names."""
+        """A copy of a table with `frozen` set in its placements. prefix: of the full names."""
         names = self.frozen(table, prefix) if self else ()
         return {name: replace(placed, frozen=True) if name in names else placed for name, placed in table.items()}
 
     def sizes(self, weights: Mapping[str, Placement]) -> tuple[int, int]:
-        """(parameters that are trained, parameters that are frozen) of weights by their full names."""
+        """(number of trained parameters, number of frozen parameters) of weights by their full names."""
         names = self.frozen(weights)
         frozen = elements({name: weights[name] for name in names})
         return elements(weights) - frozen, frozen
 
     def check(self, weights: Mapping[str, Placement]) -> None:
-        """Raise SettingsError for a pattern that no parameter's name matches, and where nothing is left to train.
+        """Raise SettingsError for a pattern that matches no parameter's name, and if all parameters are frozen.
 
         weights: full name -> placement, of the whole model
         """
@@ -69,22 +69,22 @@ class Selection:
             for pattern in patterns:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise SettingsError(
-                        f"{flag} {pattern}: no parameter has such a name",
-                        f"names near it: {', '.join(near(pattern, names))}",
-                        "a pattern is compared with the whole name, * stands for any text: "
+                        f"{flag} {pattern}: no parameter's name matches",
+                        f"similar names: {', '.join(near(pattern, names))}",
+                        "a pattern has to match the whole name, * matches any text: "
                         "docs/finetuning.md#frozen-parameters",
                     )
         if names and len(self.frozen(weights)) == len(names):
             flags = [f"--freeze {' '.join(self.freeze)}"] * bool(self.freeze)
             flags += [f"--train-only {' '.join(self.train_only)}"] * bool(self.train_only)
             raise SettingsError(
-                f"{' '.join(flags) or 'the model'}: all {len(names)} parameters are frozen, and nothing is left to train",
-                do="leave some out; to evaluate a model without training it, --skip-train",
+                f"{' '.join(flags) or 'the model'}: all {len(names)} parameters are frozen, and there is nothing to train",
+                do="freeze fewer; to evaluate a model without training it, use --skip-train",
             )
 
 
 def near(pattern: str, names: Collection[str]) -> list[str]:
-    """Some of the names that somebody may have meant by a pattern which matches none.
+    """Suggestions for a pattern that matches none of the names.
 
     >>> near("embeding.*", ["embedding.word.weight", "blocks.0.mlp.up.weight"])
     ['embedding.word.weight']
@@ -101,4 +101,4 @@ def _any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-ALL = Selection()  # everything is trained but what says of itself that it is not
+ALL = Selection()  # train everything, except placements with `frozen`

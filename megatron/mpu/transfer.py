@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers from the host to the device and back, without waiting for what the device has still to do."""
+"""Non-blocking copies of small lists of numbers between host and device."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,15 @@ import torch
 
 
 def to_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[len(numbers)] on the device. From pageable memory, as `torch.tensor(..., device=)` copies, the host would wait."""
+    """Copy numbers to the device, from pinned memory: `torch.tensor(..., device=)` would synchronize."""
     tensor = torch.tensor(numbers, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class Arriving:
-    """Numbers of the device on their way to the host, behind what the device has been given to do so far.
+    """A pending copy of numbers from the device to the host, after the operations queued so far.
 
-    numbers: [n] on the device, or on the host, where they are
+    numbers: [n] on the device, or on the host, where no copy is needed
     """
 
     def __init__(self, numbers: torch.Tensor):
@@ -27,7 +27,7 @@ class Arriving:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """The numbers; waits until they are there. Of a step before, they are: the device is busy with the next."""
+        """Wait for the copy and return the numbers. Those of a previous step have arrived: the device runs the next one."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._numbers.tolist()

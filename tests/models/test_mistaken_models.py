@@ -72,7 +72,7 @@ def test_a_layer_that_returns_nothing():
 
 def test_as_many_hidden_states_as_labels():
     mesh, labels = Mesh(0, create_groups=False), torch.zeros(8, dtype=torch.int64)
-    with pytest.raises(SettingsError, match="7 tokens have come to the output layer, and there are 8 labels"):
+    with pytest.raises(SettingsError, match="the output layer has 7 tokens, and there are 8 labels"):
         linear_cross_entropy(torch.zeros(7, 4), torch.zeros(5, 4), labels, vocab_size=5, tp=mesh.tp)
 
 

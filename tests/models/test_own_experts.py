@@ -275,7 +275,7 @@ def test_ranks_hold_their_part_of_the_experts():
         (3, EP2, "--expert-model-parallel-size 2 x --expert-tensor-parallel-size 1 does not divide the 3 ranks"),
         (3, "--ep 3", "--ep 3 does not divide dim 0 of experts.up.weight, which is 8 x 96 x 24; nearest: 2 or 4"),
         (5, "--etp 5", "--etp 5 does not divide dim 1 of experts.up.weight, which is 8 x 96 x 24; nearest: 4 or 6"),
-        (6, f"{EP2} --sharding-stage 1 --sharding-degree 3", "3 ranks divide optimizer state: one of the two has to"),
+        (6, f"{EP2} --sharding-stage 1 --sharding-degree 3", "3 ranks shard optimizer state: one of the two has to"),
         (2, "--tensor-model-parallel-size 2", "would send the same tokens to experts; add --sequence-parallel"),
         (2, "--ep 0", "--ep 0 must be at least 1"),
     ],

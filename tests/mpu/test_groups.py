@@ -338,7 +338,7 @@ def test_a_rank_that_does_not_come_is_told(run_ranks):
     *found, _ = run_ranks(4, _without_one)
     where = ("tp group 0 (ranks 0, 1)", "dp group 1 (ranks 1, 3)", "tp group 1 (ranks 2, 3)")
     for (code, what, do), group in zip(found, where, strict=True):
-        assert code == 7 and group in what and what.endswith("not all of them came within 1.2 s")
+        assert code == 7 and group in what and what.endswith("not all of them joined within 1.2 s")
         assert "--distributed-timeout-minutes" in do
 
 

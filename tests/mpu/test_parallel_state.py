@@ -65,7 +65,7 @@ def test_of_eight_ranks(run_ranks):
 
 
 def test_outside_of_a_job():
-    with pytest.raises(RuntimeError, match="has joined no job yet"):
+    with pytest.raises(RuntimeError, match="has not joined a job yet"):
         mpu.get_tensor_model_parallel_rank()
     with pytest.raises(AttributeError, match="has no attribute 'get_expert_model_parallel_rank'"):
         mpu.get_expert_model_parallel_rank()

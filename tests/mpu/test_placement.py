@@ -96,5 +96,5 @@ def test_who_counts_copies():
     "more", [dict(cut={"ep": 0, "tp": 1}), dict(cut={"tpp": 0}), dict(cut={"tp": 0}, partial=("ep",))]
 )
 def test_axes_that_do_not_go_together_are_refused(more):
-    with pytest.raises(SettingsError, match=r"axes of a weight of shape \[4, 6\] do not go together"):
+    with pytest.raises(SettingsError, match=r"axes of a weight of shape \[4, 6\] cannot be combined"):
         Placement((4, 6), Normal(0.02), **more)

@@ -221,7 +221,7 @@ def test_torch_compile_compiles_each_layer(build, monkeypatch):
 
 def test_device(build, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="--device cuda: this torch sees no CUDA device"):
+    with pytest.raises(SettingsError, match="--device cuda: torch finds no CUDA device"):
         build("--device cuda")
     assert build("--device auto").context.device.type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
