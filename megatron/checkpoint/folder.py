@@ -73,7 +73,7 @@ def choose(
     Raises CheckpointError when no checkpoint remains.
     """
     if (folder / "index.json").exists():
-        return Choice((folder,))
+        return _only(folder, step)
     paths = checkpoints(folder)
     if step is not None:
         if step not in paths:
@@ -111,6 +111,19 @@ def choose(
             return Choice(tuple(paths[number] for number in order[place:]), tuple(notices))
         notices.append(problem)
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
+
+
+def _only(path: CheckpointPath, step: Optional[int]) -> Choice:
+    """The choice of one checkpoint. Raises CheckpointError if it is of another iteration than `step`."""
+    if step is not None:
+        with Reader(path) as reader:
+            stored = reader.state["iteration"]
+        if stored != step:
+            raise CheckpointError(
+                f"{path} is of iteration {stored}, and --ckpt-step asks for {step}",
+                do="give the folder of the checkpoints, or drop --ckpt-step",
+            )
+    return Choice((path,))
 
 
 def megatron_format_problem(folder: CheckpointPath) -> Optional[str]:

@@ -522,10 +522,13 @@ REMARKS = (
             and (s.settings.given("eval_interval") if s.eval_epoch else s.train_iters)
         ),
         lambda s: (
-            f"--eval-interval {s.eval_interval} is beyond "
-            + (f"--train-iters {s.train_iters}" if s.train_iters else f"the {steps(s)} steps of this run")
-            + f": evaluation happens {'by --eval-epoch and ' * bool(s.eval_epoch)}at the end alone"
+            f"--eval-interval {s.eval_interval} is beyond {last_step(s)}"
+            f": evaluation happens {'by --eval-epoch and ' * bool(s.eval_epoch)}at the end alone"
         ),
+    ),
+    Rule(
+        lambda s: 0 < steps(s) < (s.exit_interval or 0),
+        lambda s: f"--exit-interval {s.exit_interval} is beyond {last_step(s)}: the run ends first",
     ),
     Rule(
         lambda s: evaluates(s) and s.eval_epoch and s.train_epochs and s.eval_epoch > s.train_epochs,
@@ -578,6 +581,11 @@ def steps(s: SimpleNamespace) -> int:
     if s.train_iters is None and s.train_samples is None:
         return 0
     return s.train_iters or (s.train_samples or 0) // max(1, batch.full_size(s.settings.batch, s.dp))
+
+
+def last_step(s: SimpleNamespace) -> str:
+    """The length of the run, in the words of its flag."""
+    return f"--train-iters {s.train_iters}" if s.train_iters else f"the {steps(s)} steps of this run"
 
 
 def alone(s: SimpleNamespace) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import CheckpointError, UsageError, did_you_mean, run_main
+from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, run_main
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
@@ -203,7 +203,11 @@ def diff(a: Path, b: Path, which: WhichCheckpoint, how: DiffOptions) -> None:
 def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) -> None:
     """Rewrite a checkpoint into other files, in bounded memory. (Loading needs no such step.)"""
     tp, pp = how.tensor_model_parallel_size, how.pipeline_model_parallel_size
-    if (how.writers is None) == (tp is None and pp is None):
+    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    by_rank = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size is not None)
+    if how.writers is not None and by_rank:
+        raise UsageError(f"--writers {how.writers} and {by_rank} contradict each other", do="drop one of them")
+    if how.writers is None and not by_rank:
         raise UsageError(
             "say what the new files are",
             do="--writers N, or --tensor-model-parallel-size N --pipeline-model-parallel-size N",
@@ -216,6 +220,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
     import torch
 
     from megatron.checkpoint import reshard as files
+    from megatron.checkpoint.folder import checkpoints
 
     dtype = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[how.dtype]
     if dtype is not None and not how.weights_only:
@@ -223,6 +228,8 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
     with open_reader(path, which) as reader:
         if out.resolve() in (reader.folder.resolve(), reader.folder.resolve().parent):
             raise UsageError(f"{out} is where the checkpoint is", do="give another folder")
+        if (out / "index.json").exists() or checkpoints(out):
+            raise SettingsError(f"{out} is there already", "it holds checkpoints", "give a new folder")
         wanted = (lambda name: not name.startswith(files.OPTIMIZER)) if how.weights_only else (lambda name: True)
         pieces = files.whole_pieces(reader, wanted, dtype)
         state = dict(reader.state)
@@ -311,7 +318,6 @@ def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
     what model it is, SettingsError when so many ranks cannot share it.
     """
     from megatron.checkpoint.boxes import Box
-    from megatron.errors import SettingsError
     from megatron.model.recipe import config_of, facts_of
 
     if "config" not in state or "vocab_size" not in state:

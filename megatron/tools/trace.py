@@ -128,6 +128,8 @@ def check(options: TraceOptions) -> TraceOptions:
     """Raise UsageError without a question, SettingsError for numbers out of range."""
     if not any((options.iter, options.sample, options.doc, options.text is not None)):
         raise UsageError("what is asked?", do="--iter N, --sample K, --doc N or --text '...'")
+    if options.words and options.text is None:
+        raise UsageError("--words needs --text: it says how a text is looked for")
     if options.text is not None and not options.text.strip():
         raise UsageError("--text is empty")
     if min([1, *(options.iter or ())]) < 1 or min([0, options.first, options.show, *(options.sample or ())]) < 0:
@@ -348,10 +350,15 @@ class Answers:
 
     @staticmethod
     def _words_of_source(source: Optional[dict]) -> str:
+        from megatron.data.file_formats import LINES, TEXT, claimed
+
         if not source:
             return ""
         piece = f", piece {source['piece']} of what was left of it" if source["piece"] else ""
-        return f", from {source['file']} at byte {source['offset']:,}{piece}"
+        formats = claimed(source["file"])
+        stream = " of the JSON lines it is converted to" if TEXT in formats else " of its unpacked lines"
+        where = f"{source['offset']:,}{stream if formats not in ((), (LINES,)) else ''}"
+        return f", from {source['file']} at byte {where}{piece}"
 
 
 def _note(line: str) -> None:

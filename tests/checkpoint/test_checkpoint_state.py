@@ -160,6 +160,13 @@ def test_nothing_there_is_an_error_unless_allowed(tmp_path):
         assert restore(empty, [], allow_empty=True) is None
 
 
+def test_a_checkpoint_of_another_step_than_the_one_asked_for_is_refused(folder):
+    one = (folder / "iter_0000002").rename(folder.parent / "copy")  # its state says the iteration, not its name
+    assert restored(one)[0] == restored(one, step=2)[0] == 2
+    with pytest.raises(CheckpointError, match="copy is of iteration 2, and --ckpt-step asks for 3"):
+        restored(one, step=3)
+
+
 def test_another_model_is_an_error_at_once_and_not_a_reason_to_go_back(folder):
     with pytest.raises(CheckpointError, match="iter_0000003 does not fit") as caught:
         restore(folder, pieces_of(0, ("weight", "bias")))

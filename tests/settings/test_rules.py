@@ -368,6 +368,13 @@ def test_any_numbers_are_answered_or_work(values, world):
         assert check(made, world) == []
 
 
+@pytest.mark.parametrize("flags, named", [("--train-iters 1", True), ("--train-iters 10", False), ("", False)])
+def test_an_exit_interval_beyond_the_end_is_named(flags, named):
+    told = remarks(config(f"--save x --eval-iters 0 --exit-interval 10 {flags}"), 1)
+    assert ("--exit-interval 10 is beyond --train-iters 1: the run ends first" in told) == bool(named)
+    assert any("--exit-interval" in remark for remark in told) == named
+
+
 def test_remarks():
     assert remarks(config("--save x --eval-interval 5"), 1) == []
     alone = "the only checkpoints are those at the end and at Ctrl-C; --save-interval auto"

@@ -232,6 +232,17 @@ def test_checkpoint_util_knows_formats(tmp_path, capsys):
     assert "parallel-size have no effect on what is read from Megatron-LM" in capsys.readouterr().err
 
 
+def test_reshard_replaces_no_other_checkpoints(folder, tmp_path):
+    save(tmp_path / "b", tensors(seed=1))
+    save(tmp_path / "b", tensors(seed=1), iteration=2)
+    for out in (tmp_path / "b", tmp_path / "b" / "iter_0000001"):
+        with pytest.raises(SettingsError, match=f"{out} is there already"):
+            tool.main(["reshard", str(folder), str(out), "--writers", "1"])
+    assert (tmp_path / "b" / TRACKER).read_text() == "2" and list(checkpoints(tmp_path / "b")) == [1, 2]
+    with Reader(tmp_path / "b" / "iter_0000001") as reader:
+        assert torch.equal(reader.read("final_norm.weight"), tensors(seed=1)["final_norm.weight"])
+
+
 def test_reshard_of_a_damaged_checkpoint_leaves_nothing(folder, tmp_path):
     flip(shard_of(folder))
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -310,11 +321,16 @@ def test_prune_deletes_nothing_when_the_newest_is_damaged_or_a_job_writes(folder
         (["verify", "A/none"], CheckpointError, "holds no checkpoint"),
         (["prune", "A/none", "--keep-last", "1"], CheckpointError, "holds no checkpoint"),
         (["inspect", "A", "--ckpt-step", "5"], CheckpointError, "no checkpoint of iteration 5"),
+        (["verify", "A/1", "--ckpt-step", "5"], CheckpointError, "is of iteration 1, and --ckpt-step asks for 5"),
         (["prune", "A"], UsageError, "say what to keep"),
         (["prune", "A", "--keep-last", "-1"], UsageError, "say what to keep"),
         (["prune", "A", "--keep-last", "1", "--ckpt-step", "1"], UsageError, "not one checkpoint by its number"),
         (["reshard", "A", "B"], UsageError, "say what the new files are"),
-        (["reshard", "A", "B", "--writers", "2", "--tp", "2"], UsageError, "say what the new files are"),
+        (
+            ["reshard", "A", "B", "--writers", "2", "--tp", "2"],
+            UsageError,
+            "--writers 2 and --tensor-.*-size 2 contradict",
+        ),
         (["reshard", "A", "B", "--writers", "-2"], UsageError, "cannot be written"),
         (["reshard", "A", "A", "--writers", "2"], UsageError, "is where the checkpoint is"),
         (["reshard", "A", "B", "--writers", "2", "--dtype", "bf16"], UsageError, "--weights-only"),
@@ -322,7 +338,12 @@ def test_prune_deletes_nothing_when_the_newest_is_damaged_or_a_job_writes(folder
     ],
 )
 def test_wrong_inputs(folder, tmp_path, words, error, text):
-    paths = {"A": str(folder), "B": str(tmp_path / "b"), "A/none": str(folder / "none")}
+    paths = {
+        "A": str(folder),
+        "B": str(tmp_path / "b"),
+        "A/none": str(folder / "none"),
+        "A/1": str(folder / "iter_0000001"),
+    }
     with pytest.raises(error, match=text):
         tool.main([paths.get(word, word) for word in words])
     assert not (tmp_path / "b").exists() or not checkpoints(tmp_path / "b")

@@ -263,6 +263,7 @@ def test_other_tokens_than_those_trained_on_are_told(tmp_path, run_ranks, capsys
         ("--load run --iter 1 --of test", "no evaluation on test data"),
         ("--load run --iter 1 --split 1,1,1", "--split: set by the run itself"),
         ("--load run --text=", "--text is empty"),
+        ("--load run --doc 1 --words", "--words needs --text"),
     ],
 )
 def test_mistakes(short_run, monkeypatch, words, message):
@@ -286,6 +287,22 @@ def test_words_for_people(short_run, capsys):
     said = capsys.readouterr().out
     assert "iteration 1: samples 0 to 1, 2 at a time on 1 data ranks; the ledger agrees" in said
     assert "source0.jsonl at byte" in said and "the first 1 of 2 samples" in said and "sample 1: iteration 1" in said
+
+
+@pytest.mark.parametrize(
+    "name, separator, place",
+    [
+        ("a.jsonl", None, "at byte 1,200"),
+        ("a.jsonl", "\\n", "at byte 1,200"),
+        ("a.jsonl.gz", None, "at byte 1,200 of its unpacked lines"),
+        ("a.tar", None, "at byte 1,200 of its unpacked lines"),
+        ("a.txt", "\\n", "at byte 1,200 of the JSON lines it is converted to"),
+        ("a.txt.zst", None, "at byte 1,200 of the JSON lines it is converted to"),
+    ],
+)
+def test_the_stream_of_a_byte_position_is_named(name, separator, place):
+    source = dict(file=name, offset=1200, piece=2, hash="", separator=separator)
+    assert trace.Answers._words_of_source(source) == f", from {name} {place}, piece 2 of what was left of it"
 
 
 def test_steps_that_a_rollback_has_taken_back(short_run, tmp_path, capsys):
