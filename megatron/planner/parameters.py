@@ -55,7 +55,7 @@ class UnitSizes(NamedTuple):
 
     def padded(self, sizes: Sizes) -> int:
         """Elements of the buffer of trained parameters."""
-        return _padded(self.slots, sizes[self.sharded])
+        return _padded(self.slots, sizes[self.axes[1]])
 
     def padded_frozen(self, sizes: Sizes) -> int:
         """The same for frozen parameters."""
@@ -63,7 +63,8 @@ class UnitSizes(NamedTuple):
 
     def owned(self, sizes: Sizes) -> int:
         """Trained elements in a rank's shard."""
-        return self.padded(sizes) // sizes[self.sharded]
+        pieces = sizes[self.axes[1]]
+        return _padded(self.slots, pieces) // pieces
 
     def _shard(self, place: Sizes, sizes: Sizes) -> tuple[int, int]:
         """The range of the shard of the rank at `place`."""
