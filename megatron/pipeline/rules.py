@@ -2,6 +2,7 @@
 """Rules for combinations of pipeline settings (`settings.rules`); `stages.problems` checks the stages themselves."""
 
 from megatron.pipeline.custom_schedule import is_file
+from megatron.pipeline.stages import chunks_of
 from megatron.settings.rules import Rule
 
 RULES = (
@@ -13,3 +14,31 @@ RULES = (
         ),
     ),
 )
+
+REMARKS = (
+    Rule(
+        lambda s: s.pp == 1 and s.pipeline_schedule in SEVERAL_STAGES and _given(s),
+        lambda s: (
+            f"--pipeline-schedule {s.pipeline_schedule} is for --pipeline-model-parallel-size above 1: one stage has no "
+            "bubble that it could fill"
+        ),
+    ),
+    Rule(
+        lambda s: s.pp > 1 and s.pipeline_schedule == "1f1b" and _given(s) and _chunks(s) > 1,
+        lambda s: (
+            f"--pipeline-schedule 1f1b with {_chunks(s)} model chunks a rank is the interleaved schedule "
+            "(--pipeline-schedule interleaved)"
+        ),
+    ),
+)
+
+SEVERAL_STAGES = ("gpipe", "zb-h1", "zb-v", "v-half")  # `interleaved` is refused on one stage
+
+
+def _given(s) -> bool:
+    given = s.settings.given("pipeline_schedule")
+    return given is not None and given.is_request
+
+
+def _chunks(s) -> int:
+    return chunks_of(s.settings.parallel, s.num_layers)

@@ -77,6 +77,7 @@ SCHEDULE_TOKENS = {
     "zbv": "zb-v",
     "vhalf": "v-half",
 }
+ALONE = "one process"
 ZERO_STAGES = (0, 1, 2, 3)
 TOKENS = re.compile(rf"(tp|cp|pp|vp|dp|ep|etp|zero)(\d+)|(sp|a2a)|({'|'.join(SCHEDULE_TOKENS)})|-")
 
@@ -127,7 +128,7 @@ def layout_of(config: schema.Config, world_size: int) -> TestedLayout:
     parts = [f"{name}{value}" for name in ("tp", "cp", "pp", "vp", "dp", "ep") if (value := getattr(layout, name)) > 1]
     parts += [f"etp{layout.etp}"] * (layout.etp not in (0, tp))
     parts += ["a2a"] * layout.a2a + ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
-    return replace(layout, text="-".join(parts) or "one process")
+    return replace(layout, text="-".join(parts) or ALONE)
 
 
 def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
@@ -159,7 +160,7 @@ def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
 
 def one_process(config: schema.Config) -> schema.Config:
     """Unresolved settings of a run -> resolved settings of the same run in one process."""
-    return laid_out(config, TestedLayout("one process"))
+    return laid_out(config, TestedLayout(ALONE))
 
 
 def one_batch(config: schema.Config, layouts: Sequence[TestedLayout]) -> schema.Config:
@@ -193,6 +194,17 @@ def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp or None,
     )
+
+
+def replaced(config: schema.Config, layouts: Sequence[TestedLayout]) -> list[str]:
+    """The given flags of a layout, in their words, whose value is another one in some of these layouts."""
+    own, words = config.parallel, []
+    others = [replace(_parallel(config, layout), data_parallel_size=layout.dp, dp_degree=None) for layout in layouts]
+    for name, value in vars(own).items():
+        given = config.given(name)
+        if given and given.is_request and any(getattr(other, name) != value for other in others):
+            words.append(given.words)
+    return words
 
 
 @dataclass(frozen=True)

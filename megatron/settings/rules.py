@@ -54,10 +54,10 @@ def in_given_words(sentences: list[str], settings: schema.Config) -> list[str]:
     return ["".join(parts) for parts in parted]
 
 
-def remarks(settings: schema.Config, world_size: int) -> list[str]:
-    """Sentences about settings that work but are probably not intended."""
+def remarks(settings: schema.Config, world_size: int, more: Iterable["Rule"] = ()) -> list[str]:
+    """Sentences about settings that work but are probably not intended, from this module and from `more` remarks."""
     s = record(settings, world_size)
-    return in_given_words([rule.message(s) for rule in REMARKS if rule.broken(s)], settings)
+    return in_given_words([rule.message(s) for rule in (*REMARKS, *more) if rule.broken(s)], settings)
 
 
 def tokenizer_type(t: schema.TokenizerSettings, data: schema.Data) -> str | None:
@@ -518,7 +518,7 @@ REMARKS = (
     Rule(
         lambda s: (
             evaluates(s)
-            and 0 < steps(s) < s.eval_interval
+            and 0 < steps(s) < s.eval_interval != NEVER
             and (s.settings.given("eval_interval") if s.eval_epoch else s.train_iters)
         ),
         lambda s: (
@@ -573,6 +573,7 @@ def _asks_for_epochs(s: SimpleNamespace) -> list[str]:
     return [flag for flag, given in (asked | {"--lr-step-unit epoch": s.lr_step_unit == "epoch"}).items() if given]
 
 
+NEVER = 1_000_000_000  # --eval-interval of runs that validate by epochs, or at the end alone
 LONG = 1000  # steps that are too many to repeat
 
 

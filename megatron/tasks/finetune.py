@@ -11,7 +11,7 @@ from megatron.model.recipe import Recipe
 from megatron.model.t5.rules import refused
 from megatron.settings.effects import CUDA, Needs
 from megatron.settings.from_checkpoint import saved_record, shape_of
-from megatron.settings.rules import Rule, evaluates_early
+from megatron.settings.rules import NEVER, Rule, evaluates_early
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import BadValue, settings_of
 from megatron.settings.statements import Statement
@@ -47,12 +47,13 @@ from megatron.tasks.settings import (
 )
 
 MODEL_TYPE = "finetune"
-DEFAULTS = dict(dataloader_type="cyclic", full_validation=True, eval_interval=1_000_000_000, num_workers=1)
+DEFAULTS = dict(dataloader_type="cyclic", full_validation=True, eval_interval=NEVER, num_workers=1)
 # default -> settings that specify the same in another way
 SAID_OTHERWISE = dict(
     global_batch_size=("local_batch_size", "gradient_accumulation_steps"),
     lr_warmup_fraction=("lr_warmup_iters", "lr_warmup_samples"),
 )
+FILES = ("data_path", "task_data", "train_data", "valid_data", "test_data", "soft_labels")
 LENGTHS = ("train_epochs", "train_iters", "train_samples")  # settings of the length of training; one of them is used
 
 
@@ -91,6 +92,12 @@ def groups() -> dict[str, type]:
 
 
 TASK_RULES = (
+    Rule(  # --data-path is the task's by now, so the rule of pretraining does not see it
+        lambda s: s.mock_data and given_files(s),
+        lambda s: (
+            f"--mock-data reads no files, and files are given ({', '.join(given_files(s))}); drop one or the other"
+        ),
+    ),
     Rule(lambda s: not_above(s, "patience", 0), lambda s: f"--patience {own(s).patience} must be at least 1"),
     Rule(
         lambda s: not_above(s, "examples_per_class", 0),
@@ -204,6 +211,11 @@ TASK_IDLE = {
 def own(s) -> TaskSettings:
     """The task's settings from the argument of a rule."""
     return task_settings(s.settings)
+
+
+def given_files(s) -> list[str]:
+    """The files of the task that somebody gave, in their words."""
+    return [given.words for name in FILES if (given := s.settings.given(name)) and given.is_request]
 
 
 def backbone_of(s) -> str:

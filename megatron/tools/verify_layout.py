@@ -50,12 +50,14 @@ def verify(argv: list[str]) -> None:
     if asked.steps < 1:
         raise SettingsError(f"--steps {asked.steps} must be at least 1")
 
-    from megatron.planner.parity import TOLERANCE, compare, one_process
+    from megatron.planner.parity import ALONE, TOLERANCE, compare, one_process
 
     config, layouts = wanted(config, asked)
     precision = config.precision.precision
     if precision == "auto":
         raise SettingsError("--precision auto is not a number format to compare in", do="say fp32 or bf16")
+    if [layout.text for layout in layouts] == [ALONE] and not asked.layouts:
+        raise UsageError("one process alone: nothing to compare", do=f"{EXAMPLE}, or the flags of a layout")
     settings, one = possible(config, layouts), one_process(config)
     steps = min(asked.steps, total_iterations(one.batch, 1))
     if steps < 1:
@@ -141,7 +143,7 @@ def trained(config: Config, world_size: int, steps: int):
 
 def wanted(config: Config, asked: VerifyLayoutOptions) -> tuple[Config, list]:
     """The settings to compare in, and the layouts of --layouts, or else the one of the flags."""
-    from megatron.planner.parity import layout_of, one_batch, parse_layout
+    from megatron.planner.parity import layout_of, one_batch, parse_layout, replaced
     from megatron.planner.shrink import asked_ranks, narrowed, original, shrunk_job_of
 
     if not asked.layouts and asked.shrink:
@@ -163,6 +165,8 @@ def wanted(config: Config, asked: VerifyLayoutOptions) -> tuple[Config, list]:
         raise UsageError(str(error), do=EXAMPLE) from None
     if not layouts:
         raise UsageError(f"--layouts {asked.layouts} names none", do=EXAMPLE)
+    if lost := replaced(config, layouts):
+        print(f"note: --layouts {asked.layouts} replaces {', '.join(lost)}")
     if asked.shrink:
         return narrowed(config, common_sizes(layouts), steps=asked.steps), layouts
     return one_batch(config, layouts), layouts

@@ -158,10 +158,17 @@ class Hooks:
                     f"hook {name} has {method}, and nothing calls it{did_you_mean(method, PLACES)}",
                     do=f"the loop calls {', '.join(PLACES)}; begin the names of other methods with _",
                 )
-        for place in PLACES:
-            if getattr(type(hook), place) is not getattr(Hook, place):
-                self.called[place].append((name, getattr(hook, place)))
+        overridden = [place for place in PLACES if getattr(type(hook), place) is not getattr(Hook, place)]
         defined = [getattr(type(hook), method) is not getattr(Hook, method) for method in STATE]
+        if not overridden and not any(defined) and type(hook) is not Hook:  # Hook itself is one that is switched off
+            others = [method for method in dir(type(hook)) if not hasattr(Hook, method) and not method.startswith("_")]
+            has = f" ({', '.join(others)})" if others else ""
+            raise SettingsError(
+                f"hook {name} has none of the loop's methods{has}: it would do nothing",
+                do=f"the loop calls {', '.join(PLACES)}",
+            )
+        for place in overridden:
+            self.called[place].append((name, getattr(hook, place)))
         if any(defined) and not all(defined):
             raise SettingsError(
                 f"hook {name} has {STATE[defined.index(True)]}, and no {STATE[defined.index(False)]}",

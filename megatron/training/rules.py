@@ -111,7 +111,7 @@ def _tables(settings: schema.Config) -> dict[int, Table]:
 
 def remarks(settings: schema.Config, world_size: int) -> list[str]:
     """Remarks for the log on settings that work but are probably not intended, one sentence each."""
-    return rules.remarks(settings, world_size)
+    return rules.remarks(settings, world_size, megatron.pipeline.rules.REMARKS)
 
 
 def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:

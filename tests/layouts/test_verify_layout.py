@@ -77,6 +77,22 @@ def test_a_planted_bug_turns_it_red(layout, where, name, bug, capsys, monkeypatc
     assert code == 1 and "FAIL" in text and "0 of 1 pass" in text
 
 
+@pytest.mark.parametrize("flags", ["", "--shrink"])
+def test_one_process_is_not_compared_with_itself(flags):
+    with pytest.raises(UsageError, match="nothing to compare(.*)\n(.*)--layouts"):
+        verify_layout.main(f"{SMALL} --train-iters 1 --global-batch-size 2 {flags}".split())
+
+
+def test_flags_of_a_layout_that_gives_way_to_layouts_are_named(capsys):
+    line = f"{SMALL} --train-iters 1 --global-batch-size 2 --tensor-model-parallel-size 2 --sequence-parallel --layouts"
+    for layouts, named in {
+        "dp2": "note: --layouts dp2 replaces --tensor-model-parallel-size 2, --sequence-parallel",
+        "tp2sp": "",
+    }.items():
+        verify_layout.main(f"{line} {layouts}".split())
+        assert [text for text in capsys.readouterr().out.splitlines() if "replaces" in text] == [named] * bool(named)
+
+
 @pytest.mark.parametrize(
     "layout, words",
     [

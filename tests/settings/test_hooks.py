@@ -126,6 +126,11 @@ class Misspelt(Hook):
         pass
 
 
+class Silent(Hook):
+    def on_step_end(self, run, step):
+        pass
+
+
 def nothing(config):
     return None
 
@@ -227,6 +232,7 @@ def test_failures_name_the_hook(name, code, words, command, tmp_path):
     "name, words",
     [
         ("Misspelt", "has after_eval, and nothing calls it; did you mean after_evaluation?"),
+        ("Silent", "has none of the loop's methods (on_step_end): it would do nothing"),
         ("nothing", "nothing is None"),
         ("CALLS", "CALLS is []"),
         ("Missing", "has no attribute 'Missing'"),

@@ -385,5 +385,15 @@ def test_remarks():
     heads = "--num-attention-heads 4 --num-query-groups"
     assert [of_groups(f"{heads} {more}") for more in ("2", "4", "2 --group-query-attention")] == [1, 0, 0]
     assert of_groups("--num-attention-heads 4 --num-key-value-heads 2") == 0  # a word of others, who mean it
+    schedule = lambda flags, ranks: [words for words in remarks(config(flags), ranks) if "--pipeline-schedule" in words]
+    for name in ("gpipe", "zb-h1", "zb-v", "v-half"):
+        assert len(schedule(f"--pipeline-schedule {name}", 1)) == 1
+        assert schedule(f"--pipeline-schedule {name} --pipeline-model-parallel-size 2", 2) == []
+    layers = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
+    [said] = schedule(f"--pipeline-schedule 1f1b {layers} 1", 2)
+    assert said.startswith("--pipeline-schedule 1f1b with 2 model chunks a rank is the interleaved schedule")
+    for plain in (f"--pipeline-schedule 1f1b {layers} 2", f"{layers} 1", f"--pipeline-schedule interleaved {layers} 1"):
+        assert schedule(plain, 2) == []
+    assert schedule("--pipeline-schedule 1f1b", 1) == [] == schedule("--pipeline-schedule own.txt", 1)
     found = "\n".join(remarks(config("--fp16 --device cpu"), 1))
     assert "90 times as slow" in found and "nothing of this training will be kept" in found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every setting of pretraining is used by fine-tuning, refused, or named in a note: a walk over all of them."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -60,10 +61,11 @@ NAMED = {  # name -> (flags that set it, flags that give it an effect; None: the
 def config(tmp_path_factory):
     """Settings of finetune.py -> what they are."""
     toy = Toy(tmp_path_factory.mktemp("toy"))
-    base = f"{SIZE} --task {toy.yaml} --data-path {toy.folder} --global-batch-size 8 --lr 1e-3 --train-epochs 2"
+    base = f"{SIZE} --task {toy.yaml} --data-path {toy.folder} --global-batch-size 8 --lr 1e-3"
 
     def made(flags: str):
-        settings = parse_any(f"{base} --then {flags}".split(), description="", recipe=recipe())
+        length = "" if "--train-iters" in flags else "--train-epochs 2"
+        settings = parse_any(f"{base} {length} --then {flags}".split(), description="", recipe=recipe())
         return in_samples(settings, True, recipe().epoch_samples)
 
     return made
@@ -86,6 +88,13 @@ def test_a_setting_that_a_task_cannot_have_is_refused(name, config):
         assert check(config(f"{flag} {WORDS}"), 1) == []
 
 
+def test_files_beside_mock_data_are_refused(config):
+    [said] = check(config("--mock-data --train-iters 2 --test-data test.tsv"), 1)
+    assert re.search(
+        r"--mock-data reads no files, and files are given \(--data-path \S+, --test-data test.tsv\); drop", said
+    )
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_a_setting_without_effect_is_named(name, config):
     flags, enough = NAMED[name]
@@ -106,4 +115,5 @@ def test_a_setting_without_effect_is_named(name, config):
 )
 def test_evaluations_beyond_the_end_are_named(flags, said, config):
     assert said in remarks(config(flags), 1)
-    assert not [words for words in remarks(config("--eval-interval 5"), 1) if "beyond" in words]
+    for unsaid in ("--eval-interval 5", "--train-iters 2"):
+        assert not [words for words in remarks(config(unsaid), 1) if "beyond" in words]
