@@ -120,7 +120,10 @@ def _reshapes(config: Config, change: Change) -> bool:
     """Whether weights have another shape by a change, so that --override cannot make them fit."""
     if change.what == MODEL or not hasattr(config.model, change.name):
         return False
-    before, now = (facts_of(one, 1).weights for one in (config.derive("", **{change.name: change.was}), config))
+    try:
+        before, now = (facts_of(one, 1).weights for one in (config.derive("", **{change.name: change.was}), config))
+    except (TypeError, ValueError, ArithmeticError, AttributeError):  # the record has no value of this setting
+        return False
     return any(name in now and now[name].shape != weight.shape for name, weight in before.items())
 
 

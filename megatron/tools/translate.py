@@ -94,7 +94,11 @@ def main(argv: list[str]) -> None:
     if options.to_dialect:
         return print_back(dialect, words)
     lost, named, text = 0, 0, []
-    for one in translations(dialect, words):
+    runs = list(translations(dialect, words))
+    several = [one for one in runs if isinstance(one, TranslatedRun)][1:]
+    if several and options.format == "yaml":
+        raise UsageError(f"{len(several) + 1} runs cannot be one YAML file", do="translate one command at a time")
+    for one in runs:
         if isinstance(one, str):
             commented = [f"# {line.lstrip('# ')}" for line in one.splitlines()]
             text += [one] if options.format == "command" else commented
@@ -420,10 +424,8 @@ def started(command: Command, found: Translation) -> tuple[list[str], list[str]]
     """(what starts this suite's script, notes) for what starts another's. What it says besides goes to found."""
     words = command.launcher
     interpreter = place_of_python(words)
-    at, launcher = next(
-        ((i, one) for i, word in enumerate(words) for one in LAUNCHERS if name_among(word, one.programs)),
-        (len(words), None),
-    )
+    launchers = [(i, one) for i, word in enumerate(words) for one in LAUNCHERS if name_among(word, one.programs)]
+    at, launcher = launchers[-1] if launchers else (len(words), None)  # mpirun may start a launcher on each machine
     before, own = words[: min(at, interpreter)], words[interpreter + 1 : at]
     unread = [word for word in before for one in UNREAD.split() if fnmatchcase(word, f"{one}=*")]
     notes = [f"{command.where}: {word}: it is kept, and nothing here reads it" for word in unread]
@@ -437,7 +439,7 @@ def started(command: Command, found: Translation) -> tuple[list[str], list[str]]
         f"{command.where}: python {word}: ranks are started without it" for word in own if word not in ("-u", "-m")
     ]
     at += 2 if words[at + 1 : at + 2] in (["launch"], ["run"]) else 1
-    tokens = command.tokens[at:]
+    tokens = command.tokens[at : interpreter if interpreter > at else None]
     sources = [one._replace(words=one.words or ["true"]) for one in flags_of_words(tokens)]
     if config := next((one for one in sources if one.key == "--config_file" and Path(one.value).is_file()), None):
         read = [one._replace(key=f"--{one.key.rpartition('.')[2]}") for one in read_tree(config.value)]
@@ -447,7 +449,10 @@ def started(command: Command, found: Translation) -> tuple[list[str], list[str]]
         start = [written for word, _, written in tokens if not sentence(launcher.idle, word)]
         return [*map(quoted, before), "torchrun", *start], notes
     start, told = started_by(translate(launcher, sources, found))
-    return [*map(quoted, before), *start], notes + told
+    variables = (
+        bool(before) and "=" not in before[-1] and "=" in start[0]
+    )  # which another program would take for a command
+    return [*map(quoted, before), *["env"] * variables, *start], notes + told
 
 
 def started_by(found: Translation) -> tuple[list[str], list[str]]:
@@ -474,10 +479,9 @@ def shown(one: TranslatedRun, dialect: Dialect, form: str) -> list[str]:
     rows += kept if form == "command" else []
     if form == "yaml":
         written = "  (a variable of a shell, which YAML has not: write its value)"
-        rows = [
-            (row, comment + written * any(map(VARIABLE.search, line.words)))
-            for line, (row, comment) in zip(one.found.lines, rows)
-        ]
+        held = [any(map(VARIABLE.search, line.words)) for line in one.found.lines]
+        rows = [(row, comment + written * variable) for variable, (row, comment) in zip(held, rows)]
+        one.found.lost += [(line.source, HELD_BY_SHELL) for line, variable in zip(one.found.lines, held) if variable]
     width = max([len(row) for row, _ in rows if len(row) <= 60], default=0)
     body = [f"{row:{width}}  # {comment}" for row, comment in rows]
     head = [f"# from {dialect.title}, by megatron.tools.translate"] + [f"# {note}" for note in one.notes]

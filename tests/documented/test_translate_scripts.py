@@ -338,3 +338,21 @@ def test_an_empty_section_is_named_where_its_settings_are_missing(translated):
     Path("child.yaml").write_text("_base_: ./tiny.yaml\nModel:\n")
     with pytest.raises(Exception, match="missing: --num-layers.*child.yaml:2: Model is empty, and leaves out"):
         parse_pretrain(["-c", "child.yaml"])
+
+
+def test_a_launcher_that_mpirun_starts_on_each_machine(translated):
+    line = "mpirun -np 2 python -m paddle.distributed.launch --gpus 0,1 run_pretrain.py --max_steps 2"
+    code, text, _ = translated(f"paddlenlp --strict '{line}'")
+    assert (
+        code == 0 and 'mpirun -np 2 env CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node 2 pretrain_gpt.py "$' in text
+    )
+    text = translated("fleetx 'mpirun -np 16 -H a,b python tools/train.py -c tiny.yaml'")[1]
+    assert "-H a,b" in text and "-H a,b python" not in text
+
+
+def test_a_yaml_file_has_one_run_and_no_variables(translated):
+    script = f"{TRAIN} --max_steps 5 --output_dir out/$name\n"
+    code, text, _ = translated("paddlenlp --strict --format yaml run.sh", run=script)
+    assert code == 3 and "run.sh:1: --output_dir" in lost(text)
+    code, text, error = translated("paddlenlp --format yaml run.sh", run=script * 2)
+    assert (code, text) == (2, "") and "2 runs cannot be one YAML file" in error

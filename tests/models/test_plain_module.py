@@ -142,7 +142,7 @@ def test_a_parameter_without_placement_is_told():
     assert re.search(r"0\.bias, 0\.weight.*Linear lists nothing.*model\.plain", str(told.value), re.S)
     module = torch.nn.Linear(2, 2, bias=False)
     module.placements = dict(weight=Placement((2, 2), Normal(1.0)), other=Placement((2,), Normal(1.0)))
-    with pytest.raises(SettingsError, match="not the same: other"):
+    with pytest.raises(SettingsError, match="do not match: other"):
         placements(module)
 
 
