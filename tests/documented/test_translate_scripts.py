@@ -341,10 +341,10 @@ def test_an_empty_section_is_named_where_its_settings_are_missing(translated):
 
 
 def test_a_launcher_that_mpirun_starts_on_each_machine(translated):
-    line = "mpirun -np 2 python -m paddle.distributed.launch --gpus 0,1 run_pretrain.py --max_steps 2"
+    line = "mpirun -np 2 python -m paddle.distributed.launch --gpus 2,3 run_pretrain.py --max_steps 2"
     code, text, _ = translated(f"paddlenlp --strict '{line}'")
     assert (
-        code == 0 and 'mpirun -np 2 env CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc-per-node 2 pretrain_gpt.py "$' in text
+        code == 0 and 'mpirun -np 2 env CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc-per-node 2 pretrain_gpt.py "$' in text
     )
     text = translated("fleetx 'mpirun -np 16 -H a,b python tools/train.py -c tiny.yaml'")[1]
     assert "-H a,b" in text and "-H a,b python" not in text
