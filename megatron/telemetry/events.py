@@ -104,13 +104,19 @@ KINDS = {
             "action": "continue, skip or rollback",
         },
     ),
-    "rollback": Kind("warning", "training went back to a checkpoint after a spike", {"to": "its iteration"}),
+    "rollback": Kind(
+        "warning", "training went back to a checkpoint after a spike", {"to": "its iteration"}, logged=False
+    ),
     "skipped_step": Kind(
         "warning",
         "a step made no update; level info if the loss scale of fp16 only adjusts itself",
-        {"why": "the reason", "loss_scale": "scale of the next step"},
+        {"why": "the reason", "in_a_row": "number of such steps in a row, with this one"},
     ),
-    "not_finite": Kind("error", "loss or gradient norm is not finite", {"loss": "its value", "grad_norm": "its value"}),
+    "not_finite": Kind(
+        "error",
+        "loss or gradient norm is not finite; level warning if the step is skipped",
+        {"loss": "its value", "grad_norm": "its value", "action": "stop or skip"},
+    ),
     "loss_above_guess": Kind(
         "warning",
         "after the warm-up, the loss stays above that of a uniform guess, ln(vocabulary)",
@@ -152,6 +158,9 @@ KINDS = {
             "rank_host": "machine of the rank",
         },
     ),
+    "supervisor_lost": Kind(
+        "error", "the supervisor of this job was killed: nobody restarts it", {"supervisor": "its process and machine"}
+    ),
     "replica_drift": Kind("error", "ranks that should hold equal values do not", {"why": "which ones"}, logged=False),
     "disk_nearly_full": Kind(
         "warning",
@@ -177,6 +186,8 @@ class EventLog:
     path:      events.jsonl; None: no file
     log:       prints a line of the log
     listeners: called with each event, such as the sender of --webhook; they must return immediately
+    rules:     kind -> `event_rules.Rule`: its level, and whether it is switched off
+    outboxes:  listeners to close with the log
     """
 
     def __init__(
@@ -189,7 +200,8 @@ class EventLog:
         active: bool = True,
     ):
         self.path, self.log, self.listeners, self.source, self.active = path, log, [*listeners], source, active
-        self.host = socket.gethostname()
+        self.host, self.rules, self.outboxes = socket.gethostname(), {}, []
+        self.ended = False  # whether the event "end" was recorded
 
     def record(
         self,
@@ -199,22 +211,43 @@ class EventLog:
         iteration: Optional[int] = None,
         rank: Optional[int] = None,
         level: Optional[str] = None,
+        logged: Optional[bool] = None,
         **fields,
     ) -> None:
-        """Record an event. message: one sentence. level: instead of the kind's own. fields: as listed in `KINDS`."""
-        known = KINDS[kind]
+        """Record an event.
+
+        message: one sentence
+        level, logged: instead of the kind's own
+        fields: as listed in `KINDS`
+        """
+        known, rule = KINDS[kind], self.rules.get(kind)
         assert fields.keys() <= known.fields.keys(), f"event {kind} has no fields {fields.keys() - known.fields.keys()}"
-        if not self.active:
+        if not self.active or (rule and rule.off):
             return
-        level = level or known.level
+        level = (rule and rule.level) or level or known.level
         assert level in LEVELS, level
-        common = (round(time.time(), 3), kind, level, iteration, rank, self.host, self.source, message)
+        self.ended = self.ended or kind == "end"
+        common = (
+            round(time.time(), 3),
+            kind,
+            level,
+            iteration,
+            rank,
+            self.host,
+            self.source,
+            " ".join(message.split()),
+        )
         event = as_json(dict(zip(COMMON, common, strict=True)) | fields)
-        if known.logged and level != "info":
+        if (known.logged if logged is None else logged) and level != "info":
             self.log(f"{'warning' if level == 'warning' else 'ERROR'}: {message}")
         self._append(event)
         for listener in self.listeners:
             listener(event)
+
+    def close(self, timeout: Optional[float] = None) -> None:
+        """Wait until the outboxes have sent their events, at most `timeout` seconds (None: as long as each wants)."""
+        for outbox in self.outboxes:
+            outbox.close(*([] if timeout is None else [timeout]))
 
     def _append(self, event: dict) -> None:
         if self.path is None:
