@@ -22,7 +22,7 @@ from megatron.telemetry.events import KINDS, LEVELS
 
 
 @dataclass(frozen=True)
-class Rule:
+class EventRule:
     """When an event is recorded, and how urgent it is. None: there is no such limit for this kind."""
 
     threshold: Optional[float] = None
@@ -32,24 +32,24 @@ class Rule:
 
 
 DEFAULTS = {
-    "high_grad_norm": Rule(10),  # times the median of the last steps
-    "slow_steps": Rule(0.7, seconds=30),  # share of the median throughput
-    "loss_above_guess": Rule(10),  # steps in a row after the warm-up
-    "validation_worse": Rule(3),  # validations in a row
-    "skipped_step": Rule(50),  # steps in a row after which an adjusting loss scale is a warning
-    "no_step": Rule(10, seconds=60),  # times the median duration of a step
-    "restart_storm": Rule(3),  # restarts within an hour
-    "disk_nearly_full": Rule(2),  # checkpoints that have to fit
+    "high_grad_norm": EventRule(10),  # times the median of the last steps
+    "slow_steps": EventRule(0.7, seconds=30),  # share of the median throughput
+    "loss_above_guess": EventRule(10),  # steps in a row after the warm-up
+    "validation_worse": EventRule(3),  # validations in a row
+    "skipped_step": EventRule(50),  # steps in a row after which an adjusting loss scale is a warning
+    "no_step": EventRule(10, seconds=60),  # times the median duration of a step
+    "restart_storm": EventRule(3),  # restarts within an hour
+    "disk_nearly_full": EventRule(2),  # checkpoints that have to fit
 }
-Rules = Mapping[str, Rule]
+Rules = Mapping[str, EventRule]
 
 
-def rule_of(rules: Rules, kind: str) -> Rule:
+def rule_of(rules: Rules, kind: str) -> EventRule:
     """The rule of a kind of event: the file's, or the default."""
-    return rules.get(kind) or DEFAULTS.get(kind) or Rule()
+    return rules.get(kind) or DEFAULTS.get(kind) or EventRule()
 
 
-def read_rules(path: Optional[str]) -> dict[str, Rule]:
+def read_rules(path: Optional[str]) -> dict[str, EventRule]:
     """The rules of a file; none without a path. Raises SettingsError that names the file and the wrong key."""
     if path is None:
         return {}
@@ -68,17 +68,17 @@ def read_rules(path: Optional[str]) -> dict[str, Rule]:
     return {kind: _rule(f"--event-rules {path}: {kind}", kind, value) for kind, value in (found or {}).items()}
 
 
-def _rule(where: str, kind: Any, value: Any) -> Rule:
+def _rule(where: str, kind: Any, value: Any) -> EventRule:
     if kind not in KINDS:
         raise SettingsError(
             f"{where}: there is no such kind of event{did_you_mean(str(kind), KINDS)}", do=f"one of {', '.join(KINDS)}"
         )
-    default = DEFAULTS.get(kind, Rule())
+    default = DEFAULTS.get(kind, EventRule())
     if isinstance(value, bool):  # on, off
         return replace(default, off=not value)
     given = value if isinstance(value, dict) else {"threshold": value}
     for key, limit in given.items():
-        known = [one.name for one in fields(Rule) if one.name == "level" or getattr(default, one.name) is not None]
+        known = [one.name for one in fields(EventRule) if one.name == "level" or getattr(default, one.name) is not None]
         known = [name for name in known if name != "off"]
         if key not in known:
             does = "has no threshold: on, off, or {level: error}" if key == "threshold" else f"has no {key}"

@@ -147,7 +147,7 @@ def post(url: str, event: dict) -> None:
         raise Undeliverable(str(reason) or type(error).__name__, again=isinstance(error, OSError)) from None
 
 
-class Command:
+class EventCommand:
     """Runs a shell command for an event: its JSON is on stdin, its first fields in the environment."""
 
     def __init__(self, words: str):
@@ -191,7 +191,7 @@ def outboxes(logging: Logging, run: str, lost: Callable[[str, int, str], None]) 
     """The outboxes of a run. lost: called with (flag, number of events, reason)"""
     senders = {}
     if logging.on_event:
-        senders["--on-event"] = Command(logging.on_event)
+        senders["--on-event"] = EventCommand(logging.on_event)
     if logging.webhook:
         senders["--webhook"] = partial(post, webhook_url(logging.webhook))
     return [

@@ -347,6 +347,7 @@ def build_metrics(
         device=context.device.type,
         perplexities=perplexities,
     )
+    extra |= {"supervisor": os.environ[SUPERVISOR]} if SUPERVISOR in os.environ else {}
     peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(
         config, context.mesh.logged_sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **extra

@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.data.loader import MicroBatchLoader
-from megatron.errors import CheckpointError, Preempted, exit_code
+from megatron.errors import CheckpointError, PeerLost, Preempted, exit_code
 from megatron.guard.alarm import Alarm
 from megatron.guard.changes import probe_places
 from megatron.guard.endings import peer_lost
@@ -39,6 +39,8 @@ from megatron.training.outcome import Outcome
 from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint to be written
+# The same if a rank is lost, whose part may never come: launchers kill a rank that does not end, and its reason with it.
+LAST_SAVE_WITHOUT_PEER = 5.0
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,8 @@ class Run:
         if orderly:
             self.profiler.end(self.state.iteration)
         if self.checkpoints.manager:
-            patience = 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE
+            patience = LAST_SAVE_WITHOUT_PEER if isinstance(error, PeerLost) else LAST_SAVE
+            patience = 0.0 if isinstance(error, KeyboardInterrupt) else patience
             self.checkpoints.manager.close(None if orderly else patience, copies=error is not None)
         if self.checkpoints.best:
             self.checkpoints.best.close(None if orderly else 0.0)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron.errors import SettingsError
-from megatron.telemetry.event_rules import DEFAULTS, RecordRules, Rule, read_rules
+from megatron.telemetry.event_rules import DEFAULTS, EventRule, RecordRules, read_rules
 from megatron.telemetry.events import KINDS, EventLog, read_events
 
 
@@ -49,8 +49,8 @@ def test_a_gradient_norm_of_many_times_its_median():
     ]
     assert judged(steps(at20=dict(grad_norm=30.0))) == []  # too few steps to judge by
     assert judged(steps(at40=dict(grad_norm=30.0, skipped=True), at41=dict(grad_norm=None))) == []
-    assert judged(steps(at40=dict(grad_norm=30.0)), {"high_grad_norm": Rule(100)}) == []
-    assert judged(steps(at40=dict(grad_norm=30.0)), {"high_grad_norm": Rule(10, off=True)}) == []
+    assert judged(steps(at40=dict(grad_norm=30.0)), {"high_grad_norm": EventRule(100)}) == []
+    assert judged(steps(at40=dict(grad_norm=30.0)), {"high_grad_norm": EventRule(10, off=True)}) == []
     assert judged(steps(norm=0.0, at40=dict(grad_norm=30.0))) == []  # frozen until now
 
 
@@ -87,7 +87,7 @@ def test_validations_that_get_worse():
         ("validation_worse", 6),
         ("validation_worse", 10),
     ]
-    assert judged(validations(3, 3.1), {"validation_worse": Rule(1)}) == [("validation_worse", 2)]
+    assert judged(validations(3, 3.1), {"validation_worse": EventRule(1)}) == [("validation_worse", 2)]
     accuracy = dict(figure=("accuracy", False))
     assert judged(validations(0.9, 0.8, 0.7, 0.6, name="accuracy"), **accuracy) == [("validation_worse", 4)]
     assert judged(validations(0.6, 0.7, 0.8, 0.9, name="accuracy"), **accuracy) == []
@@ -109,9 +109,9 @@ def test_a_file_of_rules(tmp_path):
     path.write_text("slow_steps: {threshold: 0.5, level: error}\nhigh_grad_norm: 20\nsave: off\nno_step: on\n")
     rules = read_rules(str(path))
     assert rules == {
-        "slow_steps": Rule(0.5, seconds=30, level="error"),
-        "high_grad_norm": Rule(20),
-        "save": Rule(off=True),
+        "slow_steps": EventRule(0.5, seconds=30, level="error"),
+        "high_grad_norm": EventRule(20),
+        "save": EventRule(off=True),
         "no_step": DEFAULTS["no_step"],
     }
     log = EventLog(tmp_path / "events.jsonl")

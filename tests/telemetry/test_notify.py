@@ -13,7 +13,7 @@ from megatron.errors import SettingsError
 from megatron.settings.schema import Logging
 from megatron.telemetry import notify
 from megatron.telemetry.events import EventLog, read_events
-from megatron.telemetry.notify import Command, Outbox, Undeliverable, open_events, post, webhook_url
+from megatron.telemetry.notify import EventCommand, Outbox, Undeliverable, open_events, post, webhook_url
 
 
 class Server:
@@ -118,7 +118,7 @@ def test_neither_a_slow_server_nor_a_full_queue_makes_anybody_wait(monkeypatch):
 
 
 def test_a_command_gets_the_event(tmp_path):
-    command = Command(
+    command = EventCommand(
         f'cat > {tmp_path}/stdin; echo "$EVENT $EVENT_LEVEL $EVENT_ITERATION $EVENT_RANK." > {tmp_path}/env'
     )
     outbox = Outbox("--on-event", command, run="a")
@@ -134,7 +134,7 @@ def test_a_command_gets_the_event(tmp_path):
 def test_a_command_that_fails_is_told(words, why, monkeypatch):
     monkeypatch.setattr(notify, "PATIENCE", 0.2)
     with pytest.raises(Undeliverable, match=why):
-        Command(words)(dict.fromkeys(("event", "level", "message", "iteration", "rank", "run"), "x"))
+        EventCommand(words)(dict.fromkeys(("event", "level", "message", "iteration", "rank", "run"), "x"))
 
 
 def test_the_url_may_be_in_a_file(tmp_path):
