@@ -177,6 +177,8 @@ def look(folder: Path | UrlPath, now: Optional[float] = None) -> Line:
             state = "failed" if code not in (0, Preempted.code) else "done" if finished else "stopped"
     if state not in ("done", "stopped", "interrupted") and (lost := _lost_supervisor(launch, metrics)):
         why = ", ".join(filter(None, [why, f"its supervisor ({lost}) was killed: nobody restarts it"]))
+    if _interleaved(records):
+        why = ", ".join(filter(None, [why, "several runs write to this metrics file: their records are interleaved"]))
     urgent = _urgent(events)
     samples = sum(step.get("batch_size", 0) for step in steps[-50:])
     left = (total - iteration) * statistics.fmean(seconds) if total and seconds and state == "running" else None
@@ -205,6 +207,13 @@ def _urgent(events: list[dict]) -> list[dict]:
     starts = [place for place, event in enumerate(events) if event["event"] == "start"]
     newest = events[starts[-1] :] if starts else events
     return [event for event in newest if event["level"] in ("warning", "error") and event["event"] != "end"]
+
+
+def _interleaved(records: list[dict]) -> bool:
+    """Whether steps do not follow each other, without a rollback in between."""
+    order = [record for record in records if record.get("kind") in ("step", "rewind")]
+    pairs = zip(order, order[1:])
+    return any(one["kind"] == two["kind"] == "step" and two["iteration"] <= one["iteration"] for one, two in pairs)
 
 
 def _lost_supervisor(launch: dict, metrics: Path) -> Optional[Mark]:
