@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer state of Megatron-LM's checkpoints, against files and losses of Megatron-Core itself.
 
-`megatron_core.tar.xz` holds checkpoints of tiny GPTs that megatron-core 0.16.1 (`flattened`: 0.12.0) trained for three steps
+`megatron_core.tar.xz` holds checkpoints of tiny GPTs that megatron-core 0.16.1 (in places 0.12.0) trained for three steps
 and saved on CPUs, by its own optimizers and writers. `numbered` is the plain optimizer's state, which has the parameters'
 shapes; the other forms are of the same training, so all have to be the same state.
 """
@@ -32,7 +32,7 @@ FORMS = [
     ("dp2", "fully_reshardable"),
     ("dp2", "flattened"),
     ("llama", "buffers"),
-    ("llama", "flattened"),
+    ("llama_0.12", "flattened"),
     ("pp2", "dp_reshardable"),
     ("pp2", "buffers"),
     ("llama", "dp_reshardable"),
@@ -102,7 +102,7 @@ def test_the_next_losses_are_theirs(theirs, tmp_path, monkeypatch):
         assert record["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_another_seed_than_that_of_the_run_is_refused(theirs, tmp_path):
+def test_settings_of_the_run_are_recorded_for_the_comparison_on_resume(theirs, tmp_path):
     """Settings of the run are compared, as those of a run of this suite are."""
     convert(theirs / "one" / "numbered", tmp_path / "ours")
     assert record_of(tmp_path / "ours")["config"]["logging"] == {"seed": 1234}
