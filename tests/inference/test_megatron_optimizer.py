@@ -63,7 +63,8 @@ def test_each_form_is_the_same_state_to_the_bit(theirs, tmp_path, layout, form):
     state = convert(theirs / layout / form, tmp_path / "ours")
     assert_same(state, convert(theirs / layout / "numbered", tmp_path / "numbered"))
     weights = convert(theirs / layout / form, tmp_path / "weights", "--no-load-optim")
-    assert set(state) == {prefix + name for prefix in ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.") for name in weights}
+    prefixes = ("", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+    assert set(state) == {prefix + name for prefix in prefixes for name in weights}
     assert all(torch.equal(state[name].bfloat16().float(), values) for name, values in weights.items())
     record = record_of(tmp_path / "ours")
     assert record["optimizer_steps"] == record["state"]["iteration"] == 3
@@ -88,16 +89,17 @@ def test_the_next_losses_are_theirs(theirs, tmp_path, monkeypatch):
     own = replace(pretrain_gpt.recipe(), build_datasets=lambda *_: (Samples(), None, None), own_data=True)
     monkeypatch.setattr(pretrain_gpt, "recipe", lambda: own)
     flags = (
-        f"--use-checkpoint-args --load {tmp_path / 'ours'} --vocab-size 15 --global-batch-size 4 --train-iters 23 --lr 1e-2 "
-        "--min-lr 1e-2 --lr-decay-style constant --weight-decay .1 --precision fp32 --eval-iters 0 --log-interval 1 "
-        f"--device cpu --num-workers 0 --metrics-file {tmp_path / 'metrics.jsonl'}"
+        f"--use-checkpoint-args --load {tmp_path / 'ours'} --vocab-size 15 --global-batch-size 4 --train-iters 23 "
+        "--lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --weight-decay .1 --precision fp32 --eval-iters 0 "
+        f"--log-interval 1 --device cpu --num-workers 0 --metrics-file {tmp_path / 'metrics.jsonl'}"
     )
     pretrain(resolve(parse_pretrain(flags.split(), own.groups, defaults={"model_type": own.model_type}), 1), own)
     records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     records = [record for record in records if "lm loss" in record]
-    known = [(step + 1, loss, norm) for step, loss, norm in json.loads((source / "losses.json").read_text()) if step >= 3]
+    theirs = json.loads((source / "losses.json").read_text())
+    known = [(step + 1, loss, norm) for step, loss, norm in theirs if step >= 3]
     assert [record["iteration"] for record in records] == [step for step, *_ in known] == list(range(4, 24))
-    for record, (_, loss, norm) in zip(records, known):
+    for record, (_, loss, norm) in zip(records, known, strict=True):
         assert record["lm loss"] == pytest.approx(loss, abs=1e-6)
         assert record["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
