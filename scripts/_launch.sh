@@ -173,8 +173,14 @@ choose_ranks() { # sets NPROC, ranks of this node: what somebody said, or so man
     gpu | auto) NPROC=$(count_devices) ;; # torchrun's words
     0 | *[!0-9]*) fail 2 "NPROC=$NPROC (or LOCAL_WORLD_SIZE) is neither a number nor gpu" ;;
     esac
-    [ -z "${NPROC:-}" ] || return 0
     devices=$(count_devices)
+    if [ -n "${NPROC:-}" ]; then
+        [ -z "${GPUS:-}" ] || [ "$NPROC" -le "$devices" ] ||
+            fail 2 "NPROC=$NPROC is more ranks than GPUS=$GPUS has GPUs, $devices" "each rank needs one: change one of the two"
+        [ "$NPROC" = "${LOCAL_WORLD_SIZE:-$NPROC}" ] ||
+            echo "note: NPROC=$NPROC counts, and LOCAL_WORLD_SIZE=$LOCAL_WORLD_SIZE has no effect" >&2
+        return
+    fi
     NPROC=$1
     [ "$NPROC" -ge 1 ] && [ "$NPROC" -le "$devices" ] || NPROC=$devices
 }

@@ -113,8 +113,8 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("evaluate", "", "missing: --load"),
     (
         "evaluate",
-        "--load ck --data-path tokens --num-layers 2",
-        "--num-layers is a setting of pretraining; leave it out: it is read from the checkpoint",
+        "--load ck --data-path tokens --hidden-dropout 0",
+        "--hidden-dropout is a setting of pretraining; leave it out: it is read from the checkpoint",
     ),
     ("generate", "--load ck", "there is no text to continue"),
     ("generate", "--load ck --prompts-file nope", "unknown flag --prompts-file; did you mean --prompt-file?"),

@@ -11,13 +11,18 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Optional
 
-from megatron.errors import DataError
-from megatron.settings.schema import GROUPS, ON_RESUME
+from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import GROUPS, ON_RESUME, from_record
+from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged, read_sealed
 from megatron.storage.urls import location
 
 # Settings of the model that are not its shape or arithmetic; the command sets the model type.
 OF_TRAINING = ("model_type", "model_name_or_path", "label_smoothing", "z_loss_coeff", "init_method_std")
+
+# Settings that others give if they are not given -> the property with their value
+FILLED_BY = dict(ffn_hidden_size="ffn_size", kv_channels="head_dim", num_query_groups="query_groups")
+FILLED_BY |= dict(max_position_embeddings="position_table")
 
 FILES = ("vocab_file", "merge_file", "tokenizer_model")  # of a tokenizer
 PATHS = dict(tokenizer=FILES, data=("data_path", "train_data_path", "valid_data_path", "test_data_path"))
@@ -97,6 +102,23 @@ def _from(record: Mapping[str, Any], word: str) -> str:
     if os.path.isabs(word):
         return ""
     return f", whose run was started in {record.get('folder') or 'an unknown folder'}"
+
+
+def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, Statement]) -> None:
+    """Raise SettingsError if a setting of the model differs from that of the checkpoint to load.
+
+    A checkpoint that cannot be read is reported when it is loaded.
+    """
+    step = chosen["ckpt_step"].value if "ckpt_step" in chosen else None
+    try:
+        place, record = saved_record(str(chosen["load"].value), step)
+    except (Damaged, OSError):
+        return
+    model = from_record(record["config"]).model
+    saved = {name: getattr(model, FILLED_BY.get(name, name)) for name in shape}
+    if wrong := [f"{one.words}: {saved[name]} in the checkpoint" for name, one in shape.items() if one.value != saved[name]]:
+        hint = "leave settings of the model out: they come from the checkpoint"
+        raise SettingsError(f"{place} holds another model", "\n  ".join(wrong), hint)
 
 
 def settings_of_shape(groups: Mapping[str, type]) -> dict[str, str]:

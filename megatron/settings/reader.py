@@ -8,7 +8,7 @@ sources are the command line, files of settings (also PaddleFleetX's), a preset 
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -42,6 +42,9 @@ IMPLIED = {
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 
+# Settings of the model that a checkpoint decides. A command that loads one compares them with it.
+SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in schema.ON_RESUME[:2]}
+
 # a setting that names data -> the settings that it replaces
 INSTEAD_OF_FILES = dict(
     mock_data=("data_path", "train_data_path", "valid_data_path", "test_data_path"),
@@ -64,12 +67,18 @@ class Word(NamedTuple):
 
 
 class SettingsReader:
-    """Collects the statements of all sources, and all problems."""
+    """Collects the statements of all sources, and all problems.
 
-    def __init__(self, groups: Mapping[str, type]):
+    serves_training: the command line is also that of a training, whose settings are named in a note, as those of files are
+    """
+
+    def __init__(self, groups: Mapping[str, type], serves_training: bool = False):
         self.spellings, self.groups = spellings_of(groups), set(groups)
         self.trains = set(schema.GROUPS) <= set(groups)
         self.purpose = next((one for one in ("task", "generate", "evaluate") if one in groups), "train" * self.trains)
+        own = {spelling.setting.name for spelling in self.spellings.values()}
+        self.shape = SHAPE - own if self.purpose in ("generate", "evaluate") else set()
+        self.serves_training = serves_training
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
@@ -112,6 +121,9 @@ class SettingsReader:
 
     def _of_setting(self, word: Word) -> bool:
         spelling = self.spellings.get(word.flag)
+        if spelling is None and self.shape:
+            spelling = spellings_of(schema.GROUPS).get(word.flag)
+            spelling = spelling if spelling and spelling.setting.name in self.shape else None
         if spelling is None:
             return False
         try:
@@ -142,14 +154,12 @@ class SettingsReader:
     def _of_another_command(self, word: Word) -> bool:
         if self.trains or word.flag not in spellings_of(schema.GROUPS):
             return False
-        if word.source == SaidBy.COMMAND:
-            shape = (
-                self.purpose in ("generate", "evaluate")
-                and spellings_of(schema.GROUPS)[word.flag].setting.group == "model"
-            )
-            why = "leave it out: it is read from the checkpoint" if shape else "this command has no use for it"
-            if shape and spellings_of(schema.GROUPS)[word.flag].setting.name == "model_name_or_path":
-                why = f"a trained model is given by --load {' '.join(word.words)}"
+        if word.source == SaidBy.COMMAND and not self.serves_training:
+            why = "this command has no use for it"
+            if self.shape and spellings_of(schema.GROUPS)[word.flag].setting.group == "model":
+                why = "leave it out: it is read from the checkpoint"
+                if word.flag == "--model-name-or-path":
+                    why = f"a trained model is given by --load {' '.join(word.words)}"
             self.problems.append(f"{word.flag} is a setting of pretraining; {why}")
         else:  # a file may serve several commands
             self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))
@@ -206,7 +216,7 @@ class SettingsReader:
             below, own = said.get(turn, {}), fleetx.override({}, key, value)
             said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
             self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
-        translated = fleetx.translate(entries, self.purpose)
+        translated = fleetx.translate(entries, self.purpose, bool(self.shape))
         self.emptied = [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
         self.notes += self.emptied
         self.of_fleetx = translated.given if entries and paths else {}
@@ -325,12 +335,16 @@ class SettingsReader:
         self._note_other_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
+        lists: dict[str, str] = {}  # flags for several values that are given twice
         for one, by in overruled(self.statements, chosen):
             if by.decides and one.flag != by.flag:
                 self.notices.setdefault(f"overridden by {by.words}", []).append(one.words)
             else:
                 self.replaced.append((one.words, by.words))
-        self.notes += messages.replaced(self.replaced)
+                setting = self.spellings[one.flag].setting if one.flag in self.spellings else None
+                if setting and setting.many and setting.kind is str and one.flag == by.flag:
+                    lists[one.flag] = f"several values follow one {one.flag}, as in Megatron-LM: {one.flag} A B"
+        self.notes += [*messages.replaced(self.replaced), *lists.values()]
         for one in self.statements:
             by, why = chosen.get(one.name), GIVES_WAY.get((one.flag, one.name))
             if why and by and not one.withdraws and by.is_given and by.flag != one.flag and by.value != one.value:

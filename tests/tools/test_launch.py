@@ -299,6 +299,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):
         (["--gpus", "2,x", "rank.py"], "--gpus 2,x: numbers of different GPUs are wanted"),
         (["--gpus", "2,2", "rank.py"], "--gpus 2,2: numbers of different GPUs are wanted"),
         (["--gpus", "2,3", "--nproc-per-node", "4", "rank.py"], "--gpus 2,3 is 2 ranks, one for each, and --nproc"),
+        (["--nproc-per-node=1", "--gpus", "2,3", "rank.py"], "and --nproc-per-node 1 another number"),  # its default
     ],
 )
 def test_mistakes_of_the_launchers_own_flags(words, text, tmp_path, monkeypatch):
@@ -323,6 +324,18 @@ def test_paddles_words_for_gpus(words, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2,3")
     args = launch.parse(get_args_parser(), [*words, "rank.py"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and config_from_args(args)[0].nproc_per_node == 2
+
+
+def test_a_flag_of_the_launcher_that_is_given_twice(tmp_path, monkeypatch, capsys):
+    """The last one counts, and a note names the other, in any spelling; the script's own flags are the script's."""
+    (tmp_path / "rank.py").touch()
+    monkeypatch.chdir(tmp_path)
+    from torch.distributed.run import get_args_parser
+
+    words = "--nproc_per_node 4 --node-rank=0 --nproc-per-node 2 --node_rank 0 rank.py --nproc-per-node 3"
+    assert launch.parse(get_args_parser(), words.split()).nproc_per_node == "2"
+    told = "note: the last value of a setting counts: --nproc-per-node 4 is overridden by --nproc-per-node 2\n"
+    assert capsys.readouterr().err == told
 
 
 def test_a_folder_for_logs_alone_takes_the_output_of_all_ranks(tmp_path, monkeypatch):

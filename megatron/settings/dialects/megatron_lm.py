@@ -212,7 +212,7 @@ layer dropping and curricula of DeepSpeed are not part of this suite
 long sequences are split by --context-parallel-size, and --cp-comm-type p2p, allgather or a2a
     --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
     --sequence-parallel-size
-this is a flag of torchrun: put it before the name of the script
+this is a flag of torchrun: put it before the name of the script; bash scripts take NPROC=N, NNODES=N and the like in front
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-* --standalone --max-restarts
 there is tensor and bucket; state is cut into equal ranges of one buffer by both
     --shard-strategy
