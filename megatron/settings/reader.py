@@ -23,7 +23,7 @@ from megatron.settings.dialects.commands import (
     defaults_of_paddlenlp,
     profiler_options,
 )
-from megatron.settings.dialects.megatron_lm import answer
+from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
 from megatron.settings.spelling import BadValue, dashed, spellings_of
@@ -112,6 +112,7 @@ class SettingsReader:
         readers = (
             self._of_setting,
             self._of_profiler,
+            self._of_data_file,
             self._of_another_command,
             self._of_megatron_lm,
             self._of_paddlenlp,
@@ -149,6 +150,21 @@ class SettingsReader:
             self.problems.append(f"{word} {error}")
         if idle := [part.strip() for part in " ".join(word.words).split(";") if part.strip().startswith(TABLES)]:
             self.notices.setdefault("the tables have all times, of the host and the device", []).extend(idle)
+        return True
+
+    def _of_data_file(self, word: Word) -> bool:
+        """Megatron-LM's `--data-args-path FILE` and `--per-split-data-args-path FILE`."""
+        if word.flag not in DATA_FILES or not self.trains:
+            return False
+        if len(word.words) != 1:
+            self.problems.append(f"{word} takes one file, got {len(word.words)}")
+            return True
+        where = f"{word.where or word.flag} {word.words[0]}"
+        try:
+            for flag, words in data_in_file(word.flag, word.words[0]):
+                self.read(word._replace(flag=flag, words=words, where=where))
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{where}: {getattr(error, 'strerror', None) or error}")
         return True
 
     def _of_another_command(self, word: Word) -> bool:
