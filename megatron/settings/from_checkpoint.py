@@ -116,7 +116,8 @@ def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, St
         return
     model = from_record(record["config"]).model
     saved = {name: getattr(model, FILLED_BY.get(name, name)) for name in shape}
-    if wrong := [f"{one.words}: {saved[name]} in the checkpoint" for name, one in shape.items() if one.value != saved[name]]:
+    other = {one.words: saved[name] for name, one in shape.items() if one.value != saved[name]}
+    if wrong := [f"{words}: {value} in the checkpoint" for words, value in other.items()]:
         hint = "leave settings of the model out: they come from the checkpoint"
         raise SettingsError(f"{place} holds another model", "\n  ".join(wrong), hint)
 

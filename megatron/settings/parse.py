@@ -66,8 +66,9 @@ def parse_with_record(
 ) -> tuple[dict[str, object], dict[str, Statement]]:
     """Parse a command line into (one frozen dataclass per group, setting -> the statement that set its value).
 
-    `common` names the fields that `--help` shows; serves_training: see `SettingsReader`. `--help`, `--help-all` and `--print-config` print and exit with 0;
-    the last one then raises UsageError if a value is out of range. Raises UsageError with all problems together.
+    `common` names the fields that `--help` shows; serves_training: see `SettingsReader`. `--help`, `--help-all` and
+    `--print-config` print and exit with 0; the last one then raises UsageError if a value is out of range. Raises
+    UsageError with all problems together.
     """
     settings = settings_of(groups)
     reader, prog = SettingsReader(groups, serves_training), prog or _command()

@@ -374,14 +374,14 @@ class Data:
     """Datasets, and the order of their samples."""
 
     data_path: Optional[list[str]] = setting(
-        "dataset prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder: all its datasets, by size; --data-args-path "
-        "FILE reads these words from a file",
+        "dataset prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder: all its datasets, by "
+        "size; --data-args-path FILE reads these words from a file",
         None,
         "--input-dir",
         on_resume="refused",
     )
     train_data_path: Optional[list[str]] = setting(
-        'dataset or blend for training only; --per-split-data-args-path FILE reads {"train": [...], "valid": ...} from JSON',
+        "dataset or blend for training only; --per-split-data-args-path FILE reads those of each split from JSON",
         None,
         on_resume="refused",
     )

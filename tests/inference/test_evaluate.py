@@ -113,7 +113,9 @@ def test_weights_of_a_blend_are_named(checkpoint, tmp_path, capsys):
 
 def test_generation_with_megatrons_words(checkpoint, capsys):
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-    generate.main([*f"--load {checkpoint} --prompt a --greedy --tokens-to-generate 3 {shape} --bf16 --recompute".split()])
+    generate.main(
+        [*f"--load {checkpoint} --prompt a --greedy --tokens-to-generate 3 {shape} --bf16 --recompute".split()]
+    )
     heard = capsys.readouterr()
     assert heard.out.startswith("a") and "has no effect" not in heard.err
 

@@ -265,7 +265,11 @@ def test_data_in_files(tmp_path, monkeypatch, capsys):
     Path("splits.json").write_text('{"train": [1, "one", 2, "two"], "valid": "three", "test": null}')
     assert read("--data-args-path blend.txt").data.data_path == ["0.3", "one", "0.7", "two"]
     data = read("--per_split_data_args_path splits.json").data
-    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (["1", "one", "2", "two"], ["three"], None)
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (
+        ["1", "one", "2", "two"],
+        ["three"],
+        None,
+    )
     Path("run.yaml").write_text("data_args_path: blend.txt\n")
     config = read("--config run.yaml")
     assert config.data.data_path[1] == "one" and config.given("data_path").where == "run.yaml:1 blend.txt"

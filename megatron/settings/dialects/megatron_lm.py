@@ -51,7 +51,9 @@ def data_in_file(flag: str, path: str) -> list[tuple[str, list[str]]]:
         words = {"": text.split()}
     else:
         words = json.loads(text)
-        if not isinstance(words, dict) or (unknown := [name for name in words if name not in ("train", "valid", "test")]):
+        if not isinstance(words, dict) or (
+            unknown := [name for name in words if name not in ("train", "valid", "test")]
+        ):
             what = f"'{unknown[0]}'" if isinstance(words, dict) else type(words).__name__
             raise ValueError(f'{what} where {{"train": [...], "valid": [...], "test": [...]}} is expected')
         words = {f"{name}-": one.split() if isinstance(one, str) else one or [] for name, one in words.items()}
