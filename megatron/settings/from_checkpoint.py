@@ -143,7 +143,10 @@ def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, St
         return
     model = from_record(record["config"]).model
     saved = {name: getattr(model, FILLED_BY.get(name, name)) for name in shape}
-    other = {one.words: saved[name] for name, one in shape.items() if one.value != saved[name]}
+    for own in record["config"].get("extra", {}).values():  # of an encoder-decoder, --num-layers gives those of the encoder
+        saved["num_layers"] = own.get("encoder_num_layers") or saved.get("num_layers")
+    plain = lambda value: re.sub(r"[\s()\[\]]", "", value) if isinstance(value, str) else value  # (127, 0) is 127,0
+    other = {one.words: saved[name] for name, one in shape.items() if plain(one.value) != plain(saved[name])}
     if wrong := [f"{words}: {value} in the checkpoint" for words, value in other.items()]:
         hint = "leave settings of the model out: they come from the checkpoint"
         raise SettingsError(f"{place} holds another model", "\n  ".join(wrong), hint)

@@ -26,7 +26,7 @@ from megatron.settings.dialects.commands import (
 from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
-from megatron.settings.spelling import BadValue, dashed, spellings_of
+from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
@@ -120,11 +120,13 @@ class SettingsReader:
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
+    def _spelling(self, flag: str) -> Optional[Spelling]:
+        """The spelling of a setting of this command, or of one that it compares with the checkpoint."""
+        own, other = self.spellings.get(flag), spellings_of(schema.GROUPS).get(flag) if self.shape else None
+        return own or (other if other and other.setting.name in self.shape else None)
+
     def _of_setting(self, word: Word) -> bool:
-        spelling = self.spellings.get(word.flag)
-        if spelling is None and self.shape:
-            spelling = spellings_of(schema.GROUPS).get(word.flag)
-            spelling = spelling if spelling and spelling.setting.name in self.shape else None
+        spelling = self._spelling(word.flag)
         if spelling is None:
             return False
         try:
@@ -296,7 +298,7 @@ class SettingsReader:
 
     def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
         """A key of a file as a word; a list becomes one word for a setting of text: split: [969, 30, 1]"""
-        spelling = self.spellings.get(dashed(key))
+        spelling = self._spelling(dashed(key))
         one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
         return Word(dashed(key), [",".join(words)] if one else words, source, where)
 

@@ -81,6 +81,7 @@ def test_megatrons_command_line_as_it_is_written(checkpoint, tmp_path, capsys):
     "words, sentence",
     [
         ("-c plain.yaml", "--num-layers 7 (plain.yaml:2): 2 in the checkpoint"),
+        ("-c window.yaml", "--window-size 4,0 (window.yaml:1): None in the checkpoint"),
         ("-c fleetx.yaml", "--num-layers 7 (fleetx.yaml:1: Model.num_layers): 2 in the checkpoint"),
         ("-c plain.yaml -o num_layers=2 --hidden-size 64", "--hidden-size 64: 32 in the checkpoint"),
         ("--normalization LayerNorm --num-query-groups 2", "--num-query-groups 2: 4 in the checkpoint"),
@@ -91,6 +92,7 @@ def test_a_model_that_the_checkpoint_does_not_hold_is_refused(main, words, sente
     """Also where a file for pretraining states it; where it is stated rightly, there is nothing to say."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.yaml").write_text("lr: 1.0e-3\nnum_layers: 7\n")
+    (tmp_path / "window.yaml").write_text("window_size: [4, 0]\nnum_layers: 2\n")
     (tmp_path / "fleetx.yaml").write_text("Model: {num_layers: 7}\nEngine: {max_steps: 5}\n")
     what = ["--data-path", "x"] if main is tool.main else ["--prompt", "x"]
     with pytest.raises(SettingsError, match="holds another model") as refused:

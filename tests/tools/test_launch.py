@@ -358,10 +358,11 @@ def test_a_folder_for_logs_alone_takes_the_output_of_all_ranks(tmp_path, monkeyp
 
 
 def test_ranks_that_cannot_be_started(start, tmp_path):
-    """A wrong number of them, which torch notices late; the later flag counts."""
+    """A wrong number of them, which torch notices late; the later flag counts, with a note."""
     code, said = start("--nproc-per-node", "gpux", "rank.py", "exits").end()
-    assert (code, said[0]) == (3, "error: the ranks cannot be started: Unsupported nproc_per_node value: gpux")
-    assert len(said) <= 3 and not list(tmp_path.glob("launch-*"))
+    assert said[0].startswith("note: ") and said[0].endswith(" 2 is overridden by --nproc-per-node gpux")
+    assert (code, said[1]) == (3, "error: the ranks cannot be started: Unsupported nproc_per_node value: gpux")
+    assert len(said) <= 4 and not list(tmp_path.glob("launch-*"))
 
 
 def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path):
