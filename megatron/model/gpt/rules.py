@@ -114,7 +114,8 @@ RULES = (
         lambda s: (
             f"--seq-length {s.seq_length} is longer than --max-position-embeddings {s.max_position_embeddings}; "
             f"lower the one, or raise the other to {s.seq_length}"
-            + ", or use --position-embedding-type rope" * (s.position_embedding_type == "learned_absolute")
+            + ", or use --position-embedding-type rope"
+            * (s.position_embedding_type == "learned_absolute")
         ),
     ),
     Rule(
