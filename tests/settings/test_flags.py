@@ -289,6 +289,14 @@ def test_data_in_files(tmp_path, monkeypatch, capsys):
     assert "--data-args-path takes one file, got 2" in refused("--data-args-path blend.txt blend.txt")
 
 
+def test_a_flag_of_training_is_not_its_own_suggestion(tmp_path):
+    with pytest.raises(UsageError, match="^--encoder-num-layers is for training; this command has no use for it"):
+        parse(["--encoder-num-layers", "2"], {"kinds": Kinds})
+    (tmp_path / "t5.yaml").write_text("encoder_num_layers: 2\n")
+    with pytest.raises(UsageError, match="t5.yaml:1: encoder_num_layers is for training"):
+        parse(["--config", str(tmp_path / "t5.yaml")], {"kinds": Kinds})
+
+
 def test_the_tables_say_one_thing_about_each_flag():
     ignored, refused_ = megatron_lm._IGNORED, megatron_lm._REFUSED
     settings = set(spellings_of(GROUPS))
