@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
-from megatron.settings import messages, schema
+from megatron.settings import files, messages, schema
 from megatron.settings.dialects.commands import (
     CHINESE,
     PROFILER,
@@ -26,7 +26,7 @@ from megatron.settings.dialects.commands import (
 from megatron.settings.dialects.megatron_lm import answer
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
-from megatron.settings.spelling import BadValue, dashed, spellings_of
+from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
@@ -97,6 +97,7 @@ class SettingsReader:
             elif flag not in OWN:
                 self.read(Word(flag, words, SaidBy.COMMAND))
         self._read_preset()
+        self._read_vocabulary_of_fleetx()
 
     def read(self, word: Word) -> None:
         """Read one word. A word that no reader takes is unknown."""
@@ -110,8 +111,14 @@ class SettingsReader:
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
+    def _spelling(self, flag: str) -> Optional[Spelling]:
+        """The setting of a flag. One that pretraining has, too, has all of its spellings: --mp-degree, --max-seq-len."""
+        theirs = None if self.trains or flag in self.spellings else spellings_of(schema.GROUPS).get(flag)
+        shared = theirs and self.spellings.get(dashed(theirs.setting.name))
+        return replace(theirs, setting=shared.setting) if shared else self.spellings.get(flag)
+
     def _of_setting(self, word: Word) -> bool:
-        spelling = self.spellings.get(word.flag)
+        spelling = self._spelling(word.flag)
         if spelling is None:
             return False
         try:
@@ -125,6 +132,11 @@ class SettingsReader:
                 implied = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
                 self.statements.append(replace(implied, withdraws=statement.switch_off or statement.withdraws))
         return True
+
+    def _knows(self, flag: str) -> bool:
+        """Whether some reader takes a flag."""
+        known = self._spelling(flag) or flag in spellings_of(schema.GROUPS) or answer(flag, [])
+        return bool(known) or any(answer_of_paddlenlp(flag, []))
 
     def _of_profiler(self, word: Word) -> bool:
         """PaddleNLP's `--profiler_options "batch_range=[10,20];..."`."""
@@ -167,7 +179,7 @@ class SettingsReader:
 
     def _of_paddlenlp(self, word: Word) -> bool:
         """A PaddleNLP flag that this suite does not have."""
-        idle, refused = answer_of_paddlenlp(word.flag) if self.trains else ("", "")
+        idle, refused = answer_of_paddlenlp(word.flag, word.words) if self.purpose else ("", "")
         if idle:
             self.notices.setdefault(idle, []).append(str(word))
         elif refused:
@@ -179,7 +191,6 @@ class SettingsReader:
 
         overrides: each with its turn
         """
-        from megatron.settings import files
         from megatron.settings.dialects import fleetx
 
         entries: fleetx.Entries = {}
@@ -208,7 +219,7 @@ class SettingsReader:
             self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
         translated = fleetx.translate(entries, self.purpose)
         self.emptied = [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
-        self.notes += self.emptied
+        self.notes += self.emptied + translated.remarks
         self.of_fleetx = translated.given if entries and paths else {}
         for flag, words, one in translated.flags:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
@@ -241,11 +252,19 @@ class SettingsReader:
         self, rows: list[tuple[str, Optional[list[str]], int]], path: str, helpers: Collection[str]
     ) -> None:
         """Read (key, words, line) of a file. helpers: Python names that other lines use; they need not be settings."""
+        from megatron.settings.dialects import fleetx
+
         if empty := [f"{key} (line {line})" for key, words, line in rows if words is None]:
             self.notes.append(f"{path}: without a value, and left out as by null: {', '.join(empty)}")
         for key, words, line in rows:
-            if words is not None and (key not in helpers or dashed(key) in self.spellings):
+            if key in helpers and dashed(key) not in self.spellings:
+                continue
+            if words is not None and words is not files.NULL:
                 self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
+            elif key not in {*self.groups, *fleetx.SECTIONS} and not self._knows(dashed(key)):
+                self.problems.append(
+                    messages.unknown(Word(dashed(key), [], SaidBy.FILE, f"{path}:{line}"), self.spellings)
+                )
 
     def _read_colossalai(self, path: str) -> bool:
         """Translate and read a Python file of Colossal-AI; False if it is none."""
@@ -289,6 +308,14 @@ class SettingsReader:
             if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):
                 values = {**values, "tokenizer_model": name}
             self.say(values, SaidBy.PRESET, f"preset {name}")
+
+    def _read_vocabulary_of_fleetx(self) -> None:
+        """Take GPT-2's vocabulary from the cache for a file of PaddleFleetX, which has no other, if none is given."""
+        said = {name for name, one in self.chosen().items() if one.value}
+        others = {*VOCABULARY, "tokenizer_type"} - {"vocab_size"}
+        if self.purpose == "train" and self.of_fleetx and not said & others and (folder := cached("gpt2")):
+            self.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
+            self.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
 
     def say(self, values: Mapping[str, Any], source: SaidBy, where: str) -> None:
         """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped."""

@@ -12,11 +12,15 @@ each setting: the source of the highest precedence counts, in it the last turn, 
 `Config.said` returns the result. Later decisions use it, rather than comparing a value with its default.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Optional
+
+from megatron.errors import Failure
 
 
 class SaidBy(IntEnum):
@@ -73,9 +77,17 @@ class Statement:
 
     @property
     def is_request(self) -> bool:
-        """Whether the user asks for a change. Defaults in a file and `--bf16 false` are no requests."""
-        on_command = self.source == SaidBy.COMMAND and not isinstance(self.value, bool)
+        """Whether the user asks for a change. Defaults in a file, `--bf16 false` and `--use-sharding false` are none."""
+        on_command = self.source == SaidBy.COMMAND and not isinstance(self.value, bool) and not self.decides
         return self.is_given and (self.value != self.default or on_command)
+
+    @property
+    def by_user(self) -> Optional["Statement"]:
+        """This statement, or of a derived value the user's statement that it replaced; None if the user made none."""
+        statement = self
+        while statement is not None and statement.source == SaidBy.DERIVED:
+            statement = statement.earlier
+        return statement if statement is not None and statement.is_given else None
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -84,6 +96,42 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 def words_of(given: Mapping[str, Statement], name: str, value: object) -> str:
     """A setting and its value as the user gave them: `--top-p 1.5 (-o Generation.top_p)`."""
     return given[name].words if name in given else f"--{name.replace('_', '-')} {value}"
+
+
+def in_users_words(text: str, said: Mapping[str, Statement]) -> str:
+    """A message in the user's words. `--flag value` becomes what the user wrote, and a flag alone gets the place of its
+    value in a file. Text after a semicolon is advice, and is unchanged.
+
+    >>> split = Statement("split", "1,2", SaidBy.FILE, "--split", "--split 1,2 (run.yaml:3)", "run.yaml:3")
+    >>> in_users_words("--split leaves nothing for test; raise --split", dict(split=split))
+    '--split (run.yaml:3) leaves nothing for test; raise --split'
+    """
+    parted = [line.partition("; ") for line in text.split("\n")]
+    for name, one in said.items():
+        if (given := one.by_user) is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        value = " ".join(map(str, one.value)) if isinstance(one.value, list) else str(one.value)
+        valued = re.compile(rf"{re.escape(f'{flag} {value}')}(?![\w-]|[.,]\w| \()")
+        parted = [
+            (valued.sub(lambda _, words=given.words: words, wrong, count=1), *advice) for wrong, *advice in parted
+        ]
+        if given.where and given.where not in text and not valued.search(text):
+            alone = re.compile(rf"{flag}(?![\w=-]| [\dA-Z(])")
+            place = f"{flag} ({given.where})"
+            parted = [(alone.sub(lambda _, place=place: place, wrong, count=1), *advice) for wrong, *advice in parted]
+    return "\n".join("".join(parts) for parts in parted)
+
+
+@contextmanager
+def failing_in_users_words(said: Mapping[str, Statement]) -> Iterator[None]:
+    """Put the failures that are raised inside into the user's words."""
+    try:
+        yield
+    except Failure as failure:
+        failure.what = in_users_words(failure.what, said)
+        failure.why = failure.why and in_users_words(failure.why, said)
+        raise
 
 
 def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list[str]]:

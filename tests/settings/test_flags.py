@@ -376,6 +376,9 @@ def test_keys_without_a_value_are_named(tmp_path, capsys):
     assert read(f"--config {file}").logging.seed == 1234
     [note] = [line for line in capsys.readouterr().err.splitlines() if "without a value" in line]
     assert note == f"note: {file}: without a value, and left out as by null: seed (line 1), data (line 5)"
+    for nothing in ("", "null", "~"):
+        file.write_text(f"lr: 1e-4\nnum_layer: {nothing}\n")
+        assert f"{file}:2: unknown key num_layer; did you mean num_layers?" in refused(f"--config {file}")
 
 
 def test_a_folder_as_model_name_is_loaded(tmp_path):
