@@ -85,7 +85,7 @@ class SettingsReader:
         self.line = split(argv, self.spellings)
         self.problems += self.line.problems
         self.notes += self.line.notes
-        overrides = self._read_files(self.line.values("--config", "-c"), self.line.overrides())
+        overrides = self._read_files(self.line.values("--config", "-c"), self.line.values("-o"))
         for flag, words in self.line.words:
             if flag == THEN:
                 self.turn += 1
@@ -186,16 +186,17 @@ class SettingsReader:
             self.problems.append(f"{word} {refused}")
         return bool(idle or refused)
 
-    def _read_files(self, paths: list[str], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
+    def _read_files(self, paths: list[tuple[str, int]], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
         """Read the files. Returns each `Section.key=value` of -o -> its words, which the caller reads in order.
 
-        overrides: each with its turn
+        paths, overrides: each with its turn
         """
         from megatron.settings.dialects import fleetx
 
         entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
-        for path in paths:
+        turns: dict[str, int] = {}  # the key of a file of PaddleFleetX -> its turn
+        for path, self.turn in paths:
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalai(path)):
                 root = files.compose(path)
                 if root is None:
@@ -203,6 +204,7 @@ class SettingsReader:
                 if root is not None and fleetx.is_fleetx(root):
                     below, own = entries, fleetx.read(path)
                     entries = fleetx.over(below, own)
+                    turns |= dict.fromkeys(own, self.turn)
                     self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
@@ -225,7 +227,9 @@ class SettingsReader:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
             on_command = one.where.startswith(fleetx.COMMAND)
             read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
+            self.turn = turns.get(one.key, 0)
             placed[by[-1]].append(read) if on_command else self.read(read)
+        self.turn = 0
         for sentence, one in translated.notes:
             self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.problem_text(one, why) for one, why in translated.problems]
@@ -307,7 +311,7 @@ class SettingsReader:
         else:
             if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):
                 values = {**values, "tokenizer_model": name}
-            self.say(values, SaidBy.PRESET, f"preset {name}")
+            self.say(values, SaidBy.PRESET, f"preset {name}", chosen.turn)
 
     def _read_vocabulary_of_fleetx(self) -> None:
         """Take GPT-2's vocabulary from the cache for a file of PaddleFleetX, which has no other, if none is given."""
@@ -317,8 +321,11 @@ class SettingsReader:
             self.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
             self.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
 
-    def say(self, values: Mapping[str, Any], source: SaidBy, where: str) -> None:
-        """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped."""
+    def say(self, values: Mapping[str, Any], source: SaidBy, where: str, turn: Optional[int] = None) -> None:
+        """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped.
+
+        turn: default: the last one
+        """
         for name, value in values.items():
             spelling = self.spellings.get(dashed(name))
             if spelling is None:
@@ -329,7 +336,9 @@ class SettingsReader:
                 self.problems.append(f"{where}: {name} {bad}")
             else:
                 words, default = f"{spelling.flag} {spelling.setting.word(value)} ({where})", spelling.setting.default
-                common = dict(turn=self.turn, default=None if spelling.setting.required else default)
+                common = dict(
+                    turn=self.turn if turn is None else turn, default=None if spelling.setting.required else default
+                )
                 self.statements.append(Statement(name, value, source, spelling.flag, words, where, **common))
 
     def say_defaults(self, defaults: Mapping[str, Any], recipe: str) -> None:

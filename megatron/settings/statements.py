@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolve settings that are given in several places, such as a file and the command line.
 
-Each setting of a command line, a file, a preset, a checkpoint or a plan becomes a `Statement`. `resolve` picks one for
-each setting: the source of the highest precedence counts, in it the last turn, and in that the last flag.
+Each setting of a command line, a file, a preset, a checkpoint or a plan becomes a `Statement`. `resolve` picks one for each
+setting: the last turn of the command line counts, in it the source of the highest precedence, and in that the last flag. A
+turn ends at `--then`; a file and a preset belong to the turn that names them.
 
     --bf16                        precision is bf16
     --bf16 --bf16 false           precision has its default
@@ -12,6 +13,7 @@ each setting: the source of the highest precedence counts, in it the last turn, 
 `Config.said` returns the result. Later decisions use it, rather than comparing a value with its default.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +44,7 @@ class Statement:
     flag         the spelling that was used, with dashes: --tp
     words        as messages show it: "--tp 8", "--lr 0.1 (run.yaml:3)"
     where        its place, if not the command line: "run.yaml:3", "preset gpt2-medium"
-    turn         the number of --then before it on the command line
+    turn         the number of --then before it, or before the file or preset that it is from, on the command line
     yields       more specific spellings override it: --use-distributed-optimizer yields to --sharding-stage 2, not to 0
     switch_off   it switches something off (`--x false`, `--no-x`), and contradicts no flag before or after it
     withdraws    it excludes a value without giving one: --bf16 false
@@ -143,7 +145,7 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
     4
     """
     by_name: dict[str, list[Statement]] = {}
-    for statement in sorted(statements, key=lambda one: (one.source, one.turn)):  # a stable sort
+    for statement in sorted(statements, key=_precedence):  # a stable sort
         rivals = by_name.setdefault(statement.name, [])
         if statement.withdraws:
             rivals[:] = [other for other in rivals if not _withdrawn(other, statement)]
@@ -192,6 +194,12 @@ def overruled(statements: Iterable[Statement], chosen: Mapping[str, Statement]) 
 def given_values(group: type, said: Mapping[str, Statement]) -> dict[str, Any]:
     """The given settings of a group -> their values, even if these are the defaults."""
     return {one.name: said[one.name].value for one in fields(group) if one.name in said}
+
+
+def _precedence(one: Statement) -> tuple[float, int]:
+    """The turn and the source. Defaults and implications come before all turns, derived values after them."""
+    before_all = one.source == SaidBy.RECIPE or one.source == SaidBy.PRESET and one.yields
+    return -1 if before_all else math.inf if one.source == SaidBy.DERIVED else one.turn, one.source
 
 
 def _withdrawn(other: Statement, by: Statement) -> bool:
