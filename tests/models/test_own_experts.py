@@ -171,6 +171,22 @@ def test_experts_without_tokens_are_among_them():
     assert 0 < idle.sum() < 32
 
 
+@pytest.mark.parametrize("layout", ["ep2, zero3", "pp2 ep2, zb-h1"])
+def test_ranks_without_tokens(layout, tmp_path, monkeypatch):
+    """All tokens go to the first experts: other ranks have none, forward and backward, and all of them go on together."""
+
+    def first(self, x):
+        scores = F.linear(x.float(), self.weight.float()).softmax(-1)
+        return scores[:, : self.k].to(x.dtype), torch.arange(self.k).expand(len(x), -1)
+
+    monkeypatch.setattr(own_experts.Router, "forward", first)
+    world, words = LAYOUTS[layout]
+    run_ranks(world, pretrain, f"{words} --save {tmp_path}", timeout=60)
+    route = lambda n, scores: scores * (torch.arange(EXPERTS) < CHOSEN)
+    network = lambda weights, tokens, buffers: logits(weights, tokens, route)
+    compare(tmp_path, *train(initial_weights(EXPERTS), lambda name: True, network=network))
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
