@@ -127,12 +127,12 @@ def _only(path: CheckpointPath, step: Optional[int]) -> Choice:
 
 
 def megatron_format_problem(folder: CheckpointPath) -> Optional[str]:
-    """How to convert a checkpoint in Megatron-LM's format: the folder's `release`, or the folder itself; else None."""
+    """The command that converts a Megatron-LM checkpoint: the folder's `release`, or the folder itself; else None."""
     return next(filter(None, map(_foreign_format, (folder / RELEASE, folder))), None)
 
 
 def _foreign_format(path: CheckpointPath) -> Optional[str]:
-    """How to convert a checkpoint in one of Megatron-LM's two formats; None for any other."""
+    """The command that converts a checkpoint in one of Megatron-LM's two formats; None for any other."""
     if (path / "index.json").exists():
         return None
     if any(path.glob("mp_rank_*")):

@@ -6,7 +6,7 @@
         action: cut                  # or count, drop
 
 A cut document becomes several: the pieces of Megatron-LM's filter_ngrams (`data.contamination.cut`), with a number after
-their "id". Notes of the matches stand next to the shard: `dropped.jsonl` and `cut.jsonl`. `Decontaminate` is a filter for
+their "id". Notes on the matches are next to the shard: `dropped.jsonl` and `cut.jsonl`. `Decontaminate` is a filter for
 single documents, which drops or only counts.
 """
 

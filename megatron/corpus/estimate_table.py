@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe takes on a cluster, before it is paid for.
+"""A table of the estimated cost of a recipe on a cluster.
 
 python -m megatron.tools.corpus estimate recipe.yaml --rates runs/sample --input-tb 10 --nodes 64
 """

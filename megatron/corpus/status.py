@@ -68,7 +68,7 @@ def bars(phases: Mapping[str, list[int]]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Whole or not at all: a browser may load it at any moment."""
+    """Write the page completely or not at all, because a browser may load it at any moment."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
@@ -76,7 +76,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 class StatusPage:
-    """Writes the page anew, every few seconds and at the end of a run."""
+    """Rewrites the page every few seconds and at the end of a run."""
 
     def __init__(self, path: Path, output: str):
         self.path, self.output, self.last = path, output, 0.0

@@ -43,7 +43,7 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ, ask: bool = 
 
 
 def ranks_of_node(world: int) -> int:
-    """The ranks of a node where nobody says them: all of up to 8, else 8, or the most below 8 that divide them.
+    """The default number of ranks per node: all of up to 8, else 8, or the largest divisor below 8.
 
     >>> [ranks_of_node(world) for world in (1, 6, 7, 16, 12)]
     [1, 6, 7, 8, 6]

@@ -934,7 +934,7 @@ class Config:
     planner: Planner = Planner()
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
-    # Setting -> its source, except for defaults: the record behind `said`.
+    # Setting -> its source, except for defaults: the record that `said` reads.
     statements: Mapping[str, Statement] = field(default_factory=dict, hash=False, compare=False)
 
     @property

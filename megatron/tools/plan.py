@@ -23,7 +23,7 @@ from megatron.settings.schema import setting
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What to show."""
+    """Options of the output."""
 
     top: int = setting("plans in the table", 10)
     rejected: int = setting("layouts that do not fit in the table, the closest first", 5)

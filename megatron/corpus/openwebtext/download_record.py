@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a download has written and what it has done, so that it goes on after a kill at any moment.
+"""The record of a download: finished addresses and written pages, so that it resumes after a kill at any moment.
 
-Pages are appended to the output in batches; behind each batch a line is appended to the record (`<output>.ckpt`):
+Pages are appended to the output in batches; after each batch a line is appended to the record (`<output>.ckpt`):
 how long the output is now, and what became of each address. The output is on the disk before the line is. So a page
 counts once its line is whole: what the output has beyond the last whole line is cut off when the download goes on, and its
 pages are fetched again. Nothing is lost and nothing is there twice.
@@ -39,7 +39,7 @@ PACKERS = dict(xz=lzma.compress, gz=lambda data: gzip.compress(data, mtime=0), b
 
 @dataclass(frozen=True)
 class PageOutcome:
-    """What became of an address. reason: "ok", or why there is no text, in a word."""
+    """The result for an address. reason: "ok", or a word that says why there is no text."""
 
     number: int  # its place in the list, from 0
     url: str
@@ -209,14 +209,14 @@ class DownloadRecord:
 
 
 def _write_all(file, data: bytes) -> None:
-    """Write to an unbuffered file, which may take less than all at once."""
+    """Write all bytes to an unbuffered file, whose `write` may accept only some of them."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def write_sqlite(record: Path, target: Path) -> int:
-    """What became of each address as a table `pages` of an SQLite file. Returns the number of rows."""
+    """Write the result for each address to a table `pages` of an SQLite file. Returns the number of rows."""
     with (
         whole_file(target) as file,
         contextlib.closing(sqlite3.connect(file.name)) as base,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the three commands for duplicates: written whole or not at all, read line by line, odd lines told of."""
+"""Files of the three commands for duplicates: written completely or not at all; read by line, with messages on bad ones."""
 
 import json
 import os

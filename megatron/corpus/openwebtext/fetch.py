@@ -49,7 +49,7 @@ class NotAsked(Refused):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a page may take. Times in seconds."""
+    """Limits for fetching a page. Times in seconds."""
 
     timeout: float = 60.0  # from the first request for a page to its last byte, redirects included
     max_bytes: int = 10 << 20  # of a page, unpacked
@@ -62,7 +62,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Page:
-    """What came: bytes, unpacked, and what the server says of them. url: the last of the redirects."""
+    """A response: its bytes, unpacked, and the server's description of them. url: the end of the redirects."""
 
     url: str
     status: int
@@ -194,7 +194,7 @@ class Fetcher:
             raise kind("robots")
 
     async def _rules(self, origin: str) -> Protego:
-        """What robots.txt of a server says, read once. Raises Refused where that cannot be known now (RFC 9309, 2.3.1)."""
+        """The rules of a server's robots.txt, read once. Raises Refused if they cannot be read now (RFC 9309, 2.3.1)."""
         told = self._robots.get(origin)
         if told is None:
             told = self._robots[origin] = asyncio.ensure_future(self._read_rules(origin))
@@ -291,7 +291,7 @@ async def _read(answer: aiohttp.ClientResponse, most: int, cut: bool) -> bytes:
 
 
 def _unpacker(encoding: str) -> Callable[[Optional[bytes], int], bytes]:
-    """(packed bytes, most) -> at most so many bytes unpacked; None stands for the end. Raises Refused at damage."""
+    """(packed bytes, most) -> at most `most` unpacked bytes; None marks the end. Raises Refused for damaged data."""
     if encoding in ("", "identity"):
         return lambda data, most: (data or b"")[:most]
     if encoding not in ("gzip", "x-gzip", "deflate"):
