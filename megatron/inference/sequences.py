@@ -17,7 +17,8 @@ from megatron.inference.choices import allowed_to_end, kept, occurred, penalised
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
-from megatron.model.t5.module import DecoderCache, EncodedSource
+from megatron.model.t5.layers import DecoderCache
+from megatron.model.t5.module import EncodedSource
 from megatron.mpu.mesh import Axis
 
 
