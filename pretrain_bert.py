@@ -52,7 +52,7 @@ def facts(config, vocab_size) -> BertFacts:
 
 
 def task_heads(config) -> tuple[TaskHead, ...]:
-    """The heads that --task-mixture asks for. Raises SettingsError where one is called as a sum that the model has."""
+    """The heads that --task-mixture asks for. Raises SettingsError if one has the name of a sum of the model."""
     masked = config.extra.get(MASKED, MaskedSettings())
     if not masked.task_mixture:
         return ()

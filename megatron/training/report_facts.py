@@ -17,7 +17,7 @@ WIDEST = 16  # ranks of a pipeline that is drawn
 
 
 def group(history: History, name: str) -> dict:
-    """A group of the settings that the run was started with last; empty where there is none."""
+    """A group of the settings that the run was started with last; empty if there is none."""
     found = (history.run.get("config") or {}).get(name)
     return found if isinstance(found, dict) else {}
 

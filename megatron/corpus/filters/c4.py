@@ -73,7 +73,7 @@ class C4:
         return Verdict({**document, "text": cleaned}, "lines_removed", figures)
 
     def _sentence_line(self, line: str) -> Optional[str]:
-        """The line without citation marks; None where it does not look like sentences."""
+        """The line without citation marks; None if it does not look like sentences."""
         longest = self.max_word_length
         words = line.split() if self.min_words is not None or longest is not None and len(line) > longest else ()
         if longest is not None and len(line) > longest and any(len(word) > longest for word in words):

@@ -70,7 +70,7 @@ class DownloadRecord:
 
         packing: a name in PACKERS. keep_pages: a folder where each page becomes a text file, too. failed_again: what
         ended in a way that may pass is taken as not done.
-        Raises DataError where the record belongs to something else, Locked where another process writes.
+        Raises DataError if the record belongs to something else, Locked if another process writes.
         """
         self.output, self.path = output, output.with_name(f"{output.name}.ckpt")
         self.counts: Counter[str] = Counter()

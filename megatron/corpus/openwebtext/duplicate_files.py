@@ -38,7 +38,7 @@ class LeftOut:
 def documents(path: str | Path, left_out: LeftOut) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """(number from 1, line, JSON object) of each line of a file, packed or not; blank lines are not counted.
 
-    Raises DataError where the file is not there.
+    Raises DataError if the file is not there.
     """
     if not Path(path).exists():
         raise DataError(f"{path}: no such file", f"the working directory is {os.getcwd()}", "check the path")

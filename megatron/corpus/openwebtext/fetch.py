@@ -274,7 +274,7 @@ def retry_after(text: Optional[str], now: Optional[float] = None) -> Optional[fl
 
 
 async def _read(answer: aiohttp.ClientResponse, most: int, cut: bool) -> bytes:
-    """The unpacked body. Raises Refused where it is longer than `most` bytes, unless it may be cut, or is damaged."""
+    """The unpacked body. Raises Refused if it is longer than `most` bytes, unless it may be cut, or is damaged."""
     unpack = _unpacker(answer.headers.get("Content-Encoding", "").strip().lower())
     pieces, size = [], 0
     async for data in answer.content.iter_chunked(1 << 16):
