@@ -24,10 +24,10 @@ class Unit:
     """Weights that ZeRO gathers together: a layer, a table, a norm. Experts among them are reduced along axes of their own
     (`Placement.data_axes`).
 
-    name:    what the names of its weights begin with: `blocks.17`
-    weights: the rest of the name -> what the weight is, or the buffer
-    layer:   its number in the whole network; None: it is no layer
-    ends:    which ends of the pipeline hold a unit that is no layer: "first", "last" or both, as a tied table
+    name:    the prefix of the names of its weights: `blocks.17`
+    weights: the rest of the name -> the placement of the weight or buffer
+    layer:   its number in the whole network; None: not a layer
+    ends:    the ends of the pipeline that hold a unit that is not a layer: "first", "last", or both for a tied table
     """
 
     name: str
@@ -36,7 +36,7 @@ class Unit:
     ends: tuple[str, ...] = ()
 
     def held_by(self, first: bool, last: bool) -> bool:
-        """Whether a stage that is so placed holds it, if it is no layer."""
+        """Whether such a stage holds it, if it is not a layer."""
         return (first and "first" in self.ends) or (last and "last" in self.ends)
 
 
@@ -76,8 +76,8 @@ def column(
     """The weights of a column-parallel linear layer: [rows..., inputs], divided along the dim `cut` of its rows.
 
     Fused queries, keys and values are `rows=(g, q + 2, d), cut=0`, a gated MLP `rows=(2, ffn), cut=1`: every shard is one
-    box. matrices: those that it is made of (`Placement`), if it is not one. experts: there are so many of it, [experts,
-    rows..., inputs], divided over ep, and each of them over etp
+    box. matrices: its separate matrices (`Placement`), if it has several. experts: their number; the shape is [experts,
+    rows..., inputs], divided over ep, and each expert over etp
     """
     front, cuts, parts = (), {"tp": cut}, matrices or (0, rows[:1])
     if experts is not None:
@@ -97,8 +97,8 @@ def row(
     sequence_parallel: bool = False,
     experts: Optional[int] = None,
 ) -> dict[str, Placement]:
-    """The weights of a row-parallel linear layer: [outputs, inputs], divided along its inputs. experts: their number,
-    [experts, outputs, inputs]; ranks of etp each add a part of an expert's bias, or add it to a part of its tokens.
+    """The weights of a row-parallel linear layer: [outputs, inputs], divided along its inputs. experts: their number;
+    the shape is [experts, outputs, inputs], and the gradient of an expert's bias is partial over etp.
     """
     front, cuts, partial = (
         (),
