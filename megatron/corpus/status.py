@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page of how far a run of a corpus recipe is, which a browser loads again by itself while the run goes on.
+"""A page with the progress of a corpus run, which a browser reloads by itself until the run ends.
 
 python -m megatron.tools.corpus run recipe.yaml --output runs/corpus --status-page status.html
 python -m megatron.tools.corpus status --output runs/corpus --html status.html
@@ -25,7 +25,7 @@ _STYLE = (
 
 
 def status_page(told: Mapping[str, Any], output: str) -> str:
-    """The page of a progress.
+    """The page for the content of `status.json`.
 
     told: what `status.json` says; phases: name -> [done, all]
     """

@@ -14,7 +14,7 @@ from megatron.errors import DataError
 
 
 class LeftOut:
-    """Lines that were no use, by reason, with the first of each: nothing is dropped in silence."""
+    """Skipped lines by reason, with the first of each; every reason is reported."""
 
     def __init__(self, path: str | Path):
         self.path = path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers for flags of Megatron-LM (and of its forks) that are no settings of this suite.
+"""Answers for flags of Megatron-LM (and of its forks) that this suite does not have.
 
 A flag either has no effect here, because the result of training is the same without it, or it is refused with an
 alternative. The tables below list both; a name may be a pattern (`--moe-*`), and an exact name wins over a pattern.
