@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of C4 (Raffel et al. 2020, section 2.2): remove lines that are not sentences, and drop pages with too few of them.
+"""The rules of C4 (Raffel et al. 2020, section 2.2): drop lines that are not sentences, and pages with too few of them.
 
 A line is kept when it ends in terminal punctuation (no ellipsis), has enough words between spaces and none that is too
 long, and mentions neither Javascript nor cookies nor terms of use. A page is dropped for "lorem ipsum" or a curly bracket
