@@ -24,23 +24,20 @@ _STYLE = (
 )
 
 
-def status_page(told: Mapping[str, Any], output: str) -> str:
-    """The page for the content of `status.json`.
-
-    told: what `status.json` says; phases: name -> [done, all]
-    """
-    phases, state = told["phases"], told.get("state", "unknown")
+def status_page(progress: Mapping[str, Any], output: str) -> str:
+    """The page of a run. progress: the content of `status.json`, with phases: name -> [done, all]."""
+    phases, state = progress["phases"], progress.get("state", "unknown")
     done, total = (sum(column) for column in zip(*phases.values(), strict=True)) if phases else (0, 0)
-    left, goes_on = told.get("seconds_left"), state.startswith("running")
+    left, goes_on = progress.get("seconds_left"), state.startswith("running")
     tiles = [
-        (state.partition(":")[0], "state", state.partition(": ")[2] or f"at {_moment(told.get('at'))}"),
+        (state.partition(":")[0], "state", state.partition(": ")[2] or f"at {_moment(progress.get('at'))}"),
         (f"{done:,} of {total:,}", "tasks done", f"{done / total:.1%}" if total else ""),
-        (f"{told.get('running', 0) if goes_on else 0:,}", "tasks under way", ""),
-        (_duration(told.get("seconds")), "since it began", ""),
+        (f"{progress.get('running', 0) if goes_on else 0:,}", "tasks under way", ""),
+        (_duration(progress.get("seconds")), "since it began", ""),
     ]
     if goes_on:
         tiles.append((_duration(left), "left, about", "if tasks go on as they did"))
-    aside = told.get("quarantined") or {}
+    aside = progress.get("quarantined") or {}
     sections = [
         Section("Phases", pictures=[("tasks done", data_url(bars(phases)))] if phases else []),
         Section("Set aside", grids=[Grid("", ["task", "why"], [[about, why] for about, why in aside.items()])]),

@@ -195,16 +195,16 @@ class Fetcher:
 
     async def _rules(self, origin: str) -> Protego:
         """The rules of a server's robots.txt, read once. Raises Refused if they cannot be read now (RFC 9309, 2.3.1)."""
-        told = self._robots.get(origin)
-        if told is None:
-            told = self._robots[origin] = asyncio.ensure_future(self._read_rules(origin))
-            told.add_done_callback(lambda done: done.cancelled() or done.exception())  # no task may be waiting by then
+        rules = self._robots.get(origin)
+        if rules is None:
+            rules = self._robots[origin] = asyncio.ensure_future(self._read_rules(origin))
+            rules.add_done_callback(lambda done: done.cancelled() or done.exception())  # no task may be waiting by then
             if len(self._robots) > ORIGINS:
                 self._robots.popitem(last=False)
         try:
-            return await asyncio.shield(told)
+            return await asyncio.shield(rules)
         except Refused:
-            if self._robots.get(origin) is told:
+            if self._robots.get(origin) is rules:
                 del self._robots[origin]  # request it again
             raise
 
