@@ -241,7 +241,7 @@ def _folders(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
 def _nothing_to_load(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
     """The problem of a `--load` folder without a checkpoint."""
     if any(location(c.load).glob("release")):
-        from megatron.checkpoint.folder import megatron_format_problem  # imports torch
+        from megatron.settings.from_checkpoint import megatron_format_problem  # needs packages that may be missing
 
         if problem := megatron_format_problem(location(c.load)):
             return [problem]

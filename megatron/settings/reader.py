@@ -8,7 +8,7 @@ sources are the command line, files of settings (also PaddleFleetX's), a preset 
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -23,10 +23,10 @@ from megatron.settings.dialects.commands import (
     defaults_of_paddlenlp,
     profiler_options,
 )
-from megatron.settings.dialects.megatron_lm import answer
+from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
-from megatron.settings.spelling import BadValue, dashed, spellings_of
+from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
@@ -41,6 +41,9 @@ IMPLIED = {
 # (a flag that others override, setting) -> what it means without them
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
+
+# Settings of the model that a checkpoint decides. A command that loads one compares them with it.
+SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in schema.ON_RESUME[:2]}
 
 # a setting that names data -> the settings that it replaces
 INSTEAD_OF_FILES = dict(
@@ -64,12 +67,18 @@ class Word(NamedTuple):
 
 
 class SettingsReader:
-    """Collects the statements of all sources, and all problems."""
+    """Collects the statements of all sources, and all problems.
 
-    def __init__(self, groups: Mapping[str, type]):
+    serves_training: the command line is also that of a training, whose settings are named in a note, as those of files are
+    """
+
+    def __init__(self, groups: Mapping[str, type], serves_training: bool = False):
         self.spellings, self.groups = spellings_of(groups), set(groups)
         self.trains = set(schema.GROUPS) <= set(groups)
         self.purpose = next((one for one in ("task", "generate", "evaluate") if one in groups), "train" * self.trains)
+        own = {spelling.setting.name for spelling in self.spellings.values()}
+        self.shape = SHAPE - own if self.purpose in ("generate", "evaluate") else set()
+        self.serves_training = serves_training
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
@@ -103,6 +112,7 @@ class SettingsReader:
         readers = (
             self._of_setting,
             self._of_profiler,
+            self._of_data_file,
             self._of_another_command,
             self._of_megatron_lm,
             self._of_paddlenlp,
@@ -110,8 +120,13 @@ class SettingsReader:
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
+    def _spelling(self, flag: str) -> Optional[Spelling]:
+        """The spelling of a setting of this command, or of one that it compares with the checkpoint."""
+        own, other = self.spellings.get(flag), spellings_of(schema.GROUPS).get(flag) if self.shape else None
+        return own or (other if other and other.setting.name in self.shape else None)
+
     def _of_setting(self, word: Word) -> bool:
-        spelling = self.spellings.get(word.flag)
+        spelling = self._spelling(word.flag)
         if spelling is None:
             return False
         try:
@@ -139,17 +154,30 @@ class SettingsReader:
             self.notices.setdefault("the tables have all times, of the host and the device", []).extend(idle)
         return True
 
+    def _of_data_file(self, word: Word) -> bool:
+        """Megatron-LM's `--data-args-path FILE` and `--per-split-data-args-path FILE`."""
+        if word.flag not in DATA_FILES or not self.trains:
+            return False
+        if len(word.words) != 1:
+            self.problems.append(f"{word} takes one file, got {len(word.words)}")
+            return True
+        where = f"{word.where or word.flag} {word.words[0]}"
+        try:
+            for flag, words in data_in_file(word.flag, word.words[0]):
+                self.read(word._replace(flag=flag, words=words, where=where))
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{where}: {getattr(error, 'strerror', None) or error}")
+        return True
+
     def _of_another_command(self, word: Word) -> bool:
         if self.trains or word.flag not in spellings_of(schema.GROUPS):
             return False
-        if word.source == SaidBy.COMMAND:
-            shape = (
-                self.purpose in ("generate", "evaluate")
-                and spellings_of(schema.GROUPS)[word.flag].setting.group == "model"
-            )
-            why = "leave it out: it is read from the checkpoint" if shape else "this command has no use for it"
-            if shape and spellings_of(schema.GROUPS)[word.flag].setting.name == "model_name_or_path":
-                why = f"a trained model is given by --load {' '.join(word.words)}"
+        if word.source == SaidBy.COMMAND and not self.serves_training:
+            why = "this command has no use for it"
+            if self.shape and spellings_of(schema.GROUPS)[word.flag].setting.group == "model":
+                why = "leave it out: it is read from the checkpoint"
+                if word.flag == "--model-name-or-path":
+                    why = f"a trained model is given by --load {' '.join(word.words)}"
             self.problems.append(f"{word.flag} is a setting of pretraining; {why}")
         else:  # a file may serve several commands
             self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))
@@ -206,7 +234,7 @@ class SettingsReader:
             below, own = said.get(turn, {}), fleetx.override({}, key, value)
             said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
             self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
-        translated = fleetx.translate(entries, self.purpose)
+        translated = fleetx.translate(entries, self.purpose, bool(self.shape))
         self.emptied = [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
         self.notes += self.emptied
         self.of_fleetx = translated.given if entries and paths else {}
@@ -270,7 +298,7 @@ class SettingsReader:
 
     def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
         """A key of a file as a word; a list becomes one word for a setting of text: split: [969, 30, 1]"""
-        spelling = self.spellings.get(dashed(key))
+        spelling = self._spelling(dashed(key))
         one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
         return Word(dashed(key), [",".join(words)] if one else words, source, where)
 
@@ -325,12 +353,16 @@ class SettingsReader:
         self._note_other_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
+        lists: dict[str, str] = {}  # flags for several values that are given twice
         for one, by in overruled(self.statements, chosen):
             if by.decides and one.flag != by.flag:
                 self.notices.setdefault(f"overridden by {by.words}", []).append(one.words)
             else:
                 self.replaced.append((one.words, by.words))
-        self.notes += messages.replaced(self.replaced)
+                setting = self.spellings[one.flag].setting if one.flag in self.spellings else None
+                if setting and setting.many and setting.kind is str and one.flag == by.flag:
+                    lists[one.flag] = f"several values follow one {one.flag}, as in Megatron-LM: {one.flag} A B"
+        self.notes += [*messages.replaced(self.replaced), *lists.values()]
         for one in self.statements:
             by, why = chosen.get(one.name), GIVES_WAY.get((one.flag, one.name))
             if why and by and not one.withdraws and by.is_given and by.flag != one.flag and by.value != one.value:

@@ -324,7 +324,7 @@ RULES = (
         lambda s: "--torch-compile arranges products for weight gradients: drop it, or --gradient-accumulation-fusion",
     ),
     Rule(
-        lambda s: s.device == "cpu" and s.distributed_backend == "nccl",
+        lambda s: s.world > 1 and s.device == "cpu" and s.distributed_backend == "nccl",
         lambda s: (
             "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; leave the flag out (gloo)"
         ),

@@ -374,12 +374,17 @@ class Data:
     """Datasets, and the order of their samples."""
 
     data_path: Optional[list[str]] = setting(
-        "dataset prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder: all its datasets, by size",
+        "dataset prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder: all its datasets, by "
+        "size; --data-args-path FILE reads these words from a file",
         None,
         "--input-dir",
         on_resume="refused",
     )
-    train_data_path: Optional[list[str]] = setting("dataset or blend for training only", None, on_resume="refused")
+    train_data_path: Optional[list[str]] = setting(
+        "dataset or blend for training only; --per-split-data-args-path FILE reads those of each split from JSON",
+        None,
+        on_resume="refused",
+    )
     valid_data_path: Optional[list[str]] = setting("dataset or blend for validation only", None)
     test_data_path: Optional[list[str]] = setting("dataset or blend for testing only", None)
     split: str = setting("proportions of train,valid,test in each dataset", "969,30,1", on_resume="refused")

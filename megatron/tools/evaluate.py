@@ -68,7 +68,8 @@ IDLE = {
 }
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], serves_training: bool = False) -> None:
+    """Evaluate. serves_training: name settings of training in a note, rather than refuse them."""
     rank_env.adopt_launcher()
     groups, given = parse_with_record(
         argv,
@@ -76,6 +77,7 @@ def main(argv: list[str]) -> None:
         prog="python -m megatron.tools.evaluate",
         description="Evaluate a trained model.",
         common=tuple(EvaluateOptions.__dataclass_fields__),
+        serves_training=serves_training,
     )
     settings = groups["evaluate"]
     check(settings, given)

@@ -37,8 +37,12 @@ class GenerateOptions:
     num_samples: int = setting("continuations of each prompt", 1)
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
-    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
-    use_cache: bool = setting("keep keys and values of earlier tokens; off: compute them again (slow, same text)", True)
+    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
+        "default: as trained", None, "--bf16=bf16", "--fp16=fp16"
+    )
+    use_cache: bool = setting(
+        "keep keys and values of earlier tokens; off: compute them again (slow, same text)", True, "--recompute=false"
+    )
     json: bool = setting("one JSON object a line: prompt, text, tokens", False)
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
     pipeline_model_parallel_size: Optional[int] = setting("ranks that share the layers (default: 1)", None, "--pp")

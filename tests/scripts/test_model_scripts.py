@@ -345,6 +345,16 @@ def test_a_number_of_processes_that_is_none(tiny):
     assert done.returncode == 2 and "NPROC=all (or LOCAL_WORLD_SIZE) is neither a number nor gpu" in done.stderr
 
 
+def test_two_numbers_of_processes(tiny):
+    """More ranks than GPUs are refused; of two numbers for the same the one that does not count is named."""
+    done = bash(tiny(), "--mock-data", NPROC="4", GPUS="0,1", PRINT="1")
+    assert done.returncode == 2 and "NPROC=4 is more ranks than GPUS=0,1 has GPUs, 2" in done.stderr
+    done = bash(tiny(), "--mock-data", NPROC="2", LOCAL_WORLD_SIZE="4", PRINT="1")
+    assert "--nproc-per-node 2" in done.stdout and "NPROC=2 counts, and LOCAL_WORLD_SIZE=4 has no effect" in done.stderr
+    done = bash(tiny(), "--mock-data", "--nproc-per-node", "4")
+    assert done.returncode == 2 and "bash scripts take NPROC=N" in done.stderr
+
+
 @pytest.mark.parametrize(
     "env, said",
     [

@@ -253,8 +253,48 @@ def test_a_long_megatron_command_line_is_understood(capsys):
 
 def test_every_megatron_flag_is_answered():
     spellings = spellings_of(GROUPS)
-    silent = [n for n in NAMES if n.replace("_", "-") not in spellings and not megatron_lm.answer(n)]
+    known = {*spellings, *megatron_lm.DATA_FILES}
+    silent = [n for n in NAMES if n.replace("_", "-") not in known and not megatron_lm.answer(n)]
     assert len(NAMES) > 1000 and not silent
+
+
+def test_data_in_files(tmp_path, monkeypatch, capsys):
+    """Megatron-LM's two files: words as on its command line, and JSON with a list, a text or nothing for each split."""
+    monkeypatch.chdir(tmp_path)
+    Path("blend.txt").write_text("0.3 one\n0.7\ttwo\n")
+    Path("splits.json").write_text('{"train": [1, "one", 2, "two"], "valid": "three", "test": null}')
+    assert read("--data-args-path blend.txt").data.data_path == ["0.3", "one", "0.7", "two"]
+    data = read("--per_split_data_args_path splits.json").data
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (
+        ["1", "one", "2", "two"],
+        ["three"],
+        None,
+    )
+    Path("run.yaml").write_text("data_args_path: blend.txt\n")
+    config = read("--config run.yaml")
+    assert config.data.data_path[1] == "one" and config.given("data_path").where == "run.yaml:1 blend.txt"
+    read("--data-args-path blend.txt --data-path three")
+    assert "--data-path 0.3 one 0.7 two (--data-args-path blend.txt) is overridden by --data-path three" in (
+        capsys.readouterr().err
+    )
+    for text, words in (
+        ('{"train": ["one"], "vaild": ["two"]}', "'vaild' where {\"train\""),
+        ("[1]", "list where {"),
+        ("0.3 one", "Extra data"),
+        ('{"train": []}', "no dataset is in it"),
+    ):
+        Path("splits.json").write_text(text)
+        assert f"--per-split-data-args-path splits.json: {words}" in refused("--per-split-data-args-path splits.json")
+    assert "--data-args-path none.txt: No such file" in refused("--data-args-path none.txt")
+    assert "--data-args-path takes one file, got 2" in refused("--data-args-path blend.txt blend.txt")
+
+
+def test_a_flag_of_training_is_not_its_own_suggestion(tmp_path):
+    with pytest.raises(UsageError, match="^--encoder-num-layers is for training; this command has no use for it"):
+        parse(["--encoder-num-layers", "2"], {"kinds": Kinds})
+    (tmp_path / "t5.yaml").write_text("encoder_num_layers: 2\n")
+    with pytest.raises(UsageError, match="t5.yaml:1: encoder_num_layers is for training"):
+        parse(["--config", str(tmp_path / "t5.yaml")], {"kinds": Kinds})
 
 
 def test_the_tables_say_one_thing_about_each_flag():

@@ -309,6 +309,14 @@ def test_words_that_others_of_their_source_replace_are_named(line, told, tmp_pat
     assert told.format(**paths) in notes and notes.count("the last value of a setting counts:") == bool(told), notes
 
 
+def test_a_list_that_is_given_twice_says_how_to_give_several(capsys):
+    shape = "--num-layers 2 --hidden-size 8 --num-attention-heads 2"
+    parse_pretrain(f"{shape} --data-path a --data-path b c --seed 1 --seed 2".split())
+    [replaced, hint] = [line for line in capsys.readouterr().err.splitlines() if "--data-path" in line]
+    assert "--data-path a is overridden by --data-path b c" in replaced
+    assert hint == "note: several values follow one --data-path, as in Megatron-LM: --data-path A B"
+
+
 def test_epochs(read):
     config, told = read(
         "-o Engine.run_mode=epoch -o Engine.num_train_epochs=3 -o Engine.eval_freq=2 -o Engine.save_load.save_epoch=1"

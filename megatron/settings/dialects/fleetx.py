@@ -54,6 +54,7 @@ SAME = dict(
         Global: device
         Offline_Eval: eval_path overlapping_eval batch_size""",
 )
+SHAPE = [f"Model.{name}" for name in "num_layers hidden_size num_attention_heads ffn_hidden_size".split()]
 # Other keys, and single values of them (in lower case; true or false for switches).
 OTHERS = dict(
     train="""
@@ -317,6 +318,7 @@ class Translated:
 
     given: Entries
     purpose: str
+    compared: bool = False
     flags: list[tuple[str, list[str], TheirSetting]] = field(default_factory=list)
     notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
     problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
@@ -360,9 +362,12 @@ class Translated:
         self.take(key)
 
 
-def translate(entries: Entries, purpose: str = "train") -> Translated:
-    """Translate entries for the command that reads them: train, task (fine-tuning), generate, evaluate, or another."""
-    out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose)
+def translate(entries: Entries, purpose: str = "train", compared: bool = False) -> Translated:
+    """Translate entries for the command that reads them: train, task (fine-tuning), generate, evaluate, or another.
+
+    compared: the command compares SHAPE with a checkpoint
+    """
+    out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose, compared)
     out.emptied = {key: one for key, one in entries.items() if one.words is None}
     if purpose in TABLES:
         _module(out)
@@ -387,7 +392,9 @@ def _single(out: Translated, key: str) -> None:
     table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
     if not owners:
         return out.refuse(key, f"is no known key{did_you_mean(key, KNOWN, 0.8)}")
-    if table is None or out.purpose not in owners and not table.knows(key):
+    if out.compared and key in SHAPE:
+        table = TABLES["train"]
+    elif table is None or out.purpose not in owners and not table.knows(key):
         return out.note(BELONGS[owners[0]], key)
     words, values = one.words, table.values(key)
     if {"true", "false"} & set(values):
