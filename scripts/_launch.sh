@@ -72,7 +72,7 @@ finetune_on_task() { # task, perhaps a set of its validation files, flags of fin
     out=${OUT:-runs/finetune}/$task
     run_tool_on_ranks megatron.tasks.main --task "$task" --data-path "$data" \
         --pretrained-checkpoint "${CHECKPOINTS:-checkpoints/gpt_345M}" --save "$out" --load "$out" \
-        --micro-batch-size 8 --log-interval 50 ${flags[@]+"${flags[@]}"} "$@"
+        --micro-batch-size 8 --log-interval 50 ${flags[@]+"${flags[@]}"} --then "$@"
 }
 
 # ---- words of the command line ---------------------------------------------------------------------------------------

@@ -54,9 +54,11 @@ def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
     resolved = rules.filled(config, cluster.world_size)
     try:
         layout = Layout.of(resolved, cluster.world_size)
-    except SettingsError as error:  # of a schedule file
-        return Inspection([*violations, str(error)], file_problems(config), [])
-    job, remark = target.job_of(resolved, cluster, layout.dp)
+        job, remark = target.job_of(resolved, cluster, layout.dp)
+    except SettingsError as error:  # of a schedule file, or of a vocabulary
+        return Inspection(
+            [*violations, f"{error.what}; {error.do}" if error.do else str(error)], file_problems(config), []
+        )
     return Inspection(
         violations + checkpoint_problems(resolved),
         file_problems(config),

@@ -177,7 +177,7 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
 
     own:   `settings_of_shape`
     given: names of settings that the user gave. If one is of the tokenizer, the checkpoint's tokenizer is not used, unless
-           it only gives the new path of one of its files
+           it only gives the new path of one of its files, or beside files the number of rows
     """
     config = located(record)
     shape = {name: value for name, value in config["model"].items() if name not in OF_TRAINING}
@@ -187,7 +187,7 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
         del shape["num_layers"]  # the sum of encoder and decoder layers, of which the user may give one
     tokenizer = {name: value for name, value in config.get("tokenizer", {}).items() if value is not None}
     own_files = {name for name in FILES if tokenizer.get(name)}
-    if given & set(config.get("tokenizer", {})) <= own_files:
+    if given & set(config.get("tokenizer", {})) <= own_files | ({"vocab_size"} if own_files else set()):
         refuse_lost(record, "tokenizer", given)
         shape |= tokenizer if any(tokenizer.values()) else _numbers(record.get("vocab_size"))
     return {name: value for name, value in shape.items() if value is not None and name not in given}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
-from megatron.settings import messages, schema
+from megatron.settings import files, messages, schema
 from megatron.settings.dialects.commands import (
     CHINESE,
     PROFILER,
@@ -94,7 +94,7 @@ class SettingsReader:
         self.line = split(argv, self.spellings)
         self.problems += self.line.problems
         self.notes += self.line.notes
-        overrides = self._read_files(self.line.values("--config", "-c"), self.line.overrides())
+        overrides = self._read_files(self.line.values("--config", "-c"), self.line.values("-o"))
         for flag, words in self.line.words:
             if flag == THEN:
                 self.turn += 1
@@ -106,6 +106,7 @@ class SettingsReader:
             elif flag not in OWN:
                 self.read(Word(flag, words, SaidBy.COMMAND))
         self._read_preset()
+        self._read_vocabulary_of_fleetx()
 
     def read(self, word: Word) -> None:
         """Read one word. A word that no reader takes is unknown."""
@@ -121,9 +122,13 @@ class SettingsReader:
             self.problems.append(messages.unknown(word, self.spellings))
 
     def _spelling(self, flag: str) -> Optional[Spelling]:
-        """The spelling of a setting of this command, or of one that it compares with the checkpoint."""
-        own, other = self.spellings.get(flag), spellings_of(schema.GROUPS).get(flag) if self.shape else None
-        return own or (other if other and other.setting.name in self.shape else None)
+        """The setting of a flag: of this command in all spellings that pretraining has, or compared with the checkpoint."""
+        own = self.spellings.get(flag)
+        theirs = None if own or self.trains else spellings_of(schema.GROUPS).get(flag)
+        if theirs is None or (self.shape and theirs.setting.name in self.shape):
+            return own or theirs
+        shared = self.spellings.get(dashed(theirs.setting.name))
+        return replace(theirs, setting=shared.setting) if shared else None
 
     def _of_setting(self, word: Word) -> bool:
         spelling = self._spelling(word.flag)
@@ -140,6 +145,11 @@ class SettingsReader:
                 implied = replace(statement, name=name, value=value, source=SaidBy.PRESET, yields=True)
                 self.statements.append(replace(implied, withdraws=statement.switch_off or statement.withdraws))
         return True
+
+    def _knows(self, flag: str) -> bool:
+        """Whether some reader takes a flag."""
+        known = self._spelling(flag) or flag in spellings_of(schema.GROUPS) or answer(flag, [])
+        return bool(known) or any(answer_of_paddlenlp(flag, []))
 
     def _of_profiler(self, word: Word) -> bool:
         """PaddleNLP's `--profiler_options "batch_range=[10,20];..."`."""
@@ -195,24 +205,24 @@ class SettingsReader:
 
     def _of_paddlenlp(self, word: Word) -> bool:
         """A PaddleNLP flag that this suite does not have."""
-        idle, refused = answer_of_paddlenlp(word.flag) if self.trains else ("", "")
+        idle, refused = answer_of_paddlenlp(word.flag, word.words) if self.purpose else ("", "")
         if idle:
             self.notices.setdefault(idle, []).append(str(word))
         elif refused:
             self.problems.append(f"{word} {refused}")
         return bool(idle or refused)
 
-    def _read_files(self, paths: list[str], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
+    def _read_files(self, paths: list[tuple[str, int]], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
         """Read the files. Returns each `Section.key=value` of -o -> its words, which the caller reads in order.
 
-        overrides: each with its turn
+        paths, overrides: each with its turn
         """
-        from megatron.settings import files
         from megatron.settings.dialects import fleetx
 
         entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
-        for path in paths:
+        turns: dict[str, int] = {}  # the key of a file of PaddleFleetX -> its turn
+        for path, self.turn in paths:
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalai(path)):
                 root = files.compose(path)
                 if root is None:
@@ -220,6 +230,7 @@ class SettingsReader:
                 if root is not None and fleetx.is_fleetx(root):
                     below, own = entries, fleetx.read(path)
                     entries = fleetx.over(below, own)
+                    turns |= dict.fromkeys(own, self.turn)
                     self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
@@ -236,13 +247,15 @@ class SettingsReader:
             self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
         translated = fleetx.translate(entries, self.purpose, bool(self.shape))
         self.emptied = [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
-        self.notes += self.emptied
+        self.notes += self.emptied + translated.remarks
         self.of_fleetx = translated.given if entries and paths else {}
         for flag, words, one in translated.flags:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
             on_command = one.where.startswith(fleetx.COMMAND)
             read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
+            self.turn = turns.get(one.key, 0)
             placed[by[-1]].append(read) if on_command else self.read(read)
+        self.turn = 0
         for sentence, one in translated.notes:
             self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.problem_text(one, why) for one, why in translated.problems]
@@ -269,11 +282,19 @@ class SettingsReader:
         self, rows: list[tuple[str, Optional[list[str]], int]], path: str, helpers: Collection[str]
     ) -> None:
         """Read (key, words, line) of a file. helpers: Python names that other lines use; they need not be settings."""
+        from megatron.settings.dialects import fleetx
+
         if empty := [f"{key} (line {line})" for key, words, line in rows if words is None]:
             self.notes.append(f"{path}: without a value, and left out as by null: {', '.join(empty)}")
         for key, words, line in rows:
-            if words is not None and (key not in helpers or dashed(key) in self.spellings):
+            if key in helpers and dashed(key) not in self.spellings:
+                continue
+            if words is not None and words is not files.NULL:
                 self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
+            elif key not in {*self.groups, *fleetx.SECTIONS} and not self._knows(dashed(key)):
+                self.problems.append(
+                    messages.unknown(Word(dashed(key), [], SaidBy.FILE, f"{path}:{line}"), self.spellings)
+                )
 
     def _read_colossalai(self, path: str) -> bool:
         """Translate and read a Python file of Colossal-AI; False if it is none."""
@@ -316,10 +337,21 @@ class SettingsReader:
         else:
             if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):
                 values = {**values, "tokenizer_model": name}
-            self.say(values, SaidBy.PRESET, f"preset {name}")
+            self.say(values, SaidBy.PRESET, f"preset {name}", chosen.turn)
 
-    def say(self, values: Mapping[str, Any], source: SaidBy, where: str) -> None:
-        """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped."""
+    def _read_vocabulary_of_fleetx(self) -> None:
+        """Take GPT-2's vocabulary from the cache for a file of PaddleFleetX, which has no other, if none is given."""
+        said = {name for name, one in self.chosen().items() if one.value}
+        others = {*VOCABULARY, "tokenizer_type"} - {"vocab_size"}
+        if self.purpose == "train" and self.of_fleetx and not said & others and (folder := cached("gpt2")):
+            self.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
+            self.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
+
+    def say(self, values: Mapping[str, Any], source: SaidBy, where: str, turn: Optional[int] = None) -> None:
+        """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped.
+
+        turn: default: the last one
+        """
         for name, value in values.items():
             spelling = self.spellings.get(dashed(name))
             if spelling is None:
@@ -330,7 +362,9 @@ class SettingsReader:
                 self.problems.append(f"{where}: {name} {bad}")
             else:
                 words, default = f"{spelling.flag} {spelling.setting.word(value)} ({where})", spelling.setting.default
-                common = dict(turn=self.turn, default=None if spelling.setting.required else default)
+                common = dict(
+                    turn=self.turn if turn is None else turn, default=None if spelling.setting.required else default
+                )
                 self.statements.append(Statement(name, value, source, spelling.flag, words, where, **common))
 
     def say_defaults(self, defaults: Mapping[str, Any], recipe: str) -> None:

@@ -960,9 +960,7 @@ class Config:
     def given(self, name: str) -> Optional[Statement]:
         """The user's statement of a setting, on the command line or in a file, even if a derived value replaced it."""
         statement = self.said(name)
-        while statement is not None and statement.source == SaidBy.DERIVED:
-            statement = statement.earlier
-        return statement if statement is not None and statement.is_given else None
+        return statement and statement.by_user
 
     @property
     def given_words(self) -> dict[str, str]:

@@ -247,6 +247,8 @@ def test_a_tokenizer_flag_at_its_default_wins_over_the_checkpoints(new_checkpoin
     words = ["--task", "WIKITEXT103", "--valid-data", str(path)]
     with pytest.raises(SettingsError, match="the tokenizer has 329 ids, the model 283"):
         run(checkpoint, *words)
+    with pytest.raises(SettingsError, match="--vocab-size 7: the vocabulary has 283 tokens, the model 283"):
+        run(checkpoint, *words, "--vocab-extra-ids", "0", "--vocab-size", "7")
     run(checkpoint, *words, "--vocab-extra-ids", "0")
     assert "validation results on WIKITEXT103" in capsys.readouterr().out
     generate.main(["--load", str(checkpoint), "--device", "cpu", "--prompt", "the cat", "--vocab-extra-ids", "0"])

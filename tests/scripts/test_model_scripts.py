@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import CheckpointError, UsageError
+from megatron.inference.sampling import Sampling, Search
 from megatron.planner.shrink import original, shrunk_jobs_of
-from megatron.settings.parse import parse_pretrain
+from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
+from megatron.tools import evaluate, generate
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
 SCRIPTS = {path.stem: path for path in model_scripts()}
@@ -218,6 +220,27 @@ def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
     assert (python, dash_m) == (sys.executable, "-m")
     with pytest.raises(CheckpointError, match="none"):
         importlib.import_module(module).main(words)
+
+
+@pytest.mark.parametrize(
+    "name, words, wanted",
+    [
+        ("inference_gpt_345M", "--max_dec_len 4 --topp 0.5", dict(tokens_to_generate=4, top_p=0.5, temperature=0.8)),
+        (
+            "inference_gpt_345M",
+            "--num_beams 2 --prompt-file p",
+            dict(num_beams=2, top_p=0, prompt=None, prompt_file="p"),
+        ),
+        ("evaluate_gpt_345M", "--data-path x --batch_size 2", dict(micro_batch_size=2)),
+    ],
+)
+def test_words_after_a_script_of_a_tool_win(name, words, wanted):
+    """In the spelling of another suite, too, and where the script's own words have no place beside them."""
+    python, dash_m, module, *said = shlex.split(bash(name, *words.split(), PRINT="1").stdout)
+    groups = [generate.GenerateOptions, Sampling, Search] if "generate" in module else [evaluate.EvaluateOptions]
+    made = parse(said, {group.__name__: group for group in groups})
+    values = {name: value for group in made.values() for name, value in vars(group).items()}
+    assert {name: values[name] for name in wanted} == wanted
 
 
 def test_an_evaluation_is_shared_between_ranks():

@@ -166,8 +166,8 @@ def meant(first: Word, second: Word, same_source: bool, default):  # noqa: C901
 
 
 @pytest.mark.parametrize("group, field", SETTINGS, ids=NAMES)
-def test_the_last_word_counts(group, field, tmp_path):
-    """Two words of each spelling with each other, on the line, and over a file."""
+def test_the_last_word_counts(group, field, tmp_path, capsys):
+    """Two words of each spelling with each other, on the line, and over a file. A note names the one that is replaced."""
     shape = [part for name, value in SHAPE.items() for part in (f"--{name}", value)]
     few = {}
     for word in words_of(group, field):
@@ -175,9 +175,12 @@ def test_the_last_word_counts(group, field, tmp_path):
     path = tmp_path / "run.yaml"
     for first, second in permutations(few.values(), 2):
         allowed = meant(first, second, True, start_of(field))
+        capsys.readouterr()
         try:
             found = value_of(parse_pretrain([*shape, *first.line, *second.line]), field.name)
             assert found in allowed, (first, second, found)
+            if first.value not in (..., found) and not first.yields:
+                assert first.flag in capsys.readouterr().err, (first, second, "no note")
         except UsageError as error:
             assert not allowed and first.flag in str(error) and second.flag in str(error), (first, second)
         if first.words:

@@ -410,12 +410,41 @@ def test_layers(tmp_path):
     assert parse_pretrain(f"--config {file} --preset gpt2 --fp16".split()).precision.precision == "fp16"
 
 
+@pytest.mark.parametrize(
+    "line, layers, hidden, lr",
+    [
+        ("--num-layers 5 --lr 1 --config {plain}", 5, 16, 1),  # the command line, anywhere in its turn
+        ("--config {plain} --num-layers 5 --lr 1", 5, 16, 1),
+        ("--num-layers 5 --lr 1 --then --config {plain}", 3, 16, 0.5),
+        ("--config {plain} --then --num-layers 5 --lr 1", 5, 16, 1),
+        ("--num-layers 5 --lr 1 --then --config {plain} --num-layers 7", 7, 16, 0.5),
+        ("--num-layers 5 --max_lr 1 --then -c {theirs}", 4, 64, 0.25),  # PaddleFleetX's, with another spelling
+        ("--num-layers 5 --max_lr 1 --then -c {theirs} -o Model.num_layers=9", 9, 64, 0.25),
+        ("--max_lr 1 -c {theirs} --then --num-layers 5", 5, 64, 1),
+        ("-c {theirs} --lr 1 --then --config {plain}", 3, 16, 0.5),
+        ("--num-layers 5 --then --model-name-or-path gpt2-medium", 24, 1024, None),
+        ("--model-name-or-path gpt2-medium --then --num-layers 5", 5, 1024, None),
+        ("--num-layers 5 --hidden-size 8 --then --config {plain} --model-name-or-path gpt2-medium", 3, 16, 0.5),
+    ],
+)
+def test_a_file_and_a_shape_belong_to_their_turn(line, layers, hidden, lr, tmp_path):
+    """Scripts put --then between their own flags and the words of their caller."""
+    plain, theirs = tmp_path / "plain.yaml", tmp_path / "theirs.yaml"
+    plain.write_text("num_layers: 3\nhidden_size: 16\nlr: 0.5\n")
+    theirs.write_text("Model: {num_layers: 4, hidden_size: 64}\nOptimizer: {lr: {max_lr: 0.25}}\n")
+    config = parse_pretrain(f"--num-attention-heads 4 {line.format(plain=plain, theirs=theirs)}".split())
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (layers, hidden, lr)
+
+
 def test_keys_without_a_value_are_named(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("seed:\nlr: 1e-4\nsave: null\nload: ~\ndata:\n")
     assert read(f"--config {file}").logging.seed == 1234
     [note] = [line for line in capsys.readouterr().err.splitlines() if "without a value" in line]
     assert note == f"note: {file}: without a value, and left out as by null: seed (line 1), data (line 5)"
+    for nothing in ("", "null", "~"):
+        file.write_text(f"lr: 1e-4\nnum_layer: {nothing}\n")
+        assert f"{file}:2: unknown key num_layer; did you mean num_layers?" in refused(f"--config {file}")
 
 
 def test_a_folder_as_model_name_is_loaded(tmp_path):

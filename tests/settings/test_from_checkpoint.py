@@ -81,6 +81,7 @@ def test_files_of_the_tokenizer_may_have_moved():
     assert taken("vocab_file") == {"tokenizer_type", "merge_file"}
     assert taken("vocab_file", "merge_file") == {"tokenizer_type"}
     assert taken("tokenizer_model") == taken("tokenizer_type") == set()  # it is another one
+    assert taken("vocab_size") == {"tokenizer_type", "vocab_file", "merge_file"}  # the rows of the embedding
 
 
 def test_a_shape_that_is_given_stays_as_it_was(saved):

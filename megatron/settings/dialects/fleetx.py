@@ -8,6 +8,7 @@ A key becomes one flag, or several keys become flags together, or it is noted or
 depends on the command that reads it. Any other key is unknown, and an error.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -70,7 +71,7 @@ OTHERS = dict(
         Data.Train.sampler.shuffle=true                  --dataloader-type cyclic
         Distributed.schedule_mode                        --pipeline-schedule
         Distributed.schedule_mode=1f1b                   --pipeline-schedule 1f1b
-        Distributed.schedule_mode=f-then-b               --pipeline-schedule gpipe
+        Distributed.schedule_mode=f-then-b|fthenb        --pipeline-schedule gpipe
         Distributed.sharding.comm_overlap                --overlap-grad-reduce
         Optimizer.name=adamw|fusedadamw                  --optimizer adam
         Optimizer.beta1                                  --adam-beta1
@@ -191,6 +192,8 @@ TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate")}
 KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(
     f"{JOINT} {COMPRESSION}".split()
 )
+PATTERNS = " ".join([*IDLE.values(), *REFUSED.values(), TEACHER]).split()
+PARTS = {key[: dot.start()] for key in (*KNOWN, *PATTERNS) for dot in re.finditer(r"\.", key)} | {*SECTIONS}
 
 
 def problem_text(one: TheirSetting, why: str) -> str:
@@ -324,6 +327,7 @@ class Translated:
     problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     emptied: Entries = field(default_factory=dict)  # keys and sections that are null
+    remarks: list[str] = field(default_factory=list)  # on keys that have another meaning here
 
     def word(self, key: str, default: str = "") -> str:
         """The value in lower case."""
@@ -376,6 +380,9 @@ def translate(entries: Entries, purpose: str = "train", compared: bool = False) 
         joint(out)
     for key in [key for key in out.given if key not in out.taken]:
         _single(out, key)
+    for key, one in out.emptied.items():
+        if one.where and not owners_of(key) and re.sub(r"^Data\.(Eval|Test)\b", "Data.Train", key) not in PARTS:
+            out.problems.append((one, f"is no known key{did_you_mean(key, KNOWN, 0.8)}"))
     if another:  # report nothing else about a file for another command
         out.notes, out.problems = [], another
     return out
@@ -516,6 +523,7 @@ def _precision(out: Translated) -> None:
         return out.note(f"mixed precision is off: {off} is not true", half, level, scale, *lists)
     known, word = out.word(half, "float16"), out.word(level, "o2")
     if known not in formats:
+        out.take(level, scale, *lists)
         return out.refuse(half, f"'{known}' is not supported; there is: float16, bfloat16")
     out.say("--precision", [formats[known]], half, *(switches or [level]))
     if word in ("o1", "o2"):
@@ -686,6 +694,9 @@ def _strategy(out: Translated) -> None:
     else:
         out.say("--num-beams", None, beams, strategy)
         out.say("--length-penalty", None if penalty in out.given else ["0"], penalty, strategy)
+        if out.word(penalty, "0").strip("0.") and penalty in out.given:
+            why = "divides a text's score by its length n to this power; PaddleFleetX by (n + 5) / 6 to this power"
+            out.remarks.append(f"{out.given[penalty].where} {why}")
     out.note("beam search draws nothing", *drawn)
     out.take(*[count] * (out.word(count) == "1"))
     out.note("beam search gives the best text alone", count)
