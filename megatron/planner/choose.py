@@ -285,7 +285,7 @@ def _micro_batch(config: schema.Config, log) -> tuple[schema.Config, list[Plan],
         )
         raise SettingsError(f"--micro-batch-size auto: even {least.micro_batch_size} is {problem}")
     best, width = searched.plans[0], _width(config)
-    log(f"--micro-batch-size auto: {best.layout.micro_batch_size} is expected to be the fastest {speeds_note(cluster, best.layout)}")
+    log(f"--micro-batch-size auto: {best.layout.micro_batch_size} is expected to be the fastest {speeds_note(cluster)}")
     log(
         sentence(
             f"  of the divisors of {best.job.global_batch // best.layout.dp} samples per rank that fit in "

@@ -242,8 +242,7 @@ def _time(config: schema.Config, plan: Plan, cluster: Cluster, width: int) -> It
     steps = batch.total_iterations(config.batch, plan.layout.dp)
     yield f"expected: {seconds(timed.seconds)} a step {note}"
     yield text.parts(timed, cluster, width)
-    rate = f"{timed.tflops_per_rank(cluster.world_size):.4g} TFLOP/s a rank"
-    yield f"bubble {timed.bubble:.1%} of the passes; {rate} {note}"
+    yield f"bubble {timed.bubble:.1%} of the passes"
     yield from text.pace(plan, cluster, None)
     yield f"{steps:,} steps: {seconds(steps * timed.seconds)} {note}"
     yield sentence(text.trust(plan, cluster), width)

@@ -114,6 +114,7 @@ class Run:
     measured: float
     unit: str
     memory_gib: Optional[float]
+    parameters: Optional[int]
 
     @property
     def is_fitted(self) -> bool:
@@ -223,7 +224,6 @@ def _kept_here(entries: dict[str, int]) -> float:
 
 ARCHITECTURES = {
     "gpt": {},
-    "gpt-no-bias": dict(disable_bias_linear=True),
     "llama": dict(
         disable_bias_linear=True,
         position_embedding_type="rope",

@@ -99,11 +99,12 @@ def _state_features(zero: int, shard: int, weight_ranks: int, offload: float) ->
 
 
 def simplest(plans: Sequence[Plan], tolerance: float) -> tuple[Plan, int]:
-    """Of the plans that the tolerance does not tell from the fastest: one without offload, with the fewest features and the
-    most free memory; and the number of these plans.
+    """Of the plans that the tolerance does not tell from the fastest, at its batch: one without offload, with the fewest
+    features and the most free memory; and the number of these plans.
     """
-    least = min(plan.per_sample for plan in plans)
-    alike = [plan for plan in plans if plan.per_sample <= least * (1 + tolerance)]
+    fastest = min(plans, key=lambda plan: plan.order)
+    most, batch = fastest.per_sample * (1 + tolerance), fastest.job.global_batch
+    alike = [plan for plan in plans if plan.per_sample <= most and plan.job.global_batch == batch]
     best = min(alike, key=lambda plan: (plan.layout.offload > 0, features(plan.layout), plan.bytes, plan.order))
     return best, len(alike)
 

@@ -62,8 +62,9 @@ def trust(plan: Plan, cluster: Cluster) -> str:
     if device.kind != "cuda":
         return "times rest on assumed speeds of a CPU; --calibrate measures them"
     known = device.accuracy(plan.layout.model_parallel)
-    runs = f"{known.runs} published runs of such layouts on this GPU" if known else "no published run of this GPU was found"
-    return f"times are those of {KIND}, by {runs}; this suite was never measured on a GPU (docs/planning.md)"
+    runs = f"{known.runs} published runs of such layouts on this GPU" if known else ""
+    errors = f"errors are those of {runs}" if runs else "no published run of this GPU was found to compare them with"
+    return f"times assume the speeds of {KIND}; {errors}; this suite was never measured on a GPU (docs/planning.md)"
 
 
 def recomputed(plan: Plan) -> str:
