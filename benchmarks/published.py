@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's times against published runs of other suites, and the fit of its constants to a third of them.
 
-    python benchmarks/published.py          # the tables of docs/planning.md#published-runs
-    python benchmarks/published.py --write  # into the page
-    python benchmarks/published.py --fit    # the constants of megatron/planner/reached.py; needs scipy
+python benchmarks/published.py          # the tables of docs/planning.md#published-runs
+python benchmarks/published.py --write  # into the page
+python benchmarks/published.py --fit    # the constants of megatron/planner/reached.py; needs scipy
 """
 
 import argparse

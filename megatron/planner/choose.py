@@ -112,7 +112,9 @@ def _searched(
         remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
     if searched.plans:
         remarks += [words for words in (choice(searched, space.tolerance), trust(searched.plans[0], cluster)) if words]
-    return SearchResult(config, searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held))
+    return SearchResult(
+        config, searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held)
+    )
 
 
 def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:

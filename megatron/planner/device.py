@@ -5,7 +5,8 @@
     (80.0, 312.0)
 
 Memory, bandwidth and links are from data sheets, per device and direction (NVLink; one 200 or 400 Gbit/s adapter per
-device). The share of them that a training reaches was fitted to published runs (`reached.py`); `plan --calibrate` measures it.
+device). The share of them that a training reaches was fitted to published runs (`reached.py`); `plan --calibrate`
+measures it.
 """
 
 import json
@@ -81,7 +82,7 @@ class Device:
         return int((1 - self.margin) * self.memory_bytes)
 
     def accuracy(self, model_parallel: bool) -> Optional[Accuracy]:
-        """The errors of predicted times in published runs of such a device; None for measured speeds, or without such runs."""
+        """The errors of predictions in published runs of such a device; None for measured speeds, or without such runs."""
         return accuracy(self.name, model_parallel) if self.assumed and self.kind == "cuda" else None
 
     @property
@@ -236,7 +237,10 @@ def _check(device: Device) -> None:
     }
     sizes = {name: getattr(device, name) for name in ("memory_gb", "bandwidth", "unfused", "inner", "outer", "host")}
     sizes |= dict(attention_backward=device.attention_backward)
-    times = {name: getattr(device, name) for name in ("attention_tokens", "exposed", "rows", "latency", "launch", "context_gb", "communication_gb")}
+    times = {
+        name: getattr(device, name)
+        for name in ("attention_tokens", "exposed", "rows", "latency", "launch", "context_gb", "communication_gb")
+    }
     for name, value in (speeds | sizes | times).items():
         least = "at least 0" if name in times else "above 0"
         if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (value == 0 and name not in times):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The save interval and the goodput of a plan, from the failure rate of a node (--mtbf).
 
-    >>> found = Saving(stall=10.0, restart=120.0, between=3600.0)
-    >>> round(found.interval), f"{found.goodput:.1%}"
-    (263, '89.4%')
+>>> found = Saving(stall=10.0, restart=120.0, between=3600.0)
+>>> round(found.interval), f"{found.goodput:.1%}"
+(263, '89.4%')
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class Saving:
 
 
 def saving_of(config: Config, plan: Plan, cluster: Cluster, hours: float) -> Saving:
-    """hours: mean time between failures of a node. Drives write and read at an assumed speed, all nodes at the same time."""
+    """hours: mean time between failures of a node. Drives have an assumed speed, and all nodes use theirs together."""
     job, layout = plan.job, plan.layout
     trained, frozen = job.selection.sizes(job.facts.weights)
     nodes = max(1, cluster.world_size // cluster.local_size)

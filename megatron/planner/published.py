@@ -211,8 +211,8 @@ class Run:
         return self.predicted / self.tokens_per_second - 1
 
     def memory(self) -> float:
-        """Predicted bytes of the fullest rank, as FSDP keeps state: it casts a shard of fp32 weights before each gather, where
-        this suite keeps a copy in bf16, and gradients arrive in bf16, where they arrive in fp32 here.
+        """Predicted bytes of the fullest rank, as FSDP keeps state: it casts a shard of fp32 weights before each gather,
+        where this suite keeps a copy in bf16, and gradients arrive in bf16, where they arrive in fp32 here.
         """
         reports = [memory_report(self.job, self.layout, self.device, rank) for rank in {0, self.pp - 1}]
         return max(one.total - _kept_here(one.device) * (self.zero == 3) for one in reports)

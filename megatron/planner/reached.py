@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What trainings reach of a GPU's data sheet, with the source of each constant, and how far predictions were off.
 
-This suite was never measured on a GPU. Its times are predicted with the speeds of another kind of suite: FSDP with PyTorch's
-eager ops (`KIND`). Suites with fused kernels are faster, as docs/planning.md#published-runs shows.
+This suite was never measured on a GPU. Its times are predicted with the speeds of another kind of suite: FSDP with
+PyTorch's eager ops (`KIND`). Suites with fused kernels are faster, as docs/planning.md#published-runs shows.
 
 The constants were fitted together to a third of llm-foundry's published runs, which a hash selects (`published.is_fitted`;
 `python benchmarks/published.py --fit` repeats it). All other published runs judge them.

@@ -398,7 +398,9 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
             continue
         cost = speed.seconds(work, base, num_microbatches, once) / job.global_batch
         if cost < limit:
-            good.offer(own, cost, _shared(base, zero, shard, offload, space, device), job, over + device.usable_bytes, rank)
+            good.offer(
+                own, cost, _shared(base, zero, shard, offload, space, device), job, over + device.usable_bytes, rank
+            )
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:

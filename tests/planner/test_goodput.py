@@ -11,7 +11,7 @@ from megatron.planner.goodput import Saving
 from megatron.tools import plan
 
 JOB = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --mock-data --lr 1e-3
-    --train-iters 1000 --bf16 --device-name A100-80GB --world-size 16 --global-batch-size 16 --attention-dropout 0""".split()
+    --train-iters 9 --bf16 --device-name A100-80GB --world-size 16 --global-batch-size 16 --attention-dropout 0""".split()
 
 
 def simulated(interval: float, stall: float, mean: float, restart: float, failures: int) -> float:
@@ -29,7 +29,9 @@ def simulated(interval: float, stall: float, mean: float, restart: float, failur
     return kept / clock
 
 
-@pytest.mark.parametrize("interval, stall, mean, restart", [(600, 20, 3600, 120), (60, 10, 400, 300), (3000, 5, 9000, 0)])
+@pytest.mark.parametrize(
+    "interval, stall, mean, restart", [(600, 20, 3600, 120), (60, 10, 400, 300), (3000, 5, 9000, 0)]
+)
 def test_goodput_is_that_of_a_simulation(interval, stall, mean, restart):
     found = simulated(interval, stall, mean, restart, 40_000)
     assert goodput(interval, stall, mean, restart) == pytest.approx(found, rel=0.01)

@@ -128,8 +128,8 @@ def test_times_of_the_later_paper(name):
 
 @pytest.mark.parametrize("name", PAPER)
 def test_models_of_the_paper_reach_what_it_says(name):
-    """The sums of gradients of the small ones leave a node by all of its adapters. No constant is fitted to these runs: their
-    suite fuses what eager PyTorch does not, which makes the small models faster than predicted.
+    """The sums of gradients of the small ones leave a node by all of its adapters. No constant is fitted to these runs:
+    their suite fuses what eager PyTorch does not, which makes the small models faster than predicted.
     """
     *shape, published = PAPER[name]
     job, layout = of_paper(*shape)
