@@ -36,10 +36,15 @@ def error_of(cluster: Cluster, layout: Layout) -> str:
 
 def rate(plan: Plan, cluster: Cluster) -> str:
     """TFLOP/s of a rank, and their share of the peak (MFU)."""
-    tflops, device = plan.step.tflops_per_rank(cluster.world_size), cluster.device
-    peak = peak_flops(device.name, plan.job.precision)
-    share = f", MFU {tflops * 1e12 / peak:.0%}" if peak else ""
-    return f"{tflops:.4g} TFLOP/s a {'GPU' if device.kind == 'cuda' else 'rank'}{share} ({basis(cluster)})"
+    tflops, share = plan.step.tflops_per_rank(cluster.world_size), share_of_peak(plan, cluster)
+    used = "" if share is None else f", MFU {share:.0%}"
+    return f"{tflops:.4g} TFLOP/s a {'GPU' if cluster.device.kind == 'cuda' else 'rank'}{used} ({basis(cluster)})"
+
+
+def share_of_peak(plan: Plan, cluster: Cluster) -> float | None:
+    """MFU of a plan; None for a device whose peak is not known."""
+    peak = peak_flops(cluster.device.name, plan.job.precision)
+    return plan.step.tflops_per_rank(cluster.world_size) * 1e12 / peak if peak else None
 
 
 def choice(searched: SearchedPlans, tolerance: float) -> str:
