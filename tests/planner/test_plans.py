@@ -4,6 +4,7 @@
 import itertools
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,14 +12,15 @@ from hypothesis import strategies as st
 
 from megatron.errors import UsageError
 from megatron.model.gpt.facts import GPTFacts
+from megatron.model.layer_ops import CoreAttention
 from megatron.planner.arithmetic import divisions, least_devices
 from megatron.planner.device import Device, cpu, find
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import most_held, span
 from megatron.planner.memory import memory_report
 from megatron.planner.problems import inspect
-from megatron.planner.search import NOT_OFFLOADED, Space, features, search
-from megatron.planner.speed import Cluster, split_even, step
+from megatron.planner.search import NOT_OFFLOADED, Space, features, search, simplest
+from megatron.planner.speed import Cluster, _core, split_even, step
 from megatron.planner.target import cluster_of
 from megatron.planner.traffic import once_a_step
 from megatron.settings.parse import parse_pretrain
@@ -333,3 +335,22 @@ def test_features_of_layouts():
     assert features(Layout(dp=8, zero=3, shard=4)) == 3 and features(Layout(tp=2, sp=True, dp=4, offload=1.0)) == 3
     assert features(Layout(pp=4, stage_layers="6,6,6,6")) == 1 and features(Layout(pp=4, stage_layers="5,7,7,5")) == 2
     assert features(Layout(tp=2, pp=4, schedule="zb-h1", recompute=Recompute("full", no_recompute_layers="0"))) == 5
+
+
+def test_offload_is_never_simple():
+    """Even beside more features."""
+    one = lambda layout, took: SimpleNamespace(
+        layout=layout, per_sample=took, bytes=1, order=(took,), job=SimpleNamespace(global_batch=8)
+    )
+    away, cut = one(Layout(dp=8, offload=1.0), 1.0), one(Layout(tp=2, pp=4, schedule="zb-h1"), 1.01)
+    assert features(away.layout) < features(cut.layout)
+    assert simplest([away, cut], 0.02) == (cut, 2) and simplest([away, cut], 0.005) == (away, 1)
+
+
+def test_attention_to_all_tokens_takes_twice_as_long_as_to_earlier_ones():
+    job = Job(GPTFacts(Model(1, 1024, 8, **LONG, attention_dropout=0.0), 512), 1)
+    share = Layout().rank_setup(job)
+    [core] = [op for op in job.facts.layer_ops(share, job.facts.layer_kind(0)) if isinstance(op, CoreAttention)]
+    assert core.causal and core.kernel == "flash"
+    both = [_core(job, replace(core, causal=causal), A100) for causal in (True, False)]
+    assert both[1] == 2 * both[0] == 2 * core.pairs * sum(core.widths) / (A100.attention["bf16"] / (1 + 770 / 2048))
