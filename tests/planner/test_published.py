@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted speeds and memory beside published runs of other suites, and what docs/planning.md says of them."""
 
+import importlib
 import re
 from statistics import median
 
@@ -8,7 +9,18 @@ import pytest
 
 from megatron.planner.device import GIB, find
 from megatron.planner.published import SOURCES, accuracy_of, judges, report, runs
-from megatron.planner.reached import ACCURACY, DATA, MODEL, accuracy
+from megatron.planner.reached import (
+    ACCURACY,
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    ATTENTION_TOKENS,
+    DATA,
+    EXPOSED,
+    LINEAR,
+    MODEL,
+    UNFUSED,
+    accuracy,
+)
 from megatron.tools import plan
 
 RUNS = runs()
@@ -32,6 +44,17 @@ def test_a_third_of_one_table_was_fitted():
 @pytest.mark.parametrize("gpu, layouts", ACCURACY)
 def test_errors_beside_times_are_those_of_the_runs(gpu, layouts):
     assert ACCURACY[gpu, layouts] == accuracy_of(judges(layouts, gpu, RUNS))
+
+
+@pytest.mark.full
+def test_constants_are_those_of_the_fit(root, monkeypatch):
+    """From other starting values, and from the fitted runs alone."""
+    pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    benchmark = importlib.import_module("published")
+    found = benchmark.fit([run for run in RUNS if run.is_fitted])
+    own = [*LINEAR.values(), *ATTENTION.values(), ATTENTION_TOKENS, ATTENTION_BACKWARD, UNFUSED, EXPOSED]
+    assert [*found.values()] == pytest.approx(own, rel=0.01)
 
 
 def test_errors_that_the_page_claims():
