@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.planner import reached, speed  # noqa: E402
 from megatron.planner.device import Device  # noqa: E402
-from megatron.planner.published import Run, report, runs  # noqa: E402
+from megatron.planner.published import PublishedRun, report, runs  # noqa: E402
 from megatron.telemetry.peak_flops import peak_flops  # noqa: E402
 
 PAGE = ROOT / "docs" / "planning.md"
@@ -51,7 +51,7 @@ def main() -> None:
         print(report())
 
 
-def fit(fitted: list[Run]) -> dict[str, float]:
+def fit(fitted: list[PublishedRun]) -> dict[str, float]:
     """Constants with the least errors of the logarithm of tokens/s; a large error counts less than by its square."""
     from scipy.optimize import least_squares
 
@@ -67,7 +67,7 @@ def fit(fitted: list[Run]) -> dict[str, float]:
     return dict(zip(START, map(math.exp, solved.x), strict=True))
 
 
-def device(run: Run, made: dict[str, float]) -> Device:
+def device(run: PublishedRun, made: dict[str, float]) -> Device:
     """The device of a run with these constants."""
     own, peak = reached.generation(run.gpu), peak_flops(run.gpu, "bf16")
     return replace(

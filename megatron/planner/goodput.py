@@ -3,7 +3,7 @@
 
 >>> found = Saving(stall=10.0, restart=120.0, between=3600.0)
 >>> round(found.interval), f"{found.goodput:.1%}"
-(263, '89.4%')
+(262, '89.7%')
 """
 
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ from megatron.settings.schema import Model, Recompute
 FILE = Path(__file__).with_name("published_runs.csv")
 
 
-class Source(NamedTuple):
+class PublishedSource(NamedTuple):
     address: str
     version: str
     what: str
@@ -37,49 +37,49 @@ class Source(NamedTuple):
 
 GITHUB = "github.com"
 SOURCES = {
-    "llm-foundry": Source(
+    "llm-foundry": PublishedSource(
         f"{GITHUB}/mosaicml/llm-foundry, scripts/train/benchmarking/README.md",
         "061f2c7",
         "MPT of 125M to 70B; PyTorch FSDP, eager, Triton FlashAttention",
     ),
-    "torchtitan-a100": Source(
+    "torchtitan-a100": PublishedSource(
         f"{GITHUB}/pytorch/torchtitan, docs/performance.md", "0413364", "Llama 2 and 3; FSDP2 on 64 A100"
     ),
-    "torchtitan-h100": Source(
+    "torchtitan-h100": PublishedSource(
         f"{GITHUB}/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
         "31a17bf (December 2024)",
         "Llama 3.1; H100 of 96 GB HBM2e at 500 W",
     ),
-    "torchtitan-async-tp": Source(
+    "torchtitan-async-tp": PublishedSource(
         f"{GITHUB}/pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
         "2887250 (June 2025)",
         "Llama 3.1; FSDP2 and tensor parallelism, without asynchronous TP; the same H100",
     ),
-    "torchtitan-h200": Source(
+    "torchtitan-h200": PublishedSource(
         f"{GITHUB}/pytorch/torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
         "1af2937 (June 2025)",
         "Llama 3.1 8B on H200",
     ),
-    "megatron-2021": Source(
+    "megatron-2021": PublishedSource(
         "arxiv.org/abs/2104.04473, tables 1 and 2",
         "2021",
         "GPT of 1.7B to 1T on A100; hardware FLOP/s, with recomputation; micro-batches of table 1 are not published",
     ),
-    "megatron-2022": Source("arxiv.org/abs/2205.05198, table 5", "2022", "GPT of 22B to 1T on A100"),
-    "llm.c": Source(
+    "megatron-2022": PublishedSource("arxiv.org/abs/2205.05198, table 5", "2022", "GPT of 22B to 1T on A100"),
+    "llm.c": PublishedSource(
         f"{GITHUB}/karpathy/llm.c, scripts/run_gpt2_*.sh", "039904e, 100bba0", "GPT-2 in C and CUDA, cuDNN attention"
     ),
-    "megatron-bridge-25.11": Source(
+    "megatron-bridge-25.11": PublishedSource(
         f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md", "00b7660 (25.11)", "Llama 3, fp8"
     ),
-    "megatron-bridge-26.02": Source(
+    "megatron-bridge-26.02": PublishedSource(
         f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md", "0a25f91 (26.02)", "Llama 3, fp8"
     ),
 }
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run. Its fields are the columns of the file; `global` is `batch` here.
 
     recompute: none, full, core_attn, half (every second layer), op (torchtitan's choice of ops)
@@ -235,9 +235,9 @@ ARCHITECTURES = {
 FITTED = "llm-foundry"
 
 
-def runs() -> list[Run]:
+def runs() -> list[PublishedRun]:
     """All published runs."""
-    kinds = {field.name: field.type for field in fields(Run)}
+    kinds = {field.name: field.type for field in fields(PublishedRun)}
     names = {"global": "batch"}
 
     def read(name: str, text: str):
@@ -248,13 +248,13 @@ def runs() -> list[Run]:
 
     with open(FILE, encoding="utf-8", newline="") as lines:
         rows = list(csv.DictReader(lines))
-    return [Run(**{names.get(k, k): read(names.get(k, k), text) for k, text in row.items()}) for row in rows]
+    return [PublishedRun(**{names.get(k, k): read(names.get(k, k), text) for k, text in row.items()}) for row in rows]
 
 
 # What the runs say of the predictions --------------------------------------------------------------------------------
 
 
-def judges(family: str, gpu: str, all_runs: Sequence[Run]) -> list[Run]:
+def judges(family: str, gpu: str, all_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
     """The runs of a GPU that judge the predictions of a kind of layout: those to which no constant was fitted. Layouts with
     data parallelism alone are compared with eager FSDP, others with every suite that has some.
     """
@@ -269,15 +269,15 @@ def judges(family: str, gpu: str, all_runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def accuracy_of(chosen: Iterable[Run]) -> Accuracy:
+def accuracy_of(chosen: Iterable[PublishedRun]) -> Accuracy:
     """Median and worst error of these runs."""
     errors = [abs(run.error) for run in chosen]
     return Accuracy(round(median(errors), 2), round(max(errors), 2), len(errors))
 
 
-def summary(all_runs: Sequence[Run]) -> str:
+def summary(all_runs: Sequence[PublishedRun]) -> str:
     """The errors of predicted tokens/s by kind of suite, GPU and kind of layout, as a table in Markdown."""
-    groups: dict[tuple, list[Run]] = {}
+    groups: dict[tuple, list[PublishedRun]] = {}
     for run in filter(lambda run: run.is_compared, all_runs):
         groups.setdefault((run.kind, run.gpu, run.family, run.source, run.is_fitted), []).append(run)
     rows = []
@@ -292,7 +292,7 @@ def summary(all_runs: Sequence[Run]) -> str:
     return markdown(sorted(rows), head)
 
 
-def listing(all_runs: Sequence[Run]) -> str:
+def listing(all_runs: Sequence[PublishedRun]) -> str:
     """Every run, as a table in Markdown."""
     rows = []
     for run in all_runs:
