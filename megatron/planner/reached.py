@@ -39,11 +39,12 @@ class Accuracy(NamedTuple):
     runs: int
 
     def __str__(self) -> str:
-        few = f" in {self.runs} runs" if self.runs < FEW else ""
-        return f"error {self.median:.0%}, worst {self.worst:.0%}{few}"
+        if self.runs < FEW:
+            return f"error {self.worst:.0%} in {self.runs} runs"
+        return f"error {self.median:.0%}, worst {self.worst:.0%}"
 
 
-FEW = 10
+FEW = 10  # runs, below which a median says little
 DATA, MODEL = "data parallel", "tensor or pipeline parallel"  # kinds of layouts
 # GPU, kind of layout: by `python -m megatron.tools.plan --published`. A test repeats it.
 ACCURACY = {
