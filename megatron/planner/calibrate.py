@@ -41,6 +41,8 @@ def measure(log, ranks: int = 1) -> Device:
         keep_memory()  # as training does
         figures |= dict(inner=links["bandwidth"], outer=links["bandwidth"], latency=links["latency"])
         log(f"collectives of 2 ranks: {links['bandwidth'] / 1e9:.2f} GB/s, {1e6 * links['latency']:.0f} us")
+    if kind == "cuda":  # at the measured length; a backward pass has 2.5 times as many FLOPs
+        figures |= dict(attention_tokens=0.0, attention_backward=2.5)
     figures |= dict(kind=kind, assumed=False, flops={}, attention={}, bandwidth=_bandwidth(kind))
     log(f"memory: {figures['bandwidth'] / 1e9:.1f} GB/s")
     for precision in ("fp32", "bf16"):

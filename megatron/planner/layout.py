@@ -188,6 +188,11 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
     @property
+    def model_parallel(self) -> bool:
+        """Whether ranks share a copy of the model, or a sequence."""
+        return self.tp * self.pp * self.cp > 1
+
+    @property
     def replicate(self) -> int:
         """Ranks with the same shards."""
         return self.weight_ranks // self.shard

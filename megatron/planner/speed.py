@@ -27,7 +27,6 @@ from megatron.settings.schema import Recompute
 # Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/planning.md#how-far-to-trust-it.
 DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
 HOST_MEMORY = 20e9  # bytes/s of the host's memory in an offloaded update: assumed
-OVERLAPPED_SHARE = 0.7  # of messages that can overlap with passes, if these are long enough: assumed
 CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU over that of half of the pairs at full speed: assumed
 EMBEDDING_MOVES = 4  # elements per embedded element, in either direction (row, position, dropout): estimated
 LOSS_BYTES = 4 * 4  # per logit, 4 moves in fp32: estimated
@@ -270,6 +269,8 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     kernels = [op for op in ops if isinstance(op, Kernel)]
     elementwise = d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
     work = sum(_arithmetic(job, op, d) for op in ops) + elementwise + sum(op.starts for op in kernels) * d.launch
+    flash = [op for op in ops if isinstance(op, CoreAttention) and op.kernel == "flash"]
+    longer = (d.attention_backward - 2) * sum(_core(job, op, d) for op in flash)  # other ops: two products for one
     again = [op for op in ops if op.runs_again(granularity)]
     repeated = work if granularity == LAYER else sum(_arithmetic(job, op, d) for op in again)
     sums, each = _tensor_parallel_sums(job, share, ops, cluster)
@@ -285,7 +286,7 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     back = sum(sent(op, op.back) + sent(op, op.ahead) * op.runs_again(granularity) for op in others)
     return Pass(
         work + sums * each + ahead,
-        2 * work + sums * each + repeated + messages * each + back,
+        2 * work + longer + sums * each + repeated + messages * each + back,
         (2 * sums + messages) * each,
         ahead + back,
     )
@@ -319,10 +320,11 @@ def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster, token
 
 def _core(job: Job, core: CoreAttention, device: Device) -> float:
     """Seconds of attention without its linear layers."""
-    reached = device.attention.get(job.precision) or min(device.attention.values())
+    best = device.attention.get(job.precision) or min(device.attention.values())
+    reached = best / (1 + device.attention_tokens / job.facts.seq_length)
     work = 2.0 * core.pairs * sum(core.widths)
     if core.kernel == "flash":
-        return work / 2 / reached
+        return work / (2 if core.causal else 1) / reached
     half = core.kernel == "block-causal"  # half of the scores are not computed
     if half and job.device == "cpu" and not core.dropout:
         return work / 2 / reached * CPU_BLOCKS
@@ -375,8 +377,8 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
         layout.zero,
         sums["gather"] / gathers,
         sums["reduce"] / reductions,
-        OVERLAPPED_SHARE * gather_ahead,
-        OVERLAPPED_SHARE * layout.overlap,
+        (1 - cluster.device.exposed) * gather_ahead,
+        (1 - cluster.device.exposed) * layout.overlap,
         update,
     )
     return StepCommunication(sharding, sums["later"] + update)

@@ -39,6 +39,8 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ, ask: bool = 
             do = f"--local-world-size {local}, or another divisor of {world}"
             raise SettingsError(f"--world-size {world}: how many ranks does a node have?", "8 do not divide them", do)
         source += f"; {local} a node assumed: --local-world-size"
+    margin = asked.memory_margin
+    device = device if margin is None else replace(device, margin=margin)
     return Cluster(device, world, min(local, world)), source
 
 

@@ -100,13 +100,13 @@ RANGES = {  # what a value must be -> test, fields
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
         muon_extra_scale_factor
-        initial_loss_scale min_loss_scale spike_threshold device_memory_gb params tokens""",
+        initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens""",
     ),
     "at least 0 and below 1": (
         lambda v: 0 <= v < 1,
         """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
-        muon_momentum lr_warmup_fraction""",
+        muon_momentum lr_warmup_fraction memory_margin""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,

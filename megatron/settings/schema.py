@@ -826,6 +826,13 @@ class Planner:
     device_memory_gb: Optional[float] = setting(
         "memory of a device in GB, 10^9 bytes (default: DEVICE_MEMORY_GB, or the device's own)", None
     )
+    memory_margin: Optional[float] = setting(
+        "share of a device's memory to leave free (default: 0.08 in a search, 0.03 beside a given layout)", None
+    )
+    mtbf: Optional[float] = setting(
+        "mean hours between failures of a node: plan and --dry-run then show the best save interval and the goodput",
+        None,
+    )
     calibration: Optional[str] = setting("file of measured speeds, written by megatron.tools.plan --calibrate", None)
 
 

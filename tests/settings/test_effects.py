@@ -175,6 +175,8 @@ CASES = {
     "device_name": ("--device-name A100-80GB", "", "--preflight"),
     "device_memory_gb": ("--device-memory-gb 80", "", "--dry-run"),
     "wide": ("--wide", "", "--dry-run"),
+    "memory_margin": ("--memory-margin 0.1", "", "--dry-run"),
+    "mtbf": ("--mtbf 1000", "", "--dry-run"),
     "calibration": ("--calibration c", "", "--auto-parallel"),
     "profile_step_start": ("--profile-step-start 3", "", "--profile"),
     "profile_step_end": ("--profile-step-end 5", "", "--profile"),

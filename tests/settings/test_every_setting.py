@@ -310,6 +310,8 @@ CHECKS = dict(
         local_world_size=CLUSTER,
         device_name=CLUSTER,
         device_memory_gb=CLUSTER,
+        memory_margin=f"{LAYOUT}::test_a_margin_of_memory",
+        mtbf="test_goodput::test_mtbf_is_that_of_a_node",
         calibration=CLUSTER,
     ),
     profiling=dict(
