@@ -66,7 +66,7 @@ FORMATS = {
     "checkpoint.store:BLOCK": 4_194_304,
     "checkpoint.backends:INDEX": "index.json",
     "checkpoint.backends:TRACKER": "latest_checkpointed_iteration.txt",  # Megatron-LM's name
-    "checkpoint.folder:RELEASE": "release",
+    "settings.from_checkpoint:RELEASE": "release",
     "inference.convert.hf_files:FILE_BYTES": 5_000_000_000,
     # safetensors' names of types
     "checkpoint.store:DTYPES": {
