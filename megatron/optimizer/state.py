@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer state in flat fp32 memory: main weights and moments of some units' shards, on one device.
+"""Optimizer state in flat memory: fp32 main weights, and moments, of some units' shards, on one device.
 
-Moments are the state tensors of the update rule (`update.py`). Offloaded state is in host memory, and the CPU updates it:
+Moments are fp32 or bf16 (`rounding.py`). They are the state tensors of the update rule (`update.py`). Offloaded state is in host memory, and the CPU updates it:
 gradients are copied there, weights are copied back. `disk.py` keeps state in a file. Frozen units have only weights, in
 the model's number format: `FrozenState`.
 """
@@ -12,6 +12,7 @@ from typing import Optional
 
 import torch
 
+from megatron.optimizer.rounding import parts_of, store
 from megatron.optimizer.units import FlatUnit, OwnedRange
 from megatron.optimizer.update import Group, Rates, UpdateRule
 
@@ -23,7 +24,7 @@ class OwnedState:
     """State of consecutive owned ranges: on the device or the host (`MemoryState`), or in a file (`DiskState`).
 
     main:     the main weights, a flat tensor of `size` elements; for use between two steps
-    moments:  name -> flat fp32 tensor; for use between two steps
+    moments:  name -> flat tensor, fp32 or bf16; for use between two steps
     nbytes:   bytes held in memory
     offload:  the main weights have memory apart from the model's parameters
     direct:   `step` itself copies new main weights to the model (`targets`)
@@ -59,6 +60,21 @@ class OwnedState:
         """One update from the shard's gradients. step_count: updates so far; targets: used if the state is `direct`."""
         raise NotImplementedError
 
+    def words(self, stretch: slice, device: torch.device) -> Optional[torch.Tensor]:
+        """Random words for a range of the state, int32; those of padding are 0. None: round to the nearest number."""
+        if self.rule.noise is None:
+            return None
+        words = torch.zeros(stretch.stop - stretch.start, dtype=torch.int32, device=device)
+        low, high = stretch.start + self.span.start, stretch.stop + self.span.start
+        for own in self.owned:
+            if own.shard_slice.start < high and low < own.shard_slice.stop:
+                for slot, where in own.slots():
+                    start, stop = max(where.start, low), min(where.stop, high)
+                    if start < stop:
+                        first = own.low + start - own.at - slot.start
+                        self.rule.noise.fill(words[start - low : stop - low], slot, first)
+        return words
+
     def keep(self) -> None:
         """Preserve the present content of the tensors that are `is_stable` until the next call, whatever steps follow."""
 
@@ -89,7 +105,7 @@ def _stretches(unit: FlatUnit) -> Iterator[tuple[Group, int, int]]:
 class MemoryState(OwnedState):
     """State of consecutive owned ranges in the memory of the device or the host.
 
-    reduced:   fp32 gradients of the rank's whole shard
+    reduced:   gradients of the rank's whole shard
     offload:   keep the state on the host and copy gradients there for the step
     memory:    memory to use for the main weights; allocated if not given
     """
@@ -110,10 +126,10 @@ class MemoryState(OwnedState):
         self.main = torch.zeros(own.numel(), dtype=torch.float32, **host) if memory is None else memory
         self.parts = {name: self._parts(name) for name in rule.state}
         self.moments = {
-            name: torch.zeros(sum(part.stop - part.start for part in parts), dtype=torch.float32, **host)
+            name: torch.zeros(sum(part.stop - part.start for part in parts), dtype=rule.dtype_of(name), **host)
             for name, parts in self.parts.items()
         }
-        self.arriving = torch.zeros_like(self.main, **host) if offload else None
+        self.arriving = torch.zeros_like(self.main, dtype=reduced.dtype, **host) if offload else None
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +140,8 @@ class MemoryState(OwnedState):
         gradients = reduced[self.span]
         if self.offload:
             gradients = self.arriving.copy_(gradients)
-        update(self.rule, (self.main, gradients), self.moments, self.ranges, step_count, rates, self.where)
+        flats = self.main, gradients
+        update(self.rule, flats, self.moments, self.ranges, step_count, rates, self.words, self.where)
 
     def _parts(self, name: str) -> list[slice]:
         """The ranges of the state that have a moment, in the order in which it stores them. Neighbours are merged."""
@@ -168,18 +185,32 @@ def update(
     ranges: Ranges,
     step_count: int,
     rates: Rates,
+    words_of: Callable[[slice, torch.device], Optional[torch.Tensor]],
     where_of: Callable[[str, slice], Optional[slice]] = lambda name, where: where,
 ) -> None:
     """Apply a rule to ranges of flat main weights and gradients (`flats`). All tensors are on one device.
 
+    Rules compute in fp32: bf16 gradients and moments are widened, and moments rounded again, part by part.
+
+    words_of: (range of the state, device) -> random words for rounding
     where_of: (name of a moment, range of the state) -> its position in the moment
     """
+    main, gradients = flats
     for group, stretches in ranges.items():
-        weights, gradients = ([flat[where] for where in stretches] for flat in flats)
-        names = rule.state_of(group)
-        states = [[moments[name][where_of(name, where)] for where in stretches] for name in names]
         step = rule.update_matrices if group.matrix else rule.update
-        step(weights, gradients, states, step_count, *rates.of(group))
+        names, rest = rule.state_of(group), (step_count, *rates.of(group))
+        if all(flat.dtype == torch.float32 for flat in (gradients, *(moments[name] for name in names))):
+            states = [[moments[name][where_of(name, where)] for where in stretches] for name in names]
+            step([main[where] for where in stretches], [gradients[where] for where in stretches], states, *rest)
+            continue
+        for part in parts_of(stretches, main.device.type):
+            states = [moments[name][where_of(name, part)] for name in names]
+            wide = [state.float() for state in states]
+            gradient = gradients[part].float()
+            if gradients.dtype != torch.float32:
+                gradient.mul_(rule.widened_scale)
+            step([main[part]], [gradient], [[values] for values in wide], *rest)
+            store(states, wide, lambda part=part: words_of(part, main.device))
 
 
 def divide(owned: Sequence[OwnedRange], *shares: float) -> list[list[OwnedRange]]:
