@@ -94,10 +94,10 @@ def store(
 
     words_of: returns an int32 word for each element, 16 bits of it for each state; or None: round to the nearest number
     """
-    narrow = [pair for pair in zip(states, values, strict=True) if pair[0].dtype != torch.float32]
-    words = words_of() if narrow else None
-    for place, (state, wide) in enumerate(narrow):
+    narrow = [state.dtype != torch.float32 for state in states]
+    words = words_of() if any(narrow) else None
+    for place in (place for place, own in enumerate(narrow) if own):
         if words is not None:
-            own = (words >> 16 if place else words).bitwise_and(WORD)
-            wide.view(torch.int32).add_(own).bitwise_and_(~WORD)  # bf16 holds what is left
-        state.copy_(wide)
+            own = (words >> 16 * (place % 2)).bitwise_and_(WORD)
+            values[place].view(torch.int32).add_(own).bitwise_and_(~WORD)  # bf16 holds what is left
+        states[place].copy_(values[place])
