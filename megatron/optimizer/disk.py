@@ -118,7 +118,7 @@ class DiskState(OwnedState):
                 main, gradient, *moments = self._flats(number, part, gradients)
                 named = dict(zip(self.rule.state, moments, strict=True))
                 update(
-                    self.rule, (main, gradient), named, within(self.ranges, part), step_count, rates, self._words(part)
+                    self.rule, (main, gradient), named, within(self.ranges, part), step_count, rates, self._fill(part)
                 )
                 self._deliver(main, part, targets)
                 leaving.append(disk.submit(self._write, number))
@@ -126,9 +126,9 @@ class DiskState(OwnedState):
                 write.result()
         self._current = self._next
 
-    def _words(self, part: slice) -> Callable[[slice, torch.device], Optional[torch.Tensor]]:
-        """`words` of ranges that are counted from the start of a part."""
-        return lambda where, device: self.words(slice(where.start + part.start, where.stop + part.start), device)
+    def _fill(self, part: slice) -> Callable[[slice, torch.Tensor], bool]:
+        """`fill` for ranges that are counted from the start of a part."""
+        return lambda where, words: self.fill(slice(where.start + part.start, where.stop + part.start), words)
 
     def _flats(self, number: int, part: slice, gradients: torch.Tensor) -> list[torch.Tensor]:
         """Main weights, gradients and moments of a part, in host memory."""

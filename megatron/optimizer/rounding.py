@@ -15,7 +15,6 @@ place of the state and device rounds alike, and a resumed run continues exactly.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Optional
 
 import torch
 
@@ -31,9 +30,10 @@ MASK = 0xFFFFFFFF
 
 def parts_of(stretches: Sequence[slice], kind: str) -> Iterator[slice]:
     """Cut ranges into those that are widened at a time, on a device of this kind."""
+    size = WIDENED["cpu" if kind == "cpu" else "cuda"]
     for stretch in stretches:
-        for start in range(stretch.start, stretch.stop, WIDENED[kind]):
-            yield slice(start, min(start + WIDENED[kind], stretch.stop))
+        for start in range(stretch.start, stretch.stop, size):
+            yield slice(start, min(start + size, stretch.stop))
 
 
 class Noise:
@@ -52,14 +52,17 @@ class Noise:
         self.tables: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     def fill(self, words: torch.Tensor, slot: Slot, first: int) -> None:
-        """Fill flat `words` with those of the elements of a parameter's local tensor from `first` on, except padding."""
+        """Fill flat int32 `words` for the elements of a parameter's local tensor from `first` on, except padding."""
         local = tuple(slot.parameter.shape)
         box = slot.placement.box(local, self.place)
         for piece in flat_pieces(slot.name, slot.placement.shape, box, local, words, first):
-            piece.tensor.copy_(self.words(piece.name, piece.shape, piece.box, words.device))
+            rows, columns = self.parts(piece.name, piece.shape, piece.box, words.device)
+            torch.add(rows, columns, out=piece.tensor)
 
-    def words(self, name: str, shape: Sequence[int], box: Box, device: torch.device) -> torch.Tensor:
-        """The words of a box of a logical tensor, int32 [*box.extent]."""
+    def parts(
+        self, name: str, shape: Sequence[int], box: Box, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two int32 tensors whose sum is the words of a box of a logical tensor, [*box.extent]: by row, and by column."""
         key = seed_of(*self.position, name) & MASK
         columns = self._table("columns", shape[-1], device)[box.offset[-1] : box.offset[-1] + box.extent[-1]]
         number = torch.zeros((), dtype=torch.int64, device=device)
@@ -67,14 +70,14 @@ class Noise:
             place = torch.arange(first, first + count, device=device)
             number = number * size + place.view(-1, *[1] * (len(shape) - 2 - dim))
         rows = self._table("rows", math.prod(shape[:-1]), device)[number]  # [*box.extent[:-1]]
-        return (rows + (key - (key > MASK >> 1) * (MASK + 1))).unsqueeze(-1) + columns
+        return (rows + _signed(key)).unsqueeze(-1), columns
 
     def _table(self, what: str, size: int, device: torch.device) -> torch.Tensor:
         """Uniform int32 numbers, at least `size` of them. The first ones do not depend on how many there are."""
         table = self.tables.get((what, device))
         if table is None or len(table) < size:
-            table = mixed(torch.arange(1 << (size - 1).bit_length(), device=device), seed_of(*self.position, what) & MASK)
-            self.tables[what, device] = table
+            numbers = torch.arange(1 << (size - 1).bit_length(), device=device)
+            self.tables[what, device] = table = mixed(numbers, seed_of(*self.position, what) & MASK)
         return table
 
 
@@ -83,21 +86,60 @@ def mixed(numbers: torch.Tensor, key: int) -> torch.Tensor:
     x = (numbers + key) & MASK
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ x >> shift) * factor) & MASK
-    x = x ^ x >> 16
-    return (x - (x > MASK >> 1) * (MASK + 1)).to(torch.int32)
+    return _signed(x ^ x >> 16).to(torch.int32)
 
 
-def store(
-    states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], words_of: Callable[[], Optional[torch.Tensor]]
-) -> None:
-    """Round the values of up to two states, which are overwritten, into those that are bf16.
+def _signed(x):
+    """The int32 number with the bits of a number below 2^32."""
+    return x - (x > MASK >> 1) * (MASK + 1)
 
-    words_of: returns an int32 word for each element, 16 bits of it for each state; or None: round to the nearest number
-    """
-    narrow = [state.dtype != torch.float32 for state in states]
-    words = words_of() if any(narrow) else None
-    for place in (place for place, own in enumerate(narrow) if own):
-        if words is not None:
-            own = (words >> 16 * (place % 2)).bitwise_and_(WORD)
-            values[place].view(torch.int32).add_(own).bitwise_and_(~WORD)  # bf16 holds what is left
-        states[place].copy_(values[place])
+
+class Widened:
+    """Memory for a part of each bf16 tensor in fp32, and for its random words. It is allocated once for all parts."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.memory: dict[tuple, torch.Tensor] = {}
+
+    def _memory(self, what: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        held = self.memory.get((what, dtype))
+        if held is None or len(held) < size:
+            held = self.memory[what, dtype] = torch.empty(size, dtype=dtype, device=self.device)
+        return held[:size]
+
+    def of(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in fp32: itself, or a copy in the memory for `what`."""
+        if tensor.dtype == torch.float32:
+            return tensor
+        return self._memory(what, len(tensor), torch.float32).copy_(tensor)
+
+    def store(
+        self,
+        states: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        fill: Callable[[torch.Tensor], bool],
+    ) -> None:
+        """Round the values of up to two states, which are overwritten, into those that are bf16.
+
+        fill: fills the int32 words of the elements, of which each state takes 16 bits; returns False to round to the
+              nearest number
+        """
+        narrow = [place for place, state in enumerate(states) if state.dtype != torch.float32]
+        if not narrow:
+            return
+        words, own = (self._memory(what, len(states[0]), torch.int32) for what in ("words", "own words"))
+        random = fill(words)
+        for place in narrow:
+            if random:
+                torch.bitwise_right_shift(words, 16 * (place % 2), out=own).bitwise_and_(WORD)
+                values[place].view(torch.int32).add_(own).bitwise_and_(~WORD)  # bf16 holds what is left
+            states[place].copy_(values[place])
+
+
+def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms of flat tensors, or of their parts, computed in fp32."""
+    if tensors[0].dtype == torch.float32 or tensors[0].device.type != "cpu":
+        return torch._foreach_norm(tensors, dtype=torch.float32)
+    wide = Widened(tensors[0].device)  # torch adds bf16 numbers one by one on a CPU
+    parts = (tensor[part] for tensor in tensors for part in parts_of([slice(0, len(tensor))], "cpu"))
+    return [wide.of("part", part).norm() for part in parts]

@@ -7,12 +7,13 @@ the model's number format: `FrozenState`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Optional
 
 import torch
 
-from megatron.optimizer.rounding import parts_of, store
+from megatron.optimizer.rounding import Widened, parts_of
 from megatron.optimizer.units import FlatUnit, OwnedRange
 from megatron.optimizer.update import Group, Rates, UpdateRule
 
@@ -60,11 +61,11 @@ class OwnedState:
         """One update from the shard's gradients. step_count: updates so far; targets: used if the state is `direct`."""
         raise NotImplementedError
 
-    def words(self, stretch: slice, device: torch.device) -> Optional[torch.Tensor]:
-        """Random words for a range of the state, int32; those of padding are 0. None: round to the nearest number."""
+    def fill(self, stretch: slice, words: torch.Tensor) -> bool:
+        """Fill the random words of a range of the state; those of padding are 0. Returns False to round to the nearest."""
         if self.rule.noise is None:
-            return None
-        words = torch.zeros(stretch.stop - stretch.start, dtype=torch.int32, device=device)
+            return False
+        words.zero_()
         low, high = stretch.start + self.span.start, stretch.stop + self.span.start
         for own in self.owned:
             if own.shard_slice.start < high and low < own.shard_slice.stop:
@@ -73,7 +74,7 @@ class OwnedState:
                     if start < stop:
                         first = own.low + start - own.at - slot.start
                         self.rule.noise.fill(words[start - low : stop - low], slot, first)
-        return words
+        return True
 
     def keep(self) -> None:
         """Preserve the present content of the tensors that are `is_stable` until the next call, whatever steps follow."""
@@ -141,7 +142,7 @@ class MemoryState(OwnedState):
         if self.offload:
             gradients = self.arriving.copy_(gradients)
         flats = self.main, gradients
-        update(self.rule, flats, self.moments, self.ranges, step_count, rates, self.words, self.where)
+        update(self.rule, flats, self.moments, self.ranges, step_count, rates, self.fill, self.where)
 
     def _parts(self, name: str) -> list[slice]:
         """The ranges of the state that have a moment, in the order in which it stores them. Neighbours are merged."""
@@ -185,17 +186,18 @@ def update(
     ranges: Ranges,
     step_count: int,
     rates: Rates,
-    words_of: Callable[[slice, torch.device], Optional[torch.Tensor]],
+    fill: Callable[[slice, torch.Tensor], bool],
     where_of: Callable[[str, slice], Optional[slice]] = lambda name, where: where,
 ) -> None:
     """Apply a rule to ranges of flat main weights and gradients (`flats`). All tensors are on one device.
 
     Rules compute in fp32: bf16 gradients and moments are widened, and moments rounded again, part by part.
 
-    words_of: (range of the state, device) -> random words for rounding
+    fill:     fills the random words of a range of the state, for rounding; see `OwnedState.fill`
     where_of: (name of a moment, range of the state) -> its position in the moment
     """
     main, gradients = flats
+    wide = Widened(main.device)
     for group, stretches in ranges.items():
         step = rule.update_matrices if group.matrix else rule.update
         names, rest = rule.state_of(group), (step_count, *rates.of(group))
@@ -205,12 +207,12 @@ def update(
             continue
         for part in parts_of(stretches, main.device.type):
             states = [moments[name][where_of(name, part)] for name in names]
-            wide = [state.float() for state in states]
-            gradient = gradients[part].float()
+            values = [wide.of(name, state) for name, state in zip(names, states)]
+            gradient = wide.of("gradient", gradients[part])
             if gradients.dtype != torch.float32:
                 gradient.mul_(rule.widened_scale)
-            step([main[part]], [gradient], [[values] for values in wide], *rest)
-            store(states, wide, lambda part=part: words_of(part, main.device))
+            step([main[part]], [gradient], [[one] for one in values], *rest)
+            wide.store(states, values, partial(fill, part))
 
 
 def divide(owned: Sequence[OwnedRange], *shares: float) -> list[list[OwnedRange]]:

@@ -7,6 +7,7 @@ its row of `kinds.KINDS`. A new rule is a class here and a row in each table; it
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
@@ -16,7 +17,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
 from megatron.optimizer.kinds import format_of, state_of
 from megatron.optimizer.muon import Directions
-from megatron.optimizer.rounding import Noise, parts_of, store
+from megatron.optimizer.rounding import Noise, Widened, parts_of
 from megatron.settings.schema import Optimizer
 
 Tensors = Sequence[torch.Tensor]
@@ -207,11 +208,12 @@ class Muon(AdamW):
         stretches = [stretch for group, those in state.ranges.items() if group.matrix for stretch in those]
         if self.dtype_of(name) != torch.float32:
             stretches = parts_of(stretches, gradients.device.type)
+        memory = Widened(gradients.device)
         for stretch in stretches:
             gradient, momentum = self.gate.clean(gradients[stretch]), state.moments[name][state.where(name, stretch)]
-            wide = momentum.float().lerp_(gradient, new)
+            wide = memory.of(name, momentum).lerp_(gradient, new)
             gradient.copy_(gradient.lerp(wide, share) if self.settings.muon_nesterov else wide)
-            store([momentum], [wide], lambda stretch=stretch: state.words(stretch, gradients.device))
+            memory.store([momentum], [wide], partial(state.fill, stretch))
 
     def update_matrices(self, weights, gradients, states, step, lr, decay):
         shrink, rate = self.gate.factor(1 - lr * decay, 1.0), self.gate.factor(-lr, 0.0)

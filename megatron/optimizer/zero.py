@@ -39,7 +39,7 @@ from megatron.optimizer.buffers import BufferStore
 from megatron.optimizer.gradients import GradientBuffers
 from megatron.optimizer.messages import Messages
 from megatron.optimizer.offload import build_states
-from megatron.optimizer.rounding import Noise
+from megatron.optimizer.rounding import Noise, norms
 from megatron.optimizer.state import FrozenState, OwnedState, Targets
 from megatron.optimizer.units import (
     Chunks,
@@ -289,7 +289,7 @@ class DistributedOptimizer:
             slots = (pair for own in owned for pair in own.slots())
             views = [self.reduced[where] for slot, where in slots if slot.placement.is_primary(place)]
             if views:
-                square = torch.stack(torch._foreach_norm(views, dtype=torch.float32)).double().square().sum()
+                square = torch.stack(norms(views)).double().square().sum()
                 total = total + square / getattr(self.mesh, name).size  # its ranks hold the same
         return total
 

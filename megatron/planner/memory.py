@@ -159,8 +159,8 @@ def of_update(units: Units, job: Job, layout: Layout) -> int:
     if narrow and job.matrix_moments is not None:
         total += 4 * owned  # gradients, which directions replace
     moments = sum(size < 4 for size in job.moments)
-    if narrow or moments:  # gradients and moments in fp32, and three numbers for random words
-        total += 4 * (narrow + moments + 3 * bool(moments)) * min(owned, WIDENED[job.device])
+    if narrow or moments:  # gradients and moments in fp32, and two numbers for random words
+        total += 4 * (narrow + moments + 2 * bool(moments)) * min(owned, WIDENED[job.device])
     return total
 
 

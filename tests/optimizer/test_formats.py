@@ -235,8 +235,8 @@ def test_random_rounding_is_right_in_the_mean_and_independent():
     counts = torch.zeros(shape)
     sums = {dim: [] for dim in (0, 1, (0, 1))}
     for step in range(steps):
-        word = Noise(SEED, step, {}).words("w", shape, Box.whole(shape), torch.device("cpu")) & 0xFFFF
-        ups = (word + round(up * 65536) >> 16).float()
+        rows, columns = Noise(SEED, step, {}).parts("w", shape, Box.whole(shape), torch.device("cpu"))
+        ups = (((rows + columns) & 0xFFFF) + round(up * 65536) >> 16).float()
         counts += ups
         for dim, found in sums.items():
             found.append(ups.sum(dim))
