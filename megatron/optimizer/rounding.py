@@ -39,10 +39,10 @@ def parts_of(stretches: Sequence[slice], kind: str) -> Iterator[slice]:
 class Noise:
     """The random words of a step.
 
-    The 32-bit word of element [..., r, c] of a parameter is rows[r] + columns[c] + key, modulo 2^32: three independent
-    uniform numbers, each drawn once a step, r counting the rows of all leading dims. Any two elements of a model have
-    independent words. So the variance of every sum of rounding errors is that of independent ones, at the cost of an
-    addition per element.
+    The word of element [..., r, c] of a parameter is rows[r] + columns[c] + key, modulo 2^16: three independent uniform
+    numbers, each drawn once a step, r counting the rows of all leading dims. Any two elements of a model have independent
+    words. So the variance of every sum of rounding errors is that of independent ones, at the cost of an addition per
+    element. Both moments of an element take the same word, which changes its update by some 1e-6 of itself.
 
     place: this rank's index on each axis of the mesh
     """
@@ -53,27 +53,33 @@ class Noise:
 
     def fill(self, words: torch.Tensor, slot: Slot, first: int) -> None:
         """Fill flat int32 `words` for the elements of a parameter's local tensor from `first` on, except padding."""
-        local = tuple(slot.parameter.shape)
-        box = slot.placement.box(local, self.place)
-        for piece in flat_pieces(slot.name, slot.placement.shape, box, local, words, first):
-            rows, columns = self.parts(piece.name, piece.shape, piece.box, words.device)
-            torch.add(rows, columns, out=piece.tensor)
+        local, shape = tuple(slot.parameter.shape), slot.placement.shape
+        box, key = slot.placement.box(local, self.place), seed_of(*self.position, slot.name) & WORD
+        for piece in flat_pieces(slot.name, shape, box, local, words, first):
+            torch.add(
+                self.rows(shape, piece.box, words.device) + key,
+                self.columns(shape, piece.box, words.device),
+                out=piece.tensor,
+            )
+        words.bitwise_and_(WORD)
 
-    def parts(
-        self, name: str, shape: Sequence[int], box: Box, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two int32 tensors whose sum is the words of a box of a logical tensor, [*box.extent]: by row, and by column."""
-        key = seed_of(*self.position, name) & MASK
-        columns = self._table("columns", shape[-1], device)[box.offset[-1] : box.offset[-1] + box.extent[-1]]
+    def columns(self, shape: Sequence[int], box: Box, device: torch.device) -> torch.Tensor:
+        """Numbers of the columns of a box in a logical tensor."""
+        return self._table("columns", shape[-1], device)[box.offset[-1] : box.offset[-1] + box.extent[-1]]
+
+    def rows(self, shape: Sequence[int], box: Box, device: torch.device) -> torch.Tensor:
+        """Numbers of its rows, [*box.extent[:-1], 1]."""
+        table = self._table("rows", math.prod(shape[:-1]), device)
+        if len(shape) == 2:
+            return table[box.offset[0] : box.offset[0] + box.extent[0]].unsqueeze(-1)
         number = torch.zeros((), dtype=torch.int64, device=device)
         for dim, (size, first, count) in enumerate(zip(shape[:-1], box.offset, box.extent)):
             place = torch.arange(first, first + count, device=device)
             number = number * size + place.view(-1, *[1] * (len(shape) - 2 - dim))
-        rows = self._table("rows", math.prod(shape[:-1]), device)[number]  # [*box.extent[:-1]]
-        return (rows + _signed(key)).unsqueeze(-1), columns
+        return table[number].unsqueeze(-1)
 
     def _table(self, what: str, size: int, device: torch.device) -> torch.Tensor:
-        """Uniform int32 numbers, at least `size` of them. The first ones do not depend on how many there are."""
+        """Uniform int32 numbers below 2^16, at least `size` of them. The first do not depend on how many there are."""
         table = self.tables.get((what, device))
         if table is None or len(table) < size:
             numbers = torch.arange(1 << (size - 1).bit_length(), device=device)
@@ -82,16 +88,11 @@ class Noise:
 
 
 def mixed(numbers: torch.Tensor, key: int) -> torch.Tensor:
-    """A hash of int64 numbers below 2^32 to int32, the same on every device (lowbias32, by C. Wellons)."""
+    """A hash of int64 numbers below 2^32 to 16 bits, the same on every device (lowbias32, by C. Wellons)."""
     x = (numbers + key) & MASK
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ x >> shift) * factor) & MASK
-    return _signed(x ^ x >> 16).to(torch.int32)
-
-
-def _signed(x):
-    """The int32 number with the bits of a number below 2^32."""
-    return x - (x > MASK >> 1) * (MASK + 1)
+    return ((x ^ x >> 16) & WORD).to(torch.int32)
 
 
 class Widened:
@@ -114,26 +115,19 @@ class Widened:
         return self._memory(what, len(tensor), torch.float32).copy_(tensor)
 
     def store(
-        self,
-        states: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        fill: Callable[[torch.Tensor], bool],
+        self, states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], fill: Callable[[torch.Tensor], bool]
     ) -> None:
-        """Round the values of up to two states, which are overwritten, into those that are bf16.
+        """Round the values of states, which are overwritten, into those that are bf16.
 
-        fill: fills the int32 words of the elements, of which each state takes 16 bits; returns False to round to the
-              nearest number
+        fill: fills the elements' int32 words; returns False to round to the nearest number
         """
-        narrow = [place for place, state in enumerate(states) if state.dtype != torch.float32]
-        if not narrow:
-            return
-        words, own = (self._memory(what, len(states[0]), torch.int32) for what in ("words", "own words"))
-        random = fill(words)
-        for place in narrow:
+        narrow = [pair for pair in zip(states, values, strict=True) if pair[0].dtype != torch.float32]
+        words = self._memory("words", len(states[0]), torch.int32) if narrow else None
+        random = bool(narrow) and fill(words)
+        for state, wide in narrow:
             if random:
-                torch.bitwise_right_shift(words, 16 * (place % 2), out=own).bitwise_and_(WORD)
-                values[place].view(torch.int32).add_(own).bitwise_and_(~WORD)  # bf16 holds what is left
-            states[place].copy_(values[place])
+                wide.view(torch.int32).add_(words).bitwise_and_(~WORD)  # bf16 holds what is left
+            state.copy_(wide)
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ gradients are copied there, weights are copied back. `disk.py` keeps state in a 
 the model's number format: `FrozenState`.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -14,7 +15,7 @@ from typing import Optional
 import torch
 
 from megatron.optimizer.rounding import Widened, parts_of
-from megatron.optimizer.units import FlatUnit, OwnedRange
+from megatron.optimizer.units import FlatUnit, OwnedRange, Slot
 from megatron.optimizer.update import Group, Rates, UpdateRule
 
 Ranges = dict[Group, list[slice]]  # group -> its ranges of flat state
@@ -42,6 +43,8 @@ class OwnedState:
         self.span = slice(owned[0].shard_slice.start, owned[-1].shard_slice.stop)  # in the rank's whole shard
         self.size = self.span.stop - self.span.start
         self.ranges = self._ranges()
+        self.places = list(self._places())
+        self.ends = [where.stop for _, where, _ in self.places]
 
     def where(self, name: str, stretch: slice) -> Optional[slice]:
         """The position in a moment of a range of the state; None if its weights have no such moment."""
@@ -66,15 +69,20 @@ class OwnedState:
         if self.rule.noise is None:
             return False
         words.zero_()
-        low, high = stretch.start + self.span.start, stretch.stop + self.span.start
-        for own in self.owned:
-            if own.shard_slice.start < high and low < own.shard_slice.stop:
-                for slot, where in own.slots():
-                    start, stop = max(where.start, low), min(where.stop, high)
-                    if start < stop:
-                        first = own.low + start - own.at - slot.start
-                        self.rule.noise.fill(words[start - low : stop - low], slot, first)
+        for slot, where, first in self.places[bisect(self.ends, stretch.start) :]:
+            if where.start >= stretch.stop:
+                break
+            start, stop = max(where.start, stretch.start), min(where.stop, stretch.stop)
+            own = words[start - stretch.start : stop - stretch.start]
+            self.rule.noise.fill(own, slot, first + start - where.start)
         return True
+
+    def _places(self) -> Iterator[tuple[Slot, slice, int]]:
+        """Each parameter with its range in the state, and the range's first element in the parameter."""
+        for own in self.owned:
+            for slot, where in own.slots():
+                start, stop = where.start - self.span.start, where.stop - self.span.start
+                yield slot, slice(start, stop), own.low + where.start - own.at - slot.start
 
     def keep(self) -> None:
         """Preserve the present content of the tensors that are `is_stable` until the next call, whatever steps follow."""

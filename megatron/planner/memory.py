@@ -124,7 +124,10 @@ def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], 
     """`state`, and the buffers of the ZeRO stage: (on the device, on the host)."""
     held, host = state(job, layout, rank)
     units = rank_units(job, layout, rank)
-    return held | {"gathered weights": _gathered(units, job, layout), "gradient buffers": _buffers(units, job, layout)}, host
+    return held | {
+        "gathered weights": _gathered(units, job, layout),
+        "gradient buffers": _buffers(units, job, layout),
+    }, host
 
 
 def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:

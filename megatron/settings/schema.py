@@ -781,7 +781,8 @@ class Optimizer:
     )
     grad_reduce_in_bf16: bool = setting("accumulate gradients in bf16, and reduce them so", False)
     main_grads_dtype: Literal["fp32", "bf16"] = setting(
-        "bf16: --grad-reduce-in-bf16, and the sums over micro-batches of --sharding-stage 2 and 3 are bf16 as well", "fp32"
+        "bf16: --grad-reduce-in-bf16, and the sums over micro-batches of --sharding-stage 2 and 3 are bf16 as well",
+        "fp32",
     )
     accumulate_allreduce_grads_in_fp32: bool = setting(
         "only checked: gradients are fp32 unless --grad-reduce-in-bf16 says otherwise", False

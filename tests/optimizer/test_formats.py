@@ -117,7 +117,7 @@ def seed(*position):
 
 
 def words(name, step):
-    """The 32-bit word of each element of a whole tensor."""
+    """The word of each element of a whole tensor, in the low 16 bits."""
     shape, _ = SHAPES[name]
     row, column = np.divmod(np.arange(math.prod(shape), dtype=np.uint32), np.uint32(shape[-1]))
     rows, columns = mixed(row, seed(SEED, step, "rows")), mixed(column, seed(SEED, step, "columns"))
@@ -125,7 +125,7 @@ def words(name, step):
 
 
 def rounded(values, word):
-    """fp32 values in bf16, as fp32; word: uint32 random words of the elements, or None for the nearest number."""
+    """fp32 values in bf16, as fp32; word: random words of the elements, or None for the nearest number."""
     if word is None:
         return values.bfloat16().float()
     bits = values.numpy().ravel().view(np.uint32) + (word & np.uint32(0xFFFF))
@@ -161,8 +161,8 @@ def plain(case):
             word = words(name, step) if settings.stochastic_rounding else None
             if settings.exp_avg_dtype == "bf16":
                 first = rounded(first, word)
-            if settings.exp_avg_sq_dtype == "bf16":  # the other half of the word
-                second = rounded(second, None if word is None else word >> np.uint32(16))
+            if settings.exp_avg_sq_dtype == "bf16":
+                second = rounded(second, word)
         states = dict(adam=("exp_avg", "exp_avg_sq"), lion=("exp_avg",), sgd=("momentum_buffer",))[settings.optimizer]
         found[name] = weight
         found |= {f"optimizer.{state}.{name}": values for state, values in zip(states, (first, second))}
@@ -186,7 +186,9 @@ def compare(found, case):
         narrow = case.get("exp_avg_sq_dtype" if "exp_avg_sq" in name else "exp_avg_dtype") == "bf16"
         assert values.dtype == (torch.bfloat16 if narrow and name.startswith("optimizer.") else torch.float32), name
         wanted = expected[name][box.slices()]
-        assert torch.equal(values.float(), wanted), f"{name}: {(values.float() != wanted).sum()} of {wanted.numel()} differ"
+        assert torch.equal(values.float(), wanted), (
+            f"{name}: {(values.float() != wanted).sum()} of {wanted.numel()} differ"
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -235,8 +237,9 @@ def test_random_rounding_is_right_in_the_mean_and_independent():
     counts = torch.zeros(shape)
     sums = {dim: [] for dim in (0, 1, (0, 1))}
     for step in range(steps):
-        rows, columns = Noise(SEED, step, {}).parts("w", shape, Box.whole(shape), torch.device("cpu"))
-        ups = (((rows + columns) & 0xFFFF) + round(up * 65536) >> 16).float()
+        place = shape, Box.whole(shape), torch.device("cpu")
+        words = Noise(SEED, step, {}).rows(*place) + Noise(SEED, step, {}).columns(*place)
+        ups = ((words & 0xFFFF) + round(up * 65536) >> 16).float()
         counts += ups
         for dim, found in sums.items():
             found.append(ups.sum(dim))
@@ -256,7 +259,9 @@ def test_the_second_moment_never_falls_when_it_is_rounded_to_the_nearest(monkeyp
         for step in range(600):
             optimizer.reduced.fill_(1.0 if step < 100 else 0.01)
             optimizer.step(1e-3, 0.0, 1.0)
-        squares = [piece.tensor.float() for piece in optimizer.pieces() if piece.name.endswith("exp_avg_sq.blocks.0.up")]
+        squares = [
+            piece.tensor.float() for piece in optimizer.pieces() if piece.name.endswith("exp_avg_sq.blocks.0.up")
+        ]
         return torch.cat(squares).mean().item()
 
     exact = mean_square()
