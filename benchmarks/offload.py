@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to keep the optimizer's state elsewhere, or in bf16: in the host's memory, in files, in files by other means.
+"""What it costs to keep the optimizer's state elsewhere (in the host's memory, in files), or in bf16.
 
     OMP_NUM_THREADS=1 python benchmarks/offload.py --dir /a/local/disk
     python benchmarks/offload.py --dir /a/local/disk --ways memory host disk --tokens 1024 --device cuda

@@ -8,8 +8,8 @@ buffer is reduce-scattered and freed, and the rank keeps only its shard of the s
 When a unit is reduced is said by the list of a step (`pipeline/sharding.py`), which `messages.py` runs: after the last
 gradient of a micro-batch, or of the step. With overlap that is inside the backward pass, and is waited for later.
 
-Buffers are fp32, or bf16 with `--grad-reduce-in-bf16`: then micro-batches and ranks are added in bf16, as in Megatron-LM. The
-shard of `keep` is what the reduction leaves, in the same format. Otherwise it adds the micro-batches in the format of
+Buffers are fp32, or bf16 with `--grad-reduce-in-bf16`: then micro-batches and ranks are added in bf16, as in Megatron-LM.
+The shard of `keep` is what the reduction leaves, in the same format. Otherwise it adds the micro-batches in the format of
 `--main-grads-dtype`. Updates read bf16 gradients in fp32, so a copy of the shard in fp32 would change nothing.
 """
 

@@ -14,7 +14,7 @@ from megatron.settings.schema import Optimizer
 class Kind(NamedTuple):
     """The state and the settings of an optimizer.
 
-    state:    settings -> names of the state tensors per weight, each as large as the weight; `format_of` says in what format
+    state:    settings -> names of the state tensors per weight, each as large as the weight, in the format of `format_of`
     settings: names of the settings that only this optimizer reads
     matrices: names of the state tensors of linear layers' matrices, if it updates these by another formula
               (`Placement.matrices`); None: all weights are treated alike

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer state in flat memory: fp32 main weights, and moments, of some units' shards, on one device.
 
-Moments are fp32 or bf16 (`rounding.py`). They are the state tensors of the update rule (`update.py`). Offloaded state is in host memory, and the CPU updates it:
-gradients are copied there, weights are copied back. `disk.py` keeps state in a file. Frozen units have only weights, in
-the model's number format: `FrozenState`.
+Moments are the state tensors of the update rule (`update.py`), in fp32 or bf16 (`rounding.py`). Offloaded state is in host
+memory, and the CPU updates it: gradients are copied there, weights are copied back. `disk.py` keeps state in a file. Frozen
+units have only weights, in the model's number format: `FrozenState`.
 """
 
 from bisect import bisect

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bf16 moments and gradients: the arithmetic that they stand for, bit by bit, in every stage, layout and place of the state."""
+"""bf16 moments and gradients: the arithmetic that they stand for, bit by bit, in every stage, layout and place of state."""
 
 import hashlib
 import math
@@ -93,7 +93,7 @@ def trained(rank=0, sizes=None, **settings):
             offset, extent = slot.placement.box(slot.parameter.shape, optimizer.mesh.coordinates)
             whole = gradient_of(slot.name, step)
             whole = narrow(whole) if optimizer.gradients.dtype == torch.bfloat16 else whole
-            local = whole[tuple(slice(at, at + n) for at, n in zip(offset, extent))].flatten()
+            local = whole[tuple(slice(at, at + n) for at, n in zip(offset, extent, strict=True))].flatten()
             own = next(own for own in optimizer.owned if slot in own.unit.slots)
             first = own.low + where.start - own.at - slot.start
             optimizer.reduced[where] = local[first : first + where.stop - where.start]
@@ -165,7 +165,7 @@ def plain(case):
                 second = rounded(second, word)
         states = dict(adam=("exp_avg", "exp_avg_sq"), lion=("exp_avg",), sgd=("momentum_buffer",))[settings.optimizer]
         found[name] = weight
-        found |= {f"optimizer.{state}.{name}": values for state, values in zip(states, (first, second))}
+        found |= {f"optimizer.{state}.{name}": values for state, values in zip(states, (first, second), strict=False)}
     return found
 
 

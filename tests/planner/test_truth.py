@@ -103,7 +103,8 @@ def settings_of(case):
     layout, config = parse_layout(case[0]), parse_pretrain(f"{GPT} {case[1]}".split())
     settings = laid_out(config, layout)
     parallel = replace(settings.parallel, sharding_degree=config.parallel.sharding_degree)
-    return resolve(replace(settings, parallel=parallel), layout.world_size), layout.world_size
+    settings = replace(settings, parallel=parallel, optimizer=config.optimizer)
+    return resolve(settings, layout.world_size), layout.world_size
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +184,16 @@ def test_ledgers_are_exact(case, found_on):
     for place, memory, files, sent in found_on(world)[case]:
         held, _ = state(job, layout, place["pp"], place)
         # Main weights that are parameters too are counted twice; there are as many of them as of gradients.
-        apart, gradient = held["main weights"] or held.get("offloaded optimizer state"), job.shard_gradients(layout.zero)
+        apart, gradient = (
+            held["main weights"] or held.get("offloaded optimizer state"),
+            job.shard_gradients(layout.zero),
+        )
         shared = 0 if apart else 4 * memory["gradients"] // gradient
-        assert sum(held.values()) - _arriving(held, job, gradient) == sum(memory.values()) - shared, (place, held, memory)
+        assert sum(held.values()) - _arriving(held, job, gradient) == sum(memory.values()) - shared, (
+            place,
+            held,
+            memory,
+        )
         assert on_disk(job, layout, place["pp"]) == files and bool(files) == ("nvme" in case[1])
         assert totals(transfers(job, layout, place["pp"], place)) == sent, place
 
