@@ -347,6 +347,7 @@ def test_a_part_of_a_flags_name_is_enough_for_a_hint():
 
 def test_values_that_ask_for_nothing_pass_in_silence(capsys):
     read("--num-experts 1 --expert-model-parallel-size 1 --overlap-grad-reduce false --recompute-modules false")
+    read("--recompute-granularity selective --recompute-modules core_attn")
     read("--main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32")
     assert capsys.readouterr().err == ""
 

@@ -357,7 +357,7 @@ see --distributed-timeout-minutes
 
 # Values that ask for nothing.
 NEUTRAL = """
---main-params-dtype=fp32
+--main-params-dtype=fp32 --recompute-modules=core_attn
 --num-experts=0 --num-experts=1 --num-distributed-optimizer-instances=1
 --shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla
