@@ -55,6 +55,8 @@ class Noise:
         """Fill flat int32 `words` for the elements of a parameter's local tensor from `first` on, except padding."""
         local, shape = tuple(slot.parameter.shape), slot.placement.shape
         box, key = slot.placement.box(local, self.place), seed_of(*self.position, slot.name) & WORD
+        if not shape:  # a scalar is a vector of one element
+            local, shape, box = (1,), (1,), Box.whole((1,))
         for piece in flat_pieces(slot.name, shape, box, local, words, first):
             torch.add(
                 self.rows(shape, piece.box, words.device) + key,
@@ -70,6 +72,8 @@ class Noise:
     def rows(self, shape: Sequence[int], box: Box, device: torch.device) -> torch.Tensor:
         """Numbers of its rows, [*box.extent[:-1], 1]."""
         table = self._table("rows", math.prod(shape[:-1]), device)
+        if len(shape) == 1:
+            return table[:1]  # the host would wait for table[number]
         if len(shape) == 2:
             return table[box.offset[0] : box.offset[0] + box.extent[0]].unsqueeze(-1)
         number = torch.zeros((), dtype=torch.int64, device=device)

@@ -15,6 +15,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.optimizer import flat, scratch
 from megatron.optimizer.rounding import Noise
+from megatron.optimizer.sharded import sharded_init
 from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 
@@ -332,3 +333,22 @@ def test_a_reduction_is_the_sum_in_bf16(stage, main, run_ranks):
             for (name, first), values in pieces.items():
                 assert values.dtype == (torch.float32 if stage >= 2 and main == "fp32" else torch.bfloat16)
                 assert torch.equal(values.float(), totals[name].flatten()[first : first + len(values)]), name
+
+
+def test_a_scalar_is_rounded_too():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.linear = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            return (self.linear(x) * self.scale).sum()
+
+    model, optimizer = sharded_init(Scaled, Mesh(), schema.Optimizer(**BOTH), init="module")
+    with optimizer.gathered_parameters():
+        gradient = model.linear(torch.ones(2, 3)).sum().item()
+    model(torch.ones(2, 3)).backward()
+    optimizer.finalize_grads(torch.zeros(1, dtype=torch.float64))
+    optimizer.step(1e-2, 0.0, 1.0)
+    [mean] = [piece.tensor for piece in optimizer.pieces() if piece.name == "optimizer.exp_avg.scale"]
+    assert mean.dtype == torch.bfloat16 and mean.item() == pytest.approx(0.1 * gradient, rel=2**-7)
