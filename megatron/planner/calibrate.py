@@ -144,7 +144,7 @@ def _block_seconds(kind: str, s: int, h: int, heads: int) -> float:
 
 
 def _links(rank: int) -> dict[str, float]:
-    """What two ranks of this machine reach: bytes/s of a link as `Cluster.seconds` means it, and the time of nothing."""
+    """Measure two ranks of this machine: bytes/s of a link, as in `Cluster.seconds`, and the time of an empty message."""
     axis = Mesh(rank, replicate=2).dp
     small, large = torch.zeros(16), torch.zeros(1 << 21)
     times = []

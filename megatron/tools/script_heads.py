@@ -38,7 +38,7 @@ OWN_VARIABLES = ("DATA_PATH", "DATA", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MOD
 
 @dataclass(frozen=True)
 class HeadsOptions:
-    """Which scripts, and whether they are rewritten."""
+    """The scripts, and whether they are rewritten."""
 
     scripts: Optional[list[str]] = setting("scripts (default: those of all models)", None)
     check: bool = setting("change nothing; exit code 1 if a head differs from today's prediction", False)

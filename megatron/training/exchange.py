@@ -13,7 +13,7 @@ from megatron.settings.schema import setting
 
 @dataclass(frozen=True)
 class ToHFOptions:
-    """What is written."""
+    """Options of the export to Hugging Face."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
     unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
@@ -21,22 +21,23 @@ class ToHFOptions:
 
 @dataclass(frozen=True)
 class FromHFOptions:
-    """What is checked."""
+    """Options of the import from Hugging Face."""
 
     unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
 
 
 @dataclass(frozen=True)
 class FromMegatronOptions:
-    """What the files do not say."""
+    """Values that Megatron-LM's files may lack."""
 
     vocab_size: Optional[int] = setting("tokens without padding (default: what the arguments say, or all rows)", None)
     num_attention_heads: Optional[int] = setting("where the saved arguments lack it", None)
+    no_load_optim: bool = setting("import the weights alone, without the optimizer state", False)
 
 
 @dataclass(frozen=True)
 class ToMegatronOptions:
-    """What is written."""
+    """Options of the export to Megatron-LM."""
 
     target_tensor_parallel_size: int = setting(
         "tensor parallel ranks: files of each stage", 1, "--target-tensor-model-parallel-size", "--tp"
@@ -65,7 +66,7 @@ def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, An
 
 
 def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
-    """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back otherwise."""
+    """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back different."""
     from megatron.errors import UsageError
 
     tp, pp = how.target_tensor_parallel_size, how.target_pipeline_parallel_size
@@ -101,16 +102,16 @@ def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
 
 
 def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> None:
-    """Import a GPT of Megatron-LM, weights alone: classic checkpoints, or distributed ones. Their pickles are not run."""
+    """Import a GPT of Megatron-LM, with its optimizer state: classic or distributed checkpoints. Runs no pickled code."""
     from megatron.inference.convert import megatron_dist, megatron_lm
     from megatron.inference.convert.imported import write_import
 
     distributed = megatron_dist.is_distributed(path, which.ckpt_step)
     open_model = megatron_dist.open_distributed if distributed else megatron_lm.open_classic
     log = lambda text: print(text, file=sys.stderr)
-    asked = (which.ckpt_step, how.vocab_size, how.num_attention_heads)
+    asked = (which.ckpt_step, how.vocab_size, how.num_attention_heads, not how.no_load_optim)
     notes = write_import(partial(open_model, path, *asked, log), out, fresh_state())
-    print("\n  ".join([*notes, f"train on with --load {out} --finetune"]))
+    print("\n  ".join(notes))
 
 
 def fresh_state() -> dict:
