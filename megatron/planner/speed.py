@@ -31,12 +31,9 @@ CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU over that of half of
 EMBEDDING_MOVES = 4  # elements per embedded element, in either direction (row, position, dropout): estimated
 LOSS_BYTES = 4 * 4  # per logit, 4 moves in fp32: estimated
 SCORE_MOVES, DROPOUT_MOVES = 4, 2  # per stored attention score, and of its dropout, in either direction: estimated
-UPDATE_BYTES, MOMENT_BYTES = (
-    14,
-    8,
-)  # main weight and moment read and written, gradient read, bf16 weight written: counted
+UPDATE_BYTES = 10  # per parameter: main weight read and written, bf16 weight written: counted
+ROUNDED_BYTES = 50  # per bf16 moment: widened, random words, rounded; for torch's ops one by one: counted
 OFFLOAD_BYTES, OFFLOAD_MOMENT_BYTES = 12, 4  # per parameter and per moment in an offloaded update: estimated
-FILE_BYTES = 8  # an fp32 number in a file, read and written: counted
 
 
 @dataclass(frozen=True)
@@ -396,11 +393,12 @@ def _place(transfer: Transfer, layout: Layout) -> str:
 def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     units, device = rank_units(job, layout, rank), cluster.device
     own = units.owned(layout.data_sizes)
-    moved = UPDATE_BYTES + MOMENT_BYTES * job.moments
-    away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * job.moments
+    moved = UPDATE_BYTES + job.shard_gradients(layout.zero)
+    moved += sum(2 * size if size == 4 else ROUNDED_BYTES for size in job.moments)
+    away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * sum(job.moments) / 4
     update = moved * own / device.bandwidth + away * own * layout.offload / device.host
     update += away * own * layout.offload * (device.kind == "cuda") / HOST_MEMORY
-    filed = FILE_BYTES * (1 + job.moments) * own * layout.disk
+    filed = 2 * (4 + sum(job.moments)) * own * layout.disk  # read and written
     update += _orthogonalizing(units, job, layout, device)
     return update + filed * min(cluster.local_size, cluster.world_size) / DISK
 
