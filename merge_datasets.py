@@ -20,7 +20,7 @@ from megatron.settings.schema import setting
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What to join, and into what."""
+    """The datasets to merge, and the output."""
 
     input: list[str] = setting("folders (searched below) or prefixes without .bin/.idx")
     output_prefix: str = setting("the result is <prefix>.bin and <prefix>.idx")

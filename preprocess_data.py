@@ -21,7 +21,7 @@ from megatron.settings.schema import TokenizerSettings, setting
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """What to read, how, and where the tokens go."""
+    """The input, how it is read, and the output."""
 
     input: list[str] = setting("JSON lines, or .txt: files, globs, folders, - for stdin; .gz .zst .bz2 .xz .tar too")
     output_prefix: str = setting("files are named <prefix>_<key>_document.bin and .idx")

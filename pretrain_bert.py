@@ -12,10 +12,9 @@ docs/encoder_decoder.md says what is where.
 from megatron.data.masked_settings import GROUP as MASKED
 from megatron.data.masked_settings import MASKED_IDLE, MASKED_RULES, MaskedSettings
 from megatron.errors import SettingsError, run_main
-from megatron.model.bert.facts import BertFacts
+from megatron.model.bert.facts import TAKEN, TASKS, BertFacts, TaskFacts, TaskHead
 from megatron.model.bert.rules import IDLE, RULES
 from megatron.model.bert.settings import GROUP, BertSettings, own_settings
-from megatron.model.bert.task_facts import TAKEN, TASKS, TaskFacts, TaskHead
 from megatron.model.recipe import Recipe
 from megatron.model.sample_arrays import LABELS, LOSS_MASK, SampleArray
 from megatron.settings.rules import word_piece
@@ -28,7 +27,7 @@ def main(argv: list[str]) -> None:
 
 
 def recipe() -> Recipe:
-    """What is trained."""
+    """The recipe of BERT."""
     return Recipe(
         "BERT",
         facts,
@@ -47,13 +46,13 @@ def recipe() -> Recipe:
 
 
 def facts(config, vocab_size) -> BertFacts:
-    """What a BERT says of itself; with --task-mixture, one with a head for each task of labelled texts."""
+    """The facts of a BERT; with --task-mixture, of one with a head for each task of labelled texts."""
     heads, own = task_heads(config), own_settings(config)
     return TaskFacts(config.model, vocab_size, own, heads) if heads else BertFacts(config.model, vocab_size, own)
 
 
 def task_heads(config) -> tuple[TaskHead, ...]:
-    """The heads that --task-mixture asks for. Raises SettingsError where one is called as a sum that the model has."""
+    """The heads that --task-mixture asks for. Raises SettingsError if one has the name of a sum of the model."""
     masked = config.extra.get(MASKED, MaskedSettings())
     if not masked.task_mixture:
         return ()
@@ -75,7 +74,7 @@ def task_heads(config) -> tuple[TaskHead, ...]:
 
 
 def sums(config) -> dict[str, float]:
-    """What is minimised: the losses of masked words, of whether sentences follow, and of a mixture's other tasks."""
+    """The weights of the losses: masked words, next-sentence prediction, and a mixture's other tasks."""
     found = {"lm loss": 1.0, **({"sop loss": 1.0} if own_settings(config).bert_binary_head else {})}
     for head in task_heads(config):
         found |= {f"{head.name} loss": 1.0, f"{head.name} accuracy": 0.0, f"{head.name} samples": 0.0}
@@ -88,7 +87,7 @@ def counts(config) -> dict[str, str]:
 
 
 def arrays(config, vocab_size) -> dict[str, SampleArray]:
-    """What a sample consists of. types: the sentence that a token is in; padding_mask: 0 for what fills up."""
+    """The arrays of a sample. types: the sentence of each token; padding_mask: 0 for padding."""
     length, own = config.model.seq_length, own_settings(config)
     heads = task_heads(config)
     of_tasks = {}

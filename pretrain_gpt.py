@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
 
 
 def recipe() -> Recipe:
-    """What is trained."""
+    """The recipe of GPT."""
     return Recipe(
         "GPT", facts, build_model, build_datasets, rules=(*RULES, NO_RELATIVE), idle=IDLE, shares_sequences=True
     )
@@ -44,7 +44,7 @@ def variant(model_type: str, module: type, *, facts: type[GPTFacts] = GPTFacts, 
 
 
 def facts(config, vocab_size) -> GPTFacts:
-    """What a GPT says of itself: weights, arithmetic, memory."""
+    """The facts of a GPT: weights, arithmetic, memory."""
     return GPTFacts.of(config, vocab_size)
 
 

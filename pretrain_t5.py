@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
 
 
 def recipe() -> Recipe:
-    """What is trained."""
+    """The recipe of T5."""
     return Recipe(
         "T5",
         T5Facts.of,
@@ -50,7 +50,7 @@ def recipe() -> Recipe:
 
 
 def arrays(config, vocab_size) -> dict[str, SampleArray]:
-    """What a sample consists of. enc_mask, dec_mask: 1 for tokens, 0 for what fills up."""
+    """The arrays of a sample. enc_mask, dec_mask: 1 for tokens, 0 for padding."""
     facts = T5Facts.of(config, vocab_size)
     source, target = facts.source, facts.target
     return {

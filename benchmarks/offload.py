@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to keep the optimizer's state elsewhere: in the host's memory, in files, in files by other means.
+"""What it costs to keep the optimizer's state elsewhere (in the host's memory, in files), or in bf16.
 
     OMP_NUM_THREADS=1 python benchmarks/offload.py --dir /a/local/disk
     python benchmarks/offload.py --dir /a/local/disk --ways memory host disk --tokens 1024 --device cuda
@@ -13,7 +13,12 @@ in memory). On a CPU, "host" is memory like the other, with a copy of the gradie
     disk         --nvme-offload-fraction 1: parts, read and written past the page cache
     page-cache   the same without O_DIRECT: the kernel keeps what it has room for
     mapped       state in a mapped file, updated in place: the alternative that was not taken
+    moments      --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
+    nearest      the same with --no-stochastic-rounding
+    gradients    --grad-reduce-in-bf16
+    bf16         moments and gradients
 
+Times are of the process in all its threads with --cpu-time, which other programs disturb less, and of the clock otherwise.
 Memory: the most that was resident, of that in mapped files; and what the page cache grew by while the way was built and
 took a step. That is the kernel's to reclaim, but for pages that are not written yet.
 """
@@ -36,6 +41,13 @@ from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings.schema import Model, Optimizer
 
 WAYS = ("memory", "host", "disk", "page-cache", "mapped")
+_MOMENTS = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+FORMATS = {
+    "moments": _MOMENTS,
+    "nearest": _MOMENTS | dict(stochastic_rounding=False),
+    "gradients": dict(grad_reduce_in_bf16=True),
+    "bf16": _MOMENTS | dict(grad_reduce_in_bf16=True),
+}
 VOCABULARY = 1024
 
 
@@ -53,6 +65,7 @@ def build(way: str, arguments: argparse.Namespace) -> tuple[GPT, DistributedOpti
         optimizer_cpu_offload=way == "host",
         nvme_offload_dir=arguments.dir,
         nvme_offload_fraction=float(way in ("disk", "page-cache")),
+        **FORMATS.get(way, {}),
     )
     if way == "page-cache":
         Scratch._go_direct = lambda self: False
@@ -78,17 +91,18 @@ def contender(way: str, arguments: argparse.Namespace, pipe) -> None:
     tokens = torch.randint(VOCABULARY, (arguments.tokens + 1, 1), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(arguments.device)
     batch = MicroBatch(tokens[:-1], tokens[1:], torch.arange(1, device=arguments.device))
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
     pipe.send(sum(parameter.numel() for parameter in gpt.parameters()))
     while pipe.recv():
-        start = time.perf_counter()
+        start = clock()
         loss, count = gpt(None, batch)[1].values()
         loss.backward()
         sums, norm = optimizer.finalize_grads(torch.stack((loss.detach(), count)).double())
-        behind_passes = time.perf_counter()
+        behind_passes = clock()
         optimizer.step(3e-4, 0.1, min(1.0, sums[1].item() / (norm + 1e-6)) / sums[1].item())
         if arguments.device != "cpu":
             torch.cuda.synchronize()
-        end = time.perf_counter()
+        end = clock()
         pipe.send((end - start, end - behind_passes, (sums[0] / sums[1]).item()))
     files = sum(getattr(state, "on_disk", 0) for state in optimizer.states)
     pipe.send(dict(memory_of("/proc/self/status", "VmHWM", "RssFile"), files=files, held=optimizer.memory()))
@@ -132,12 +146,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", required=True, help="folder of the files")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *FORMATS), default=list(WAYS))
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=256, help="of a step")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cpu-time", action="store_true", help="measure the processes' time")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     found = measure(arguments)

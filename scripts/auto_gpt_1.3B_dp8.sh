@@ -4,10 +4,10 @@
 # starts; add --tune-steps 5 and the best three are timed first.
 #
 # needs      8 x A100-40GB: one node
-# layout     dp8-zero2, micro-batch 16: the planner's choice for these
-# predicted  38.1 of 42.9 GB on the fullest rank
-# predicted  2.76 s a step of 524,288 tokens, 189,958 tokens/s, 201 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# layout     dp8, micro-batch 4: the planner's choice for these
+# predicted  35.2 of 42.9 GB on the fullest rank
+# predicted  3.14 s a step of 524,288 tokens, 167,230 tokens/s, 177 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

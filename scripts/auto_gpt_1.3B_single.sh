@@ -4,10 +4,10 @@
 # --tune-steps 5 and the best three are timed first.
 #
 # needs      1 x A100-40GB: one GPU
-# layout     one rank, micro-batch 8: the planner's choice for these
-# predicted  41.6 of 42.9 GB on the fullest rank
-# predicted  22.10 s a step of 524,288 tokens, 23,727 tokens/s, 201 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# layout     one rank, micro-batch 4: the planner's choice for these
+# predicted  34.8 of 42.9 GB on the fullest rank
+# predicted  24.60 s a step of 524,288 tokens, 21,314 tokens/s, 181 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

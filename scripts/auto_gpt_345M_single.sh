@@ -4,10 +4,10 @@
 # --tune-steps 5 and the best three are timed first.
 #
 # needs      1 x A100-40GB: one GPU
-# layout     one rank, micro-batch 32: the planner's choice for these
-# predicted  37.5 of 42.9 GB on the fullest rank
-# predicted  7.30 s a step of 524,288 tokens, 71,851 tokens/s, 174 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# layout     one rank, micro-batch 16: the planner's choice for these
+# predicted  23.8 of 42.9 GB on the fullest rank
+# predicted  8.85 s a step of 524,288 tokens, 59,236 tokens/s, 144 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

@@ -6,8 +6,8 @@
 # needs      16 x A100-80GB: 2 nodes of 8
 # layout     dp16-zero2, micro-batch 8: the planner's choice for these
 # predicted  64.6 of 85.9 GB on the fullest rank
-# predicted  12.37 s a step of 1,048,576 tokens, 84,749 tokens/s, 220 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  13.01 s a step of 1,048,576 tokens, 80,614 tokens/s, 209 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 \

@@ -5,8 +5,8 @@
 #
 # needs      2 x V100-16GB: one node
 # predicted  4.8 of 17.2 GB on the fullest rank, and 1.1 GB of the host's memory for each rank
-# predicted  842.97 ms a step of 65,536 tokens, 77,745 tokens/s, 33 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  925.26 ms a step of 65,536 tokens, 70,830 tokens/s, 30 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error unknown (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 2 V100-16GB \
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 \

@@ -4,8 +4,8 @@
 #
 # needs      1 x A100-40GB: one GPU
 # predicted  28.9 of 42.9 GB on the fullest rank
-# predicted  28.88 s a step of 524,288 tokens, 18,153 tokens/s, 154 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  30.91 s a step of 524,288 tokens, 16,960 tokens/s, 144 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

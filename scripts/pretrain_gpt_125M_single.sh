@@ -5,8 +5,8 @@
 #
 # needs      1 x A100-40GB: one GPU
 # predicted  11.0 of 42.9 GB on the fullest rank
-# predicted  2.96 s a step of 524,288 tokens, 177,017 tokens/s, 151 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  3.60 s a step of 524,288 tokens, 145,688 tokens/s, 124 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 \

@@ -5,8 +5,8 @@
 #
 # needs      8 x A100-40GB: one node
 # predicted  37.6 of 42.9 GB on the fullest rank
-# predicted  11.53 s a step of 1,048,576 tokens, 90,965 tokens/s, 203 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  12.59 s a step of 1,048,576 tokens, 83,258 tokens/s, 186 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \
     --num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048 --vocab-size 50257 \

@@ -4,10 +4,10 @@
 # up to 32.
 #
 # needs      16 x A100-80GB: 2 nodes of 8
-# layout     dp16-zero3, micro-batch 2: the planner's choice for these
-# predicted  80.2 of 85.9 GB on the fullest rank
-# predicted  2.82 s a step of 65,536 tokens, 23,259 tokens/s, 203 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# layout     tp2sp-pp4-zb-v-dp2, micro-batch 1: the planner's choice for these
+# predicted  66.8 of 85.9 GB on the fullest rank
+# predicted  2.93 s a step of 65,536 tokens, 22,378 tokens/s, 195 TFLOP/s a GPU, bubble 8.3% (speeds assumed)
+# assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \
     --num-layers 48 --hidden-size 6144 --num-attention-heads 64 --seq-length 2048 --vocab-size 51200 \

@@ -4,8 +4,8 @@
 #
 # needs      1 x A100-40GB: one GPU
 # predicted  17.0 of 42.9 GB on the fullest rank
-# predicted  7.71 s a step of 524,288 tokens, 67,987 tokens/s, 165 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  9.13 s a step of 524,288 tokens, 57,442 tokens/s, 139 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 1 A100-40GB \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \

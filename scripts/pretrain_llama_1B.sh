@@ -4,8 +4,8 @@
 #
 # needs      8 x H100-80GB: one node
 # predicted  29.8 of 85.9 GB on the fullest rank
-# predicted  2.13 s a step of 1,048,576 tokens, 491,924 tokens/s, 555 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  3.16 s a step of 1,048,576 tokens, 332,050 tokens/s, 375 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 2%, worst 11% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 H100-80GB \
     --num-layers 16 --hidden-size 2048 --num-attention-heads 32 \

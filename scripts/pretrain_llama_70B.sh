@@ -4,8 +4,8 @@
 #
 # needs      128 x H100-80GB: 16 nodes of 8
 # predicted  50.2 of 85.9 GB on the fullest rank
-# predicted  37.81 s a step of 4,194,304 tokens, 110,927 tokens/s, 417 TFLOP/s a GPU, bubble 4.8% (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  46.64 s a step of 4,194,304 tokens, 89,938 tokens/s, 338 TFLOP/s a GPU, bubble 4.5% (speeds assumed)
+# assumed    speeds of eager FSDP: error 1% in 2 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 128 H100-80GB \
     --num-layers 80 --hidden-size 8192 --num-attention-heads 64 \

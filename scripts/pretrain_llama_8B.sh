@@ -4,8 +4,8 @@
 #
 # needs      32 x H100-80GB: 4 nodes of 8
 # predicted  59.6 of 85.9 GB on the fullest rank
-# predicted  12.98 s a step of 4,194,304 tokens, 323,250 tokens/s, 585 TFLOP/s a GPU (speeds assumed)
-# assumed    speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs
+# predicted  19.30 s a step of 4,194,304 tokens, 217,293 tokens/s, 393 TFLOP/s a GPU (speeds assumed)
+# assumed    speeds of eager FSDP: error 1% in 2 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 32 H100-80GB \
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \

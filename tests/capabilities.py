@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/capabilities.md, written from docs/capabilities.yaml: `python -m tests.capabilities --output docs/capabilities.md`.
 
-It stands here and not among the tools: both files speak of tests, which an installed package has not.
+It is not one of the tools, because both files refer to tests, which an installed package does not contain.
 """
 
 import argparse
@@ -39,24 +39,23 @@ SUBJECTS = {  # first letters of ids
 INTRO = """# Capabilities
 
 Written by `python -m tests.capabilities --output docs/capabilities.md` from `docs/capabilities.yaml`; do not edit.
-`tests/test_capabilities.py` checks that the flags, commands and tests named here are there, and that what is said to be
-missing is.
+`tests/test_capabilities.py` checks that the flags, commands and tests in this table exist, and that those listed as
+missing do not.
 
-What five published systems promise together, and what there is of it here. The systems:
-{systems}; M is Megatron-LM.
+What five published systems promise, and how this suite compares. The systems: {systems}; M is Megatron-LM.
 
-- **works**: the tests show all of it, on CPUs; [limits.md](limits.md#never-run-so-far) says what no GPU has run yet.
-- **partly**: the tests show what there is; the sentence says what is missing.
-- **not there**: asking for it ends with a message, not with something else.
+- **works**: the tests show all of it, on CPUs; [limits.md](limits.md#never-run-so-far) lists what has not run on a GPU.
+- **partly**: the tests show a part; the sentence names what is missing.
+- **not there**: a request for it ends with a message.
 
-[limits.md](limits.md) has the same limits among all others, [flags.md](flags.md) each flag,
-[migrating.md](migrating.md) the words of those systems.
+[limits.md](limits.md) lists all limits, [flags.md](flags.md) all flags, and [migrating.md](migrating.md) translates the
+terms of those systems.
 """
 
 
 @dataclass(frozen=True)
 class Capability:
-    """One entry of docs/capabilities.yaml, whose head says what each field is."""
+    """One entry of docs/capabilities.yaml; the comment at its start explains the fields."""
 
     id: str
     what: str

@@ -35,6 +35,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/inference/convert/*": "models of other programs",
     "megatron/training/exchange.py": "models of other programs",
     "megatron/planner/calibrate.py": "the layer that is measured",
+    "megatron/planner/published.py": "models of published runs",
     "megatron/planner/target.py": "GPT-2's vocabulary is assumed where none is given",
     "megatron/planner/parity.py": "the module of Megatron-LM's order of samples is imported ahead",
     "megatron/guard/command.py": "command lines that users type, in examples",

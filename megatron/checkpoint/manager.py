@@ -25,7 +25,7 @@ from megatron.checkpoint.backends import CheckpointPath
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.copies import Copies, copy_checkpoint
 from megatron.checkpoint.folder import AllGatherObject, Saver, alone, prune
-from megatron.checkpoint.interval import best_interval, lost_share
+from megatron.checkpoint.interval import best_interval, goodput
 from megatron.checkpoint.store import Piece, StablePiece
 from megatron.checkpoint.traces import FIRST_AUTO
 from megatron.errors import Failure, Locked, PeerLost, StorageError
@@ -200,7 +200,7 @@ class CheckpointManager:
         seconds = max(best_interval(stall, hours * 3600), writing)
         steps = max(1, round(seconds / max(a_step, 1e-6)))
         self._due_at, self._trained_from = iteration + steps, (iteration, time.perf_counter())
-        cost = lost_share(seconds, stall, hours * 3600)
+        cost = 1 - goodput(seconds, stall, hours * 3600)
         self.log(
             f"  next checkpoint in {steps} steps = {seconds:.0f} s: a save stalls {stall:.3f} s, an interruption "
             f"is expected every {hours:g} h, both together cost {cost:.2%}"

@@ -6,7 +6,7 @@
         action: cut                  # or count, drop
 
 A cut document becomes several: the pieces of Megatron-LM's filter_ngrams (`data.contamination.cut`), with a number after
-their "id". Notes of the matches stand next to the shard: `dropped.jsonl` and `cut.jsonl`. `Decontaminate` is a filter for
+their "id". Notes on the matches are next to the shard: `dropped.jsonl` and `cut.jsonl`. `Decontaminate` is a filter for
 single documents, which drops or only counts.
 """
 
@@ -120,7 +120,7 @@ def run(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
 def explain(
     made: Made, shard: int, row: int, document: Document, options: Mapping[str, Any]
 ) -> Optional[dict[str, Any]]:
-    """The fate of a document: dropped, or its first piece; None where it was kept whole."""
+    """The fate of a document: dropped, or its first piece; None if it was kept whole."""
     for name in (DROPPED, CUT):
         for line in read_lines(made["decontaminate"][shard] / name):
             note = decode(line)
@@ -142,7 +142,7 @@ def _screened(screen: Screen, documents: Sequence[Document]) -> Screening:
 
 
 def _pieces(document: Document, parts) -> list[Document]:
-    """The kept pieces of a document. parts: of `Screening`; None where it is kept whole"""
+    """The kept pieces of a document. parts: of `Screening`; None if it is kept whole"""
     if parts is None:
         return [document]
     pieces = []

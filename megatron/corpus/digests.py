@@ -50,7 +50,7 @@ class Digests:
             list(pool.map(self.of, missing))
 
     def of(self, path: str) -> str:
-        """The digest of a file, or of all files of a folder with their names. Raises DataError where there is none."""
+        """The digest of a file, or of all files of a folder with their names. Raises DataError if there is none."""
         path = os.path.abspath(path)
         if os.path.isdir(path):
             inside = sorted(file for file in Path(path).rglob("*") if file.is_file())

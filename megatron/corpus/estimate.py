@@ -197,7 +197,7 @@ def _rates(samples: list[PhaseSample]) -> PhaseRates:
 
 
 def fitted(samples: Sequence[PhaseSample], what: str, columns: Sequence[str]) -> Growth:
-    """Least squares of relative errors without negative factors: the best set of columns that gives none.
+    """Least squares of relative errors without negative coefficients: the best subset of columns that has none.
 
     columns: names of fields of PhaseSample, "" for the constant
     """
@@ -444,7 +444,7 @@ def limits_of(
     tb = facts.text / 1e12
 
     def add(share: float, words: str, power: float = 1.0) -> None:
-        """share: of the capacity, used now; it grows with this power of the input"""
+        """share: the used part of the capacity, which grows with this power of the input"""
         if share > 0:
             limits.append((tb / share ** (1 / power), words))
 

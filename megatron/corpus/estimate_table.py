@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe takes on a cluster, before it is paid for.
+"""A table of the estimated cost of a recipe on a cluster.
 
 python -m megatron.tools.corpus estimate recipe.yaml --rates runs/sample --input-tb 10 --nodes 64
 """
@@ -89,20 +89,20 @@ def lines(rows: list[PhaseRow], facts: EstimateFacts, asked: EstimateOptions) ->
         for row in rows
     ]
     widths = [max(len(row[at]) for row in table) for at in range(len(HEAD))]
-    told = [
+    text = [
         f"{facts.text / 1e12:g} TB of JSON lines, {_short(facts.documents)} documents, {facts.shards:,} shards; "
         f"{asked.nodes} nodes, {facts.workers:,} tasks at a time",
         "",
     ]
     for row in table:
-        told.append(
+        text.append(
             "  ".join(cell.ljust(w) if not at else cell.rjust(w) for at, (cell, w) in enumerate(zip(row, widths)))
         )
     sums = {name: sum(getattr(row, name) for row in rows) for name in ("files", "opened", "shuffled", "written")}
     return [
-        *told,
+        *text,
         "",
-        f"time: {facts.seconds:,.0f} s ({facts.seconds / 3600:.2f} h), behind {facts.digest_seconds:,.0f} s in which the "
+        f"time: {facts.seconds:,.0f} s ({facts.seconds / 3600:.2f} h), after {facts.digest_seconds:,.0f} s in which the "
         "driver reads the input for its digests",
         f"all together: {_short(sums['files'])} files, opened {_short(sums['opened'])} times; "
         f"{sums['written'] / 1e12:,.1f} TB written, {sums['shuffled'] / 1e12:,.1f} TB of them read across",

@@ -162,7 +162,7 @@ def cut(inputs: list[Path], output: Path, options: Mapping[str, Any]) -> Counts:
 
 
 def explain(made: Made, shard: int, row: int, document: dict, options: Mapping[str, Any]) -> Optional[dict[str, Any]]:
-    """The fate of a document: dict(document=None or the changed one, reason, figures); None where it is unchanged."""
+    """The fate of a document: dict(document=None or the changed one, reason, figures); None if it is unchanged."""
     asked = options_of(OPTIONS, options)
     for name in (DROPPED, CHANGED):
         with open(made["cut"][shard] / name, "rb") as notes:

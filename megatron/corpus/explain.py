@@ -65,7 +65,7 @@ class _At:
 
 
 def explain(plan: CorpusPlan, output: Path, name: str) -> list[DocumentHistory]:
-    """The histories of the documents with this name. Raises DataError where there is none."""
+    """The histories of the documents with this name. Raises DataError if there is none."""
     base = output / TASKS
     at_line = _line_of(plan, name)
     if at_line:

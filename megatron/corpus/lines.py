@@ -50,7 +50,7 @@ def split(stream: Iterable[bytes], most: int) -> Iterator[bytes]:
 
 
 def blocks(path: str | Path) -> Iterator[bytes]:
-    """The decompressed bytes of a file in blocks of at most BLOCK. Raises DataError where they are damaged."""
+    """The decompressed bytes of a file in blocks of at most BLOCK. Raises DataError if they are damaged."""
     path = str(path)
     with os.fdopen(os.dup(sys.stdin.fileno()), "rb") if path == STDIN else open(path, "rb") as raw:
         try:

@@ -396,7 +396,7 @@ def _listed(name: str, output: Path) -> list[Path]:
 
 
 def load_plan(output: Path) -> Optional[CorpusPlan]:
-    """The plan of the last run into this folder; None where there was none."""
+    """The plan of the last run into this folder; None if there was none."""
     try:
         return CorpusPlan.from_json((output / "plan.json").read_text())
     except (OSError, ValueError, KeyError, TypeError):

@@ -57,7 +57,7 @@ def stage_address(stage: StageWanted) -> str:
 
 
 def load(address: str, where: str = "") -> Any:
-    """The object at "module:name". Raises UsageError where there is none, and SettingsError for a missing package."""
+    """The object at "module:name". Raises UsageError if there is none, and SettingsError for a missing package."""
     module, _, name = address.partition(":")
     try:
         imported = import_module(module)
@@ -158,7 +158,7 @@ def _hints(made: Any) -> dict[str, Any]:
 
 
 def typed(value: Any, kind: Any, what: str) -> Any:
-    """The value converted to an annotated type. Raises UsageError where it does not fit."""
+    """The value converted to an annotated type. Raises UsageError if it does not fit."""
     fit, wanted = _fit(value, kind)
     if not fit:
         raise UsageError(f"{what} {value!r}: {wanted} is wanted")

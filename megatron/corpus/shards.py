@@ -55,7 +55,7 @@ class InputPiece:
 def sources_of(inputs: list[str], on_damaged: str) -> tuple[list[Source], list[tuple[str, str]]]:
     """(input files in order, unreadable files with the reason).
 
-    Raises DataError where a name of the recipe matches nothing, or, with "stop", for the first unreadable file.
+    Raises DataError if a name of the recipe matches nothing, or, with "stop", for the first unreadable file.
     """
     sources, refused = [], []
     for given in inputs:

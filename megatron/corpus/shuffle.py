@@ -178,7 +178,7 @@ def scatter_lines(numbered: Iterable[tuple[int, bytes]], output: Path, seed: int
 def gather_lines(folders: list[Path], partition: int, memory: int) -> Iterator[bytes]:
     """The lines of a partition in the order of their keys.
 
-    Where they do not fit into the memory they are read several times, for one range of keys at a time.
+    If they do not fit into the memory they are read several times, for one range of keys at a time.
     """
     pieces = []
     for folder in folders:
@@ -219,7 +219,7 @@ def _range_of(pieces: list) -> tuple[int, int]:
 
 
 def _records(pieces: list) -> Iterator[tuple[int, int, bytes]]:
-    """(key, place, line) of all pieces, one piece in memory at a time. Raises DataError where a piece is damaged."""
+    """(key, place, line) of all pieces, one piece in memory at a time. Raises DataError if a piece is damaged."""
     import zstandard
 
     unpacker = zstandard.ZstdDecompressor()

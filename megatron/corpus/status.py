@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page of how far a run of a corpus recipe is, which a browser loads again by itself while the run goes on.
+"""A page with the progress of a corpus run, which a browser reloads by itself until the run ends.
 
 python -m megatron.tools.corpus run recipe.yaml --output runs/corpus --status-page status.html
 python -m megatron.tools.corpus status --output runs/corpus --html status.html
@@ -24,23 +24,20 @@ _STYLE = (
 )
 
 
-def status_page(told: Mapping[str, Any], output: str) -> str:
-    """The page of a progress.
-
-    told: what `status.json` says; phases: name -> [done, all]
-    """
-    phases, state = told["phases"], told.get("state", "unknown")
+def status_page(progress: Mapping[str, Any], output: str) -> str:
+    """The page of a run. progress: the content of `status.json`, with phases: name -> [done, all]."""
+    phases, state = progress["phases"], progress.get("state", "unknown")
     done, total = (sum(column) for column in zip(*phases.values(), strict=True)) if phases else (0, 0)
-    left, goes_on = told.get("seconds_left"), state.startswith("running")
+    left, goes_on = progress.get("seconds_left"), state.startswith("running")
     tiles = [
-        (state.partition(":")[0], "state", state.partition(": ")[2] or f"at {_moment(told.get('at'))}"),
+        (state.partition(":")[0], "state", state.partition(": ")[2] or f"at {_moment(progress.get('at'))}"),
         (f"{done:,} of {total:,}", "tasks done", f"{done / total:.1%}" if total else ""),
-        (f"{told.get('running', 0) if goes_on else 0:,}", "tasks under way", ""),
-        (_duration(told.get("seconds")), "since it began", ""),
+        (f"{progress.get('running', 0) if goes_on else 0:,}", "tasks under way", ""),
+        (_duration(progress.get("seconds")), "since it began", ""),
     ]
     if goes_on:
         tiles.append((_duration(left), "left, about", "if tasks go on as they did"))
-    aside = told.get("quarantined") or {}
+    aside = progress.get("quarantined") or {}
     sections = [
         Section("Phases", pictures=[("tasks done", data_url(bars(phases)))] if phases else []),
         Section("Set aside", grids=[Grid("", ["task", "why"], [[about, why] for about, why in aside.items()])]),
@@ -68,7 +65,7 @@ def bars(phases: Mapping[str, list[int]]) -> str:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Whole or not at all: a browser may load it at any moment."""
+    """Write the page completely or not at all, because a browser may load it at any moment."""
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
@@ -76,7 +73,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 class StatusPage:
-    """Writes the page anew, every few seconds and at the end of a run."""
+    """Rewrites the page every few seconds and at the end of a run."""
 
     def __init__(self, path: Path, output: str):
         self.path, self.output, self.last = path, output, 0.0

@@ -99,7 +99,7 @@ class BadPages(ValueError):
 
 
 def pages_of(piece: bytes) -> Iterator[WikiPage]:
-    """The pages of a piece, with the text of the last revision. Raises BadPages where it is not XML.
+    """The pages of a piece, with the text of the last revision. Raises BadPages if it is not XML.
 
     The pieces are parsed inside an element, where no entities can be declared.
     """

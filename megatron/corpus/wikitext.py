@@ -4,7 +4,7 @@
     plain_text("'''Anarchism''' is a [[political philosophy|philosophy]].<ref>A note</ref>")
     'Anarchism is a philosophy.'
 
-mwparserfromhell builds the tree. Templates are removed with their contents, except those that stand for words of a sentence
+mwparserfromhell builds the tree. Templates are removed with their contents, except those that replace words of a sentence
 (`{{lang|fr|mot}}`, `{{convert|5|km}}`). Formulas stay, between dollars. Paragraphs are separated by blank lines; a heading
 is a line of its own; list items begin with "- ". Empty sections, and those of sources and links, are removed.
 """
@@ -192,7 +192,7 @@ _RENDER: dict[str, Callable] = dict(
 )
 
 
-# ---- templates that stand for words of a sentence ------------------------------------------------------------------------
+# ---- templates that replace words of a sentence ------------------------------------------------------------------------
 
 
 def _word(words: list[str], number: int) -> str:

@@ -32,7 +32,7 @@ def parse_blend(words: Sequence[str], flag: str, open_folders: bool = True) -> B
     open_folders: expand folders; False accesses no files.
 
     An even number of words that alternate numbers and prefixes gives weights and prefixes. Anything else is a list of
-    prefixes (Megatron-LM's rule). A folder stands for all datasets in it, each weighted by its number of tokens.
+    prefixes (Megatron-LM's rule). A folder means all datasets in it, each weighted by its number of tokens.
 
     >>> parse_blend(["30", "web", "10", "books"], "--data-path")
     Blend(prefixes=['web', 'books'], weights=[0.75, 0.25])

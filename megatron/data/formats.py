@@ -68,7 +68,7 @@ def endings_of(prefix: str | os.PathLike) -> tuple[str, ...]:
     there = there or [endings for endings in LAYOUTS if os.path.exists(prefix + endings[0])]
     if len(there) > 1:
         names = " and ".join(prefix + endings[-1] for endings in there)
-        raise DataError(f"{names} are both there", do="one name stands for one dataset: rename or remove one of them")
+        raise DataError(f"{names} both exist", do="one name must be one dataset: rename or remove one of them")
     return there[0] if there else MEGATRON.endings
 
 

@@ -16,7 +16,7 @@ Part = tuple[int, int, "str | list[str]"]  # key, number of the piece from 1 (0:
 
 @dataclass(frozen=True)
 class Cutting:
-    """How much text to cut around an n-gram: see `contamination.cut`."""
+    """The amount of text to cut around an n-gram: see `contamination.cut`."""
 
     side: int = 200
     least: int = 200

@@ -17,7 +17,7 @@ from typing import Optional
 
 import torch
 
-from megatron.fused_kernels import activations, attention, matmul, noncausal, norms, reference
+from megatron.fused_kernels import attention, cpu_ops, noncausal, norms, reference
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
 
@@ -295,7 +295,7 @@ TABLE: dict[str, list[Implementation]] = {
     "matmul": [
         Implementation(
             "oneDNN in fp32",
-            matmul.onednn,
+            cpu_ops.onednn,
             "about 2 x as fast as MKL on AMD CPUs",
             lambda case: _on("cpu", torch.float32)(case) and not torch.compiler.is_compiling(),  # its own products
             _onednn(),
@@ -346,7 +346,7 @@ TABLE: dict[str, list[Implementation]] = {
     "geglu": [
         Implementation(
             "one buffer",
-            activations.geglu,
+            cpu_ops.geglu,
             "on CPUs gradients of gates and values are written where the product needs them",
             lambda case: case.device == "cpu" and not torch.compiler.is_compiling(),
             covers=FUSED,

@@ -53,7 +53,7 @@ def block_causal(
 class QueryBlock(NamedTuple):
     """The queries from start to stop, and the keys from first to end that any of them sees.
 
-    apart: some of these keys belong to documents before that of one of the queries
+    apart: some of these keys belong to an earlier document than one of the queries
     """
 
     start: int

@@ -84,7 +84,7 @@ class Sampling:
 
 
 def _draws(name: str, *neutral: float) -> Needs:
-    """What a setting of the draws needs, where its value is not one of `neutral`, which ask for nothing."""
+    """The condition for a sampling setting to have an effect, unless its value is one of `neutral`."""
 
     def met(s) -> bool:
         one_token = s.greedy or s.temperature == 0 or s.top_k == 1 or s.beams > 1

@@ -17,7 +17,8 @@ from megatron.inference.choices import allowed_to_end, kept, occurred, penalised
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
-from megatron.model.t5.module import DecoderCache, EncodedSource
+from megatron.model.t5.layers import DecoderCache
+from megatron.model.t5.module import EncodedSource
 from megatron.mpu.mesh import Axis
 
 
@@ -65,14 +66,14 @@ def generate_targets(
             chosen = _chosen(allowed_to_end(logits[-1], sampling, step, end), tokens, sampling, draws[:, step])
         chosen = of_last_stage(chosen, (len(sources),), torch.int64, device, pp)
         tokens = torch.cat((tokens, chosen.unsqueeze(0)))
-        told = chosen.tolist()
-        for row, token in enumerate(told):
+        numbers = chosen.tolist()
+        for row, token in enumerate(numbers):
             running[row] &= token != end
             if running[row]:
                 new[row].append(token)
             else:
-                told[row] = -1
-        on_token(told)
+                numbers[row] = -1
+        on_token(numbers)
         if not any(running):
             break
     return new

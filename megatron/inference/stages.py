@@ -28,7 +28,8 @@ from megatron.errors import SettingsError
 from megatron.model.cache import Cache
 from megatron.model.facts import Facts
 from megatron.model.t5.facts import even
-from megatron.model.t5.module import DecoderCache, EncodedSource, attended
+from megatron.model.t5.layers import DecoderCache
+from megatron.model.t5.module import EncodedSource, attended
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis, Mesh
 from megatron.pipeline.build import build_stages, check_model_complete

@@ -83,7 +83,7 @@ class ForwardContext:
 
 
 def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
-    """Which keys each query may see, [b, s, t] bool: those of its document that are not after it; from document ids [s,
+    """The keys that each query may see, [b, s, t] bool: those of its document that are not after it; from document ids [s,
     b] and [t, b]. The queries are the last s tokens.
     """
     s, t = query_documents.shape[0], key_documents.shape[0]

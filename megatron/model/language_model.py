@@ -17,7 +17,6 @@ from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
-from megatron.model.fusions import choose_fusions
 from megatron.model.graph_dump import dumping_backend
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
@@ -50,6 +49,13 @@ def sum_over_tokens(values: torch.Tensor, loss_mask: Optional[torch.Tensor], par
     if loss_mask is not None:
         values = values * (loss_mask.chunk(part.tp.size)[part.tp.rank] if cut else loss_mask)
     return mappings.reduce_from_tensor_model_parallel_region(values.sum(), part.tp) if cut else values.sum()
+
+
+def choose_fusions(model: nn.Module, kernels: Kernels) -> None:
+    """Enable or disable fused kernels: set `unfused` of each module that names a setting as its `fusion`."""
+    for module in model.modules():
+        if fusion := getattr(module, "fusion", None):
+            module.unfused = not getattr(kernels, fusion)
 
 
 class LanguageModel(nn.Module):

@@ -57,7 +57,7 @@ class RankSetup:
         return 4 * rows + own
 
 
-# --recompute-granularity: each includes the ops of the one before. The sum after attention belongs to none but the last.
+# --recompute-granularity: each includes the ops of the one before. The sum after attention belongs only to the last.
 _, CORE, ATTENTION, LAYER = GRANULARITIES = ("", "core_attn", "full_attn", "full")
 
 

@@ -24,10 +24,10 @@ class Unit:
     """Weights that ZeRO gathers together: a layer, a table, a norm. Experts among them are reduced along axes of their own
     (`Placement.data_axes`).
 
-    name:    what the names of its weights begin with: `blocks.17`
-    weights: the rest of the name -> what the weight is, or the buffer
-    layer:   its number in the whole network; None: it is no layer
-    ends:    which ends of the pipeline hold a unit that is no layer: "first", "last" or both, as a tied table
+    name:    the prefix of the names of its weights: `blocks.17`
+    weights: the rest of the name -> the placement of the weight or buffer
+    layer:   its number in the whole network; None: not a layer
+    ends:    the ends of the pipeline that hold a unit that is not a layer: "first", "last", or both for a tied table
     """
 
     name: str
@@ -36,7 +36,7 @@ class Unit:
     ends: tuple[str, ...] = ()
 
     def held_by(self, first: bool, last: bool) -> bool:
-        """Whether a stage that is so placed holds it, if it is no layer."""
+        """Whether such a stage holds it, if it is not a layer."""
         return (first and "first" in self.ends) or (last and "last" in self.ends)
 
 
@@ -46,7 +46,7 @@ def add_prefix(name: str, table: Table) -> dict[str, Placement]:
 
 
 def take_prefix(table: Table, name: str) -> dict[str, Placement]:
-    """What stands under `name.` in a table, by the rest of its name."""
+    """The entries of a table whose names begin with `name.`, by the rest of their names."""
     return {key[len(name) + 1 :]: placement for key, placement in table.items() if key.startswith(f"{name}.")}
 
 
@@ -73,11 +73,11 @@ def column(
     matrices=None,
     experts: Optional[int] = None,
 ) -> dict[str, Placement]:
-    """Of a column-parallel linear layer: [rows..., inputs], divided along the dim `cut` of its rows.
+    """The weights of a column-parallel linear layer: [rows..., inputs], divided along the dim `cut` of its rows.
 
     Fused queries, keys and values are `rows=(g, q + 2, d), cut=0`, a gated MLP `rows=(2, ffn), cut=1`: every shard is one
-    box. matrices: those that it is made of (`Placement`), if it is not one. experts: there are so many of it, [experts,
-    rows..., inputs], divided over ep, and each of them over etp
+    box. matrices: its separate matrices (`Placement`), if it has several. experts: their number; the shape is [experts,
+    rows..., inputs], divided over ep, and each expert over etp
     """
     front, cuts, parts = (), {"tp": cut}, matrices or (0, rows[:1])
     if experts is not None:
@@ -97,8 +97,8 @@ def row(
     sequence_parallel: bool = False,
     experts: Optional[int] = None,
 ) -> dict[str, Placement]:
-    """Of a row-parallel linear layer: [outputs, inputs], divided along its inputs. experts: there are so many of it,
-    [experts, outputs, inputs]; ranks of etp each add a part of an expert's bias, or add it to a part of its tokens.
+    """The weights of a row-parallel linear layer: [outputs, inputs], divided along its inputs. experts: their number;
+    the shape is [experts, outputs, inputs], and the gradient of an expert's bias is partial over etp.
     """
     front, cuts, partial = (
         (),
@@ -116,8 +116,8 @@ def row(
 
 
 def norm(model: Model, width: int, partial: bool) -> dict[str, Placement]:
-    """Of LayerNorm or RMSNorm. partial: each tensor parallel rank's gradient is a part of a sum, because each sees a part
-    of the tokens (sequence parallelism) or of the heads (query-key norm).
+    """The weights of LayerNorm or RMSNorm. partial: each tensor parallel rank's gradient is a part of a sum, because it
+    sees a part of the tokens (sequence parallelism) or of the heads (query-key norm).
     """
     axes = ("tp",) if partial else ()
     table = {"weight": Placement((width,), Constant(1.0), partial=axes, decay=False)}
@@ -127,25 +127,25 @@ def norm(model: Model, width: int, partial: bool) -> dict[str, Placement]:
 
 
 def vocab_embedding(model: Model, vocab_size: int) -> dict[str, Placement]:
-    """Of an embedding of words, or an output layer: [v, h], its rows divided, padded on each rank."""
+    """The weight of a word embedding or an output layer: [v, h], with rows divided over ranks and padded on each."""
     shape, multiple = (vocab_size, model.hidden_size), model.make_vocab_size_divisible_by
     init = Normal(model.init_method_std)
     return {"weight": Placement(shape, init, cut={"tp": 0}, multiple=multiple, embedding_or_output=True)}
 
 
 def positions(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """Of learned positions: [positions, h]. Under sequence parallelism each rank looks up its own part of the sequence."""
+    """The weight of learned positions: [positions, h]. With sequence parallelism each rank reads those of its part."""
     shape, partial = (model.position_table, model.hidden_size), ("tp",) if sequence_parallel else ()
     return {"weight": Placement(shape, Normal(model.init_method_std), partial=partial)}
 
 
 def output_std(model: Model) -> float:
-    """Of layers that write to the residual stream: smaller, so that its variance does not grow with depth."""
+    """The initial standard deviation of layers that write to the residual stream: its variance must not grow with depth."""
     return model.init_method_std / math.sqrt(2 * model.num_layers)
 
 
 def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """Of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
+    """The weights of self-attention. The fused weight is [g, q + 2, d, h]: of each group queries, then key, then value."""
     m, bias = model, not model.disable_bias_linear
     queries = m.num_attention_heads // m.query_groups
     rows, parts = (m.query_groups, queries + 2, m.head_dim), (1, (queries, 1, 1))
@@ -164,7 +164,7 @@ def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
 
 
 def mlp(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """Of the feed-forward half of a layer. With --swiglu its two input matrices are one, [2, ffn, h]: gate, then values."""
+    """The weights of a layer's MLP. With --swiglu its two input matrices are one, [2, ffn, h]: gate, then values."""
     m, bias = model, not model.disable_bias_linear
     rows, cut, parts = ((2, m.ffn_size), 1, (0, (1, 1))) if m.swiglu else ((m.ffn_size,), 0, None)
     return {

@@ -124,7 +124,7 @@ def sleep_from_now_on(threads: int) -> bool:
 
 
 def waiting(env: Mapping[str, str] = os.environ) -> str:
-    """How threads wait, by the environment, in words."""
+    """Describe how threads wait, according to the environment."""
     if env.get("GOMP_SPINCOUNT"):
         return f"GOMP_SPINCOUNT {env['GOMP_SPINCOUNT']}"
     return f"waiting threads {'sleep' if env.get('OMP_WAIT_POLICY', '').lower() == 'passive' else 'spin'}"

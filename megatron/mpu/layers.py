@@ -48,7 +48,7 @@ class WgradGemm(NamedTuple):
             self.columns.start()
 
     def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
-        """Add the gradient to `total` [out..., in] fp32, or copy it there if `overwrite`.
+        """Add the gradient to `total` [out..., in], or copy it there if `overwrite`.
 
         If its operands have the format of `total`, and on CUDA, the product accumulates into `total`: then the gradient is
         neither rounded nor written to memory and read again.
@@ -72,7 +72,7 @@ class LinearOptions(NamedTuple):
     reduce:     x is the whole input, equal on all ranks of this axis; the gradient of x is all-reduced (the conjugate of
                 arXiv:1909.08053, as `mappings.copy_to_tensor_model_parallel_region`)
     deferred:   defers the product for the weight's gradient while it collects (zero-bubble W)
-    accumulate: weight -> function that adds the product to the weight's fp32 gradient, or None if there is none
+    accumulate: weight -> function that adds the product to the weight's gradient, or None if there is none
     product:    the layer's own products, if they are not plain ones
 
     Communication in the backward pass overlaps with the other product.
@@ -417,7 +417,7 @@ class ColumnParallelLinear(nn.Module):
         None  # set by `deferred_wgrad.attach_weight_grad_store` for pipelines with W passes
     )
     accumulate: Callable | None = (
-        None  # set by `attach_wgrad_accumulator` where products add to the optimizer's fp32 gradients
+        None  # set by `attach_wgrad_accumulator` where products add to the optimizer's gradients
     )
     # Overlap the all-reduce of the input's gradient with the product for the weight's. Not under --amp-level O1, which
     # casts x before the product: the gradient is reduced in the format of x.

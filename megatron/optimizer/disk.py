@@ -16,7 +16,7 @@ that is being saved and writes the other one.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
@@ -31,7 +31,7 @@ from megatron.optimizer.update import Rates, UpdateRule
 class DiskState(OwnedState):
     """Moments of consecutive owned ranges in a file, and their main weights unless these are in `memory`.
 
-    reduced:  fp32 gradients of the rank's whole shard
+    reduced:  gradients of the rank's whole shard
     memory:   fp32 main weights, if the model holds them already
     copies:   copies of the state in the file: 2 for pieces that outlast steps (`keep`)
     Raises StorageError when the file cannot be created in the folder.
@@ -51,21 +51,30 @@ class DiskState(OwnedState):
         self.memory, self.offload, self.direct = memory, memory is None, memory is None
         self.names = rule.state if memory is not None else ("main", *rule.state)
         self.away = reduced.device.type != "cpu"  # the model's gradients and weights are on a device
-        self.on_disk = file_bytes(self.size, len(self.names) * copies)
-        self._scratch = Scratch(folder, len(self.names) * copies, self.size)
+        self._dtypes = [torch.float32 if name == "main" else rule.dtype_of(name) for name in self.names]
+        widths = [dtype.itemsize for dtype in self._dtypes]
+        self.on_disk = file_bytes(self.size, widths * copies)
+        self._scratch = Scratch(folder, widths * copies, self.size)
         self._copies, self._current, self._next = copies, 0, 0
         self._width = part_size(self.size)
-        self._planes = 1 + len(rule.state) if self.away else len(self.names)
-        self._buffers = _page_aligned(buffer_bytes(self.size, self._planes), self.away)
-        self._buffers = self._buffers.view(SLOTS, self._planes, self._width)
-        self._arriving = _page_aligned(4 * self._width, True) if self.away else None
+        planes = [torch.float32, *map(rule.dtype_of, rule.state)] if self.away else self._dtypes
+        self._memory = _page_aligned(buffer_bytes(self.size, [dtype.itemsize for dtype in planes]), self.away)
+        self._buffers = [self._planes(slot, planes) for slot in self._memory.chunk(SLOTS)]
+        self._arriving = None
+        if self.away:
+            self._arriving = torch.zeros(self._width, dtype=reduced.dtype, pin_memory=True)
         starts = range(0, self.size, self._width)
         self._parts = [slice(start, min(start + self._width, self.size)) for start in starts]
+
+    def _planes(self, slot: torch.Tensor, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Divide the bytes of a slot into a part of each plane."""
+        pieces = slot.split([self._width * dtype.itemsize for dtype in dtypes])
+        return [piece.view(dtype) for piece, dtype in zip(pieces, dtypes)]
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory: buffers, and main weights that the model holds."""
-        tensors = (self._buffers, self._arriving, self.memory)
+        tensors = (self._memory, self._arriving, self.memory)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
@@ -80,7 +89,7 @@ class DiskState(OwnedState):
 
     def _mapped(self, plane: int) -> torch.Tensor:
         memory = self._scratch.map(self._current * len(self.names) + plane)
-        return torch.frombuffer(memory, dtype=torch.float32, count=self.size)
+        return torch.frombuffer(memory, dtype=self._dtypes[plane], count=self.size)
 
     def keep(self) -> None:
         """Preserve the present content of the file: the next step writes to the other copy."""
@@ -108,18 +117,25 @@ class DiskState(OwnedState):
                     coming = disk.submit(self._read, number + 1)
                 main, gradient, *moments = self._flats(number, part, gradients)
                 named = dict(zip(self.rule.state, moments, strict=True))
-                update(self.rule, (main, gradient), named, within(self.ranges, part), step_count, rates)
+                update(
+                    self.rule, (main, gradient), named, within(self.ranges, part), step_count, rates, self._fill(part)
+                )
                 self._deliver(main, part, targets)
                 leaving.append(disk.submit(self._write, number))
             for write in leaving:
                 write.result()
         self._current = self._next
 
+    def _fill(self, part: slice) -> Callable[[slice, torch.Tensor], bool]:
+        """`fill` for ranges that are counted from the start of a part."""
+        return lambda where, words: self.fill(slice(where.start + part.start, where.stop + part.start), words)
+
     def _flats(self, number: int, part: slice, gradients: torch.Tensor) -> list[torch.Tensor]:
         """Main weights, gradients and moments of a part, in host memory."""
         size = part.stop - part.start
-        buffers = list(self._buffers[number % SLOTS, :, :size])
-        main, states = buffers[: self._planes - len(self.rule.state)], buffers[self._planes - len(self.rule.state) :]
+        buffers = [buffer[:size] for buffer in self._buffers[number % SLOTS]]
+        moments = len(buffers) - len(self.rule.state)
+        main, states = buffers[:moments], buffers[moments:]
         gradient = self._arriving[:size].copy_(gradients[part]) if self.away else gradients[part]
         if self.memory is not None:
             main = [main[0].copy_(self.memory[part]) if main else self.memory[part]]
@@ -143,9 +159,9 @@ class DiskState(OwnedState):
         """Read or write a part, plane by plane, in whole pages (the last may extend past the state)."""
         count = len(self.names)
         size = part_size(self._parts[number].stop - self._parts[number].start)
-        for plane, buffer in enumerate(self._buffers[number % SLOTS, -count:, :size]):
-            data = memoryview(buffer.numpy()).cast("B")
-            move(copy * count + plane, 4 * self._parts[number].start, data)
+        for plane, buffer in enumerate(self._buffers[number % SLOTS][-count:]):
+            data = memoryview(buffer[:size].view(torch.uint8).numpy())
+            move(copy * count + plane, buffer.element_size() * self._parts[number].start, data)
 
 
 def within(ranges: Ranges, part: slice) -> Ranges:
@@ -158,7 +174,7 @@ def within(ranges: Ranges, part: slice) -> Ranges:
 
 
 def _page_aligned(size: int, pinned: bool) -> torch.Tensor:
-    """Allocate fp32 memory for direct reads and writes."""
+    """Allocate memory for direct reads and writes, in bytes."""
     if pinned:
-        return torch.zeros(size // 4, dtype=torch.float32, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.float32)
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

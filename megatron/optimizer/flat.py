@@ -3,6 +3,8 @@
 
 from collections.abc import Iterable
 
+# Elements of bf16 state and gradients that an update widens to fp32 at a time: parts that stay in a cache, by device
+WIDENED = dict(cpu=1 << 19, cuda=1 << 22)
 ALIGN = 64  # elements: 128 bytes in bf16, which suits vector units and tensor cores
 
 

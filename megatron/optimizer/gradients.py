@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a rank: hooks collect them in flat fp32 buffers, unit by unit, and data parallel ranks sum them.
+"""Gradients of a rank: hooks collect them in flat buffers, unit by unit, and data parallel ranks sum them.
 
 There are two modes, by ZeRO stage. `keep` (0, 1): one buffer of all units accumulates the micro-batches of a step, and
 each unit is reduced once a step. Otherwise a unit has a buffer from the first gradient of a pass to the last. Then the
@@ -7,6 +7,10 @@ buffer is reduce-scattered and freed, and the rank keeps only its shard of the s
 
 When a unit is reduced is said by the list of a step (`pipeline/sharding.py`), which `messages.py` runs: after the last
 gradient of a micro-batch, or of the step. With overlap that is inside the backward pass, and is waited for later.
+
+Buffers are fp32, or bf16 with `--grad-reduce-in-bf16`: then micro-batches and ranks are added in bf16, as in Megatron-LM.
+The shard of `keep` is what the reduction leaves, in the same format. Otherwise it adds the micro-batches in the format of
+`--main-grads-dtype`. Updates read bf16 gradients in fp32, so a copy of the shard in fp32 would change nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +32,7 @@ class UnitGradients:
 
     own: OwnedRange
     arrived: dict[str, int]  # parameter -> number of gradients
-    buffer: Optional[torch.Tensor] = None  # fp32
+    buffer: Optional[torch.Tensor] = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter -> its view into the buffer
     written: set[str] = field(default_factory=set)  # parameters whose view holds a gradient
     reductions: int = 0  # started in this step
@@ -64,14 +68,26 @@ class Reduction(NamedTuple):
 
 
 class GradientBuffers:
-    """The gradient buffers of a rank. `reduced` is its shard of the fp32 sum over a step and all data parallel ranks.
+    """The gradient buffers of a rank. `reduced` is its shard of the sum over a step and all data parallel ranks.
 
-    owned:    this rank's range of each unit
-    arrived:  called with a unit when one of its parameters has got a gradient
+    owned:      this rank's range of each unit
+    dtype:      number format of the buffers, and so of reductions
+    main_dtype: that of the shard, unless `keep`
+    arrived:    called with a unit when one of its parameters has got a gradient
     """
 
-    def __init__(self, owned: Sequence[OwnedRange], mesh: Mesh, *, device, keep: bool, overlap: bool):
-        self.mesh, self.device, self.keep = mesh, device, keep
+    def __init__(
+        self,
+        owned: Sequence[OwnedRange],
+        mesh: Mesh,
+        *,
+        device,
+        keep: bool,
+        overlap: bool,
+        dtype=torch.float32,
+        main_dtype=torch.float32,
+    ):
+        self.mesh, self.device, self.keep, self.dtype = mesh, device, keep, dtype
         self.arrived: Callable[[UnitGradients], None] = lambda tally: None
         self.tallies = {
             own.unit.name: UnitGradients(own, dict.fromkeys((slot.name for slot in own.unit.slots), 0)) for own in owned
@@ -83,7 +99,9 @@ class GradientBuffers:
                 tally.take(self.whole[tally.own.unit.buffer_slice])
         self.in_place = keep and all(own.whole for own in owned)
         self.together = self.in_place and not overlap  # all units are one reduction
-        self.reduced = self.whole if self.in_place else self._zeros(sum(own.high - own.low for own in owned))
+        self.reduced = self.whole
+        if not self.in_place:
+            self.reduced = self._zeros(sum(own.high - own.low for own in owned), dtype if keep else main_dtype)
         self.num_microbatches = 0  # of this step
         self.under_way: list[Reduction] = []
         self.slots = {slot.parameter: (tally, slot) for tally in self.tallies.values() for slot in tally.own.unit.slots}
@@ -101,8 +119,8 @@ class GradientBuffers:
             places = [tally.own.shard_slice for tally in tallies]
             yield name, slice(places[0].start, places[-1].stop)
 
-    def _zeros(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.float32, device=self.device)
+    def _zeros(self, size: int, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype or self.dtype, device=self.device)
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +183,7 @@ class GradientBuffers:
         elif self.keep:
             work = collectives.start_reduce_scatter(place, buffer, self.axis(tally.own.unit.sharded))
         else:
-            piece = torch.empty_like(place)
+            piece = torch.empty_like(place, dtype=self.dtype)
             work = collectives.start_reduce_scatter(piece, buffer, self.axis(tally.own.unit.sharded))
             tally.buffer, tally.views = None, {}
         tally.reductions += 1

@@ -14,7 +14,7 @@ from megatron.settings.schema import Optimizer
 class Kind(NamedTuple):
     """The state and the settings of an optimizer.
 
-    state:    settings -> names of the state tensors per weight, each fp32 and as large as the weight
+    state:    settings -> names of the state tensors per weight, each as large as the weight, in the format of `format_of`
     settings: names of the settings that only this optimizer reads
     matrices: names of the state tensors of linear layers' matrices, if it updates these by another formula
               (`Placement.matrices`); None: all weights are treated alike
@@ -86,6 +86,43 @@ def state_of(settings: Optimizer, matrix: bool = False) -> tuple[str, ...]:
     """
     kind = kinds_of(settings)[settings.rule]
     return kind.matrices if matrix and kind.matrices is not None else kind.state(settings)
+
+
+ELEMENT = dict(fp32=4, bf16=2)  # bytes of a number
+_FORMATS = dict(exp_avg="exp_avg_dtype", momentum_buffer="exp_avg_dtype", exp_avg_sq="exp_avg_sq_dtype")
+
+
+def format_of(settings: Optimizer, name: str) -> str:
+    """The number format of a state tensor. A state of a user's own optimizer is fp32, unless it has a name of these.
+
+    >>> format_of(Optimizer(exp_avg_dtype="bf16"), "exp_avg"), format_of(Optimizer(exp_avg_dtype="bf16"), "square")
+    ('bf16', 'fp32')
+    """
+    return getattr(settings, _FORMATS[name]) if name in _FORMATS else "fp32"
+
+
+def formats_of(settings: Optimizer) -> set[str]:
+    """Names of the settings for formats of state that this optimizer keeps."""
+    names = {name for matrix in (False, True) for name in state_of(settings, matrix)}
+    return {_FORMATS[name] for name in names & _FORMATS.keys()}
+
+
+def state_bytes(settings: Optimizer, matrix: bool = False) -> tuple[int, ...]:
+    """Bytes per weight of each state tensor, in the order of `state_of`."""
+    return tuple(ELEMENT[format_of(settings, name)] for name in state_of(settings, matrix))
+
+
+def gradient_bytes(settings: Optimizer, stage: int) -> tuple[int, int]:
+    """Bytes of a gradient while it is accumulated and reduced, and in a rank's shard of the sum.
+
+    The shard of ZeRO 2 and 3 adds the micro-batches in the format of --main-grads-dtype. That of other stages is what the
+    reduction leaves.
+
+    >>> gradient_bytes(Optimizer(grad_reduce_in_bf16=True), 1), gradient_bytes(Optimizer(grad_reduce_in_bf16=True), 2)
+    ((2, 2), (2, 4))
+    """
+    reduced = ELEMENT[settings.reduced_format]
+    return reduced, ELEMENT[settings.main_grads_dtype] if stage >= 2 else reduced
 
 
 def knows_matrices(settings: Optimizer) -> bool:

@@ -28,7 +28,7 @@ def build_states(
     """Build the state of all owned ranges, divided by `--optimizer-offload-fraction` and `--nvme-offload-fraction`.
 
     rule:       the update rule
-    reduced:    fp32 gradients of the rank's whole shard
+    reduced:    gradients of the rank's whole shard
     memory_of:  (ranges, whether every rank keeps the model's weights whole) -> fp32 model weights that also serve as main
                 weights
     whole:      every rank keeps the model's weights whole

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules for combining settings of the optimizer (`settings.rules`)."""
 
-from megatron.optimizer.kinds import COEFFICIENTS, kinds_of, knows_matrices, state_of
+from types import SimpleNamespace
+
+from megatron.optimizer.kinds import COEFFICIENTS, formats_of, kinds_of, knows_matrices, state_of
 from megatron.settings.effects import Needs
 from megatron.settings.rules import Rule
 from megatron.settings.schema import Optimizer
@@ -56,6 +58,12 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.accumulate_allreduce_grads_in_fp32 and s.main_grads_dtype == "bf16",
+        lambda s: (
+            "--main-grads-dtype bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other: leave one out"
+        ),
+    ),
+    Rule(
         lambda s: s.decoupled_min_lr is not None and s.decoupled_lr is None,
         lambda s: f"--decoupled-min-lr {s.decoupled_min_lr} needs --decoupled-lr, the highest rate of the embeddings",
     ),
@@ -68,10 +76,25 @@ def idle_of(settings: Optimizer) -> dict[str, Needs]:
     users = {
         name: [kind for kind in kinds if name in kinds[kind].names] for one in kinds.values() for name in one.names
     }
-    return {
+    formats = {
+        "exp_avg_dtype": Needs("an optimizer with a first moment", lambda s: _keeps(s, "exp_avg_dtype")),
+        "exp_avg_sq_dtype": Needs("--optimizer adam or muon", lambda s: _keeps(s, "exp_avg_sq_dtype")),
+        "stochastic_rounding": Needs("--exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16", _rounds),
+    }
+    return formats | {
         name: Needs(f"--optimizer {' or '.join(those)}", lambda s, those=those: s.settings.optimizer.rule in those)
         for name, those in users.items()
     }
+
+
+def _keeps(s: SimpleNamespace, name: str) -> bool:
+    """Whether the optimizer keeps state whose format this setting is."""
+    return name in formats_of(s.settings.optimizer)
+
+
+def _rounds(s: SimpleNamespace) -> bool:
+    """Whether the optimizer keeps bf16 state."""
+    return any(getattr(s, name) == "bf16" for name in formats_of(s.settings.optimizer))
 
 
 IDLE = idle_of(Optimizer())  # for the built-in optimizers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A temporary, unnamed file for state that does not stay in memory: planes of fp32 numbers. Needs no torch.
+"""A temporary, unnamed file for state that does not stay in memory: planes of numbers. Needs no torch.
 
 A step reads and writes the file in parts, with O_DIRECT where the file system supports it. The only memory needed is then
 the caller's buffers. A mapping of the file would be simpler, but the kernel would decide how much of it stays in memory,
@@ -17,36 +17,38 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import StorageError
 
 PAGE = 4096  # bytes: the unit of direct reads and writes
-PART = 1 << 20  # elements of a plane per read or write, 4 MiB: larger ones measured no faster
+PART = 1 << 20  # elements of a plane per read or write, 4 MiB in fp32: larger ones measured no faster
 SLOTS = 3  # parts in memory: one is read, one updated, one written
 
 
 def part_size(elements: int) -> int:
-    """Elements of the buffer through which a plane of `elements` elements is streamed."""
-    return min(PART, _up(elements * 4) // 4)
+    """Elements of the buffer through which a plane of `elements` elements is streamed: whole pages, even in bf16."""
+    return min(PART, _up(elements * 2) // 2)
 
 
-def buffer_bytes(elements: int, planes: int) -> int:
-    """Bytes of memory to stream a state with `planes` numbers per element."""
-    return 4 * SLOTS * planes * part_size(elements)
+def buffer_bytes(elements: int, widths: Sequence[int]) -> int:
+    """Bytes of memory to stream a state with planes of numbers of these bytes."""
+    return SLOTS * sum(widths) * part_size(elements)
 
 
-def file_bytes(elements: int, planes: int) -> int:
-    """Bytes of a file with `planes` planes."""
-    return planes * _up(4 * elements)
+def file_bytes(elements: int, widths: Sequence[int]) -> int:
+    """Bytes of a file with planes of numbers of these bytes."""
+    return sum(widths) * (_up(2 * elements) // 2)
 
 
 class Scratch:
-    """A file of `planes` planes of `elements` fp32 numbers each, initially zero."""
+    """A file of planes of `elements` numbers each, initially zero. widths: bytes of a number, for each plane."""
 
-    def __init__(self, folder: str, planes: int, elements: int):
+    def __init__(self, folder: str, widths: Sequence[int], elements: int):
         """Raises StorageError when the folder is missing, not writable or too full for the file."""
-        self.folder, self.plane, size = folder, _up(4 * elements), file_bytes(elements, planes)
+        self.folder, size = folder, file_bytes(elements, widths)
+        self._starts = [file_bytes(elements, widths[:plane]) for plane in range(len(widths) + 1)]
         with _storage_errors(
             f"--nvme-offload-dir {folder} cannot take {size:,} bytes of optimizer state", Path(folder)
         ):
@@ -76,7 +78,7 @@ class Scratch:
         self._move(os.pwritev, "written to", plane, start, source)
 
     def _move(self, call, verb: str, plane: int, start: int, data: memoryview) -> None:
-        at = self.plane * plane + start
+        at = self._starts[plane] + start
         with _storage_errors(f"optimizer state cannot be {verb} --nvme-offload-dir {self.folder}", Path(self.folder)):
             while data:
                 done = call(self._handle, [data], at)
@@ -87,7 +89,8 @@ class Scratch:
     def map(self, plane: int) -> mmap.mmap:
         """Map a plane into memory, through the page cache, until the result is freed. Not for use during a step."""
         with _storage_errors(f"--nvme-offload-dir {self.folder}: a file cannot be mapped", Path(self.folder)):
-            return mmap.mmap(self._handle, self.plane, offset=plane * self.plane)
+            start, stop = self._starts[plane : plane + 2]
+            return mmap.mmap(self._handle, stop - start, offset=start)
 
 
 def _up(size: int) -> int:

@@ -35,7 +35,7 @@ def sharded_init(
     build:     builds the model. It runs with the meta device as default: parameters take no memory, and the values that
                it assigns are lost
     parallel:  the ZeRO stage and its overlaps; default: stage 3
-    dtype:     number format of the model's parameters; main weights and moments are fp32
+    dtype:     number format of the model's parameters; main weights are fp32, moments too unless `settings` say bf16
     seed:      initial values depend on it and on a parameter's name only, so they are the same on any number of ranks
     init_std:  matrices are drawn from N(0, init_std); other biases are 0, other weights 1
     init:      "module": keep the values that `build` assigns instead. It then runs on the CPU of every rank, after

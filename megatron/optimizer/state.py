@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer state in flat fp32 memory: main weights and moments of some units' shards, on one device.
+"""Optimizer state in flat memory: fp32 main weights, and moments, of some units' shards, on one device.
 
-Moments are the state tensors of the update rule (`update.py`). Offloaded state is in host memory, and the CPU updates it:
-gradients are copied there, weights are copied back. `disk.py` keeps state in a file. Frozen units have only weights, in
-the model's number format: `FrozenState`.
+Moments are the state tensors of the update rule (`update.py`), in fp32 or bf16 (`rounding.py`). Offloaded state is in host
+memory, and the CPU updates it: gradients are copied there, weights are copied back. `disk.py` keeps state in a file. Frozen
+units have only weights, in the model's number format: `FrozenState`.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Optional
 
 import torch
 
-from megatron.optimizer.units import FlatUnit, OwnedRange
+from megatron.optimizer.rounding import Widened, parts_of
+from megatron.optimizer.units import FlatUnit, OwnedRange, Slot
 from megatron.optimizer.update import Group, Rates, UpdateRule
 
 Ranges = dict[Group, list[slice]]  # group -> its ranges of flat state
@@ -23,7 +26,7 @@ class OwnedState:
     """State of consecutive owned ranges: on the device or the host (`MemoryState`), or in a file (`DiskState`).
 
     main:     the main weights, a flat tensor of `size` elements; for use between two steps
-    moments:  name -> flat fp32 tensor; for use between two steps
+    moments:  name -> flat tensor, fp32 or bf16; for use between two steps
     nbytes:   bytes held in memory
     offload:  the main weights have memory apart from the model's parameters
     direct:   `step` itself copies new main weights to the model (`targets`)
@@ -40,6 +43,8 @@ class OwnedState:
         self.span = slice(owned[0].shard_slice.start, owned[-1].shard_slice.stop)  # in the rank's whole shard
         self.size = self.span.stop - self.span.start
         self.ranges = self._ranges()
+        self.places = list(self._places())
+        self.ends = [where.stop for _, where, _ in self.places]
 
     def where(self, name: str, stretch: slice) -> Optional[slice]:
         """The position in a moment of a range of the state; None if its weights have no such moment."""
@@ -58,6 +63,26 @@ class OwnedState:
     def step(self, reduced: torch.Tensor, step_count: int, rates: Rates, targets: Targets = ()) -> None:
         """One update from the shard's gradients. step_count: updates so far; targets: used if the state is `direct`."""
         raise NotImplementedError
+
+    def fill(self, stretch: slice, words: torch.Tensor) -> bool:
+        """Fill the random words of a range of the state; those of padding are 0. Returns False to round to the nearest."""
+        if self.rule.noise is None:
+            return False
+        words.zero_()
+        for slot, where, first in self.places[bisect(self.ends, stretch.start) :]:
+            if where.start >= stretch.stop:
+                break
+            start, stop = max(where.start, stretch.start), min(where.stop, stretch.stop)
+            own = words[start - stretch.start : stop - stretch.start]
+            self.rule.noise.fill(own, slot, first + start - where.start)
+        return True
+
+    def _places(self) -> Iterator[tuple[Slot, slice, int]]:
+        """Each parameter with its range in the state, and the range's first element in the parameter."""
+        for own in self.owned:
+            for slot, where in own.slots():
+                start, stop = where.start - self.span.start, where.stop - self.span.start
+                yield slot, slice(start, stop), own.low + where.start - own.at - slot.start
 
     def keep(self) -> None:
         """Preserve the present content of the tensors that are `is_stable` until the next call, whatever steps follow."""
@@ -89,7 +114,7 @@ def _stretches(unit: FlatUnit) -> Iterator[tuple[Group, int, int]]:
 class MemoryState(OwnedState):
     """State of consecutive owned ranges in the memory of the device or the host.
 
-    reduced:   fp32 gradients of the rank's whole shard
+    reduced:   gradients of the rank's whole shard
     offload:   keep the state on the host and copy gradients there for the step
     memory:    memory to use for the main weights; allocated if not given
     """
@@ -110,10 +135,10 @@ class MemoryState(OwnedState):
         self.main = torch.zeros(own.numel(), dtype=torch.float32, **host) if memory is None else memory
         self.parts = {name: self._parts(name) for name in rule.state}
         self.moments = {
-            name: torch.zeros(sum(part.stop - part.start for part in parts), dtype=torch.float32, **host)
+            name: torch.zeros(sum(part.stop - part.start for part in parts), dtype=rule.dtype_of(name), **host)
             for name, parts in self.parts.items()
         }
-        self.arriving = torch.zeros_like(self.main, **host) if offload else None
+        self.arriving = torch.zeros_like(self.main, dtype=reduced.dtype, **host) if offload else None
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +149,8 @@ class MemoryState(OwnedState):
         gradients = reduced[self.span]
         if self.offload:
             gradients = self.arriving.copy_(gradients)
-        update(self.rule, (self.main, gradients), self.moments, self.ranges, step_count, rates, self.where)
+        flats = self.main, gradients
+        update(self.rule, flats, self.moments, self.ranges, step_count, rates, self.fill, self.where)
 
     def _parts(self, name: str) -> list[slice]:
         """The ranges of the state that have a moment, in the order in which it stores them. Neighbours are merged."""
@@ -168,18 +194,33 @@ def update(
     ranges: Ranges,
     step_count: int,
     rates: Rates,
+    fill: Callable[[slice, torch.Tensor], bool],
     where_of: Callable[[str, slice], Optional[slice]] = lambda name, where: where,
 ) -> None:
     """Apply a rule to ranges of flat main weights and gradients (`flats`). All tensors are on one device.
 
+    Rules compute in fp32: bf16 gradients and moments are widened, and moments rounded again, part by part.
+
+    fill:     fills the random words of a range of the state, for rounding; see `OwnedState.fill`
     where_of: (name of a moment, range of the state) -> its position in the moment
     """
+    main, gradients = flats
+    wide = Widened(main.device)
     for group, stretches in ranges.items():
-        weights, gradients = ([flat[where] for where in stretches] for flat in flats)
-        names = rule.state_of(group)
-        states = [[moments[name][where_of(name, where)] for where in stretches] for name in names]
         step = rule.update_matrices if group.matrix else rule.update
-        step(weights, gradients, states, step_count, *rates.of(group))
+        names, rest = rule.state_of(group), (step_count, *rates.of(group))
+        if all(flat.dtype == torch.float32 for flat in (gradients, *(moments[name] for name in names))):
+            states = [[moments[name][where_of(name, where)] for where in stretches] for name in names]
+            step([main[where] for where in stretches], [gradients[where] for where in stretches], states, *rest)
+            continue
+        for part in parts_of(stretches, main.device.type):
+            states = [moments[name][where_of(name, part)] for name in names]
+            values = [wide.of(name, state) for name, state in zip(names, states)]
+            gradient = wide.of("gradient", gradients[part])
+            if gradients.dtype != torch.float32:
+                gradient.mul_(rule.widened_scale)
+            step([main[part]], [gradient], [[one] for one in values], *rest)
+            wide.store(states, values, partial(fill, part))
 
 
 def divide(owned: Sequence[OwnedRange], *shares: float) -> list[list[OwnedRange]]:

@@ -7,6 +7,7 @@ its row of `kinds.KINDS`. A new rule is a class here and a row in each table; it
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
@@ -14,11 +15,13 @@ from torch.optim.adamw import adamw
 
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import Placement
-from megatron.optimizer.kinds import state_of
+from megatron.optimizer.kinds import format_of, state_of
 from megatron.optimizer.muon import Directions
+from megatron.optimizer.rounding import Noise, Widened, parts_of
 from megatron.settings.schema import Optimizer
 
 Tensors = Sequence[torch.Tensor]
+DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 
 
 class Group(NamedTuple):
@@ -90,13 +93,22 @@ class UpdateRule:
             in each step until it knows
     scales: this rule multiplies gradients by `scale`, a number or an fp32 scalar, as it reads them. Other rules get scaled
             gradients
+    prepares: `prepare` replaces gradients, which then are fp32 for a whole rank; others are widened part by part
+    widened_scale: the same for bf16 gradients, which are multiplied when they are widened
+    noise:  random words for rounding this step's bf16 state; None: round to the nearest number
     """
 
-    gated = scales = False
+    gated = scales = prepares = False
+    noise: Optional[Noise] = None
+    widened_scale: float | torch.Tensor = 1.0
 
     def __init__(self, settings: Optimizer):
         self.settings, self.gate, self.scale = settings, Gate(), 1.0
         self.state = tuple(dict.fromkeys(name for matrix in (False, True) for name in state_of(settings, matrix)))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The number format of a state tensor, of which rules get fp32 copies."""
+        return DTYPES[format_of(self.settings, name)]
 
     def state_of(self, group: Group) -> tuple[str, ...]:
         """Names of the state tensors that a group's weights have."""
@@ -177,7 +189,7 @@ class Lion(UpdateRule):
 class Muon(AdamW):
     """Muon (`muon.py`): orthogonalised momentum for matrices of linear layers, AdamW for all other weights."""
 
-    scales = False  # momentum is updated before
+    scales, prepares = False, True  # momentum is updated before
 
     def __init__(self, settings: Optimizer):
         super().__init__(settings)
@@ -193,10 +205,15 @@ class Muon(AdamW):
         """Replace the gradients of matrices by their momentum."""
         share, name = self.settings.muon_momentum, "momentum_buffer"
         new = self.gate.factor(1 - share, 0.0)
-        for stretch in (stretch for group, those in state.ranges.items() if group.matrix for stretch in those):
+        stretches = [stretch for group, those in state.ranges.items() if group.matrix for stretch in those]
+        if self.dtype_of(name) != torch.float32:
+            stretches = parts_of(stretches, gradients.device.type)
+        memory = Widened(gradients.device)
+        for stretch in stretches:
             gradient, momentum = self.gate.clean(gradients[stretch]), state.moments[name][state.where(name, stretch)]
-            momentum.lerp_(gradient, new)
-            gradient.copy_(gradient.lerp(momentum, share) if self.settings.muon_nesterov else momentum)
+            wide = memory.of(name, momentum).lerp_(gradient, new)
+            gradient.copy_(gradient.lerp(wide, share) if self.settings.muon_nesterov else wide)
+            memory.store([momentum], [wide], partial(state.fill, stretch))
 
     def update_matrices(self, weights, gradients, states, step, lr, decay):
         shrink, rate = self.gate.factor(1 - lr * decay, 1.0), self.gate.factor(-lr, 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distributed optimizer: flat fp32 main weights and gradients, sharded by ZeRO stage (arXiv:1910.02054).
+"""The distributed optimizer: flat fp32 main weights, and gradients, sharded by ZeRO stage (arXiv:1910.02054).
 
 | stage | parameters                       | gradients                                | main weights and moments |
 |-------|----------------------------------|------------------------------------------|--------------------------|
@@ -39,6 +39,7 @@ from megatron.optimizer.buffers import BufferStore
 from megatron.optimizer.gradients import GradientBuffers
 from megatron.optimizer.messages import Messages
 from megatron.optimizer.offload import build_states
+from megatron.optimizer.rounding import Noise, norms
 from megatron.optimizer.state import FrozenState, OwnedState, Targets
 from megatron.optimizer.units import (
     Chunks,
@@ -51,7 +52,7 @@ from megatron.optimizer.units import (
     owned_ranges,
     pieces_of,
 )
-from megatron.optimizer.update import Gate, Rates, rule_of
+from megatron.optimizer.update import DTYPES, Gate, Rates, rule_of
 from megatron.optimizer.weights import ParameterBuffers
 from megatron.pipeline.sharding import Sharding
 from megatron.settings import schema
@@ -95,7 +96,7 @@ class DistributedOptimizer:
         parallel = parallel or schema.Parallel()
         keep = STAGES[parallel.sharding_stage]
         self.mesh, self.dtype, self.device = mesh, dtype, torch.device(device)
-        self.settings, self.rule, self.step_count = settings, rule_of(settings), 0
+        self.settings, self.rule, self.step_count, self.seed = settings, rule_of(settings), 0, seed
         self.buffers = BufferStore(as_chunks(model), mesh, self.device)
         for chunk in as_chunks(model):
             place_buffers(chunk, self.device)
@@ -106,7 +107,13 @@ class DistributedOptimizer:
             self.units, axis_of, self._piece, dtype=dtype, device=device, keep=keep.parameters
         )
         self.gradients = GradientBuffers(
-            self.owned, mesh, device=device, keep=keep.gradients, overlap=parallel.overlap_grad_reduce
+            self.owned,
+            mesh,
+            device=device,
+            keep=keep.gradients,
+            overlap=parallel.overlap_grad_reduce,
+            dtype=DTYPES[settings.reduced_format],
+            main_dtype=DTYPES[settings.main_grads_dtype],
         )
         if settings.gradient_accumulation_fusion:
             attach_wgrad_accumulator(as_chunks(model), self.gradients.accumulator)
@@ -207,7 +214,7 @@ class DistributedOptimizer:
 
     @property
     def reduced(self) -> torch.Tensor:
-        """This rank's fp32 shard of the summed gradients."""
+        """This rank's shard of the summed gradients: fp32, or bf16 where they are reduced so."""
         return self.gradients.reduced
 
     def memory(self) -> dict[str, int]:
@@ -282,7 +289,7 @@ class DistributedOptimizer:
             slots = (pair for own in owned for pair in own.slots())
             views = [self.reduced[where] for slot, where in slots if slot.placement.is_primary(place)]
             if views:
-                square = torch.stack(torch._foreach_norm(views)).double().square().sum()
+                square = torch.stack(norms(views)).double().square().sum()
                 total = total + square / getattr(self.mesh, name).size  # its ranks hold the same
         return total
 
@@ -342,21 +349,36 @@ class DistributedOptimizer:
         rates, self.rule.gate = Rates(lr, weight_decay, decoupled_lr), Gate(skip)
         self.buffers.combine()
         self.buffers.commit(skip)
+        self.rule.noise = self._noise()
         with phase("scale"):
-            if self.rule.scales:
-                self.rule.scale = scale
-            elif isinstance(scale, torch.Tensor) or scale != 1.0:
-                self.reduced.mul_(scale)
+            reduced = self._scaled(scale)
         direct = self.weights.keep and any(state.direct for state in self.states)
         with (
             phase("inner"),
             self.gathered_parameters() if direct else nullcontext(),
         ):  # nothing is on its way into the parameters
-            self.rule.prepare(self.states, self.reduced, self.mesh)
+            self.rule.prepare(self.states, reduced, self.mesh)
             for state in reversed(self.states):  # the GPU's state first: the host continues meanwhile
-                state.step(self.reduced, self.step_count, rates, self._targets(state))
+                state.step(reduced, self.step_count, rates, self._targets(state))
         self.step_count += 1
         self.copy_main_params_to_model_params(read=False)
+
+    def _scaled(self, scale: float | torch.Tensor) -> torch.Tensor:
+        """The gradients of an update, times `scale` unless they are multiplied when they are read or widened."""
+        reduced, rule = self.reduced, self.rule
+        if reduced.dtype != torch.float32 and rule.prepares:
+            reduced = reduced.float()
+        if reduced.dtype != torch.float32:
+            rule.widened_scale = scale
+        elif rule.scales:
+            rule.scale = scale
+        elif isinstance(scale, torch.Tensor) or scale != 1.0:
+            reduced.mul_(scale)
+        return reduced
+
+    def _noise(self) -> Optional[Noise]:
+        """The random words of this step; None: bf16 state is rounded to the nearest number."""
+        return Noise(self.seed, self.step_count, self.mesh.coordinates) if self.settings.stochastic_rounding else None
 
     @property
     def skips_on_device(self) -> bool:
@@ -389,6 +411,11 @@ class DistributedOptimizer:
         return self.weights.gathered_parameters()
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def of_any_format(self) -> set[str]:
+        """Names of tensors whose format a run may change: frozen weights have the model's, moments that of a setting."""
+        names = {slot.name for unit in self.units for slot in unit.slots}
+        return names | {f"optimizer.{moment}.{name}" for moment in self.rule.state for name in names}
 
     def pieces(
         self, moments: bool = True, unique: bool = False, stable: bool = False, shared: bool = False

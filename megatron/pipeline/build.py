@@ -40,7 +40,7 @@ def build_stages(
 
 
 def needs_gradient(stages: list[nn.Module], pipeline: Pipeline, mesh: Mesh, all_gather_object: Callable) -> list[bool]:
-    """Of each chunk of this rank, whether a stage before it has parameters that are trained. All ranks together."""
+    """For each chunk of this rank, whether an earlier stage has trained parameters. All ranks call it."""
     numbers = pipeline.stages_of(mesh.pp.rank)
     own = {
         number: any(not placed.frozen for _, placed in placements(stage).values())

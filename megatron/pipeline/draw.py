@@ -79,7 +79,7 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2937 } .title { fon
 def svg(panels: dict[str, Times], unit: str = "time") -> str:
     """An SVG with a panel for each title, all on the same time axis, labelled by `unit`.
 
-    Grey is time in which a rank waits; its share stands in the title. Colours follow the light or dark scheme of the page,
+    Grey is time in which a rank waits; its share is in the title. Colours follow the light or dark scheme of the page,
     and text grows where the picture is small.
     """
     span = max((end for times in panels.values() for _, end in times.values()), default=1.0) or 1.0

@@ -57,7 +57,7 @@ def execute(
 
     stages:     this rank's model chunks; `wire.stages` maps them to stages
     batches:    micro-batches by number; every stage has them (positions, masks, sample numbers)
-    loss_func:  ({name: sum} of a stage, its micro-batch) -> the scalar to differentiate, or None where the sums have none;
+    loss_func:  ({name: sum} of a stage, its micro-batch) -> the scalar to differentiate, or None if the sums have none;
                 without a loss_func no gradients at all
     timeline:   gets (op, start, end) of each op in seconds of `time.perf_counter`, without waits for messages
     on_op:      called with each op before the wait for its message

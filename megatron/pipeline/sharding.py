@@ -160,7 +160,7 @@ class _Lister:
         return Listed(gathers, self.ops, after if self.trains else [])
 
     def add(self, op: Op) -> None:
-        """Add a pass: in pieces, if messages stand between these."""
+        """Add a pass: in pieces, if there are messages between them."""
         chunk, ahead = self.chunks[op.chunk], self.how.gather_ahead
         start, arrived, freed = GATHERS.get(op.kind, "   ")
         names = chunk.pieces if op.kind == "F" else chunk.backward()
@@ -252,7 +252,7 @@ def _verify_pieces(listed: Listed, chunks: Sequence[ChunkPieces]) -> None:
 
 
 class _Proof:
-    """What a rank has, and what it owes, after each op of its list."""
+    """A rank's gathered units and unreduced gradients after each op of its list."""
 
     def __init__(self, chunks: Sequence[ChunkPieces], how: Sharding, passes: Sequence[Op]):
         self.chunks, self.how, self.seen = chunks, how, set[Op]()

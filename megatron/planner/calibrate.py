@@ -41,6 +41,8 @@ def measure(log, ranks: int = 1) -> Device:
         keep_memory()  # as training does
         figures |= dict(inner=links["bandwidth"], outer=links["bandwidth"], latency=links["latency"])
         log(f"collectives of 2 ranks: {links['bandwidth'] / 1e9:.2f} GB/s, {1e6 * links['latency']:.0f} us")
+    if kind == "cuda":  # at the measured length; a backward pass has 2.5 times as many FLOPs
+        figures |= dict(attention_tokens=0.0, attention_backward=2.5)
     figures |= dict(kind=kind, assumed=False, flops={}, attention={}, bandwidth=_bandwidth(kind))
     log(f"memory: {figures['bandwidth'] / 1e9:.1f} GB/s")
     for precision in ("fp32", "bf16"):
@@ -144,7 +146,7 @@ def _block_seconds(kind: str, s: int, h: int, heads: int) -> float:
 
 
 def _links(rank: int) -> dict[str, float]:
-    """What two ranks of this machine reach: bytes/s of a link as `Cluster.seconds` means it, and the time of nothing."""
+    """Measure two ranks of this machine: bytes/s of a link, as in `Cluster.seconds`, and the time of an empty message."""
     axis = Mesh(rank, replicate=2).dp
     small, large = torch.zeros(16), torch.zeros(1 << 21)
     times = []

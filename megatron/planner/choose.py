@@ -16,9 +16,10 @@ from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
 from megatron.planner.layout import Job, Layout
 from megatron.planner.problems import inspect, memory_problems, refusal
+from megatron.planner.reached import FEW
 from megatron.planner.search import NOT_OFFLOADED, Plan, SearchedPlans, Space, divisors, search
 from megatron.planner.speed import Cluster
-from megatron.planner.text import parts, plans, sizes, speeds_note
+from megatron.planner.text import choice, parts, plans, sizes, speeds_note, trust
 from megatron.settings import batch, schema
 from megatron.settings.plan_file import LAYOUT
 from megatron.settings.rules import out_of_range
@@ -30,6 +31,7 @@ from megatron.training import rules
 class SearchResult:
     """The plans of a search, and its inputs."""
 
+    config: schema.Config
     searched: SearchedPlans
     job: Job
     cluster: Cluster
@@ -46,7 +48,26 @@ def search_layouts(config: schema.Config) -> SearchResult:
     if wrong := [words for name in schema.GROUPS for words in out_of_range(getattr(sized, name), given).values()]:
         raise refusal(wrong)
     cluster, source = target.cluster_of(config, ask=True)
-    return _searched(config, cluster, source, space_of(config, cluster), kept(config))
+    space = replace(space_of(config, cluster), tolerance=tolerance(cluster))
+    return _searched(config, with_margin(config, cluster), source, space, kept(config))
+
+
+MARGIN = 0.08  # share of the memory that a searched plan leaves free: about the error of predicted peaks
+
+
+def with_margin(config: schema.Config, cluster: Cluster) -> Cluster:
+    """The cluster with the memory that a searched plan may use."""
+    if config.planner.memory_margin is not None:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, margin=MARGIN))
+
+
+def tolerance(cluster: Cluster) -> float:
+    """The share of a time by which plans must differ to be told apart: the error of predictions in published runs."""
+    if not cluster.device.assumed:
+        return 0.05  # of calibrated CPUs: docs/benchmarks.md#the-planner-against-measured-steps
+    known = [one for parallel in (False, True) if (one := cluster.device.accuracy(parallel)) and one.runs >= FEW]
+    return max((one.median for one in known), default=0.1)
 
 
 def search_micro_batch(config: schema.Config) -> SearchResult:
@@ -77,7 +98,7 @@ def search_micro_batch(config: schema.Config) -> SearchResult:
             f"{each} samples for each of {layout.dp} data parallel ranks",
             do="change the global batch, or leave out --gradient-accumulation-steps or a --pipeline-schedule file",
         )
-    return _searched(settings, cluster, source, Space(**global_batch, only=only))
+    return _searched(settings, with_margin(config, cluster), source, Space(**global_batch, only=only))
 
 
 def _searched(
@@ -92,7 +113,11 @@ def _searched(
     remarks = ([remark] if remark else []) + list(_cheaper(job, cluster))
     if cluster.device.assumed:
         remarks.append("speeds are assumed; --calibrate on the machine itself measures them")
-    return SearchResult(searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held))
+    if searched.plans:
+        remarks += [words for words in (choice(searched, space.tolerance), trust(searched.plans[0], cluster)) if words]
+    return SearchResult(
+        config, searched, job, cluster, count, source, remarks, time.perf_counter() - started, list(held)
+    )
 
 
 def _cheaper(job: Job, cluster: Cluster) -> Iterator[str]:
@@ -235,7 +260,7 @@ def automatic(config: schema.Config, log) -> tuple[schema.Config, list[Plan], Se
     searched, cluster = outcome.searched, outcome.cluster
     if not searched.plans:
         raise nothing_fits(outcome)
-    best, width, speeds = searched.plans[0], _width(config), speeds_note(cluster)
+    best, width, speeds = searched.plans[0], _width(config), speeds_note(cluster, searched.plans[0].layout)
     log(
         sentence(
             f"--auto-parallel: {searched.num_layouts:,} layouts of {cluster.world_size} ranks ({cluster.device.name}, "
@@ -248,7 +273,9 @@ def automatic(config: schema.Config, log) -> tuple[schema.Config, list[Plan], Se
     if outcome.kept:
         log(sentence(f"kept as given: {', '.join(outcome.kept)}", width))
     log(sentence(f"chosen: {chosen_flags(config, best.layout, best.job.global_batch)}", width))
-    log(f"because it is expected to be the fastest: {seconds(best.step.seconds)} a step {speeds}")
+    why = choice(searched, tolerance(cluster)) or "because it is expected to be the fastest"
+    log(sentence(why, width))
+    log(f"{seconds(best.step.seconds)} a step {speeds}")
     log(parts(best.step, cluster, width))
     return in_layout(config, best.layout, best.job.global_batch), searched.plans, outcome
 

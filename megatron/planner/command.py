@@ -85,7 +85,7 @@ def script(config: schema.Config, plan: Plan, cluster: Cluster) -> str:
         "#!/usr/bin/env bash",
         f"# {cluster.world_size} x {cluster.device.name} on {nodes} node{'s' * (nodes > 1)}: {plan.layout.short()}",
         f"# predicted: {size(plan.bytes)} on the fullest rank (written by megatron.tools.plan)",
-        f"# expected: {seconds(plan.step.seconds)} a step, {tokens:,.0f} tokens/s {speeds_note(cluster)}",
+        f"# expected: {seconds(plan.step.seconds)} a step, {tokens:,.0f} tokens/s {speeds_note(cluster, plan.layout)}",
     ]
     if nodes > 1:
         head.append("# On every node: NODE_RANK (0, 1, ...), MASTER_ADDR and MASTER_PORT of the first node.")

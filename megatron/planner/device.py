@@ -4,8 +4,9 @@
     >>> find("A100-80GB").memory_bytes / 2**30, find("A100-80GB").peak("bf16") / 1e12
     (80.0, 312.0)
 
-Link speeds are per device and direction, from data sheets (NVLink; one 200 or 400 Gbit/s adapter per device).
-Efficiencies, the fraction of peak that large matrix products reach, are assumed until they are calibrated.
+Memory, bandwidth and links are from data sheets, per device and direction (NVLink; one 200 or 400 Gbit/s adapter per
+device). The share of them that a training reaches was fitted to published runs (`reached.py`); `plan --calibrate`
+measures it.
 """
 
 import json
@@ -16,6 +17,18 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import DataError, UsageError, did_you_mean
+from megatron.planner.reached import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    ATTENTION_TOKENS,
+    EXPOSED,
+    LINEAR,
+    ROWS,
+    UNFUSED,
+    Accuracy,
+    accuracy,
+    generation,
+)
 from megatron.telemetry.peak_flops import PEAK_TFLOPS, peak_flops
 
 GIB = 2**30
@@ -27,9 +40,12 @@ class Device:
 
     flops:         FLOP/s that large matrix products reach, by precision; rows: half of that is reached with this many rows,
                    columns or terms of a sum
-    attention:     FLOP/s that attention reaches, by precision, counting all pairs also in causal attention
+    attention:     FLOP/s that the forward pass of a flash kernel reaches, by precision, of the pairs that it computes
+    attention_tokens:    half of that is reached with sequences of this length
+    attention_backward:  time of its backward pass over that of its forward pass
     bandwidth:     bytes/s of reads or writes of its memory
     unfused:       elementwise traffic as a multiple of that of fused kernels
+    exposed:       share of messages that passes do not hide, where both can run at the same time
     inner, outer:  bytes/s of a link inside a node and between nodes, per device and direction
     latency:       seconds of an empty collective, for each doubling of the ranks
     host:          bytes/s between device and host
@@ -40,9 +56,12 @@ class Device:
     memory_gb: float = 80.0  # of 1e9 bytes, as in --device-memory-gb
     flops: dict = field(default_factory=dict, hash=False)
     attention: dict = field(default_factory=dict, hash=False)
+    attention_tokens: float = 0.0
+    attention_backward: float = 2.0
     rows: float = 96.0
     bandwidth: float = 1.6e12
     unfused: float = 1.0
+    exposed: float = 0.3
     inner: float = 250e9
     outer: float = 20e9
     latency: float = 12e-6
@@ -51,6 +70,7 @@ class Device:
     context_gb: float = 1.2  # driver, libraries and their workspaces
     communication_gb: float = 0.4  # buffers of a communication library, for each axis of more than one rank
     assumed: bool = True  # False if the speeds were measured
+    margin: float = 0.03  # share of the memory that stays free: drivers reserve some of the data sheet's
 
     @property
     def memory_bytes(self) -> int:
@@ -58,8 +78,12 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes that a plan may use: drivers reserve some of the data sheet's memory, and estimates are not exact."""
-        return int(0.97 * self.memory_bytes)
+        """The bytes that a layout may use."""
+        return int((1 - self.margin) * self.memory_bytes)
+
+    def accuracy(self, model_parallel: bool) -> Optional[Accuracy]:
+        """The errors of predictions in published runs of such a device; None for measured speeds, or without such runs."""
+        return accuracy(self.name, model_parallel) if self.assumed and self.kind == "cuda" else None
 
     @property
     def context_bytes(self) -> int:
@@ -104,8 +128,6 @@ TABLE = {
     "MI300X-192GB": (192, 5300, 300, 42),
 }
 
-REACHED = dict(linear=0.8, attention=0.45)  # of the peak, assumed
-
 
 DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|sxm\d?|hbm\d?e?")  # in the names that drivers report
 
@@ -137,14 +159,20 @@ def find(name: str) -> Device:
 
 def _of_table(name: str) -> Device:
     memory, bandwidth, inner, outer = TABLE[name]
+    own = generation(name)
     peaks = {kind: peak * 1e12 for kind, peak in PEAK_TFLOPS[name.rpartition("-")[0]].items()}
     return Device(
         name,
         "cuda",
         memory * GIB / 1e9,
-        {kind: REACHED["linear"] * peak for kind, peak in peaks.items()},
-        {kind: REACHED["attention"] * peak for kind, peak in peaks.items()},
+        {kind: LINEAR[own] * peak for kind, peak in peaks.items()},
+        {kind: ATTENTION[own] * peak for kind, peak in peaks.items()},
+        ATTENTION_TOKENS,
+        ATTENTION_BACKWARD,
+        ROWS,
         bandwidth=0.8e9 * bandwidth,
+        unfused=UNFUSED,
+        exposed=EXPOSED,
         inner=0.8e9 * inner,
         outer=0.9e9 * outer,
     )
@@ -208,7 +236,11 @@ def _check(device: Device) -> None:
         for kind, speed in (getattr(device, name) or {"any precision": None}).items()
     }
     sizes = {name: getattr(device, name) for name in ("memory_gb", "bandwidth", "unfused", "inner", "outer", "host")}
-    times = {name: getattr(device, name) for name in ("rows", "latency", "launch", "context_gb", "communication_gb")}
+    sizes |= dict(attention_backward=device.attention_backward)
+    times = {
+        name: getattr(device, name)
+        for name in ("attention_tokens", "exposed", "rows", "latency", "launch", "context_gb", "communication_gb")
+    }
     for name, value in (speeds | sizes | times).items():
         least = "at least 0" if name in times else "above 0"
         if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (value == 0 and name not in times):

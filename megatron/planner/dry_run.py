@@ -8,7 +8,7 @@ from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import EXPERT_DP, JOINED, ranks_along
 from megatron.pipeline.draw import diagram
 from megatron.pipeline.simulate import make_rank_schedules, simulate
-from megatron.planner import target, text
+from megatron.planner import goodput, target, text
 from megatron.planner.choose import resolve_open_settings
 from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport, memory_report, on_disk
@@ -32,10 +32,12 @@ def dry_run(config: schema.Config, log=print) -> None:
     inspection = inspect(config, cluster)
     problems = unresolved + inspection.problems
     wrong = f"{several(len(problems), 'problem')}, listed at the end"
-    log(f"dry run: {wrong if problems else 'no problems found'}")
-    if inspection.resolved:
+    verdict = f"dry run: {wrong if problems else 'no problems found'}"
+    if not inspection.resolved:
+        log(verdict)
+    else:
         plan, needed = _plan(inspection.job, inspection.layout, cluster)
-        log(f"{text.verdict(plan, cluster)}\n")
+        log(f"{verdict}; {text.rate(plan, cluster)}\n{text.verdict(plan, cluster)}\n")
         for line in filter(None, chosen):
             log(line)
         remarks = [inspection.remark] * bool(inspection.remark) + rules.remarks(config, cluster.world_size)
@@ -78,6 +80,8 @@ def _sections(
         yield text.traffic(transfers(job, layout, 0), width)
     yield "\n".join(sentence(line, width) for line in _data(config, job, layout))
     yield "\n".join(sentence(line, width) for line in _checkpoints(config, job, cluster, layout))
+    if config.planner.mtbf:
+        yield "\n".join(sentence(line, width) for line in goodput.describe(config, plan, cluster))
     if layout.disk:
         yield sentence(_files(config, job, layout, cluster), width)
     yield "\n".join(_time(config, plan, cluster, width))
@@ -234,13 +238,13 @@ def _files(config: schema.Config, job: Job, layout: Layout, cluster: Cluster) ->
 
 
 def _time(config: schema.Config, plan: Plan, cluster: Cluster, width: int) -> Iterator[str]:
-    timed, note = plan.step, text.speeds_note(cluster)
+    timed, note = plan.step, text.speeds_note(cluster, plan.layout)
     steps = batch.total_iterations(config.batch, plan.layout.dp)
     yield f"expected: {seconds(timed.seconds)} a step {note}"
     yield text.parts(timed, cluster, width)
-    rate = f"{timed.tflops_per_rank(cluster.world_size):.4g} TFLOP/s a rank"
-    yield f"bubble {timed.bubble:.1%} of the passes; {rate} {note}"
+    yield f"bubble {timed.bubble:.1%} of the passes"
     yield from text.pace(plan, cluster, None)
     yield f"{steps:,} steps: {seconds(steps * timed.seconds)} {note}"
+    yield sentence(text.trust(plan, cluster), width)
     if cluster.device.assumed:
         yield "--calibration FILE replaces assumed speeds by measured ones (docs/planning.md)"

@@ -18,11 +18,11 @@ from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
 from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.selection import ALL, Selection
-from megatron.optimizer.kinds import knows_matrices, state_of
+from megatron.optimizer.kinds import gradient_bytes, knows_matrices, state_bytes
 from megatron.pipeline.schedule import default_chunks
 from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
-from megatron.settings.schema import GROUPS, Config, Optimizer, Parallel, Recompute
+from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
 
 
@@ -44,9 +44,11 @@ class Job:
     backend:  --attention-backend
     chunk:    --cross-entropy-chunk
     plain_softmax: --no-masked-softmax-fusion
-    moments:  optimizer moments per weight
+    moments:  bytes per weight of each optimizer moment
     matrix_moments: the same for a matrix of a linear layer, if the optimizer treats those separately
-    ns_steps: Newton-Schulz steps that orthogonalize them
+    gradients: bytes of a gradient while it is accumulated and reduced
+    main_gradients: and in the shards of ZeRO 2 and 3
+    ns_steps: Newton-Schulz steps that orthogonalize matrices
     selection: the trained weights
     """
 
@@ -58,11 +60,13 @@ class Job:
     documents: bool = False  # --reset-attention-mask
     mixed: bool = False  # --amp-level O1: weights in fp32, and here all activations too, which overestimates slightly
     chunk: Optional[int] = None
-    moments: int = 2
-    matrix_moments: Optional[int] = None
-    ns_steps: int = 0
+    moments: tuple[int, ...] = (4, 4)
+    matrix_moments: Optional[tuple[int, ...]] = None
+    gradients: int = 4
+    main_gradients: int = 4
     plain_softmax: bool = False
     selection: Selection = ALL
+    ns_steps: int = 0
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
@@ -80,11 +84,17 @@ class Job:
             config.data.reset_attention_mask,
             config.precision.amp_level == "O1",
             config.kernels.cross_entropy_chunk,
-            len(state_of(config.optimizer)),
-            *_of_matrices(config.optimizer),
+            state_bytes(config.optimizer),
+            state_bytes(config.optimizer, matrix=True) if knows_matrices(config.optimizer) else None,
+            *gradient_bytes(config.optimizer, 2),
             plain_softmax=not config.kernels.masked_softmax_fusion,
             selection=selection,
+            ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
         )
+
+    def shard_gradients(self, zero: int) -> int:
+        """Bytes of a gradient in a rank's shard."""
+        return self.main_gradients if zero >= 2 else self.gradients
 
     @property
     def element(self) -> int:
@@ -105,13 +115,6 @@ class Job:
         shared = (cp, cp > 1 and by_heads, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared)
-
-
-def _of_matrices(settings: Optimizer) -> tuple[Optional[int], int]:
-    """`matrix_moments` and `ns_steps` of a job."""
-    if not knows_matrices(settings):
-        return None, 0
-    return len(state_of(settings, matrix=True)), settings.muon_num_ns_steps
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,11 @@ class Layout:
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def model_parallel(self) -> bool:
+        """Whether ranks share a copy of the model, or a sequence."""
+        return self.tp * self.pp * self.cp > 1
 
     @property
     def replicate(self) -> int:

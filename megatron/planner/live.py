@@ -60,7 +60,7 @@ def ops_of(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int
 
 @lru_cache(maxsize=8192)
 def starts(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int, among: tuple[int, ...]) -> int:
-    """How often per step the rank starts work on some of its chunks while it holds no activations of them."""
+    """How many times per step a rank starts work on some of its chunks without holding any of their activations."""
     if schedule == "gpipe" or pp == 1:
         return 1 if schedule == "gpipe" else num_microbatches
     if pp > LARGE and not is_file(schedule) and SCHEDULES[schedule].stages is v_shaped:

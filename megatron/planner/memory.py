@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Optional
 
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
+from megatron.optimizer.flat import WIDENED
 from megatron.optimizer.scratch import buffer_bytes, file_bytes, part_size
 from megatron.planner import activations
 from megatron.planner.device import Device
@@ -48,7 +49,8 @@ def state(job: Job, layout: Layout, rank: int, place: Optional[Sizes] = None) ->
 
 
 def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
-    element, moments, sizes = job.element, job.moments, layout.data_sizes
+    element, moments, sizes = job.element, sum(job.moments), layout.data_sizes
+    gradient = job.shard_gradients(layout.zero)
     whole, frozen, own = units.padded(sizes), units.padded_frozen(sizes), units.owned(sizes)
     away, filed = _shares(units, layout)
     here = own - away - filed
@@ -56,25 +58,25 @@ def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
     shared = keeps_all and units.whole(sizes) and element == 4  # fp32 weights are the main weights
     device = {
         "weights": (whole + frozen) * element if keeps_all else 0,
-        "gradients": 4 * own,
+        "gradients": gradient * own,
         "main weights": 0 if shared else 4 * here,
     }
     host = Counter()
     if layout.zero < 2 and not units.whole(sizes):
-        device["gradients"] += 4 * whole
+        device["gradients"] += job.gradients * whole
     if not keeps_all:
         same = element == 4 and not (layout.param_offload and cuda)
         pieces = units.total(lambda unit: unit.padded_frozen(sizes) // sizes[unit.sharded])
         low = ((0 if same else here) + away + filed + pieces) * element  # the shards to gather
         (host if layout.param_offload and cuda else device)["weights"] += low
-    device["optimizer moments"] = 4 * moments * here - _spared(units, job, layout, place)
+    device["optimizer moments"] = moments * here - _spared(units, job, layout, place)
     if units.buffers:
         device["buffers that training changes"] = units.buffers
     if away:  # main weights, arriving gradients, moments
-        (host if cuda else device)["offloaded optimizer state"] = 4 * (2 + moments) * away
+        (host if cuda else device)["offloaded optimizer state"] = (4 + gradient + moments) * away
     if filed:
-        planes = 1 + moments if cuda else _planes(units, job, layout)
-        size = buffer_bytes(filed, planes) + (4 * part_size(filed) if cuda else 0)  # arriving gradients
+        planes = (4, *job.moments) if cuda else _planes(units, job, layout)
+        size = buffer_bytes(filed, planes) + (gradient * part_size(filed) if cuda else 0)  # arriving gradients
         (host if cuda else device)["buffers of state on disk"] = size
     return device, dict(host)
 
@@ -84,7 +86,7 @@ def _spared(units: Units, job: Job, layout: Layout, place: Sizes) -> int:
     if job.matrix_moments is None:
         return 0
     elements = units.total(lambda unit: unit.in_matrices(place, layout.data_sizes))
-    return 4 * (job.moments - job.matrix_moments) * elements
+    return (sum(job.moments) - sum(job.matrix_moments)) * elements
 
 
 def on_disk(job: Job, layout: Layout, rank: int, copies: int = 1) -> int:
@@ -94,10 +96,10 @@ def on_disk(job: Job, layout: Layout, rank: int, copies: int = 1) -> int:
     return file_bytes(filed, copies * _planes(units, job, layout)) if filed else 0
 
 
-def _planes(units: Units, job: Job, layout: Layout) -> int:
-    """Numbers per element in a file: moments, and main weights unless they equal other weights in memory."""
+def _planes(units: Units, job: Job, layout: Layout) -> tuple[int, ...]:
+    """Bytes of the numbers of an element in a file: moments, and main weights unless they equal other weights in memory."""
     same = job.element == 4 and (layout.zero == 3 or units.whole(layout.data_sizes))
-    return job.moments if same else job.moments + 1
+    return job.moments if same else (4, *job.moments)
 
 
 def _shares(units: Units, layout: Layout) -> tuple[int, int]:
@@ -122,7 +124,10 @@ def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], 
     """`state`, and the buffers of the ZeRO stage: (on the device, on the host)."""
     held, host = state(job, layout, rank)
     units = rank_units(job, layout, rank)
-    return held | {"gathered weights": _gathered(units, job, layout), "gradient buffers": _buffers(units, layout)}, host
+    return held | {
+        "gathered weights": _gathered(units, job, layout),
+        "gradient buffers": _buffers(units, job, layout),
+    }, host
 
 
 def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[dict[str, int], Counter]:
@@ -141,13 +146,25 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
         "pipeline buffers": _messages(job, layout, rank),
     }
     # The update comes after the passes, when none of this is allocated.
-    entries["workspace"] += max(0, whole_matrices(units, job, layout) - sum(entries.values()))
+    entries["workspace"] += max(0, of_update(units, job, layout) - sum(entries.values()))
     entries["fragmentation"] = int(FRAGMENTATION[job.device] * sum(entries.values()))
     groups = [layout.tp, layout.cp, layout.weight_ranks, layout.pp]
     groups += [*layout.expert_sizes.values()][1:] if layout.folded else []
     entries["communication buffers"] = device.communication_bytes * sum(n > 1 for n in groups)
     entries["device context"] = device.context_bytes
     return entries, kept
+
+
+def of_update(units: Units, job: Job, layout: Layout) -> int:
+    """Bytes of what an update allocates: whole matrices, and what it widens to fp32."""
+    total, owned = whole_matrices(units, job, layout), units.owned(layout.data_sizes)
+    narrow = job.shard_gradients(layout.zero) < 4
+    if narrow and job.matrix_moments is not None:
+        total += 4 * owned  # gradients, which directions replace
+    moments = sum(size < 4 for size in job.moments)
+    if narrow or moments:  # gradients and moments in fp32, and two numbers for random words
+        total += 4 * (narrow + moments + 2 * bool(moments)) * min(owned, WIDENED[job.device])
+    return total
 
 
 def whole_matrices(units: Units, job: Job, layout: Layout) -> int:
@@ -225,13 +242,13 @@ def _gathered(units: Units, job: Job, layout: Layout) -> int:
     return (units.others.total(size_of) + (1 + layout.overlap) * units.largest_layer(size_of)) * job.element
 
 
-def _buffers(units: Units, layout: Layout) -> int:
+def _buffers(units: Units, job: Job, layout: Layout) -> int:
     """ZeRO 2 and 3: gradients of a unit between its first gradient and its reduction, with the reduced piece."""
     if layout.zero < 2:
         return 0
     sizes = layout.data_sizes
     block = units.largest_layer(lambda unit: unit.padded(sizes) + unit.owned(sizes))
-    return 4 * (units.others.padded(sizes) + (1 + layout.overlap) * block)
+    return job.gradients * (units.others.padded(sizes) + (1 + layout.overlap) * block)
 
 
 def _messages(job: Job, layout: Layout, rank: int) -> int:

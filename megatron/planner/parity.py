@@ -140,6 +140,8 @@ def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
     parallel = replace(parallel, data_parallel_size=None, dp_degree=None, pipeline_timeline=None)
     # Otherwise Muon's products would differ by rounding to bf16.
     exact = dict(muon_fp32_matmul_prec="highest") if knows_matrices(config.optimizer) else {}
+    if config.precision.precision == "fp32":  # so would gradients that are added in another order and rounded
+        exact |= dict(exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32", grad_reduce_in_bf16=False, main_grads_dtype="fp32")
     quiet = dict(
         checkpoint=schema.Checkpoint(),
         optimizer=replace(

@@ -13,7 +13,7 @@ from megatron.telemetry.drawing import INK, SOFT, new_figure, plain, svg_of
 SMALL = 0.02  # kinds that never exceed this fraction of the longest bar are drawn as one: "other"
 BAR, WIDTH = 0.42, 8.0  # inches: height of a bar, width of the picture
 
-# Each colour stands for one kind of memory or of time: blues are state, greens activations, violets buffers, browns fixed
+# Each colour is one kind of memory or time: blues are state, greens activations, violets buffers, browns fixed
 # costs; time is red to yellow. Each is readable on light and on dark backgrounds.
 COLOURS = {
     "weights": "#1e40af",

@@ -8,7 +8,7 @@ thousand layouts take seconds. The best ones are then refined: layers without re
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
@@ -25,6 +25,7 @@ from megatron.settings.schema import Recompute
 GRANULARITIES = (None, "core_attn", "full_attn", "full")
 NOT_OFFLOADED = (0.0, 0.0, False)
 REFINED = 40  # number of best plans to refine
+SIMPLE = 20  # number of fastest plans to keep for each number of features
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Space:
     replicas: copies of each shard, as in --dp-degree; chunk_layers: layers of a model chunk
     offload: (fraction of optimizer state in host memory, fraction on disk, whether parameter shards are in host memory)
     overlap: whether data parallel communication overlaps with computation
+    tolerance: plans are equally fast if their times differ by less than this share
     """
 
     global_batch: Optional[int] = None
@@ -59,6 +61,7 @@ class Space:
     etp: Optional[int] = None
     only: tuple[Layout, ...] = ()  # these layouts, instead of the grid
     host_bytes: Optional[int] = None  # host memory per rank
+    tolerance: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,30 @@ class Plan:
         return (round(self.per_sample, 12), lay.offload, lay.zero, lay.tp * lay.cp * lay.pp, lay.chunks, self.bytes)
 
 
+def features(layout: Layout) -> int:
+    """The number of features of a layout that plain data parallelism does not need."""
+    axes = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.schedule != "1f1b")
+    axes += layout.stage_layers is not None and len(set(layout.stage_layers.split(","))) > 1
+    again = layout.recompute
+    recomputing = (again.recompute_granularity is not None) + (again.no_recompute_layers is not None)
+    return axes + recomputing + _state_features(layout.zero, layout.shard, layout.weight_ranks, layout.offload)
+
+
+def _state_features(zero: int, shard: int, weight_ranks: int, offload: float) -> int:
+    return min(zero, 2) + (zero > 0 and shard != weight_ranks) + 2 * (offload > 0)
+
+
+def simplest(plans: Sequence[Plan], tolerance: float) -> tuple[Plan, int]:
+    """Of the plans that the tolerance does not tell from the fastest, at its batch: one without offload, with the fewest
+    features and the most free memory; and the number of these plans.
+    """
+    fastest = min(plans, key=lambda plan: plan.order)
+    most, batch = fastest.per_sample * (1 + tolerance), fastest.job.global_batch
+    alike = [plan for plan in plans if plan.per_sample <= most and plan.job.global_batch == batch]
+    best = min(alike, key=lambda plan: (plan.layout.offload > 0, features(plan.layout), plan.bytes, plan.order))
+    return best, len(alike)
+
+
 @dataclass(frozen=True)
 class Rejected:
     """A layout that does not fit, by how many bytes, and where."""
@@ -98,9 +125,13 @@ class Rejected:
 
 @dataclass
 class SearchedPlans:
-    """The result of a search: plans from best to worst, the closest rejected layouts, and impossible sizes."""
+    """The result of a search: the chosen plan and others from fast to slow, the closest rejected layouts, and impossible
+    sizes. alike: plans that are as fast as the fastest, within the tolerance.
+    """
 
     plans: list[Plan] = field(default_factory=list)
+    fastest: Optional[Plan] = None
+    alike: int = 1
     rejected: list[Rejected] = field(default_factory=list)
     impossible: list[str] = field(default_factory=list)
     num_layouts: int = 0
@@ -112,12 +143,15 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Searche
     if space.only:
         return _of(job, cluster, space)
     result = SearchedPlans()
-    good, close = _Shortlist(keep), _Shortlist(keep)
+    good, close = _Fastest(keep), _Shortlist(keep)
     for base, sized in _bases(job, cluster, space, result):
         _try_shardings(base, sized, cluster, space, result, good, close)
     best = _in_order(_plan(*entry, cluster) for entry in good.entries())
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster, space)]
-    result.plans = _different(_in_order(best + refined))
+    found = _in_order(best + refined)
+    if found:
+        chosen, result.alike = simplest(found, space.tolerance) if space.tolerance else (found[0], 1)
+        result.fastest, result.plans = found[0], _different([chosen, *found])
     result.rejected = [Rejected(*entry) for entry in close.entries()]
     return result
 
@@ -134,6 +168,7 @@ def _of(job: Job, cluster: Cluster, space: Space) -> SearchedPlans:
         result.rejected += [lacking] if lacking else []
     result.too_large = len(result.rejected)
     result.plans = _in_order(result.plans)
+    result.fastest = result.plans[0] if result.plans else None
     result.rejected.sort(key=lambda one: one.over)
     return result
 
@@ -181,6 +216,28 @@ class _Shortlist:
 
     def entries(self) -> list[tuple]:
         return [entry for _, _, entry in sorted(self.heap, reverse=True)]
+
+
+class _Fastest:
+    """The fastest plans, and the fastest ones for each number of features, of which one may be as fast within an error."""
+
+    def __init__(self, size: int):
+        self.all, self.by_features = _Shortlist(size), {}
+
+    def limit(self, count: int) -> float:
+        """The cost from which a plan with this number of features is of no interest."""
+        return max(self.all.limit, self._simple(count).limit)
+
+    def offer(self, count: int, cost: float, *entry) -> None:
+        self.all.offer(cost, *entry)
+        self._simple(count).offer(cost, *entry)
+
+    def _simple(self, count: int) -> _Shortlist:
+        return self.by_features.setdefault(count, _Shortlist(SIMPLE))
+
+    def entries(self) -> list[tuple]:
+        found = self.all.entries() + [one for few in self.by_features.values() for one in few.entries()]
+        return list({(entry[0], entry[1].global_batch): entry for entry in found}.values())
 
 
 # The grid -------------------------------------------------------------------------------------------------------------
@@ -318,7 +375,7 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
     """Evaluate the base with each way to shard or offload its state."""
     device, ranks = cluster.device, _fullest(base, job)
     room = [device.usable_bytes - sum(memory.step_memory(job, base, device, rank)[0].values()) for rank in ranks]
-    work, num_microbatches = speed.passes(job, base, cluster), base.num_microbatches(job)
+    work, num_microbatches, count = speed.passes(job, base, cluster), base.num_microbatches(job), features(base)
     for (zero, shard, offload), held, host, once in _options(base, job, cluster, space, tuple(ranks)):
         result.num_layouts += 1
         over, rank = max((own - free, rank) for own, free, rank in zip(held, room, ranks))
@@ -335,11 +392,15 @@ def _try_shardings(base: Layout, job: Job, cluster: Cluster, space: Space, resul
                 )
             continue
         without_messages = work.length + once.after_reductions
-        if without_messages / job.global_batch >= good.limit:
+        own = count + _state_features(zero, shard, base.weight_ranks, offload)
+        limit = good.limit(own)
+        if without_messages / job.global_batch >= limit:
             continue
         cost = speed.seconds(work, base, num_microbatches, once) / job.global_batch
-        if cost < good.limit:
-            good.offer(cost, _shared(base, zero, shard, offload, space, device), job, over + device.usable_bytes, rank)
+        if cost < limit:
+            good.offer(
+                own, cost, _shared(base, zero, shard, offload, space, device), job, over + device.usable_bytes, rank
+            )
 
 
 def _options(base: Layout, job: Job, cluster: Cluster, space: Space, ranks: tuple[int, ...]) -> list[tuple]:

@@ -27,17 +27,13 @@ from megatron.settings.schema import Recompute
 # Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/planning.md#how-far-to-trust-it.
 DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
 HOST_MEMORY = 20e9  # bytes/s of the host's memory in an offloaded update: assumed
-OVERLAPPED_SHARE = 0.7  # of messages that can overlap with passes, if these are long enough: assumed
 CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU over that of half of the pairs at full speed: assumed
 EMBEDDING_MOVES = 4  # elements per embedded element, in either direction (row, position, dropout): estimated
 LOSS_BYTES = 4 * 4  # per logit, 4 moves in fp32: estimated
 SCORE_MOVES, DROPOUT_MOVES = 4, 2  # per stored attention score, and of its dropout, in either direction: estimated
-UPDATE_BYTES, MOMENT_BYTES = (
-    14,
-    8,
-)  # main weight and moment read and written, gradient read, bf16 weight written: counted
+UPDATE_BYTES = 10  # per parameter: main weight read and written, bf16 weight written: counted
+ROUNDED_BYTES = 50  # per bf16 moment: widened, random words, rounded; for torch's ops one by one: counted
 OFFLOAD_BYTES, OFFLOAD_MOMENT_BYTES = 12, 4  # per parameter and per moment in an offloaded update: estimated
-FILE_BYTES = 8  # an fp32 number in a file, read and written: counted
 
 
 @dataclass(frozen=True)
@@ -270,6 +266,8 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     kernels = [op for op in ops if isinstance(op, Kernel)]
     elementwise = d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
     work = sum(_arithmetic(job, op, d) for op in ops) + elementwise + sum(op.starts for op in kernels) * d.launch
+    flash = [op for op in ops if isinstance(op, CoreAttention) and op.kernel == "flash"]
+    longer = (d.attention_backward - 2) * sum(_core(job, op, d) for op in flash)  # other ops: two products for one
     again = [op for op in ops if op.runs_again(granularity)]
     repeated = work if granularity == LAYER else sum(_arithmetic(job, op, d) for op in again)
     sums, each = _tensor_parallel_sums(job, share, ops, cluster)
@@ -285,7 +283,7 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     back = sum(sent(op, op.back) + sent(op, op.ahead) * op.runs_again(granularity) for op in others)
     return Pass(
         work + sums * each + ahead,
-        2 * work + sums * each + repeated + messages * each + back,
+        2 * work + longer + sums * each + repeated + messages * each + back,
         (2 * sums + messages) * each,
         ahead + back,
     )
@@ -319,10 +317,11 @@ def _tensor_parallel_seconds(job: Job, share: RankSetup, cluster: Cluster, token
 
 def _core(job: Job, core: CoreAttention, device: Device) -> float:
     """Seconds of attention without its linear layers."""
-    reached = device.attention.get(job.precision) or min(device.attention.values())
+    best = device.attention.get(job.precision) or min(device.attention.values())
+    reached = best / (1 + device.attention_tokens / job.facts.seq_length)
     work = 2.0 * core.pairs * sum(core.widths)
     if core.kernel == "flash":
-        return work / 2 / reached
+        return work / (2 if core.causal else 1) / reached
     half = core.kernel == "block-causal"  # half of the scores are not computed
     if half and job.device == "cpu" and not core.dropout:
         return work / 2 / reached * CPU_BLOCKS
@@ -375,8 +374,8 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
         layout.zero,
         sums["gather"] / gathers,
         sums["reduce"] / reductions,
-        OVERLAPPED_SHARE * gather_ahead,
-        OVERLAPPED_SHARE * layout.overlap,
+        (1 - cluster.device.exposed) * gather_ahead,
+        (1 - cluster.device.exposed) * layout.overlap,
         update,
     )
     return StepCommunication(sharding, sums["later"] + update)
@@ -394,11 +393,12 @@ def _place(transfer: Transfer, layout: Layout) -> str:
 def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     units, device = rank_units(job, layout, rank), cluster.device
     own = units.owned(layout.data_sizes)
-    moved = UPDATE_BYTES + MOMENT_BYTES * job.moments
-    away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * job.moments
+    moved = UPDATE_BYTES + job.shard_gradients(layout.zero)
+    moved += sum(2 * size if size == 4 else ROUNDED_BYTES for size in job.moments)
+    away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * sum(job.moments) / 4
     update = moved * own / device.bandwidth + away * own * layout.offload / device.host
     update += away * own * layout.offload * (device.kind == "cuda") / HOST_MEMORY
-    filed = FILE_BYTES * (1 + job.moments) * own * layout.disk
+    filed = 2 * (4 + sum(job.moments)) * own * layout.disk  # read and written
     update += _orthogonalizing(units, job, layout, device)
     return update + filed * min(cluster.local_size, cluster.world_size) / DISK
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partition layers with unequal cost into stages that minimize the predicted time of a step.
 
-By FLOPs alone a decoder layer with few tokens is short; on a GPU whose launches take as long as its kernels it is not.
+FLOPs alone underestimate a decoder layer with few tokens: on a GPU, launching its kernels may take as long as they run.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def fastest(job: Job, layout: Layout, cluster: Cluster) -> str:
     """Layers of each stage, as in --pipeline-stage-layers: never slower than even stages.
 
     A local search, from even stages and from those balanced by cost: each round moves one layer between stages, and
-    continues from the fastest few cuts, until their moves give none that is among them.
+    continues from the few fastest cuts, until no move leads to a faster one.
     """
     layers, stages = job.facts.num_layers, layout.pp * layout.chunks
     timed = cache(lambda cut: (step(job, in_stages(layout, _words(cut)), cluster).seconds, cut))

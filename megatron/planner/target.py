@@ -39,11 +39,13 @@ def cluster_of(config: Config, env: Mapping[str, str] = os.environ, ask: bool = 
             do = f"--local-world-size {local}, or another divisor of {world}"
             raise SettingsError(f"--world-size {world}: how many ranks does a node have?", "8 do not divide them", do)
         source += f"; {local} a node assumed: --local-world-size"
+    margin = asked.memory_margin
+    device = device if margin is None else replace(device, margin=margin)
     return Cluster(device, world, min(local, world)), source
 
 
 def ranks_of_node(world: int) -> int:
-    """The ranks of a node where nobody says them: all of up to 8, else 8, or the most below 8 that divide them.
+    """The default number of ranks per node: all of up to 8, else 8, or the largest divisor below 8.
 
     >>> [ranks_of_node(world) for world in (1, 6, 7, 16, 12)]
     [1, 6, 7, 8, 6]

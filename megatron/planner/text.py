@@ -7,12 +7,14 @@ speeds of a device, and every line with a time states whether those are assumed 
 
 from collections.abc import Sequence
 
-from megatron.planner.layout import Job
+from megatron.planner.layout import Job, Layout
 from megatron.planner.memory import MemoryReport
+from megatron.planner.reached import KIND
 from megatron.planner.search import Plan, SearchedPlans
 from megatron.planner.speed import Cluster, StepTime
 from megatron.planner.traffic import Transfer
 from megatron.telemetry.figures import WIDTH, count, part_of, seconds, sentence, size, table
+from megatron.telemetry.peak_flops import peak_flops
 
 
 def basis(cluster: Cluster) -> str:
@@ -20,9 +22,54 @@ def basis(cluster: Cluster) -> str:
     return "assumed" if cluster.device.assumed else "measured"
 
 
-def speeds_note(cluster: Cluster) -> str:
-    """A note on the source of the speeds, to follow a time."""
-    return f"(speeds are {basis(cluster)})"
+def speeds_note(cluster: Cluster, layout: Layout | None = None) -> str:
+    """A note on the source of the speeds, to follow a time; with the error of such layouts in published runs."""
+    if layout is None or not cluster.device.assumed:
+        return f"(speeds are {basis(cluster)})"
+    return f"(assumed; {error_of(cluster, layout)})"
+
+
+def error_of(cluster: Cluster, layout: Layout) -> str:
+    """The error of predicted times, as published runs show it for this device and kind of layout."""
+    return str(cluster.device.accuracy(layout.model_parallel) or "error unknown")
+
+
+def rate(plan: Plan, cluster: Cluster) -> str:
+    """TFLOP/s of a rank, and their share of the peak (MFU)."""
+    tflops, share = plan.step.tflops_per_rank(cluster.world_size), share_of_peak(plan, cluster)
+    used = "" if share is None else f", MFU {share:.0%}"
+    return f"{tflops:.4g} TFLOP/s a {'GPU' if cluster.device.kind == 'cuda' else 'rank'}{used} ({basis(cluster)})"
+
+
+def share_of_peak(plan: Plan, cluster: Cluster) -> float | None:
+    """MFU of a plan; None for a device whose peak is not known."""
+    peak = peak_flops(cluster.device.name, plan.job.precision)
+    return plan.step.tflops_per_rank(cluster.world_size) * 1e12 / peak if peak else None
+
+
+def choice(searched: SearchedPlans, tolerance: float) -> str:
+    """Why the first plan was chosen, if it is not the fastest; else ""."""
+    best, fastest = searched.plans[0], searched.fastest
+    if best.layout == fastest.layout and best.job == fastest.job:
+        return ""
+    slower = best.per_sample / fastest.per_sample - 1
+    return (
+        f"chosen as the simplest, with most memory free, of {searched.alike:,} plans that an error of {tolerance:.0%} "
+        f"does not tell apart; {fastest.layout.short()} is predicted to be {slower:.1%} faster"
+    )
+
+
+def trust(plan: Plan, cluster: Cluster) -> str:
+    """What predicted times of a plan rest on."""
+    device = cluster.device
+    if not device.assumed:
+        return "times rest on speeds that were measured with --calibrate"
+    if device.kind != "cuda":
+        return "times rest on assumed speeds of a CPU; --calibrate measures them"
+    known = device.accuracy(plan.layout.model_parallel)
+    runs = f"{known.runs} published runs of such layouts on this GPU" if known else ""
+    errors = f"errors are those of {runs}" if runs else "no published run of this GPU was found to compare them with"
+    return f"times assume the speeds of {KIND}; {errors}; this suite was never measured on a GPU (docs/planning.md)"
 
 
 def recomputed(plan: Plan) -> str:
@@ -36,7 +83,8 @@ def verdict(plan: Plan, cluster: Cluster) -> str:
     """Whether a plan fits, and its speed, in two lines."""
     room = part_of(plan.bytes, cluster.device.memory_bytes)
     pace = f"{seconds(plan.step.seconds)} a step, {count(plan.step.tokens_per_second(plan.job))} tokens/s"
-    return f"  memory: {room} on the fullest rank, predicted\n  time: {pace} {speeds_note(cluster)}"
+    note = speeds_note(cluster, plan.layout)
+    return f"  memory: {room} on the fullest rank, predicted\n  time: {pace} {note}"
 
 
 def devices(cluster: Cluster, source: str) -> str:
@@ -65,6 +113,7 @@ def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WID
                 "TFLOP/s": f"{step.tflops_per_rank(cluster.world_size):.4g}",
                 "bubble": f"{step.bubble:.1%}",
                 "speeds": basis(cluster),
+                "error": _short_error(cluster, lay),
             }
         )
     head = [name for name in rows[0] if name not in IDLE or any(row[name] != "-" for row in rows)]
@@ -73,7 +122,12 @@ def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WID
     return table(cells, head, left, width, spare=("stages", "offload", "bubble", "TFLOP/s", "batch", "recompute"))
 
 
-IDLE = ("recompute", "offload", "stages")  # columns to leave out if all rows have "-"
+def _short_error(cluster: Cluster, layout: Layout) -> str:
+    known = cluster.device.accuracy(layout.model_parallel)
+    return f"{known.median:.0%}-{known.worst:.0%}" if known else "-"
+
+
+IDLE = ("error", "recompute", "offload", "stages")  # columns to leave out if all rows have "-"
 
 
 def rejected(searched: SearchedPlans, most: int, width: int = WIDTH) -> str:
@@ -97,7 +151,7 @@ def sizes(searched: SearchedPlans, cluster: Cluster, width: int = WIDTH) -> str:
             size(plan.bytes),
             f"{seconds(plan.step.seconds)} a step",
             f"{plan.step.tokens_per_second(plan.job):,.0f} tokens/s",
-            speeds_note(cluster),
+            speeds_note(cluster, plan.layout),
         ]
         for plan in fit[max(0, at - 3) : at + 3]
     ]
@@ -144,7 +198,7 @@ def parts(step: StepTime, cluster: Cluster, width: int = WIDTH) -> str:
 
 def pace(plan: Plan, cluster: Cluster, tokens: float | None) -> list[str]:
     """Tokens per day, and days for a number of tokens."""
-    each, note = plan.step.tokens_per_second(plan.job), speeds_note(cluster)
+    each, note = plan.step.tokens_per_second(plan.job), speeds_note(cluster, plan.layout)
     lines = [f"{each:,.0f} tokens/s, {count(each * 86400)} tokens a day {note}"]
     if tokens:
         hours = tokens / each / 3600 * cluster.world_size

@@ -132,14 +132,15 @@ def _data_parallel(job: Job, layout: Layout, rank: int) -> Iterator[Transfer]:
             size, calls = (units.padded(sizes), count) if layout.zero < 3 else _gathered(units, job, layout, rank)
             yield Transfer("weights", "all_gather", shard, size * job.element, calls, beside)
         if sizes[replicate] > 1:
-            yield Transfer("gradients", "all_reduce", replicate, 4 * units.owned(sizes), 1, beside)
+            size = job.shard_gradients(layout.zero) * units.owned(sizes)
+            yield Transfer("gradients", "all_reduce", replicate, size, 1, beside)
 
 
 def _reduced(units: Units, job: Job, layout: Layout, rank: int) -> int:
     """Bytes of the gradients of one round; stages 2 and 3 reduce a table that two chunks of a rank share twice."""
-    size = 4 * units.padded(layout.data_sizes)
+    size = job.gradients * units.padded(layout.data_sizes)
     if layout.zero >= 2 and _shares_table(job, layout, rank):
-        size += 4 * sum(unit.padded(layout.data_sizes) for unit in units.others if len(unit.ends) > 1)
+        size += job.gradients * sum(unit.padded(layout.data_sizes) for unit in units.others if len(unit.ends) > 1)
     return size
 
 
@@ -182,7 +183,8 @@ def _partial(job: Job, layout: Layout, rank: int, place: Sizes) -> list[Transfer
     stage.
     """
     units = rank_units(job, layout, rank)
-    size = lambda axis: 4 * units.total(lambda unit: unit.partial(axis, place, layout.data_sizes))
+    element = job.shard_gradients(layout.zero)
+    size = lambda axis: element * units.total(lambda unit: unit.partial(axis, place, layout.data_sizes))
     return [
         Transfer(f"gradients of {what}", "all_reduce", axis, size(axis), 1)
         for axis, what in PARTIAL.items()

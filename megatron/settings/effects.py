@@ -214,6 +214,8 @@ EFFECTS: dict[str, Needs] = {
     "local_world_size": PLANNED,
     "device_name": PLANNED,
     "device_memory_gb": PLANNED,
+    "memory_margin": PLANNED,
+    "mtbf": PLANNED,
     "calibration": PLANNED,
     "wide": PLANNED,
     "profile_step_start": PROFILE,

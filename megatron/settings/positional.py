@@ -58,7 +58,7 @@ def divide(
 
 
 def _values(flag: str, known: Mapping, rest: list[str]) -> int:
-    """How many of the words after a flag are its values."""
+    """The number of words after a flag that are its values."""
     until = next((number for number, word in enumerate(rest) if word.startswith("--")), len(rest))
     if flag in VALUED:
         return min(1, until)

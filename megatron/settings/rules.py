@@ -35,7 +35,7 @@ def violations(settings: schema.Config, world_size: int, rules: Iterable["Rule"]
 
 
 def of_given_values(sentences: list[str], s: SimpleNamespace) -> list[str]:
-    """Drop sentences about a value that replaces one out of range, or follows from it: the user did not give that."""
+    """Drop sentences about values that the user did not give: replacements of values out of range, and their effects."""
     if s.stand_ins & SIZES:
         return []
     spelled = {word for name in s.stand_ins for word in (_flag(name), said(s, name).split()[0])}
@@ -100,13 +100,13 @@ RANGES = {  # what a value must be -> test, fields
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
         muon_extra_scale_factor
-        initial_loss_scale min_loss_scale spike_threshold device_memory_gb params tokens""",
+        initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens""",
     ),
     "at least 0 and below 1": (
         lambda v: 0 <= v < 1,
         """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
-        muon_momentum lr_warmup_fraction""",
+        muon_momentum lr_warmup_fraction memory_margin""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,
@@ -569,7 +569,7 @@ def _asks_for_epochs(s: SimpleNamespace) -> list[str]:
 
 
 NEVER = 1_000_000_000  # --eval-interval of runs that validate by epochs, or at the end alone
-LONG = 1000  # steps that are too many to repeat
+LONG = 1000  # steps: repeating as many is costly
 
 
 def steps(s: SimpleNamespace) -> int:
@@ -625,13 +625,13 @@ def _starts_anew(s) -> bool:
 
 def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:
     needs = _TOKENIZER_NEEDS.get(s.tokenizer, ("tokenizer_model",)) if s.tokenizer else ()
-    if s.tokenizer_model and s.tokenizer != "NullTokenizer":  # a folder, or a name, stands for all its files
+    if s.tokenizer_model and s.tokenizer != "NullTokenizer":  # a folder or a name provides all its files
         return []
     return [f"--{name.replace('_', '-')}" for name in needs if not getattr(s, name)]
 
 
 def _layers(text: str | None) -> frozenset[int] | None:
-    """The numbers of --no-recompute-layers, or None if they are none."""
+    """The numbers of --no-recompute-layers, or None if the text is invalid."""
     try:
         return schema.Recompute(no_recompute_layers=text).exempt_layers
     except ValueError:

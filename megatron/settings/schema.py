@@ -777,14 +777,34 @@ class Optimizer:
     )
     nvme_offload_dir: Optional[str] = setting("folder for these files, on a fast disk of the node", None)
     param_cpu_offload: bool = setting("keep the shards of --sharding-stage 3 in CPU memory", False)
+    exp_avg_dtype: Literal["fp32", "bf16"] = setting(
+        "format of the first moment: exp_avg of adam, lion and muon, momentum_buffer of sgd and muon", "fp32"
+    )
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = setting("format of the second moment, exp_avg_sq", "fp32")
+    stochastic_rounding: bool = setting(
+        "round bf16 moments up or down at random, which is right in the mean; off: to the nearest", True
+    )
+    grad_reduce_in_bf16: bool = setting("accumulate gradients in bf16, and reduce them so", False)
+    main_grads_dtype: Literal["fp32", "bf16"] = setting(
+        "bf16: --grad-reduce-in-bf16, and the sums over micro-batches of --sharding-stage 2 and 3 are bf16 as well",
+        "fp32",
+    )
+    accumulate_allreduce_grads_in_fp32: bool = setting(
+        "only checked: gradients are fp32 unless --grad-reduce-in-bf16 says otherwise", False
+    )
     gradient_accumulation_fusion: bool = setting(
-        "accumulate weight gradients into the fp32 buffer in the matrix product (CPU: slower; not in W passes)", False
+        "accumulate weight gradients into their buffer in the matrix product (CPU: slower; not in W passes)", False
     )
     loss_averaging: Literal["token", "micro-batch"] = setting(
         "token: mean over all unmasked tokens of the global batch; micro-batch: Megatron-LM's mean of means",
         "token",
         "--calculate-per-token-loss=token/micro-batch",
     )
+
+    @property
+    def reduced_format(self) -> str:
+        """Format in which gradients are accumulated and reduced."""
+        return "bf16" if self.grad_reduce_in_bf16 or self.main_grads_dtype == "bf16" else "fp32"
 
     @property
     def rule(self) -> str:
@@ -825,6 +845,13 @@ class Planner:
     device_name: Optional[str] = setting("device to plan for, such as A100-80GB (default: this machine's)", None)
     device_memory_gb: Optional[float] = setting(
         "memory of a device in GB, 10^9 bytes (default: DEVICE_MEMORY_GB, or the device's own)", None
+    )
+    memory_margin: Optional[float] = setting(
+        "share of a device's memory to leave free (default: 0.08 in a search, 0.03 beside a given layout)", None
+    )
+    mtbf: Optional[float] = setting(
+        "mean hours between failures of a node: plan and --dry-run then show the best save interval and the goodput",
+        None,
     )
     calibration: Optional[str] = setting("file of measured speeds, written by megatron.tools.plan --calibrate", None)
 
@@ -960,7 +987,7 @@ class Config:
     planner: Planner = Planner()
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name
-    # Setting -> its source, except for defaults: the record behind `said`.
+    # Setting -> its source, except for defaults: the record that `said` reads.
     statements: Mapping[str, Statement] = field(default_factory=dict, hash=False, compare=False)
 
     @property

@@ -52,7 +52,7 @@ class Setting:
         return negated(self.name) if self.default is True else dashed(self.name)
 
     def word(self, value):
-        """The value as a user writes it: `auto` for a negative number that stands for it."""
+        """The value as a user writes it: `auto` for the negative number that represents it."""
         words = [word for word, other in self.also.items() if other == value and isinstance(other, int) and other < 0]
         return words[0] if words else value
 
@@ -95,7 +95,7 @@ class Setting:
 class Spelling:
     """A flag that sets a setting.
 
-    implies   the value that the flag stands for: --bf16
+    implies   the value that the flag sets: --bf16
     off       the value for `false` after the flag, if known: --use-sharding false
     negates   --no-x
     yielding  other spellings override it: --use-distributed-optimizer next to --sharding-stage 2

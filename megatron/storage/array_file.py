@@ -80,7 +80,7 @@ def write_arrays(path, kind: str, version: int, about: Mapping[str, Any], arrays
 def read_arrays(path, kind: str, version: int, verify: bool = False) -> ArrayFile:
     """Open a file of this kind. verify: read all of it and compare the checksum.
 
-    Raises DataError where the file is missing, of another kind or version, truncated or damaged.
+    Raises DataError if the file is missing, of another kind or version, truncated or damaged.
     """
     path = Path(path)
     try:

@@ -115,7 +115,7 @@ class Lease:
 
 
 def _read(path: UrlPath) -> Optional[dict[str, Any]]:
-    """The content of a lease; None where there is none, {} where the object is no lease."""
+    """The content of a lease; None if there is none, {} if the object is not a lease."""
     try:
         lease = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -149,7 +149,7 @@ class UrlPath:
     # ---- reading
 
     def stat(self) -> Stat:
-        """Size and identity of an object. Raises FileNotFoundError where there is none."""
+        """Size and identity of an object. Raises FileNotFoundError if there is none."""
         info = self._ask("info")
         if info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "no such object", self.url)
@@ -172,7 +172,7 @@ class UrlPath:
         return any(True for _ in self._listing())
 
     def iterdir(self) -> Iterator["UrlPath"]:
-        """Objects and prefixes directly below. Raises FileNotFoundError where there are none."""
+        """Objects and prefixes directly below. Raises FileNotFoundError if there are none."""
         listed = list(self._listing())
         if not listed:
             raise FileNotFoundError(errno.ENOENT, "no such prefix", self.url)

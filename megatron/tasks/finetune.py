@@ -214,7 +214,7 @@ def own(s) -> TaskSettings:
 
 
 def given_files(s) -> list[str]:
-    """The files of the task that somebody gave, in their words."""
+    """The given files of the task, as the user wrote them."""
     return [given.words for name in FILES if (given := s.settings.given(name)) and given.is_request]
 
 

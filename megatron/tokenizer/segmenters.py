@@ -49,7 +49,7 @@ def _lac(mode: str) -> Segment:
 
 
 def split_words(text: str, mark: str) -> list[str]:
-    """The words of a segmented text, separated by `mark`. Two consecutive empty pieces stand for a word that is the mark.
+    """The words of a segmented text, separated by `mark`. Two consecutive empty pieces mean that the mark itself is a word.
 
     >>> split_words("a b  c", " ")
     ['a', 'b', '', 'c']

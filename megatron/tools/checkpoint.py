@@ -42,14 +42,14 @@ from megatron.training.exchange import (
 
 @dataclass(frozen=True)
 class WhichCheckpoint:
-    """Which checkpoint of the folder."""
+    """The checkpoint of the folder."""
 
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
 
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """How to show it."""
+    """Options of `inspect`."""
 
     json: bool = setting("one JSON object instead of text", False)
     all_settings: bool = setting("settings that have their default value, too", False)
@@ -57,14 +57,14 @@ class InspectOptions:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """How much to check."""
+    """Options of `verify`."""
 
     all: bool = setting("every checkpoint of the folder; off: the one that --load would choose", True)
 
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """What to compare."""
+    """Options of `diff`."""
 
     weights_only: bool = setting("leave optimizer state out", False)
     tolerance: float = setting("elements this near to each other count as equal; 0: equal to the bit", 0.0)
@@ -73,7 +73,7 @@ class DiffOptions:
 
 @dataclass(frozen=True)
 class ReshardOptions:
-    """What the new files are."""
+    """Options of `reshard`."""
 
     writers: Optional[int] = setting("files of equal size", None)
     tensor_model_parallel_size: Optional[int] = setting("a file for each tensor-parallel rank", None, "--tp")
@@ -84,7 +84,7 @@ class ReshardOptions:
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """Which checkpoints stay."""
+    """The checkpoints to keep."""
 
     keep_last: Optional[int] = setting("keep this many newest checkpoints", None)
     save_retain_interval: Optional[int] = setting("keep those at a multiple of this iteration", None)
@@ -312,7 +312,7 @@ def changed_settings(saved: dict) -> dict:
 
 
 def boxes_of_ranks(state: dict, tp: int, pp: int) -> list[dict]:
-    """Of each rank, tp the faster: parameter name -> Box that it holds, of the model that `state` describes.
+    """For each rank, tp varying fastest: parameter name -> its Box, of the model that `state` describes.
 
     Stages have equally many layers; the first one has the embedding. Raises CheckpointError when the state does not say
     what model it is, SettingsError when so many ranks cannot share it.

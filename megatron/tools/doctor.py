@@ -151,7 +151,7 @@ def _gpu_check(number: int, count: int) -> str:
 
 
 def _network() -> dict[str, str]:
-    """What ranks need to communicate, within this machine and with others."""
+    """Check what ranks need to communicate, within this machine and with others."""
     host, infiniband = socket.gethostname(), Path("/sys/class/infiniband")
     cards = sorted(card.name for card in infiniband.iterdir()) if infiniband.is_dir() else []
     shared = Path("/dev/shm")

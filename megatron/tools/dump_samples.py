@@ -27,7 +27,7 @@ from megatron.settings.schema import Data, TokenizerSettings, setting
 
 @dataclass(frozen=True)
 class DumpOptions:
-    """Which samples are printed, and how."""
+    """The samples to print, and their format."""
 
     train_samples: int = setting("samples that the whole training takes: decides on epochs and so on the order")
     seq_length: int = setting("tokens of a training sample", 1024, "--max-seq-len", "--encoder-seq-length")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good is a trained model? Perplexity of held-out tokens, of WikiText, or accuracy on LAMBADA.
+"""Evaluate a trained model: perplexity of held-out tokens or WikiText, or accuracy on LAMBADA.
 
     python -m megatron.tools.evaluate --load checkpoints --data-path held_out_text_document
     python -m megatron.tools.evaluate --load checkpoints --task WIKITEXT103 --valid-data wiki.valid.tokens
@@ -30,7 +30,7 @@ from megatron.settings.statements import Statement, failing_in_users_words, give
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """Which model, on what."""
+    """The model, the data, and how it is evaluated."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
     data_path: Optional[list[str]] = setting("prefixes of token files, or folders: perplexity of all tokens", None)

@@ -48,7 +48,7 @@ TABLES = (
 
 @dataclass(frozen=True)
 class DocsOptions:
-    """Where to write."""
+    """The output file."""
 
     output: Optional[str] = setting("file to write (default: the terminal)", None)
 
@@ -79,7 +79,7 @@ def page() -> str:
             f"- {sentence}:\n  {' '.join(f'`{name}`' for name in names)}"
             for sentence, names in megatron_lm.sentences(table).items()
         )
-        parts.append(f"{title}\n\n{words} `*` stands for any ending.\n\n{lines}\n")
+        parts.append(f"{title}\n\n{words} `*` matches any ending.\n\n{lines}\n")
     return "\n".join(parts)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let a trained model write.
+"""Generate text with a trained model.
 
     python -m megatron.tools.generate --load runs/quickstart/checkpoints --prompt "The module" --top-p 0.9
     python -m megatron.tools.launch --nproc-per-node 4 -m megatron.tools.generate --load runs/t5 --prompt "..." \\
@@ -29,7 +29,7 @@ from megatron.settings.statements import Statement, failing_in_users_words, give
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Which model, which prompts, which form of answer."""
+    """The model, the prompts and the output."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
     prompt: Optional[list[str]] = setting("texts to continue", None)
@@ -62,7 +62,7 @@ class GenerateOptions:
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks; where nobody says how many, all of this job that may have layers: halves may overlap."""
+        """Pipeline ranks; by default as many of this job's ranks as `halves` allow, which may overlap."""
         if self.pipeline_model_parallel_size is not None:
             return self.pipeline_model_parallel_size
         least, most = max(1, *(half or 1 for half in self.halves)), max(1, sum(half or 0 for half in self.halves))
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
-    """Raise SettingsError for ranks that cannot be, before torch is loaded. given: setting -> who gave it."""
+    """Raise SettingsError for an impossible number of ranks, before torch is loaded. given: setting -> its source."""
     if settings.save_inference_model_then_exist:
         raise SettingsError(
             "--save-inference-model-then-exist: models are saved as weights, not as programs",
@@ -223,7 +223,7 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
 
 
 def show(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool, apart: str = "") -> None:
-    """Print prompts with their continuations. apart: what stands between both."""
+    """Print prompts with their continuations. apart: the text between both."""
     for number, (prompt, answer) in enumerate(zip(prompts, answers)):
         text = tokenizer.decode(answer)
         if as_json:

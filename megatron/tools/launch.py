@@ -56,7 +56,7 @@ LOUD = ("LOGLEVEL", "TORCHELASTIC_LOG_LEVEL", "TORCH_LOGS")  # if one is set, th
 
 
 class Ending(NamedTuple):
-    """How a rank that did not finish has ended."""
+    """The end of a rank that did not finish."""
 
     rank: int
     code: int  # negative: by a signal

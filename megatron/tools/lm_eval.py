@@ -27,7 +27,7 @@ from megatron.settings.statements import given_values
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """What to evaluate, on what."""
+    """The model, the tasks, and how they are evaluated."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
     tasks: list[str] = setting("names of tasks, or YAML files in the harness's form")

@@ -24,7 +24,7 @@ from megatron.settings.statements import failing_in_users_words
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What to show."""
+    """Options of the output."""
 
     top: int = setting("plans in the table", 10)
     rejected: int = setting("layouts that do not fit in the table, the closest first", 5)
@@ -32,6 +32,7 @@ class PlanOptions:
     emit: Optional[str] = setting("write the best plan: as a script, or (PLAN.json) for --parallel-plan", None)
     picture: Optional[str] = setting("draw the plans of the table: .svg, .png or .pdf", None)
     json: bool = setting("everything as JSON", False)
+    published: bool = setting("compare predictions with published runs of other suites, as tables in Markdown", False)
     params: Optional[float] = setting("only arithmetic: what so many parameters need", None)
     min_world_size: bool = setting("with --params: the fewest devices that hold it, and nothing else", False)
     calibrate: Optional[str] = setting("measure this machine into a file for --calibration", None)
@@ -50,6 +51,8 @@ COMMON = (
     "local_world_size",
     "device_name",
     "device_memory_gb",
+    "memory_margin",
+    "mtbf",
     "calibration",
     "wide",
     *PlanOptions.__dataclass_fields__,
@@ -60,6 +63,12 @@ PROG = "python -m megatron.tools.plan"
 def main(argv: list[str]) -> None:
     """Arithmetic, a measurement, or a search."""
     words = {word.partition("=")[0].replace("_", "-") for word in argv}
+    if "--published" in words:
+        from megatron.planner.published import report
+
+        parse(argv, dict(planner=schema.Planner, plan=PlanOptions), prog=PROG, description=_what(), common=COMMON)
+        print(report())
+        return
     if words & {"--params", "--calibrate"} and not words & {"--num-layers", "--model-name-or-path", "--preset"}:
         groups = parse(
             argv, dict(planner=schema.Planner, plan=PlanOptions), prog=PROG, description=_what(), common=COMMON
@@ -178,7 +187,8 @@ def _show(outcome, asked: PlanOptions, wide: bool) -> None:
     best = found.plans[0] if found.plans else None
     fit = found.num_layouts - found.too_large
     if best:
-        print(sentence(f"the best of {fit:,} layouts that fit: {best.layout.short()}", width))
+        print(f"the best of {fit:,} layouts that fit: {text.rate(best, cluster)}")
+        print(f"  layout: {best.layout.short()}, micro-batch {best.layout.micro_batch_size}")
         print(text.verdict(best, cluster))
     else:
         none = "none within memory" if found.num_layouts else "none is possible"
@@ -194,12 +204,13 @@ def _show(outcome, asked: PlanOptions, wide: bool) -> None:
     if found.rejected or found.impossible:
         print(f"\nout of the question, the closest first:\n{text.rejected(found, asked.rejected, width)}")
     if best:
-        print(f"\n{_of_the_best(best, cluster, asked, width)}")
+        print(f"\n{_of_the_best(outcome.config, best, cluster, asked, width)}")
 
 
-def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
+def _of_the_best(config, best, cluster, asked: PlanOptions, width: int) -> str:
     """Its time, its memory, its messages."""
     from megatron.planner import text
+    from megatron.planner.goodput import describe
     from megatron.planner.memory import memory_report
     from megatron.planner.startup import describe_groups, groups_of
     from megatron.planner.traffic import transfers
@@ -210,6 +221,7 @@ def _of_the_best(best, cluster, asked: PlanOptions, width: int) -> str:
     parts = [
         "\n".join([f"the best, {best.layout.short()}:", text.parts(best.step, cluster, width)]),
         "\n".join(text.pace(best, cluster, asked.tokens)),
+        *["\n".join(sentence(line, width) for line in describe(config, best, cluster))] * bool(config.planner.mtbf),
         text.memory_tables(needed, cluster.device.memory_bytes, width),
     ]
     if cluster.world_size > 1:

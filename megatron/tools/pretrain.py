@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretraining whose layout nobody has to choose: the planner's search, then the training in what it found.
+"""Pretraining with an automatically chosen layout: the planner's search, then the training in its result.
 
     torchrun --nproc-per-node gpu -m megatron.pretrain --task-type GPT --max-global-batch-size 16 --num-layers 48 ...
     python -m megatron.pretrain --task-type GPT --world-size 64 --local-world-size 8 --max-global-batch-size 16 ...

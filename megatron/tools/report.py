@@ -36,7 +36,7 @@ PROG = "python -m megatron.tools.report"
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What to report on."""
+    """The runs to report on, and the output."""
 
     run: Optional[str] = setting("folder of the run, or its metrics.jsonl (also a word without a flag)", None)
     output: Optional[str] = setting(

@@ -23,7 +23,9 @@ from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
+from megatron.planner.reached import KIND
 from megatron.planner.speed import Cluster, step
+from megatron.planner.text import error_of
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
@@ -32,13 +34,12 @@ from megatron.training.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
 WRITTEN = re.compile(r"# (needs|layout|predicted|assumed)  +\S")
-ASSUMED = "speeds of the planner's table of devices (docs/planning.md); not measured: not yet run on GPUs"
 OWN_VARIABLES = ("DATA_PATH", "DATA", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MODEL", "CHECKPOINTS", "SHRINK", "GPUS")
 
 
 @dataclass(frozen=True)
 class HeadsOptions:
-    """Which scripts, and whether they are rewritten."""
+    """The scripts, and whether they are rewritten."""
 
     scripts: Optional[list[str]] = setting("scripts (default: those of all models)", None)
     check: bool = setting("change nothing; exit code 1 if a head differs from today's prediction", False)
@@ -115,7 +116,10 @@ def _lines(cluster: Cluster, job, layout: Layout, batch: int, searched: bool = F
         ("needs", f"{ranks} x {device.name}: {where}"),
         ("predicted", memory),
         ("predicted", f"{pace}, {rate} (speeds assumed)"),
-        ("assumed", ASSUMED),
+        (
+            "assumed",
+            f"speeds of {KIND}: {error_of(cluster, layout)} (docs/planning.md); not measured: not yet run on GPUs",
+        ),
     ]
     if searched:
         size = layout.micro_batch_size

@@ -19,7 +19,7 @@ from megatron.settings.schema import Checkpoint, Config, setting
 
 @dataclass(frozen=True)
 class ShrunkRunOptions:
-    """How the shrunk job is trained."""
+    """Options of the shrunk job."""
 
     steps: int = setting("optimizer steps to train", 3)
     shrunk_dir: Optional[str] = setting("folder to save into and resume from (default: nothing is saved)", None)

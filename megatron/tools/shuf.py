@@ -30,7 +30,7 @@ UNKNOWN = 64 << 30  # assumed bytes of stdin, for the number of partitions
 
 @dataclass(frozen=True)
 class ShufOptions:
-    """Where the lines go, and in which order."""
+    """The output, and the order of lines."""
 
     output: Optional[str] = setting("where the lines go (-o; default: stdout)", None)
     seed: int = setting("another number, another order", 1234)

@@ -5,7 +5,7 @@
     python -m megatron.tools.status --watch 10 runs/345M runs/1.3B
 
 Sources are a run's metrics (metrics.jsonl in its folder, or at --metrics-file, which the folder names), its events and
-checkpoints, and its ranks' heartbeats, if any. A folder that is no run itself stands for the runs in it.
+checkpoints, and its ranks' heartbeats, if any. A folder that is not a run means all runs in it.
 States: starting, running, stalled (no sign of life for longer than its steps take), done, stopped (in order before its
 last step; it can be resumed), interrupted (by Ctrl-C), failed (with the reason), unknown (no metrics, and its last
 checkpoint is not of its last step), unreadable (no run, or damaged; other runs are still shown).
@@ -44,7 +44,7 @@ LAUNCH = b'{"kind": "run"'
 
 @dataclass(frozen=True)
 class StatusOptions:
-    """How the state is shown."""
+    """Options of the output."""
 
     json: bool = setting("print a JSON list instead of a table", False)
     watch: Optional[float] = setting("print again every so many seconds", None)

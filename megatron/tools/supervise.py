@@ -56,7 +56,7 @@ LATE = 0.5  # seconds beyond --poll between two checks that still count as silen
 
 @dataclass(frozen=True)
 class SuperviseOptions:
-    """How patient the supervisor is, and what it may change."""
+    """Limits and options of the supervisor."""
 
     max_restarts: int = setting("restarts before giving up", 10)
     hang_timeout: float = setting(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of another suite in the flags of this one: its file or command, line by line, with the source beside each line.
+"""Translate a run of another suite to flags of this one: its file or command, line by line, with the source of each line.
 
     python -m megatron.tools.translate --from deepspeed ds_config.json
     python -m megatron.tools.translate --from paddlenlp run.sh
@@ -7,7 +7,7 @@
     python -m megatron.tools.translate --from nemo --format yaml megatron_gpt_config.yaml
     python -m megatron.tools.translate --to deepspeed pretrain_gpt.py --bf16 --sharding-stage 2
 
-What changed in meaning stands behind a line, what has no effect here and what has no equivalent below. Nothing is run.
+Changes in meaning follow a line; settings without an effect or an equivalent are listed below. Nothing is executed.
 """
 
 import re
@@ -56,7 +56,7 @@ from megatron.settings.translate import (
 
 @dataclass(frozen=True)
 class TranslateOptions:
-    """Whose words, and in which form they are wanted."""
+    """The other suite, and the format of the output."""
 
     from_dialect: Optional[str] = setting(f"the other suite: {', '.join(DIALECTS)}", None, "--from")
     to_dialect: Optional[str] = setting("instead: a command of this suite in the words of that one", None, "--to")
@@ -132,7 +132,7 @@ def divided(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def is_source(word: str) -> bool:
-    """Whether a word is all that is translated, a file or a text, and not the first one of a command."""
+    """Whether a word is the whole source, a file or a text, and not the first word of a command."""
     launchers = (one for launcher in LAUNCHERS for one in launcher.programs)
     program = PYTHON.fullmatch(word) or word.endswith(".py") or name_among(word, [*launchers])
     return " " in word or word.endswith(FILES) or Path(word).is_file() and not program
@@ -140,7 +140,7 @@ def is_source(word: str) -> bool:
 
 @dataclass
 class TranslatedRun:
-    """One run: what it was made of, what starts it, its script, what stands behind it, and what is odd about the source."""
+    """A translated run: its settings, launcher, script, the words after them, and notes on the source."""
 
     found: Translation
     start: list[str]
@@ -156,12 +156,12 @@ class Untranslated(str):
 
 @dataclass
 class Script:
-    """What its commands find: folders in which files may be, and what its variables are known to hold."""
+    """The state of a script for its commands: folders that may contain files, and known values of variables."""
 
     folders: list[Path]
     held: dict[str, str] = field(default_factory=lambda: {"HOME": str(Path.home())})
-    depth: int = 0  # in how many loops, conditions and functions a command stands
-    depends: bool = False  # on what the command before it says: `[ -z "$X" ] && X=3`
+    depth: int = 0  # number of loops, conditions and functions around a command
+    depends: bool = False  # on the result of the command before it: `[ -z "$X" ] && X=3`
 
     def pass_by(self, command: Command) -> None:
         """Take a command of the shell: `CONFIG=run.yaml`, `cd projects/gpt`."""
@@ -178,7 +178,7 @@ class Script:
         self.depends = command.joined in ("&&", "||")
 
     def file(self, one: TheirSetting, name: str, missing: list[tuple[TheirSetting, str]], notes: list) -> str | None:
-        """The file that a source names, here or in the folder of the script; what is not there goes to `missing`."""
+        """The file that a source names, here or in the folder of the script; a missing file is added to `missing`."""
         name = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: self.held.get(found[1] or found[2], found[0]), name)
         found = [path for folder in self.folders if (path := folder / name).is_file()]
         others = [path for path in found if not path.samefile(found[0])]
@@ -196,7 +196,7 @@ def translations(dialect: Dialect, words: list[str]) -> Iterator[TranslatedRun |
         yield of_file(dialect, words[0])
         return
     variables: list[TheirSetting] = []  # of the environment, which the suite reads
-    empty = False  # whether only comments stand in a loop or a condition, which a shell refuses
+    empty = False  # whether a loop or a condition contains only comments, which a shell refuses
     script = Script([Path("."), *[path.parent] * (path.is_file() and path.parent != Path("."))])
     for command in commands_of(dialect, words):
         script.pass_by(command)

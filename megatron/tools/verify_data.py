@@ -20,7 +20,7 @@ PIECE = 1 << 20  # sequences checked at a time
 
 @dataclass(frozen=True)
 class VerifyDataOptions:
-    """What to do in addition to reading."""
+    """Options in addition to reading."""
 
     write: bool = setting("take the files as they are now, if their numbers agree, and write their manifest", False)
 

@@ -24,7 +24,7 @@ EXAMPLE = "--layouts tp2,pp2,tp2sp-pp2-dp2-zero1"
 
 @dataclass(frozen=True)
 class VerifyLayoutOptions:
-    """What to compare."""
+    """Options of the comparison."""
 
     layouts: Optional[str] = setting(
         "layouts to check, such as tp2,pp2vp2,cp2a2a,tp2sp-dp2-zero1 (default: that of the flags)", None

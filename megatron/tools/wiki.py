@@ -44,7 +44,7 @@ SHOWN = 5  # titles of pages set aside that are printed
 
 @dataclass(frozen=True)
 class WikiOptions:
-    """Which pages, and how they are written. The names of the first five are WikiExtractor's."""
+    """Options of the extraction. The first five have WikiExtractor's names."""
 
     output: str = setting("folder of the texts (-o)", "text")
     bytes: str = setting("size of a file (-b): a number, or with K, M or G; 0: a file for each article", "1M")

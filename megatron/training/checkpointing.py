@@ -96,7 +96,7 @@ def load(
         load_folder(settings, all_gather_object),
         pieces,
         names=names,
-        cast={slot.name for unit in optimizer.units for slot in unit.slots},  # frozen weights have the model's format
+        cast=optimizer.of_any_format(),
         step=settings.ckpt_step,
         allow_empty=partial(may_begin, settings, metrics_path(config.logging, settings.save)),
         check=fits,

@@ -69,7 +69,7 @@ def evaluate_and_judge(run: Run, garbage: GarbageCollection) -> None:
 
 
 def save_before_evaluation(run: Run) -> None:
-    """Save the state as it will be after the upcoming evaluation. If its result changes the state, mark it as due."""
+    """Save the state as it will be after the upcoming evaluation, or mark this as due if its result changes the state."""
     now, batch = run.state, run.config.batch
     more = 0 if validates_same_samples(run.config) else batch.eval_iters * batch.global_batch_size
     if run.loaders.valid and judges(run):

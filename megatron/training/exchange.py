@@ -13,7 +13,7 @@ from megatron.settings.schema import setting
 
 @dataclass(frozen=True)
 class ToHFOptions:
-    """What is written."""
+    """Options of the export to Hugging Face."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
     unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
@@ -21,14 +21,14 @@ class ToHFOptions:
 
 @dataclass(frozen=True)
 class FromHFOptions:
-    """What is checked."""
+    """Options of the import from Hugging Face."""
 
     unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
 
 
 @dataclass(frozen=True)
 class FromMegatronOptions:
-    """What the files do not say."""
+    """Values that Megatron-LM's files may lack."""
 
     vocab_size: Optional[int] = setting("tokens without padding (default: what the arguments say, or all rows)", None)
     num_attention_heads: Optional[int] = setting("where the saved arguments lack it", None)
@@ -37,7 +37,7 @@ class FromMegatronOptions:
 
 @dataclass(frozen=True)
 class ToMegatronOptions:
-    """What is written."""
+    """Options of the export to Megatron-LM."""
 
     target_tensor_parallel_size: int = setting(
         "tensor parallel ranks: files of each stage", 1, "--target-tensor-model-parallel-size", "--tp"
@@ -66,7 +66,7 @@ def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, An
 
 
 def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
-    """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back otherwise."""
+    """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back different."""
     from megatron.errors import UsageError
 
     tp, pp = how.target_tensor_parallel_size, how.target_pipeline_parallel_size

@@ -104,7 +104,7 @@ class Measures:
 
 
 class RequestMeasures(Measures):
-    """How often a model's likeliest continuation is the correct one. Values are log-likelihoods of samples [b, 1]."""
+    """The share of samples whose most probable continuation is correct. Values are log-likelihoods of samples [b, 1]."""
 
     of_choices = True
 

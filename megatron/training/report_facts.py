@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report says of a run besides its curves: schedule, data, memory and events, as rows of (name, what is said)."""
+"""The tables of a run's report: schedule, data, memory and events, as rows of (name, text)."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ WIDEST = 16  # ranks of a pipeline that is drawn
 
 
 def group(history: History, name: str) -> dict:
-    """A group of the settings that the run was started with last; empty where there is none."""
+    """A group of the settings that the run was started with last; empty if there is none."""
     found = (history.run.get("config") or {}).get(name)
     return found if isinstance(found, dict) else {}
 
@@ -39,7 +39,7 @@ def judged(history: History) -> tuple[str, str, str]:
 
 
 def task(history: History) -> Rows:
-    """What a task's evaluations found out last, of each set."""
+    """The last evaluation of a task on each set."""
     last = {e.get("split"): e for e in history.evals}
     return [
         (f"{name}, {split}", f"{e[name]:.4f} at iteration {e['iteration']:,}")
@@ -53,7 +53,7 @@ def task(history: History) -> Rows:
 
 
 def schedule(history: History) -> Rows:
-    """What changes with the steps: learning rate and batch; and the order of the passes in one."""
+    """The schedules of learning rate and batch size, and the order of passes in a step."""
     optimizer, batch = group(history, "optimizer"), group(history, "batch")
     rows = [("learning rate", _learning_rate(optimizer, batch)), ("batch", _batch(history, batch))]
     pipeline = _pipeline(history)

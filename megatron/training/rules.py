@@ -75,7 +75,7 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
 
 
 def expert_problems(s: SimpleNamespace) -> list[str]:
-    """What is wrong with the sizes of the experts' axes. s: `rules.record` of settings that otherwise work."""
+    """The problems of the sizes of the experts' axes. s: `rules.record` of settings that otherwise work."""
     flags = dict(ep="expert_model_parallel_size", etp="expert_tensor_parallel_size")
     given = {axis: said(s, name) for axis, name in flags.items() if (getattr(s, name) or 1) > 1}
     if not given:

@@ -170,7 +170,7 @@ class Pending:
 
 @dataclass
 class Evaluated:
-    """What was evaluated last in this launch."""
+    """The last evaluation of this launch."""
 
     requests_at: int = -1  # the step after which --eval-requests were
     validation: tuple[int, range] = (0, range(0))  # iteration and samples of the last validation

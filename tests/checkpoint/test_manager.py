@@ -21,7 +21,7 @@ from megatron.checkpoint import manager as module
 from megatron.checkpoint import store
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER, checkpoints
-from megatron.checkpoint.interval import best_interval, lost_share
+from megatron.checkpoint.interval import best_interval, goodput
 from megatron.checkpoint.manager import CheckpointManager, Snapshot, store_all_gather_object
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.store import Piece
@@ -381,7 +381,7 @@ def test_dalys_interval_loses_the_least_time():
     for stall, mean in ((0.1, 3600.0), (5.0, 3600.0), (60.0, 86400.0)):
         best = best_interval(stall, mean)
         assert best == pytest.approx(math.sqrt(2 * stall * mean), rel=0.1)
-        costs = [lost_share(best * factor, stall, mean) for factor in (0.5, 1.0, 2.0)]
+        costs = [1 - goodput(best * factor, stall, mean) for factor in (0.5, 1.0, 2.0)]
         assert min(costs) == costs[1]
     assert best_interval(100.0, 10.0) == 10.0  # hopeless: no more often than the job lives
 

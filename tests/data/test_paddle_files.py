@@ -188,7 +188,7 @@ def harm(tmp_path, what):
         ("lens negative", "holds 20 tokens, its .npz describes 20"),
         ("docs too few", "its documents do not cover its 6 sequences"),
         ("sents of another run", "lens and sents disagree"),
-        ("two formats", "are both there"),
+        ("two formats", "both exist"),
     ],
 )
 def test_damage_is_one_message(tmp_path, what, words):

@@ -29,6 +29,7 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --unt
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--num-layers 4 --pipeline-model-parallel-size 2"
+IN_BF16 = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 CASES = {  # name: flags, rank, ranks
     "fp16": ("--precision fp16", 0, 1),
     "O1": (f"--precision bf16 --amp-level O1 {DROPOUT}", 0, 1),
@@ -38,6 +39,8 @@ CASES = {  # name: flags, rank, ranks
         1,
     ),
     "offload": ("--optimizer-cpu-offload", 0, 1),
+    "bf16 state, dp2 zero1": (f"{IN_BF16} --grad-reduce-in-bf16 --sharding-stage 1", 1, 2),
+    "bf16 state, zero3, Muon": (f"{IN_BF16} --main-grads-dtype bf16 --sharding-stage 3 --optimizer muon", 1, 2),
     "Muon, dp2 zero2": ("--optimizer muon --sharding-stage 2", 1, 2),
     "Lion, z-loss, caps": (
         "--optimizer lion --z-loss-coeff 1e-3 --attn-logit-softcapping 30 --final-logit-softcapping 30 "

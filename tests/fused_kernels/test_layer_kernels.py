@@ -6,7 +6,7 @@ gradients. `tests/gpu/test_gpu_kernels.py` runs the same tests on CUDA.
 import pytest
 import torch
 
-from megatron.fused_kernels import TABLE, Case, matmul, norms, reference
+from megatron.fused_kernels import TABLE, Case, cpu_ops, norms, reference
 from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.model.positions import Rotary, rotate
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
@@ -122,11 +122,11 @@ def test_products_of_any_strides(device, dtype):
 @pytest.mark.skipif(bool(TABLE["matmul"][0].lacking), reason=TABLE["matmul"][0].lacking)
 def test_the_operand_that_would_be_copied_is_the_smaller_one(monkeypatch):
     """The first operand of `_linear` is copied where it is transposed."""
-    firsts, made = [], matmul._linear
-    monkeypatch.setattr(matmul, "_linear", lambda x, weight, bias: firsts.append(x) or made(x, weight, bias))
+    firsts, made = [], cpu_ops._linear
+    monkeypatch.setattr(cpu_ops, "_linear", lambda x, weight, bias: firsts.append(x) or made(x, weight, bias))
     tall, short = torch.randn(512, 8).t(), torch.randn(4, 512)
-    matmul.onednn(tall, short)
-    matmul.onednn(torch.randn(8, 4).t(), torch.randn(500, 8))
+    cpu_ops.onednn(tall, short)
+    cpu_ops.onednn(torch.randn(8, 4).t(), torch.randn(500, 8))
     assert [x.is_contiguous() for x in firsts] == [True, False]
 
 

@@ -108,8 +108,14 @@ def train(
     buffers: Tensors | None = None,
     steps: range = range(STEPS),
     network: Callable = scores,
+    update_buffers: Callable[[Tensors], None] | None = None,
 ) -> tuple[list[dict], Tensors]:
-    """([{lm loss, grad_norm} of each step], weights and buffers at the end). trained: of a weight's name."""
+    """([{lm loss, grad_norm} of each step], weights and buffers at the end).
+
+    trained: whether the weight of a name is. network: (weights, tokens, buffers) -> logits, or (logits, {name of another
+    mean over tokens: (its value, its weight in the loss)}). update_buffers: called before each update.
+    """
+    update_buffers = update_buffers or move_bias
     weights = {name: values.clone().requires_grad_(trained(name)) for name, values in weights.items()}
     learned = {name: values for name, values in weights.items() if values.requires_grad}
     decays = lambda name: bool(re.search(r"weight$|adapter", name)) and "norm" not in name
@@ -118,21 +124,29 @@ def train(
         for yes in (True, False)
     ]
     adam = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, eps=1e-4)
-    data, told = MockDataset(1 << 20, LENGTH, VOCABULARY, EOD, 1234, 0), []
+    data, results = MockDataset(1 << 20, LENGTH, VOCABULARY, EOD, 1234, 0), []
     for number in steps:
         samples = torch.from_numpy(np.stack([data[place] for place in range(8 * number, 8 * number + 8)]))
-        given = network(weights, samples[:, :-1], buffers)
-        loss = F.cross_entropy(given.flatten(0, 1), samples[:, 1:].flatten())
+        output = network(weights, samples[:, :-1], buffers)
+        words, others = output if isinstance(output, tuple) else (output, {})
+        loss = F.cross_entropy(words.flatten(0, 1), samples[:, 1:].flatten())
         adam.zero_grad()
-        loss.backward()
+        (loss + sum(weight * value for value, weight in others.values())).backward()
         norm = torch.nn.utils.clip_grad_norm_(learned.values(), 1.0).item()
-        for n in range(LAYERS) if buffers is not None else ():
-            load = buffers[f"blocks.{n}.watch.load"]
-            buffers[f"blocks.{n}.watch.bias"].add_(RATE * (load / load.mean() - 1))
-            load.zero_()
+        if buffers is not None:
+            update_buffers(buffers)
         adam.step()
-        told.append({"lm loss": loss.item(), "grad_norm": norm})
-    return told, {name: values.detach() for name, values in (weights | (buffers or {})).items()}
+        values = {name: value.item() for name, (value, _) in others.items()}
+        results.append({"lm loss": loss.item(), **values, "grad_norm": norm})
+    return results, {name: values.detach() for name, values in (weights | (buffers or {})).items()}
+
+
+def move_bias(buffers: Tensors) -> None:
+    """`Watch.update_buffers` of each layer."""
+    for n in range(LAYERS):
+        load = buffers[f"blocks.{n}.watch.load"]
+        buffers[f"blocks.{n}.watch.bias"].add_(RATE * (load / load.mean() - 1))
+        load.zero_()
 
 
 def freezing(*patterns: str) -> Callable[[str], bool]:

@@ -40,6 +40,7 @@ from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, rec
 
 LINE = f"{FLAGS} {SIX} {ADAM}"
 TOKENS = 8 * LENGTH  # of a step: what is minimised is divided by them before its gradient goes through the layers
+TP3, PP2 = "--tensor-model-parallel-size 3 --sequence-parallel", "--pipeline-model-parallel-size 2"
 LAYOUTS = {
     "one process": (1, ""),
     "tp3 with sequence parallelism": (3, "--tensor-model-parallel-size 3 --sequence-parallel"),
@@ -55,6 +56,16 @@ LAYOUTS = {
         2,
         "--sharding-stage 3 --recompute-granularity full --recompute-method uniform --gradient-accumulation-fusion",
     ),
+    "dp2": (2, ""),
+    "zero1, overlap": (2, "--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+    "zero2": (2, "--sharding-stage 2 --overlap-grad-reduce"),
+    "pp2": (2, PP2),
+    "pp2 dp2 zb-h1, zero2, fusion": (
+        4,
+        f"{PP2} --pipeline-schedule zb-h1 --sharding-stage 2 --gradient-accumulation-fusion",
+    ),
+    "cp2": (2, "--context-parallel-size 2"),
+    "tp3 pp2, zero2": (6, f"{TP3} {PP2} --sharding-stage 2"),
 }
 
 
@@ -151,6 +162,7 @@ def pretrain(rank: int, kind: str, flags: str) -> None:
     start(f"{LINE} {KINDS[kind].flags} {flags}".split(), KINDS[kind].recipe())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_layout_is_the_plain_loop(kind, layout, run_ranks, tmp_path):

@@ -112,8 +112,13 @@ def initial_weights(number: int) -> dict[str, torch.Tensor]:
     return {name: values.double() for name, values in weights.items()}
 
 
-def logits(weights, tokens: torch.Tensor, chosen: int) -> torch.Tensor:
-    """Tokens [b, s] -> [b, s, vocabulary]: every expert computes every token, and counts where it was chosen."""
+def highest(chosen: int):
+    """(layer, scores [b, s, experts]) -> the scores of the `chosen` highest, and 0 for the others."""
+    return lambda n, scores: scores * (scores >= scores.topk(chosen, -1).values[..., -1:])
+
+
+def logits(weights, tokens: torch.Tensor, route) -> torch.Tensor:
+    """Tokens [b, s] -> [b, s, vocabulary]: every expert computes every token; `route` says how much each counts."""
 
     def linear(name, x):
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
@@ -128,8 +133,7 @@ def logits(weights, tokens: torch.Tensor, chosen: int) -> torch.Tensor:
         x = x + linear(own + "down", gelu(linear(own + "up", norm(own + "norm", x))))
         u = norm(own + "experts_norm", x)
         scores = (u @ weights[own + "router.weight"].T).softmax(-1)
-        least = scores.topk(chosen, -1).values[..., -1:]
-        scores = scores * (scores >= least)  # [b, s, experts], 0 for the others
+        scores = route(n, scores)  # [b, s, experts]
         up, down = (weights[f"{own}experts.{name}.weight"] for name in ("up", "down"))
         inner = gelu(torch.einsum("bsh,efh->bsef", u, up) + weights[f"{own}experts.up.bias"])
         x = x + torch.einsum("bse,bsef,ehf->bsh", scores, inner, down) + scores @ weights[f"{own}experts.down.bias"]
@@ -138,7 +142,7 @@ def logits(weights, tokens: torch.Tensor, chosen: int) -> torch.Tensor:
 
 @cache
 def plain(number: int = EXPERTS, chosen: int = CHOSEN):
-    network = lambda weights, tokens, buffers: logits(weights, tokens, chosen)
+    network = lambda weights, tokens, buffers: logits(weights, tokens, highest(chosen))
     return train(initial_weights(number), lambda name: True, network=network)
 
 
@@ -165,6 +169,22 @@ def test_experts_without_tokens_are_among_them():
     decayed = first[name] * (1 - 1e-2 * 0.01) ** 4
     idle = (last[name] - decayed).abs().amax((1, 2)) < 1e-12
     assert 0 < idle.sum() < 32
+
+
+@pytest.mark.parametrize("layout", ["ep2, zero3", "pp2 ep2, zb-h1"])
+def test_ranks_without_tokens(layout, tmp_path, monkeypatch):
+    """All tokens go to the first experts: other ranks have none, forward and backward, and all of them go on together."""
+
+    def first(self, x):
+        scores = F.linear(x.float(), self.weight.float()).softmax(-1)
+        return scores[:, : self.k].to(x.dtype), torch.arange(self.k).expand(len(x), -1)
+
+    monkeypatch.setattr(own_experts.Router, "forward", first)
+    world, words = LAYOUTS[layout]
+    run_ranks(world, pretrain, f"{words} --save {tmp_path}", timeout=60)
+    route = lambda n, scores: scores * (torch.arange(EXPERTS) < CHOSEN)
+    network = lambda weights, tokens, buffers: logits(weights, tokens, route)
+    compare(tmp_path, *train(initial_weights(EXPERTS), lambda name: True, network=network))
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -245,7 +265,7 @@ def test_what_is_frozen_beside_experts(frozen, layout, tmp_path):
     """In the first case the first layer's input has no gradient, which would otherwise end that layer's part in a pass."""
     world, words = LAYOUTS[layout]
     run_ranks(world, pretrain, f"{words} --freeze {frozen} --save {tmp_path} --check-replicas-interval 2")
-    network = lambda weights, tokens, buffers: logits(weights, tokens, CHOSEN)
+    network = lambda weights, tokens, buffers: logits(weights, tokens, highest(CHOSEN))
     compare(tmp_path, *train(initial_weights(EXPERTS), freezing(*frozen.split()), network=network))
 
 

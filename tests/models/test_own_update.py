@@ -91,7 +91,7 @@ def test_the_planner_counts_its_state():
     kinds = ("adagrad", "adam")
     jobs = [settings(f"{OWN} --optimizer {name}") for name in kinds]
     facts = own_update.recipe().facts(jobs[0], 100)
-    assert [PlannedJob.of(config, facts, dp=1, device="cpu").moments for config in jobs] == [1, 2]
+    assert [PlannedJob.of(config, facts, dp=1, device="cpu").moments for config in jobs] == [(4,), (4, 4)]
 
 
 def test_a_setting_of_a_rule_that_is_not_taken_is_told():

@@ -15,7 +15,7 @@ from megatron.inference.sampling import Sampling
 from megatron.inference.sequences import generate_targets
 from megatron.model.arguments import parse_any
 from megatron.model.recipe import recipe_of
-from megatron.model.t5.module import DecoderCache
+from megatron.model.t5.layers import DecoderCache
 from megatron.mpu.mesh import Mesh
 from megatron.training.rules import resolve
 

@@ -127,7 +127,7 @@ def test_decoding_with_a_cache_is_decoding_without(case):
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.dim() == 1))
-    from megatron.model.t5.module import DecoderCache
+    from megatron.model.t5.layers import DecoderCache
 
     source, target = batch.arrays["text_enc"], batch.arrays["text_dec"][:20]
     with torch.no_grad():

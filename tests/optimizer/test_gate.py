@@ -56,10 +56,12 @@ def trained(rank: int, sizes: dict, settings: Optimizer, stage: int, gates: str,
     return optimizer.step_count, found | state
 
 
+IN_BF16 = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", grad_reduce_in_bf16=True)
 SETTINGS = {
     **{name: Optimizer(optimizer=name) for name in RULES},
     "sgd without momentum": Optimizer(optimizer="sgd", sgd_momentum=0.0),
     "muon, nesterov": Optimizer(optimizer="muon", muon_nesterov=True),
+    **{f"{name}, bf16": Optimizer(optimizer=name, **IN_BF16) for name in RULES},
 }
 
 
@@ -75,7 +77,7 @@ def test_a_flag_that_is_up_keeps_everything_as_it_is(name):
     assert once[0] == twice[0] and all(torch.equal(once[1][key], twice[1][key]) for key in once[1])
 
 
-@pytest.mark.parametrize("name, stage", [("adam", 1), ("muon", 3), ("lion", 2)])
+@pytest.mark.parametrize("name, stage", [("adam", 1), ("muon", 3), ("lion", 2), ("adam, bf16", 3), ("muon, bf16", 1)])
 def test_so_it_does_on_ranks_that_share_state(name, stage, run_ranks):
     """bf16 weights: they are made of main weights again, which have not changed."""
     for found, wanted in zip(

@@ -134,7 +134,7 @@ def test_parts_of_a_step_are_told_from_the_longest_on(monkeypatch):
 
 
 def test_micro_batches_are_told_from_the_smallest_on(monkeypatch):
-    monkeypatch.setattr(text, "speeds_note", lambda cluster: "")
+    monkeypatch.setattr(text, "speeds_note", lambda cluster, layout: "")
     step = SimpleNamespace(seconds=1.0, tokens_per_second=lambda job: 1.0)
     plans = [SimpleNamespace(layout=anything(micro_batch_size=n), bytes=n, step=step, job=None) for n in (4, 1, 2)]
     rejected = [SimpleNamespace(layout=anything(micro_batch_size=n), why=lambda n=n: f"lacks {n}") for n in (16, 8)]

@@ -82,8 +82,8 @@ def test_figures_are_those_of_a_run(case, found_on):
     exchanged, planned = Counter(), Counter()
     for place, memory, _, sent in found_on(world)[case]:
         held, _ = state(job, layout, place["pp"], place)
-        away = held.get("offloaded optimizer state", 0) // (2 + job.moments)  # gradients that arrive are no state
-        states = held["main weights"] + held["optimizer moments"] + away * (1 + job.moments)
+        away = held.get("offloaded optimizer state", 0) // (2 + len(job.moments))  # gradients that arrive are no state
+        states = held["main weights"] + held["optimizer moments"] + away * (1 + len(job.moments))
         shared = 0 if held["main weights"] or away else memory["gradients"]  # parameters that are main weights too
         assert held["weights"] == memory["parameters"] + memory["shards"], place
         assert (held["gradients"], states) == (memory["gradients"], memory["state"] - shared), place

@@ -26,6 +26,8 @@ PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = f"""{PLAIN} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm
     --untie-embeddings-and-output-weights"""
 
+MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
 CASES = [
     ("", ""),
     ("", LLAMA),
@@ -57,6 +59,16 @@ CASES = [
     ("", "--optimizer sgd --sgd-momentum 0 --bf16"),
     ("dp2-zero2", "--optimizer sgd --nvme-offload-fraction 0.5 --nvme-offload-dir ."),
     ("dp2-zero1", "--optimizer lion --nvme-offload-fraction 0.3 --nvme-offload-dir . --optimizer-cpu-offload --bf16"),
+    ("", f"{MOMENTS} --bf16"),
+    ("dp2", f"{MOMENTS} --grad-reduce-in-bf16"),
+    ("dp2-zero1", "--exp-avg-dtype bf16 --grad-reduce-in-bf16 --bf16"),
+    ("dp2-zero2", "--exp-avg-sq-dtype bf16 --grad-reduce-in-bf16 --bf16"),
+    ("dp4-zero2", f"{MOMENTS} --main-grads-dtype bf16 --bf16 --sharding-degree 2"),
+    ("dp4-zero3", f"{MOMENTS} --grad-reduce-in-bf16 --bf16 --sharding-degree 2"),
+    ("tp2sp-pp2-dp2-zero3", f"{MOMENTS} --main-grads-dtype bf16"),
+    ("dp2-zero1", f"{MOMENTS} --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --grad-reduce-in-bf16"),
+    ("dp2-zero2", "--nvme-offload-fraction 0.5 --nvme-offload-dir . --exp-avg-dtype bf16 --bf16"),
+    ("dp2-zero1", f"{MOMENTS} --main-grads-dtype bf16 --optimizer muon"),
     ("", f"{LLAMA} --optimizer muon --bf16"),
     ("tp2sp-pp2-dp2-zero1", "--optimizer muon --bf16"),
     ("dp4-zero3", f"{LLAMA} --optimizer muon --sharding-degree 2"),
@@ -91,7 +103,8 @@ def settings_of(case):
     layout, config = parse_layout(case[0]), parse_pretrain(f"{GPT} {case[1]}".split())
     settings = laid_out(config, layout)
     parallel = replace(settings.parallel, sharding_degree=config.parallel.sharding_degree)
-    return resolve(replace(settings, parallel=parallel), layout.world_size), layout.world_size
+    settings = replace(settings, parallel=parallel, optimizer=config.optimizer)
+    return resolve(settings, layout.world_size), layout.world_size
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +183,21 @@ def test_ledgers_are_exact(case, found_on):
     )
     for place, memory, files, sent in found_on(world)[case]:
         held, _ = state(job, layout, place["pp"], place)
-        # Main weights that are parameters too are counted twice; there are as many of them as of fp32 gradients.
-        shared = 0 if held["main weights"] or held.get("offloaded optimizer state") else memory["gradients"]
-        assert sum(held.values()) - _arriving(held, job.moments) == sum(memory.values()) - shared, (place, held, memory)
+        # Main weights that are parameters too are counted twice; there are as many of them as of gradients.
+        apart, gradient = (
+            held["main weights"] or held.get("offloaded optimizer state"),
+            job.shard_gradients(layout.zero),
+        )
+        shared = 0 if apart else 4 * memory["gradients"] // gradient
+        assert sum(held.values()) - _arriving(held, job, gradient) == sum(memory.values()) - shared, (
+            place,
+            held,
+            memory,
+        )
         assert on_disk(job, layout, place["pp"]) == files and bool(files) == ("nvme" in case[1])
         assert totals(transfers(job, layout, place["pp"], place)) == sent, place
 
 
-def _arriving(held, moments):
+def _arriving(held, job, gradient):
     """Gradients on their way to the host, which the optimizer does not count as state."""
-    return held.get("offloaded optimizer state", 0) // (2 + moments)
+    return gradient * held.get("offloaded optimizer state", 0) // (4 + gradient + sum(job.moments))

@@ -40,6 +40,7 @@ ALWAYS = """
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay
     weight_decay_incr_style clip_grad freeze train_only decoupled_lr decoupled_min_lr optimizer_cpu_offload
     nvme_offload_fraction param_cpu_offload gradient_accumulation_fusion loss_averaging
+    grad_reduce_in_bf16 main_grads_dtype accumulate_allreduce_grads_in_fp32
     auto_parallel parallel_plan dry_run preflight allow_memory_overcommit
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
@@ -78,6 +79,9 @@ CASES = {
         for name, value in MUON.items()
     },
     "muon_nesterov": ("--muon-use-nesterov", "--optimizer sgd", "--optimizer muon"),
+    "exp_avg_dtype": ("--exp-avg-dtype bf16", "--optimizer sgd --sgd-momentum 0", "--optimizer sgd"),
+    "exp_avg_sq_dtype": ("--exp-avg-sq-dtype bf16", "--optimizer lion", "--optimizer muon"),
+    "stochastic_rounding": ("--no-stochastic-rounding", "--optimizer lion", "--optimizer lion --exp-avg-dtype bf16"),
     "lion_beta1": ("--lion-beta1 0.8", "--optimizer sgd", "--optimizer lion"),
     "lion_beta2": ("--lion-beta2 0.8", "", "--optimizer lion"),
     "bias_gelu_fusion": ("--no-bias-gelu-fusion", "--swiglu", ""),
@@ -176,6 +180,8 @@ CASES = {
     "device_name": ("--device-name A100-80GB", "", "--preflight"),
     "device_memory_gb": ("--device-memory-gb 80", "", "--dry-run"),
     "wide": ("--wide", "", "--dry-run"),
+    "memory_margin": ("--memory-margin 0.1", "", "--dry-run"),
+    "mtbf": ("--mtbf 1000", "", "--dry-run"),
     "calibration": ("--calibration c", "", "--auto-parallel"),
     "profile_step_start": ("--profile-step-start 3", "", "--profile"),
     "profile_step_end": ("--profile-step-end 5", "", "--profile"),

@@ -329,11 +329,10 @@ def test_the_tables_say_one_thing_about_each_flag():
         ("--adlr-autoresume", "supervise --on-preempt requeue"),
         ("--use-fsdp2", "use --sharding-stage 3"),
         ("--shard-strategy foo", "there is tensor and bucket"),
-        (
-            "--main-grads-dtype bf16",
-            "--main-grads-dtype is not supported: main weights, gradients and moments are fp32",
-        ),
-        ("--exp-avg-dtype fp8", "--exp-avg-dtype is not supported: main weights, gradients and moments are fp32"),
+        ("--main-params-dtype fp16", "--main-params-dtype is not supported: main weights are fp32, because fp16 loses"),
+        ("--main-grads-dtype fp16", "'fp16' is none of fp32, bf16; fp16 would need a scale for each tensor: say bf16"),
+        ("--exp-avg-dtype fp16", "'fp16' is none of fp32, bf16; fp16 would need a scale for each tensor: say bf16"),
+        ("--exp-avg-sq-dtype fp8", "'fp8' is none of fp32, bf16; 8-bit numbers are not part of this suite: say bf16"),
         ("--apply-layernorm-1p", "norms multiply by their weight, not by 1 + weight, whatever --normalization says"),
         ("--apply-layernorm-1p --normalization RMSNorm", "whatever --normalization says; leave it out"),
     ],
@@ -353,7 +352,7 @@ def test_what_is_not_supported_says_what_to_do(line, words):
         ("--train-sync-interval 5", "how far the host may run ahead"),
         ("--enable-one-logger", "no outside service"),
         ("--enable-experimental", "experimental in Megatron-LM, and changes nothing by itself"),
-        ("--use-precision-aware-optimizer", "moments are fp32, as they are by its defaults"),
+        ("--use-precision-aware-optimizer", "the formats of moments and gradients"),
         ("--perform-initialization", "initial weights depend on --seed"),
         ("--delay-grad-reduce", "when and how ranks exchange data"),
         ("--no-delay-grad-reduce", "when and how ranks exchange data"),
@@ -388,6 +387,7 @@ def test_a_part_of_a_flags_name_is_enough_for_a_hint():
 
 def test_values_that_ask_for_nothing_pass_in_silence(capsys):
     read("--num-experts 1 --expert-model-parallel-size 1 --overlap-grad-reduce false --recompute-modules false")
+    read("--recompute-granularity selective --recompute-modules core_attn")
     read("--main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32")
     assert capsys.readouterr().err == ""
 

@@ -14,7 +14,7 @@ from megatron.mpu import collectives, initialize
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import read_timeline
 from megatron.planner import target, tuning
-from megatron.planner.choose import automatic
+from megatron.planner.choose import automatic, search_layouts
 from megatron.planner.device import cpu
 from megatron.settings.parse import parse_pretrain
 from megatron.training.build import build_run
@@ -252,6 +252,20 @@ def test_what_is_planned_for(command, tmp_path):
     (tmp_path / "measured.json").write_text(json.dumps(dict(device=vars(cpu()) | dict(flops=dict(fp32=123e9)))))
     assert cluster(f"--calibration {tmp_path / 'measured.json'}").device.flops == dict(fp32=123e9)
     assert cluster("").device.flops != dict(fp32=123e9)
+
+
+def test_a_margin_of_memory(command):
+    """8 % of a device stay free in a search, 3 % beside a given layout; --memory-margin sets both."""
+    job = f"{GPT_1B} --world-size 8 --device-name A100-80GB --global-batch-size 8"
+    searched = lambda flags: search_layouts(parse_pretrain(command(f"{job} --auto-parallel {flags}")))
+    given = lambda flags: target.cluster_of(parse_pretrain(command(f"{job} {flags}")), {})[0].device
+    for flags, free, beside in (("", 0.08, 0.03), ("--memory-margin 0.5", 0.5, 0.5)):
+        found, device = searched(flags), given(flags)
+        assert device.usable_bytes == int((1 - beside) * device.memory_bytes)
+        assert found.cluster.device.usable_bytes == int((1 - free) * device.memory_bytes)
+        assert all(plan.bytes <= found.cluster.device.usable_bytes for plan in found.searched.plans)
+    with pytest.raises(SettingsError, match="--memory-margin 1.0 must be at least 0 and below 1"):
+        searched("--memory-margin 1.0")
 
 
 def test_max_global_batch_size_bounds_what_the_search_takes(command):

@@ -29,7 +29,7 @@ FLAGS = set(spellings_of(GROUPS))
 
 def flags_of(text: str) -> set[str]:
     """The flags that a text names, as whole words."""
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*(?:\d+\b)?", text))
 
 
 def without(*flags: str) -> str:

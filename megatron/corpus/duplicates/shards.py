@@ -109,7 +109,7 @@ def text_sizes(folder: Path) -> np.ndarray:
 def saved_below(folders: Sequence[str], name: str, phase: str) -> list[Path]:
     """Folders of a first phase for an earlier corpus: those below the given ones with a file of this name, sorted.
 
-    Raises DataError where there is none.
+    Raises DataError if there is none.
     """
     result = []
     for folder in folders:

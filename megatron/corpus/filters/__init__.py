@@ -38,7 +38,7 @@ FILTERS: dict[str, str] = {
 
 
 def filter_class(name: str) -> type:
-    """The class of a filter in the table, or of "package.module:Class". Raises SettingsError where there is none."""
+    """The class of a filter in the table, or of "package.module:Class". Raises SettingsError for an unknown name."""
     place = FILTERS.get(name.replace("_", "-"), name)
     module, colon, attribute = place.partition(":")
     if not (module and colon and attribute):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of C4 (Raffel et al. 2020, section 2.2): remove lines that are no sentences, and drop pages with too few.
+"""The rules of C4 (Raffel et al. 2020, section 2.2): drop lines that are not sentences, and pages with too few of them.
 
 A line is kept when it ends in terminal punctuation (no ellipsis), has enough words between spaces and none that is too
 long, and mentions neither Javascript nor cookies nor terms of use. A page is dropped for "lorem ipsum" or a curly bracket
@@ -73,7 +73,7 @@ class C4:
         return Verdict({**document, "text": cleaned}, "lines_removed", figures)
 
     def _sentence_line(self, line: str) -> Optional[str]:
-        """The line without citation marks; None where it does not look like sentences."""
+        """The line without citation marks; None if it does not look like sentences."""
         longest = self.max_word_length
         words = line.split() if self.min_words is not None or longest is not None and len(line) > longest else ()
         if longest is not None and len(line) > longest and any(len(word) > longest for word in words):

@@ -54,7 +54,7 @@ class UrlFilter:
 
 
 def named_function(name: str) -> Callable:
-    """The object of "package.module:name". Raises SettingsError where there is none."""
+    """The object of "package.module:name". Raises SettingsError if there is none."""
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise SettingsError(f"{name!r} is not of the form package.module:name")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a download has written and what it has done, so that it goes on after a kill at any moment.
+"""The record of a download: finished addresses and written pages, so that it resumes after a kill at any moment.
 
-Pages are appended to the output in batches; behind each batch a line is appended to the record (`<output>.ckpt`):
-how long the output is now, and what became of each address. The output is on the disk before the line is. So a page
-counts once its line is whole: what the output has beyond the last whole line is cut off when the download goes on, and its
-pages are fetched again. Nothing is lost and nothing is there twice.
+Pages are appended to the output in batches; after each batch a line is appended to the record (`<output>.ckpt`):
+the length of the output, and the result for each address. The output is on the disk before the line. So a page counts
+as soon as its line is complete. When a download resumes, output after the last complete line is removed, and its pages
+are fetched again: no page is lost, and none is stored twice.
 """
 
 import bz2
@@ -39,9 +39,9 @@ PACKERS = dict(xz=lzma.compress, gz=lambda data: gzip.compress(data, mtime=0), b
 
 @dataclass(frozen=True)
 class PageOutcome:
-    """What became of an address. reason: "ok", or why there is no text, in a word."""
+    """The result for an address. reason: "ok", or a word that says why there is no text."""
 
-    number: int  # its place in the list, from 0
+    number: int  # its index in the list, from 0
     url: str
     reason: str
     text: str = ""
@@ -49,14 +49,14 @@ class PageOutcome:
     bytes: int = 0  # of the page, unpacked
     seconds: float = 0.0
     tries: int = 1
-    passing: bool = False  # another try may have another end
+    passing: bool = False  # another try may succeed
 
 
 COLUMNS = ("number", "url", "reason", "status", "bytes", "seconds", "tries", "passing")
 
 
 class DownloadRecord:
-    """The output and the record of what is in it. One process writes them at a time."""
+    """The output and its record. Only one process at a time writes them."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class DownloadRecord:
         keep_pages: Optional[Path] = None,
         failed_again: bool = False,
     ):
-        """Open what there is, or begin. source: what the output depends on; another one is refused.
+        """Open an existing record, or create one. source: the inputs of the output; another source is refused.
 
-        packing: a name in PACKERS. keep_pages: a folder where each page becomes a text file, too. failed_again: what
-        ended in a way that may pass is taken as not done.
-        Raises DataError where the record belongs to something else, Locked where another process writes.
+        packing: a name in PACKERS. keep_pages: a folder for a text file of each page. failed_again: repeat
+        addresses that failed for a temporary reason.
+        Raises DataError if the record belongs to something else, Locked if another process writes.
         """
         self.output, self.path = output, output.with_name(f"{output.name}.ckpt")
         self.counts: Counter[str] = Counter()
@@ -78,13 +78,13 @@ class DownloadRecord:
         self._pack: Callable[[bytes], bytes] = PACKERS[packing] if packing else bytes
         self._held: list[PageOutcome] = []
         self._keep_pages, self._failed_again = keep_pages, failed_again
-        self._passing: dict[int, str] = {}  # addresses whose last reason may pass
+        self._passing: dict[int, str] = {}  # addresses that failed for a temporary reason
         with storage_errors(output):
             output.parent.mkdir(parents=True, exist_ok=True)
             self._journal = open(self.path, "a+b", buffering=0)
             self._lock()
             if not self._read(source):
-                if output.exists() and output.stat().st_size:  # said before there is a record: one would empty it
+                if output.exists() and output.stat().st_size:  # before opening a record empties it
                     self.path.unlink()
                     do = f"give another --output, or remove it; a download goes on where {self.path} is beside it"
                     raise DataError(f"{output} is there, and no record of how it came", do=do)
@@ -105,13 +105,13 @@ class DownloadRecord:
             raise Locked(f"{self.output} is being written by another download", do="give another --output") from None
 
     def _read(self, source: dict[str, Any]) -> bool:
-        """Take what the record says, up to its last whole line. False: it says nothing yet."""
+        """Read the record up to its last complete line. Returns False if it is empty."""
         self._journal.seek(0)
         lines = io.BufferedReader(self._journal)  # not another handle: closing one would drop the lock
         whole = 0
         for line in lines:
             if not line.endswith(b"\n"):
-                break  # a kill cut it short
+                break  # truncated by a kill
             try:
                 entry = json.loads(line)
                 if whole == 0:
@@ -155,12 +155,12 @@ class DownloadRecord:
         self._done[byte] |= 1 << bit
 
     def __contains__(self, number: int) -> bool:
-        """Whether what became of an address is recorded."""
+        """Whether the result for an address is recorded."""
         byte, bit = divmod(number, 8)
         return byte < len(self._done) and bool(self._done[byte] >> bit & 1)
 
     def add(self, page: PageOutcome, batch: int) -> bool:
-        """Take what became of an address; with `batch` of them they are written. True: they were."""
+        """Add the result for an address. Writes them if there are `batch`, and returns whether it did."""
         assert page.number not in self, "an address is done once"
         self._held.append(page)
         self._mark(page.number)
@@ -171,7 +171,7 @@ class DownloadRecord:
         return True
 
     def commit(self) -> None:
-        """Write what is held: first the pages, then, once they are on the disk, the line about them."""
+        """Write the collected results: first the pages, and after they are on the disk the line about them."""
         if not self._held:
             return
         good = [page for page in self._held if page.reason == "ok"]
@@ -191,7 +191,7 @@ class DownloadRecord:
         os.fsync(self._journal.fileno())
 
     def _write_pages(self, pages: list[PageOutcome]) -> None:
-        """A text file for each page, and one of what is known of it: a folder for each thousand of the list."""
+        """Write a text file for each page, and one with its description, in a folder per thousand addresses."""
         if self._keep_pages is None:
             return
         for page in pages:
@@ -203,20 +203,20 @@ class DownloadRecord:
                 path.write_text(content, encoding="utf-8")
 
     def close(self) -> None:
-        """Close the files; what is held and not committed is dropped."""
+        """Close the files. Results that are not committed are discarded."""
         self._out.close()
         self._journal.close()
 
 
 def _write_all(file, data: bytes) -> None:
-    """Write to an unbuffered file, which may take less than all at once."""
+    """Write all bytes to an unbuffered file, whose `write` may accept only some of them."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def write_sqlite(record: Path, target: Path) -> int:
-    """What became of each address as a table `pages` of an SQLite file. Returns the number of rows."""
+    """Write the result for each address to a table `pages` of an SQLite file. Returns the number of rows."""
     with (
         whole_file(target) as file,
         contextlib.closing(sqlite3.connect(file.name)) as base,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the three commands for duplicates: written whole or not at all, read line by line, odd lines told of."""
+"""Files of the three commands for duplicates: written completely or not at all; read by line, with messages on bad ones."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from megatron.errors import DataError
 
 
 class LeftOut:
-    """Lines that were no use, by reason, with the first of each: nothing is dropped in silence."""
+    """Skipped lines by reason, with the first of each; every reason is reported."""
 
     def __init__(self, path: str | Path):
         self.path = path
@@ -38,7 +38,7 @@ class LeftOut:
 def documents(path: str | Path, left_out: LeftOut) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """(number from 1, line, JSON object) of each line of a file, packed or not; blank lines are not counted.
 
-    Raises DataError where the file is not there.
+    Raises DataError if the file is not there.
     """
     if not Path(path).exists():
         raise DataError(f"{path}: no such file", f"the working directory is {os.getcwd()}", "check the path")

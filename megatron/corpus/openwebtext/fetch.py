@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One page over HTTP, within limits: time, size, redirects, kinds of content, robots.txt, and the public network alone.
+"""Fetch a page over HTTP, with limits on time, size, redirects and content types, robots.txt, and only the public network.
 
     async with Fetcher(Limits()) as fetcher:
         page = await fetcher.page("https://example.org/")       # Page, or Refused with the reason in a word
 
-What a server says is never trusted: the time counts from the request to the last byte, the size is that of what was
-unpacked, each redirect is looked at like an address of the list, and a name is connected to at the address that was
-found to be public (a name cannot change between the look and the connection).
+A server's statements are never trusted. The time limit applies from the request to the last byte, the size limit to the
+unpacked bytes. Each redirect is checked like an address of the list. A connection uses the IP address that was checked to
+be public, so a name cannot change in between.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from protego import Protego
 
 AGENT = "megatron-openwebtext/1.0"
 TEXTS = ("text/html", "application/xhtml+xml", "text/plain")
-PASSING = (408, 425, 429, 500, 502, 503, 504)  # answers that may be another one later
-ROBOTS_BYTES = 500 << 10  # of robots.txt that are read (RFC 9309, 2.5)
-ORIGINS = 20_000  # whose robots.txt are kept
-DNS_AGE = 300  # seconds that an address of a name is kept
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # status codes that may change later
+ROBOTS_BYTES = 500 << 10  # of robots.txt to read (RFC 9309, 2.5)
+ORIGINS = 20_000  # whose robots.txt are cached
+DNS_AGE = 300  # seconds for which the address of a name is cached
 
 
 class Refused(Exception):
-    """A page that is not had. reason: one word; again: it may be had later; wait: seconds that its server asks for."""
+    """A page that was not fetched. reason: one word; again: a later try may succeed; wait: seconds its server asks for."""
 
     def __init__(self, reason: str, again: bool = False, wait: Optional[float] = None, status: int = 0):
         super().__init__(reason)
@@ -44,12 +44,12 @@ class Refused(Exception):
 
 
 class NotAsked(Refused):
-    """A page that is refused without a request: its server need not be left alone for it."""
+    """A page that is refused without a request, so no pause for its server is necessary."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a page may take. Times in seconds."""
+    """Limits for fetching a page. Times in seconds."""
 
     timeout: float = 60.0  # from the first request for a page to its last byte, redirects included
     max_bytes: int = 10 << 20  # of a page, unpacked
@@ -62,7 +62,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Page:
-    """What came: bytes, unpacked, and what the server says of them. url: the last of the redirects."""
+    """A response: its bytes, unpacked, and the server's description of them. url: the end of the redirects."""
 
     url: str
     status: int
@@ -72,7 +72,7 @@ class Page:
 
 
 class Fetcher:
-    """Fetches pages; keeps connections, and what robots.txt of each server says."""
+    """Fetches pages; keeps connections, and the rules of each server's robots.txt."""
 
     def __init__(self, limits: Limits):
         self._limits, self._robots = limits, OrderedDict()
@@ -86,7 +86,7 @@ class Fetcher:
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
-            auto_decompress=False,  # a bomb is counted while it is unpacked, here
+            auto_decompress=False,  # unpacked here, so that the size of a bomb is limited
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(20, self._limits.timeout)),
             headers={
@@ -138,7 +138,7 @@ class Fetcher:
         raise Refused("too_many_redirects")
 
     def _acceptable(self, url: str) -> str:
-        """The address without its fragment. Raises Refused for what is no address of the public web."""
+        """The address without its fragment. Raises Refused for other addresses than those of the public web."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname or "", parts.port
@@ -194,18 +194,18 @@ class Fetcher:
             raise kind("robots")
 
     async def _rules(self, origin: str) -> Protego:
-        """What robots.txt of a server says, read once. Raises Refused where that cannot be known now (RFC 9309, 2.3.1)."""
-        told = self._robots.get(origin)
-        if told is None:
-            told = self._robots[origin] = asyncio.ensure_future(self._read_rules(origin))
-            told.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting by then
+        """The rules of a server's robots.txt, read once. Raises Refused if they cannot be read now (RFC 9309, 2.3.1)."""
+        rules = self._robots.get(origin)
+        if rules is None:
+            rules = self._robots[origin] = asyncio.ensure_future(self._read_rules(origin))
+            rules.add_done_callback(lambda done: done.cancelled() or done.exception())  # no task may be waiting by then
             if len(self._robots) > ORIGINS:
                 self._robots.popitem(last=False)
         try:
-            return await asyncio.shield(told)
+            return await asyncio.shield(rules)
         except Refused:
-            if self._robots.get(origin) is told:
-                del self._robots[origin]  # to be asked for again
+            if self._robots.get(origin) is rules:
+                del self._robots[origin]  # request it again
             raise
 
     async def _read_rules(self, origin: str) -> Protego:
@@ -216,7 +216,7 @@ class Fetcher:
             if refused.again:
                 reason = "robots_unreachable" if refused.status else refused.reason
                 raise Refused(reason, True, refused.wait, refused.status) from None
-            text = ""  # there is none: everything may be fetched
+            text = ""  # no robots.txt: everything may be fetched
         return Protego.parse(text)
 
 
@@ -230,7 +230,7 @@ def _origin(url: str) -> str:
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether an address is one of the public internet, and does not stand for another one.
+    """Whether an address belongs to the public internet, and is not mapped to another one.
 
     >>> [is_public(ipaddress.ip_address(one)) for one in ("8.8.8.8", "10.0.0.1", "169.254.169.254", "64:ff9b::a00:1")]
     [True, False, False, False]
@@ -243,7 +243,7 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 class _PublicResolver(AbstractResolver):
-    """Names to addresses, of which only those of the public internet are given."""
+    """Resolves names, only to addresses of the public internet."""
 
     def __init__(self, allow_private: bool):
         self._inner, self._allow_private = ThreadedResolver(), allow_private
@@ -260,7 +260,7 @@ class _PublicResolver(AbstractResolver):
 
 
 def retry_after(text: Optional[str], now: Optional[float] = None) -> Optional[float]:
-    """Seconds that a server asks to wait: `Retry-After` as a number or a date. None: it does not say.
+    """Seconds that a server asks to wait: `Retry-After` as a number or a date. None: not given.
 
     >>> retry_after("120"), retry_after("Thu, 01 Jan 1970 00:02:00 GMT", now=100), retry_after("soon")
     (120.0, 20.0, None)
@@ -274,7 +274,7 @@ def retry_after(text: Optional[str], now: Optional[float] = None) -> Optional[fl
 
 
 async def _read(answer: aiohttp.ClientResponse, most: int, cut: bool) -> bytes:
-    """The unpacked body. Raises Refused where it is longer than `most` bytes, unless it may be cut, or is damaged."""
+    """The unpacked body. Raises Refused if it is longer than `most` bytes, unless it may be cut, or is damaged."""
     unpack = _unpacker(answer.headers.get("Content-Encoding", "").strip().lower())
     pieces, size = [], 0
     async for data in answer.content.iter_chunked(1 << 16):
@@ -291,7 +291,7 @@ async def _read(answer: aiohttp.ClientResponse, most: int, cut: bool) -> bytes:
 
 
 def _unpacker(encoding: str) -> Callable[[Optional[bytes], int], bytes]:
-    """(packed bytes, most) -> at most so many bytes unpacked; None stands for the end. Raises Refused at damage."""
+    """(packed bytes, most) -> at most `most` unpacked bytes; None marks the end. Raises Refused for damaged data."""
     if encoding in ("", "identity"):
         return lambda data, most: (data or b"")[:most]
     if encoding not in ("gzip", "x-gzip", "deflate"):

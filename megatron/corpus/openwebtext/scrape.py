@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a page to text, in processes of their own: a page that brings one of them down is one page lost.
+"""Convert the bytes of a page to text, in separate processes: a page that crashes one of them only loses itself.
 
-newspaper     the article, without menus and comments: resiliparse's, as the library newspaper is no longer kept
-trafilatura   the article as trafilatura sees it: slower, more careful
-bs4           the texts of paragraphs, as the original's scraper of this name takes them
+newspaper     the article, without menus and comments, by resiliparse: the library newspaper is no longer maintained
+trafilatura   the article by trafilatura: slower, more careful
+bs4           the texts of paragraphs, as in the original's scraper of this name
 raw           the page as it is, decoded
 """
 
@@ -18,13 +18,13 @@ from megatron.corpus.openwebtext.fetch import Refused
 from megatron.corpus.processes import end, process_pool
 from megatron.errors import DataError
 
-SCRAPERS = dict(newspaper="resiliparse", trafilatura="trafilatura", bs4="lxml", raw="resiliparse")  # -> what it needs
-SECONDS = 30  # that a page may take
+SCRAPERS = dict(newspaper="resiliparse", trafilatura="trafilatura", bs4="lxml", raw="resiliparse")  # -> its packages
+SECONDS = 30  # limit for a page
 MEMORY = 4 << 30  # bytes of address space of a process
 
 
 def scrape(body: bytes, content_type: str, charset: Optional[str], scraper: str) -> str:
-    """The text of a page: a line a paragraph. "" where there is none."""
+    """The text of a page, one line per paragraph; "" if there is none."""
     text = decode(body, charset)
     if scraper != "raw" and content_type != "text/plain":
         text = dict(newspaper=_main_content, trafilatura=_trafilatura, bs4=_paragraphs)[scraper](text)
@@ -33,9 +33,9 @@ def scrape(body: bytes, content_type: str, charset: Optional[str], scraper: str)
 
 
 def decode(body: bytes, charset: Optional[str]) -> str:
-    """Bytes as text: by their byte order mark, the server's charset, the page's own, or what they look like.
+    """Decode bytes by their byte order mark, the server's charset, the page's own, or the most probable one.
 
-    What is not of that charset comes out as U+FFFD.
+    Bytes that are invalid in that charset become U+FFFD.
     """
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 
@@ -44,7 +44,7 @@ def decode(body: bytes, charset: Optional[str]) -> str:
             return body[len(mark) :].decode(name, errors="replace")
     if charset:
         with contextlib.suppress(LookupError, UnicodeDecodeError, ValueError):
-            return body.decode(charset)  # where all of it is of that charset; many servers say what is not so
+            return body.decode(charset)  # if all of it is valid in that charset: many servers report a wrong one
     return bytes_to_str(body, detect_encoding(body, from_html_meta=True))
 
 
@@ -72,7 +72,7 @@ def _paragraphs(page: str) -> str:
 
 
 class ScraperPool:
-    """Processes that scrape. One that dies, or takes too long, takes its page with it and is replaced."""
+    """Processes that scrape. A process that dies or takes too long is replaced, and its page is lost."""
 
     def __init__(self, processes: int, scraper: str, seconds: float = SECONDS):
         needed = SCRAPERS[scraper]
@@ -105,7 +105,7 @@ class ScraperPool:
             end(process)
             process = None
             raise
-        except Exception:  # of a library, at a page that it cannot take
+        except Exception:  # of a library, for a page that it cannot process
             raise Refused("scraper_error") from None
         finally:
             self._idle.put_nowait(process)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Select the FlashAttention release behind torch's flash attention on CUDA, for whole samples and for documents."""
+"""Select the FlashAttention release that torch's flash attention uses on CUDA, for whole samples and for documents."""
 
 import torch
 import torch.nn.attention

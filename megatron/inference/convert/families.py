@@ -41,7 +41,7 @@ class Family:
     run:      (transformers, folder, prompts) -> the same outputs of their model
     extra:    the model's own groups of settings
     beside:   additional tensors that files may contain: copies of others
-    told:     notices for the user of an export
+    notices:  notices for the user of an export
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Family:
     run: Callable[[Any, Any, torch.Tensor], torch.Tensor]
     extra: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 def exported(config: Config, vocab_size: int) -> Family:
@@ -63,8 +63,8 @@ def exported(config: Config, vocab_size: int) -> Family:
     facts = facts_of(config, vocab_size)
     if isinstance(facts, T5Facts):
         t5_names.refuse_other(facts)
-        told = (COPIED,) if t5_names.copies_table(facts) else ()
-        return replace(_t5(facts), matches=t5_names.exported(facts), told=told)
+        notices = (COPIED,) if t5_names.copies_table(facts) else ()
+        return replace(_t5(facts), matches=t5_names.exported(facts), notices=notices)
     if isinstance(facts, BertFacts):
         bert_names.refuse_other(facts)
         return _bert(facts)

@@ -75,7 +75,7 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: Mapping[str, Any], c
             for parameter in loaded.model.parameters():
                 parameter.data = parameter.data.to(dtype).float()
             notices.append(_compared(family, loaded, folder))
-        return [f"{out}: {family.kind} in {', '.join(files)}", *family.told, *notices]
+        return [f"{out}: {family.kind} in {', '.join(files)}", *family.notices, *notices]
 
 
 def refuse_unknown(reader: Reader, family: Family) -> None:
@@ -201,10 +201,10 @@ def _agree(ours: torch.Tensor, theirs: torch.Tensor) -> str:
     """A notice on the difference of logits. Raises CheckpointError if it is too large."""
     largest = theirs.abs().max().item()
     difference = (ours - theirs).abs().max().item() if ours.shape == theirs.shape else float("nan")
-    told = f"logits differ by at most {difference:.2e} of {largest:.3g} (allowed: {BOUND * largest:.2e})"
+    summary = f"logits differ by at most {difference:.2e} of {largest:.3g} (allowed: {BOUND * largest:.2e})"
     if not difference <= BOUND * largest:
-        raise CheckpointError(f"the converted model computes something else: {told}", do="nothing was written")
-    return f"both models agree: {told}"
+        raise CheckpointError(f"the converted model computes something else: {summary}", do="nothing was written")
+    return f"both models agree: {summary}"
 
 
 def _transformers():

@@ -12,7 +12,7 @@ Legend: n tokens of a micro-batch (s x b), h hidden, v vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from megatron.model.bert.settings import BertSettings, own_settings
 from megatron.model.facts import Bytes
@@ -24,6 +24,8 @@ from megatron.mpu.placement import Constant, Normal, Placement
 from megatron.settings.schema import Config, Model
 
 HEAD = "head"  # the unit that predicts masked tokens
+TASKS = "tasks."  # prefix of the names of the weights of tasks
+TAKEN = ("lm", "sop", "z")  # not allowed as names of tasks: "lm loss" and others are sums of the model itself
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,32 @@ def _layer_ops(facts: BertFacts, share: RankSetup) -> tuple[LayerOp, ...]:
     mlp = *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
     # --post-norm: the norm after attention counts with its half, wherever it is.
     return (*attended, *mlp, x.norm()) if facts.own.post_norm else (*attended, x.norm(), *mlp)
+
+
+class TaskHead(NamedTuple):
+    """The head of a task. number: index of the task in the mixture; classes: how many; scale: weight of a sample's loss,
+    about the number of masked tokens in a sample of masked text, because losses are divided by masked tokens.
+    """
+
+    name: str
+    number: int
+    classes: int
+    scale: float
+
+    @property
+    def unit(self) -> str:
+        return f"{TASKS}{self.name}"
+
+
+@dataclass(frozen=True)
+class TaskFacts(BertFacts):
+    """The facts of a BERT with a head for masked tokens and one for each task of labelled texts (`--task-mixture`)."""
+
+    heads: tuple[TaskHead, ...] = ()
+
+    def units(self, layers: Sequence[int], first: bool, last: bool, sequence_parallel: bool = False) -> list[Unit]:
+        m, units = self.settings, super().units(layers, first, last, sequence_parallel)
+        for head in self.heads if last else ():
+            pooler = add_prefix("pooler", dense(m, m.hidden_size))
+            units.append(Unit(head.unit, {**pooler, **add_prefix("scores", dense(m, head.classes))}, ends=("last",)))
+        return units

@@ -21,7 +21,8 @@ from megatron.model.language_model import LanguageModel, Sums
 from megatron.model.norms import NORMS
 from megatron.model.packed_rows import PackedRows, may_pack
 from megatron.model.positions import LearnedPositions, Rotary
-from megatron.model.t5.module import EncoderAttention, attended
+from megatron.model.t5.layers import EncoderAttention
+from megatron.model.t5.module import attended
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.layers import VocabParallelEmbedding, create_parameters, linear

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT with a head for each task of a mixture: see task_facts.py."""
+"""BERT with a head for each task of a mixture: see `facts.TaskFacts`."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.model.bert.facts import TaskFacts, TaskHead
 from megatron.model.bert.module import Bert, BinaryHead
-from megatron.model.bert.task_facts import TaskFacts, TaskHead
 from megatron.model.language_model import Sums
 from megatron.mpu.mesh import Mesh
 

@@ -71,7 +71,7 @@ class T5Facts(GPTFacts):
 
     @property
     def encoder_layers(self) -> int:
-        """How many of all `num_layers`; in a shrunk model the same share, at least one of each half."""
+        """The encoder's or decoder's part of `num_layers`; in a shrunk model the same share, at least one layer each."""
         total, encoder, decoder = self.num_layers, self.own.encoder_num_layers, self.own.decoder_num_layers
         if not self.has_decoder:
             return total

@@ -45,7 +45,7 @@ def preflight(config: schema.Config, recipe: Recipe, log=print, env: Mapping[str
 
 
 def unchecked(cluster: Cluster, started: int) -> list[str]:
-    """What a preflight on this many started ranks does not check."""
+    """Describe what a preflight on this many started ranks does not check."""
     cuda = cluster.device.kind == "cuda"
     items = ["how fast a step is", "real memory"] + ["the kernels that a GPU takes"] * cuda
     if started == 1 and cluster.world_size > 1:

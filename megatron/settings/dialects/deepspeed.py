@@ -28,6 +28,7 @@ scheduler.params.total_num_steps                 --lr-decay-iters
 fp16.enabled=true                                --fp16
 bf16.enabled|bfloat16.enabled=true               --bf16
 amp.enabled=true                                 --fp16; --amp-level O1
+data_types.grad_accum_dtype=bf16                 --grad-reduce-in-bf16
 zero_optimization.stage                          --sharding-stage
 zero_optimization.overlap_comm=true              --overlap-grad-reduce
 zero_optimization.cpu_offload=true               --optimizer-cpu-offload
@@ -94,7 +95,7 @@ LOST = {
     "compression is not part of pretraining": "compression_training.* quantize_training.* eigenvalue.*",
     "the batch does not change with the number of ranks": "elasticity.*",
     "weight decay is decoupled, as AdamW has it": "optimizer.params.adam_w_mode",
-    "sums of gradients are fp32": "data_types.*",
+    "gradients are summed in fp32, or in bf16": "data_types.*",
     "warm-up is linear": "scheduler.params.warmup_type",
     "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "scheduler.*",
     "--optimizer says which there are": "optimizer.*",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers for flags of Megatron-LM (and of its forks) that are no settings of this suite.
+"""Answers for flags of Megatron-LM (and of its forks) that this suite does not have.
 
 A flag either has no effect here, because the result of training is the same without it, or it is refused with an
 alternative. The tables below list both; a name may be a pattern (`--moe-*`), and an exact name wins over a pattern.
@@ -98,12 +98,11 @@ kernels are chosen by what is installed; fused or not, the result is the same
     --use-kitchen-attention --kitchen-attention-backend --use-flash-attn-triton
     --tensor-fusion --gdp-cutedsl-kernel
     --disable-symmetric-registration
-main weights, gradients and moments are fp32, as they are by its defaults
+the formats of moments and gradients, --exp-avg-dtype, --exp-avg-sq-dtype and --main-grads-dtype, need no other flag
     --use-precision-aware-optimizer
 it allows for features that are experimental in Megatron-LM, and changes nothing by itself
     --enable-experimental
-gradients are always accumulated and reduced in fp32
-    --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
+gradients are accumulated and reduced in fp32, or in bf16 with --grad-reduce-in-bf16
     --no-gradient-reduce-div-fusion --ddp-reduce-scatter-with-fp32-accumulation
     --ddp-param-name-patterns-for-fp32-local-accumulation --disable-bf16-reduced-precision-matmul
 the loss is always computed in chunks, in fp32 (see --cross-entropy-chunk)
@@ -257,8 +256,8 @@ Muon orthogonalises whole matrices in every layout, queries, keys and values apa
     --muon-tp-mode --muon-no-split-qkv --muon-scalar-optimizer
 the optimizers are those of --optimizer
     --soap-*
-main weights, gradients and moments are fp32: say fp32, or leave it out
-    --main-params-dtype --main-grads-dtype --exp-avg-dtype --exp-avg-sq-dtype
+main weights are fp32, because fp16 loses small updates: say fp32, or leave it out
+    --main-params-dtype
 a checkpoint is loaded with the fp32 weights and the state of its optimizer, or by --no-load-optim without that state
     --load-main-params-from-ckpt
 weight decay applies to matrices, not to biases and norms
@@ -383,7 +382,7 @@ see --distributed-timeout-minutes
 
 # Values that ask for nothing.
 NEUTRAL = """
---main-params-dtype=fp32 --main-grads-dtype=fp32 --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32
+--main-params-dtype=fp32 --recompute-modules=core_attn
 --num-experts=0 --num-experts=1 --num-distributed-optimizer-instances=1
 --shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla
@@ -394,6 +393,8 @@ NEUTRAL = """
 # Megatron-LM's values that have another name here, and that name.
 INSTEAD = {
     "Llama2Tokenizer": "say SentencePieceTokenizer",
+    "fp8": "8-bit numbers are not part of this suite: say bf16",
+    "fp16": "fp16 would need a scale for each tensor: say bf16, which has the range of fp32",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",
     "Llama3Tokenizer": "say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer for a tokenizer.json",
 }

@@ -61,6 +61,7 @@ model.optim.name=fused_adam|adamw                           --optimizer adam
 model.optim.name=distributed_fused_adam|mcore_distributed_optim  --optimizer adam; --sharding-stage 1
 model.optim.betas                                           --adam-beta1 --adam-beta2
 model.optim.overlap_grad_sync                               --overlap-grad-reduce
+model.optim.grad_sync_dtype=bf16                            --grad-reduce-in-bf16
 model.optim.overlap_param_sync                              --overlap-param-gather
 model.optim.sched.name=cosineannealing                      --lr-decay-style cosine
 model.optim.sched.name=warmupannealing                      --lr-decay-style linear
@@ -68,7 +69,7 @@ model.optim.sched.warmup_steps                              --lr-warmup-iters
 -  trainer.accumulate_grad_batches=1 exp_manager.create_wandb_logger=true|false model.mcore_gpt=true|false
 -  model.activation=gelu model.bias=true model.share_embeddings_and_output_weights=true model.transformer_block_type=pre_ln
 -  model.bias_activation_fusion=true|false model.tokenizer.library=megatron model.fp32_residual_connection=false
--  model.fp16_lm_cross_entropy=false
+-  model.fp16_lm_cross_entropy=false model.optim.grad_sync_dtype=fp32
 model.layernorm_epsilon                        --norm-epsilon
 model.seq_len_interpolation_factor             --rotary-seq-len-interpolation-factor
 model.bias_dropout_add_fusion                  --bias-dropout-fusion
@@ -88,7 +89,7 @@ IDLE = {
         model.post_process model.transformer_engine model.ub_tp_* model.gc_interval model.apply_rope_fusion
         model.cpu_offloading_* model.sync_batch_comm model.async_grad_allreduce model.get_attention_mask_from_fusion
         model.defer_embedding_wgrad_compute model.optim.bucket_cap_mb model.optim.contiguous_grad_buffer
-        model.optim.grad_sync_dtype model.megatron_legacy""",
+        model.megatron_legacy""",
     ".bin/.idx files are always memory-mapped, and their index maps built in seconds": """model.data.data_impl
         model.data.skip_warmup model.data.validation_drop_last model.data.pad_samples_to_global_batch_size
         model.data.mock_dataset model.data.shuffle_documents model.data.no_seqlen_plus_one_input_tokens""",
@@ -109,6 +110,7 @@ LOST = {
     "the MLP has GeLU, --squared-relu or --swiglu": "model.activation",
     "there is --normalization LayerNorm and RMSNorm": "model.normalization",
     "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "model.optim.sched.*",
+    "gradients are summed in fp32, or in bf16": "model.optim.grad_sync_dtype",
     "--optimizer says which there are": "model.optim.*",
     "the vocabulary is --tokenizer-type, --tokenizer-model, or --vocab-file and --merge-file": "model.tokenizer.*",
     "adapters and conversations are not part of this suite; finetune.py trains whole models": """model.peft.*

@@ -25,7 +25,7 @@ PROG = "python -m megatron.tools.openwebtext.cleanup_dataset"
 
 @dataclass(frozen=True)
 class CleanupOptions:
-    """Which documents are kept, and how the work is divided."""
+    """The documents to keep, and how the work is divided."""
 
     min_tokens: int = setting(
         "documents with fewer tokens are dropped (counted where there are fewer than 8 x as many characters)", 128
@@ -33,7 +33,7 @@ class CleanupOptions:
     lang: list[str] = setting("languages that stay, as ISO 639-1 codes", ("en",))
     min_lang_score: float = setting("how sure the detector has to be, from 0 to 1", 0.0)
     detector: Literal["eldc", "fasttext", "langdetect"] = setting(
-        "what tells the language; langdetect: as Megatron-LM, 100 times slower; fasttext needs --lang-model", "eldc"
+        "language detector; langdetect: as Megatron-LM, 100 times slower; fasttext needs --lang-model", "eldc"
     )
     lang_model: Optional[str] = setting("lid.176.ftz or lid.176.bin of fastText", None)
     max_junk: float = setting(

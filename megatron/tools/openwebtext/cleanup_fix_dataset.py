@@ -6,7 +6,7 @@
 
 Megatron-LM's command. The tasks run on each document in the given order: remove_512, remove_256_javascript and
 remove_512_non_english move it, unchanged, to X_filtered; ftfy_fix_text, general_cleaning, stories, realnews and
-gutenberg change its text. Lines that are no documents are set aside in X_cleaned.json.rejected.jsonl. The output does
+gutenberg change its text. Lines without a document are set aside in X_cleaned.json.rejected.jsonl. The output does
 not depend on --workers.
 """
 
@@ -40,7 +40,7 @@ class CleanupFixOptions:
     log_interval: int = setting("documents between progress lines", 100)
     workers: int = setting("processes; the output does not depend on it", 1)
     detector: Literal["eldc", "fasttext", "langdetect"] = setting(
-        "what tells English; langdetect: as Megatron-LM, 100 times slower; fasttext needs --lang-model", "eldc"
+        "detector of English; langdetect: as Megatron-LM, 100 times slower; fasttext needs --lang-model", "eldc"
     )
     lang_model: Optional[str] = setting("lid.176.ftz or lid.176.bin of fastText", None)
     on_bad_line: Literal["skip", "stop"] = setting("stop: end with exit code 4 at a line that is no document", "skip")

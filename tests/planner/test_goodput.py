@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save intervals and goodput: against a simulation of failures, and in the output of plan and --dry-run."""
+
+import random
+
+import pytest
+
+import pretrain_gpt
+from megatron.checkpoint.interval import best_interval, goodput
+from megatron.planner.goodput import Saving
+from megatron.tools import plan
+
+JOB = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --mock-data --lr 1e-3
+    --train-iters 9 --bf16 --device-name A100-80GB --world-size 16 --global-batch-size 16 --attention-dropout 0""".split()
+
+
+def simulated(interval: float, stall: float, mean: float, restart: float, failures: int) -> float:
+    """The share of time that trains steps which a save keeps, until this number of failures. A failure may strike at any
+    time; what was not saved is lost, and a restart begins anew if it fails.
+    """
+    draw, clock, kept = random.Random(1), 0.0, 0.0
+    for _ in range(failures):
+        left = draw.expovariate(1 / mean)
+        clock += left
+        left -= restart
+        while left >= interval + stall:
+            left -= interval + stall
+            kept += interval
+    return kept / clock
+
+
+@pytest.mark.parametrize(
+    "interval, stall, mean, restart", [(600, 20, 3600, 120), (60, 10, 400, 300), (3000, 5, 9000, 0)]
+)
+def test_goodput_is_that_of_a_simulation(interval, stall, mean, restart):
+    found = simulated(interval, stall, mean, restart, 40_000)
+    assert goodput(interval, stall, mean, restart) == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.parametrize("stall, mean, restart", [(1.0, 3600.0, 0.0), (30.0, 7200.0, 300.0), (300.0, 7200.0, 60.0)])
+def test_no_interval_is_better_by_more_than_a_thousandth(stall, mean, restart):
+    best = goodput(best_interval(stall, mean), stall, mean, restart)
+    tried = max(goodput(best_interval(stall, mean) * 1.05**n, stall, mean, restart) for n in range(-60, 60))
+    assert best > tried - 1e-3
+
+
+def test_a_hopeless_job_has_no_goodput():
+    assert goodput(1e6, 1e6, 1.0) == 0.0 and Saving(10.0, 1e9, 1.0).goodput == 0.0
+
+
+def test_mtbf_is_that_of_a_node(capsys):
+    """Two nodes: the job fails twice as often."""
+    plan.main([*JOB, "--mtbf", "100", "--tp", "1", "--pp", "1"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "2 nodes, of which each fails every 100 h: a failure every 50.0 h" in told
+    assert "--mean-time-to-interruption 50" in told and "expected goodput: 9" in told
+    plan.main([*JOB, "--tp", "1", "--pp", "1"])
+    assert "goodput" not in capsys.readouterr().out
+    pretrain_gpt.main([*JOB, "--mtbf", "100", "--micro-batch-size", "1", "--dry-run"])
+    assert "best: --save-interval" in capsys.readouterr().out
