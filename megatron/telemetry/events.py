@@ -137,11 +137,31 @@ KINDS = {
         {
             "phase": "in which it is slow",
             "seconds": "its time per step in this phase",
-            "median": "that of all ranks",
+            "median": "that of the ranks that do the same work, or of the same rank before; null: there is none",
             "steps": "number of steps that were measured",
             "rank_host": "its machine",
         },
     ),
+    "slow_stage": Kind(
+        "warning",
+        "all ranks of a pipeline stage take longer than before, and other stages do not",
+        {
+            "stage": "its number",
+            "seconds": "own time of its ranks per step",
+            "median": "the same before",
+            "steps": "number of steps that were measured",
+        },
+    ),
+    "slow_network": Kind(
+        "warning",
+        "all ranks wait longer for messages than before, and compute as before",
+        {
+            "seconds": "waited per step",
+            "median": "the same before",
+            "steps": "number of steps that were measured",
+        },
+    ),
+    "recovered": Kind("info", "what was slow is so no longer", {"what": "kind of the earlier event"}),
     "slow_data": Kind(
         "warning",
         "steps wait for their data",

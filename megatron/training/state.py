@@ -34,6 +34,7 @@ from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
 from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
+from megatron.training.rank_watch import RankWatch
 from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint to be written
@@ -189,6 +190,7 @@ class Run:
     metrics: Metrics
     events: EventLog
     watch: Watch
+    ranks: RankWatch
     state: State
     profiler: Profiler
     origin: dict[str, Any]  # code, libraries, vocabulary and folder of the run, for checkpoints
@@ -310,6 +312,7 @@ class Run:
         self.metrics.close()
         self.watch.close()
         if orderly:
+            self.ranks.finish()
             leave_job(self.context)
         if self.checkpoints.manager and error is None:  # without process group: other ranks must not wait for copies
             self.checkpoints.manager.close_copies(lambda: self.watch.heartbeat.beat("save"))
