@@ -884,7 +884,8 @@ class Logging:
         "measure each rank's own time in the parts of a step; report slow ranks, data and stages", True
     )
     log_straggler: bool = setting(
-        "every --log-interval steps, log the ranks with the least and the most own time (--straggler-minmax-count)", False
+        "every --log-interval steps, log the ranks with the least and the most own time (--straggler-minmax-count)",
+        False,
     )
     straggler_minmax_count: int = setting("--log-straggler: number of ranks to log at each end", 1)
     metrics_file: Optional[str] = setting("JSON lines file of logged steps (default: metrics.jsonl under --save)", None)

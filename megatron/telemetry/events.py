@@ -155,11 +155,7 @@ KINDS = {
     "slow_network": Kind(
         "warning",
         "all ranks wait longer for messages than before, and compute as before",
-        {
-            "seconds": "waited per step",
-            "median": "the same before",
-            "steps": "number of steps that were measured",
-        },
+        {"seconds": "waited per step", "median": "the same before", "steps": "number of steps that were measured"},
     ),
     "recovered": Kind("info", "what was slow is so no longer", {"what": "kind of the earlier event"}),
     "slow_data": Kind(

@@ -65,7 +65,9 @@ class RankTimes:
 
     def __init__(self):
         self.stack, self.sums = [OTHER], dict.fromkeys((*PARTS, APART), 0.0)
-        self.spans = {phase: (_Uncounted if part in (DATA, APART) else _Span)(self, part) for phase, part in PART_OF.items()}
+        self.spans = {
+            phase: (_Uncounted if part in (DATA, APART) else _Span)(self, part) for phase, part in PART_OF.items()
+        }
         self.waiting = _Span(self, WAITING)
         self.mark = time.perf_counter()
 

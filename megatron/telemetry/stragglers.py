@@ -109,10 +109,12 @@ class StragglerDetector:
         self.slow: dict[tuple[str, Optional[int]], _Slow] = {}  # (kind of event, rank or stage)
         self.times: dict[tuple[str, Optional[int]], int] = {}  # how often it was
         self.noted_stages = False
+        self.count = 0  # of windows so far
+        self.recovered_at = np.zeros(len(self.stages), dtype=int)  # the window in which each rank recovered
 
     def observe(self, rows: np.ndarray, steps: int) -> list[Finding]:
         """Add a window. rows: seconds of each rank in its steps, [ranks, COLUMNS]. Returns what has changed."""
-        rows = np.asarray(rows, dtype=float)
+        rows, self.count = np.asarray(rows, dtype=float), self.count + 1
         window = self._window(rows, steps)
         self.windows.append(window)
         self._add_to_long(rows, steps)
@@ -122,7 +124,7 @@ class StragglerDetector:
         return findings
 
     def _window(self, rows: np.ndarray, steps: int) -> "_Window":
-        return _Window(rows / steps, steps, self.peers, self.device == "cpu")
+        return _Window(rows / steps, steps, self.count, self.peers, self.device == "cpu")
 
     def _add_to_long(self, rows: np.ndarray, steps: int) -> None:
         self.unfinished, self.unfinished_steps = self.unfinished + rows, self.unfinished_steps + steps
@@ -135,15 +137,19 @@ class StragglerDetector:
 
     def _ranks(self) -> Iterable[Finding]:
         """The rank with the largest excess, if it is slow."""
-        for rule, windows, excess_of in (
-            (RANK, self.windows, lambda window: window.excess),
-            (PAUSES, self.windows, lambda window: window.excess),
-            (BUSY, self.long_windows, lambda window: window.excess_with_queue),
+        for rule, windows, which in (
+            (RANK, self.windows, ""),
+            (PAUSES, self.windows, ""),
+            (BUSY, self.long_windows, "_with_queue"),
         ):
             last = list(windows)[-rule.windows :]
             if len(last) < rule.over:
                 continue
-            slow, cost = slow_ranks(last, excess_of, rule)
+            excess, reference = (
+                np.array([getattr(w, f"{name}{which}") for w in last]) for name in ("excess", "reference")
+            )
+            excess[np.array([[window.number] for window in last]) <= self.recovered_at] = 0.0
+            slow, cost = slow_ranks(rule, excess, reference, sum(window.step for window in last))
             slow[[rank for kind, rank in self.slow if kind in ("slow_rank", "slow_data") and rank is not None]] = False
             if slow.any():
                 rank = int(np.argmax(np.where(slow, cost, -np.inf)))
@@ -156,7 +162,12 @@ class StragglerDetector:
             mine[part], others[part] = float(values[rank]), float(self.peers.medians(values)[rank])
         part, name = self._part(rank, mine, others), self.names[rank]
         kind = "slow_data" if part == DATA else "slow_rank"
-        self._add(kind, rank, name, lambda window: window.excess_with_queue[rank] < SHARE / 2 * window.reference[rank])
+        self._add(
+            kind,
+            rank,
+            name,
+            lambda window: window.excess_with_queue[rank] < SHARE / 2 * window.reference_with_queue[rank],
+        )
         costs = f"this costs {cost:.0%} of each step (last {steps} steps)"
         if part == DATA:
             step = sum(mine.values())
@@ -198,7 +209,9 @@ class StragglerDetector:
         if queue >= excess / 2:
             return f"; it waits {_ms(queue)} a step for a core: other programs use its machine"
         if stalled >= excess / 2:
-            return f"; its process does not run for {_ms(stalled)} a step: it is stopped, swapped out, or waits for a disk"
+            return (
+                f"; its process does not run for {_ms(stalled)} a step: it is stopped, swapped out, or waits for a disk"
+            )
         return "; it computes, but slower: check the clock and the load of its machine"
 
     # ---- all ranks -------------------------------------------------------------------------------------------------
@@ -236,8 +249,8 @@ class StragglerDetector:
             self.noted_stages, stage = True, int(ratios.argmax())
             yield Finding(
                 "unequal_stages",
-                f"stage {stage} of the pipeline computes for {_ms(usual[stage])} a step, {ratios[stage]:.1f} times as long as "
-                "the other stages, which wait for it: stages are unequal by the plan (--pipeline-stage-layers, "
+                f"stage {stage} of the pipeline computes for {_ms(usual[stage])} a step, {ratios[stage]:.1f} times as long "
+                "as the other stages, which wait for it: stages are unequal by the plan (--pipeline-stage-layers, "
                 "tools.plan), or its machines are slow",
             )
 
@@ -248,7 +261,9 @@ class StragglerDetector:
         if len(ranks) == 1:
             rank = int(ranks[0])
             self._add("slow_rank", rank, self.names[rank], calm)
-            message = f"{self.names[rank]}, alone on stage {stage} of the pipeline, has become slow: it takes {compared}"
+            message = (
+                f"{self.names[rank]}, alone on stage {stage} of the pipeline, has become slow: it takes {compared}"
+            )
             return Finding("slow_rank", message, rank, dict(phase="own time", seconds=now, median=before, steps=steps))
         self._add("slow_stage", stage, f"stage {stage} of the pipeline", calm)
         message = f"stage {stage} of the pipeline has become slow: its {len(ranks)} ranks take {compared}"
@@ -267,8 +282,8 @@ class StragglerDetector:
         self._add(*key, "the network", lambda window: window.wait_of_all < wait + more / 2)
         now, steps = float(np.mean([window.wait_of_all for window in last])), _steps(last)
         message = (
-            f"all ranks wait {_ms(now)} a step for messages, {_ms(wait)} before, and compute as fast as before: the network "
-            f"is slow (last {steps} steps)"
+            f"all ranks wait {_ms(now)} a step for messages, {_ms(wait)} before, and compute as fast as before: the "
+            f"network is slow (last {steps} steps)"
         )
         yield Finding(*key[:1], message, None, dict(seconds=now, median=wait, steps=steps))
 
@@ -286,6 +301,8 @@ class StragglerDetector:
         for kind, number in [key for key, slow in self.slow.items() if slow.recovered(window)]:
             what = self.slow.pop((kind, number)).what
             rank = None if kind == "slow_stage" else number
+            if rank is not None:
+                self.recovered_at[rank] = self.count
             yield Finding("recovered", f"{what} is no longer slow", rank, dict(what=kind))
 
 
@@ -310,23 +327,17 @@ class Peers:
 class _Window:
     """The times of all ranks in a window: seconds of a step, [ranks]. `window[part]`: of a part."""
 
-    def __init__(self, rows: np.ndarray, steps: int, peers: Peers, on_cpu: bool):
-        self.columns, self.steps = dict(zip(COLUMNS, rows.T, strict=True)), steps
+    def __init__(self, rows: np.ndarray, steps: int, number: int, peers: Peers, on_cpu: bool):
+        self.columns, self.steps, self.number = dict(zip(COLUMNS, rows.T, strict=True)), steps, number
         queue, cpu, data = self[QUEUE], self[CPU], self[DATA]
         own = sum(self[part] for part in OWN)
         compute = own - data
         self.own, self.step = own, float(np.median(own + self[WAITING]))
         self.stalled = (compute - cpu - queue).clip(min=0.0) if on_cpu else np.zeros_like(own)
         without_queue = np.maximum(own - queue, data + np.minimum(cpu, compute))
-        self.excess = np.where(
-            peers.alone,
-            _excess(data + self.stalled, peers),
-            _excess(without_queue, peers),
-        )
-        self.excess_with_queue = np.where(
-            peers.alone, _excess(data + self.stalled + queue * on_cpu, peers), _excess(own, peers)
-        )
-        self.reference = np.where(peers.alone, own - self.excess_with_queue.clip(min=0.0), peers.medians(own))
+        alone = data + self.stalled  # what is compared of ranks that have no peers
+        self.excess, self.reference = _excess(without_queue, alone, peers)
+        self.excess_with_queue, self.reference_with_queue = _excess(own, alone + queue, peers)
         self.stage_times = np.array([np.median(without_queue[group]) for group in peers.groups])
         self.data_of_all, self.wait_of_all, self.own_of_all = _low(data), _low(self[WAITING]), float(np.median(own))
         self.calm_cores = bool(np.median(queue) < 0.05 * self.step)
@@ -335,13 +346,12 @@ class _Window:
         return self.columns[column]
 
 
-def slow_ranks(
-    windows: Sequence[_Window], excess_of: Callable[[_Window], np.ndarray], rule: Rule
-) -> tuple[np.ndarray, np.ndarray]:
-    """(which ranks are slow by a rule, part of a step that each costs) in the last windows."""
-    excess = np.array([excess_of(window) for window in windows])  # [windows, ranks]
-    reference = np.array([window.reference for window in windows])
-    cost = excess.sum(0) / sum(window.step for window in windows)
+def slow_ranks(rule: Rule, excess: np.ndarray, reference: np.ndarray, whole: float) -> tuple[np.ndarray, np.ndarray]:
+    """(which ranks are slow, part of the steps that each costs).
+
+    excess, reference: of each rank in the last windows, [windows, ranks]; whole: sum of their steps
+    """
+    cost = excess.sum(0) / whole
     over = (excess > np.maximum(SHARE * reference, LEAST)).sum(0)
     return (over >= rule.over) & (excess.sum(0) >= SHARE * reference.sum(0)) & (cost >= COST), cost
 
@@ -363,8 +373,10 @@ def median_of_others(values: np.ndarray) -> np.ndarray:
     return (ordered[low + (places <= low)] + ordered[high + (places <= high)]) / 2
 
 
-def _excess(values: np.ndarray, peers: Peers) -> np.ndarray:
-    return values - peers.medians(values)
+def _excess(own: np.ndarray, alone: np.ndarray, peers: Peers) -> tuple[np.ndarray, np.ndarray]:
+    """(excess over the peers, own time without it): of own times, or of `alone` for ranks without peers."""
+    excess = np.where(peers.alone, alone - peers.medians(alone), own - peers.medians(own))
+    return excess, np.where(peers.alone, own - excess.clip(min=0.0), own - excess)
 
 
 def _grown(now: np.ndarray, usual: np.ndarray, share: float) -> np.ndarray:

@@ -72,19 +72,19 @@ class RankWatch:
 
     def _receive(self, run) -> None:
         """Read the numbers that were gathered, once they are there."""
-        on_device = self.context.device.type == "cuda"
-        if self.arriving is not None and on_device:
+        if self.arriving is not None:
             self._decide(run)
-        if self.gather is not None:
-            self.gather.wait()
-            self.gather, self.arriving = None, Arriving(self.whole)
-            if not on_device:
+        if self.gather is None:
+            return
+        self.gather.wait()
+        self.gather = None
+        if self.context.is_rank_zero:
+            self.arriving = Arriving(self.whole)
+            if self.context.device.type == "cpu":
                 self._decide(run)
 
     def _decide(self, run) -> None:
         numbers, self.arriving = self.arriving.read(), None
-        if not self.context.is_rank_zero:
-            return
         rows, iteration = np.array(numbers).reshape(-1, len(COLUMNS)), self.iteration
         for finding in self.detector.observe(rows, WINDOW):
             report(run, finding, iteration, self.hosts)
