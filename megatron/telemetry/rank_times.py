@@ -54,7 +54,7 @@ PART_OF = {  # phase -> part; the other phases are inside one of these
     "send B": WAITING,
 }
 BEHIND = 2  # last steps whose events are not read yet
-PULSE = 0.05  # seconds between two looks at whether the process runs
+PULSE = 0.1  # seconds between two looks at whether the process runs
 LATE = 0.025  # seconds by which such a look is late if it does not
 
 
@@ -245,25 +245,24 @@ class _Pulse:
     """A context with a thread that sleeps, and notices when it wakes up late: then the process was stopped or frozen."""
 
     def __init__(self, times: HostTimes):
-        self.times, self.over = times, threading.Event()
-        self.thread = threading.Thread(target=self._look, name="rank-times", daemon=True)
+        self.times, self.over = times, False
 
     def __enter__(self) -> None:
-        self.thread.start()
+        threading.Thread(target=self._look, name="rank-times", daemon=True).start()
 
     def __exit__(self, *_) -> None:
-        self.over.set()
-        self.thread.join()
+        self.over = True  # the thread ends when it wakes up
 
     def _look(self) -> None:
         usage = ThreadUsage()
-        (_, queued), due = usage.read(), time.perf_counter() + PULSE
-        while not self.over.wait(max(0.0, due - time.perf_counter())):
+        (_, queued), began = usage.read(), time.perf_counter()
+        while not self.over:
+            time.sleep(PULSE)  # an Event would take several times as long to wake up from
             (_, queue), now = usage.read(), time.perf_counter()
-            late = now - due - (queue - queued)  # other programs on the cores do not count
+            late = now - began - PULSE - (queue - queued)  # other programs on the cores do not count
             if late > LATE:
-                self.times.was_stopped(due, late)
-            queued, due = queue, now + PULSE
+                self.times.was_stopped(began + PULSE, late)
+            queued, began = queue, now
         usage.close()
 
 
