@@ -305,7 +305,8 @@ class StragglerDetector:
             rank = None if kind == "slow_stage" else number
             if rank is not None:
                 self.recovered_at[rank] = self.count
-            yield Finding("recovered", f"{what} is no longer slow", rank, dict(what=kind))
+            fields = dict(what=kind) | (dict(stage=number) if kind == "slow_stage" else {})
+            yield Finding("recovered", f"{what} is no longer slow", rank, fields)
 
 
 class Peers:
