@@ -38,7 +38,7 @@ from megatron.telemetry.rank_times import (
     WAITING,
 )
 
-SHARE = 0.25  # excess over the peers' own time from which a rank is slow; likewise for stages
+SHARE = 0.25  # excess over the peers' own time from which a rank is slow, or a stage against its past
 COST = 0.10  # part of a step that a slow rank or stage costs at least
 LEAST = 0.002  # seconds of a step: smaller differences are noise
 DATA_SHARE, LEAST_DATA = 0.25, 0.01  # part of a step, and seconds, from which waits of all ranks for data are named
@@ -97,10 +97,18 @@ class StragglerDetector:
     stages: pipeline stage of each rank
     names:  of the ranks in messages, such as "rank 3 (node7)"
     device: on "cpu", rows have the CPU time of the ranks
+    share:  excess over the peers from which a rank is slow. data_share: part of a step in which all wait for data
     """
 
-    def __init__(self, stages: Sequence[int], names: Optional[Sequence[str]] = None, device: str = "cpu"):
-        self.stages, self.device = np.asarray(stages), device
+    def __init__(
+        self,
+        stages: Sequence[int],
+        names: Optional[Sequence[str]] = None,
+        device: str = "cpu",
+        share: float = SHARE,
+        data_share: float = DATA_SHARE,
+    ):
+        self.stages, self.device, self.share, self.data_share = np.asarray(stages), device, share, data_share
         self.names = names or [f"rank {rank}" for rank in range(len(self.stages))]
         self.peers = Peers(self.stages)
         self.windows: deque[_Window] = deque(maxlen=PAUSES.windows)
@@ -125,7 +133,7 @@ class StragglerDetector:
         return findings
 
     def _window(self, rows: np.ndarray, steps: int) -> "_Window":
-        return _Window(rows / steps, steps, self.count, self.peers, self.device == "cpu")
+        return _Window(rows / steps, steps, self.count, self.peers, self.share, self.device == "cpu")
 
     def _add_to_long(self, window: "_Window", rows: np.ndarray) -> None:
         sums, steps, seconds = self.unfinished
@@ -151,7 +159,7 @@ class StragglerDetector:
                 np.array([getattr(w, f"{name}{which}") for w in last]) for name in ("excess", "reference")
             )
             excess[np.array([[window.number] for window in last]) <= self.recovered_at] = 0.0
-            slow, cost = slow_ranks(rule, excess, reference, sum(window.step for window in last))
+            slow, cost = slow_ranks(rule, self.share, excess, reference, sum(window.step for window in last))
             slow[[rank for kind, rank in self.slow if kind in ("slow_rank", "slow_data") and rank is not None]] = False
             if slow.any():
                 rank = int(np.argmax(np.where(slow, cost, -np.inf)))
@@ -168,7 +176,7 @@ class StragglerDetector:
             kind,
             rank,
             name,
-            lambda window: window.excess_with_queue[rank] < SHARE / 2 * window.reference_with_queue[rank],
+            lambda window: window.excess_with_queue[rank] < self.share / 2 * window.reference_with_queue[rank],
         )
         costs = f"this costs {cost:.0%} of each step (last {steps} steps)"
         if part == DATA:
@@ -221,10 +229,10 @@ class StragglerDetector:
     def _data_of_all(self) -> Iterable[Finding]:
         """Whether all ranks wait for data."""
         last, key = self._last(), ("slow_data", None)
-        over = [window.data_of_all > max(DATA_SHARE * window.step, LEAST_DATA) for window in last]
+        over = [window.data_of_all > max(self.data_share * window.step, LEAST_DATA) for window in last]
         if sum(over) < STEADY.over or key in self.slow:
             return
-        self._add(*key, "loading data", lambda window: window.data_of_all < DATA_SHARE / 2 * window.step)
+        self._add(*key, "loading data", lambda window: window.data_of_all < self.data_share / 2 * window.step)
         wait, step = (float(np.mean(values)) for values in zip(*((w.data_of_all, w.step) for w in last), strict=True))
         who = "all ranks wait" if len(self.stages) > 1 else "steps wait"
         message = (
@@ -330,7 +338,7 @@ class Peers:
 class _Window:
     """The times of all ranks in a window: seconds of a step, [ranks]. `window[part]`: of a part."""
 
-    def __init__(self, rows: np.ndarray, steps: int, number: int, peers: Peers, on_cpu: bool):
+    def __init__(self, rows: np.ndarray, steps: int, number: int, peers: Peers, share: float, on_cpu: bool):
         self.columns, self.steps, self.number = dict(zip(COLUMNS, rows.T, strict=True)), steps, number
         queue, cpu, data = self[QUEUE], self[CPU], self[DATA]
         own = sum(self[part] for part in OWN)
@@ -341,8 +349,8 @@ class _Window:
         alone = data + self.stalled  # what is compared of ranks that have no peers
         self.excess, self.reference = _excess(without_queue, alone, peers)
         self.excess_with_queue, self.reference_with_queue = _excess(own, alone + queue, peers)
-        self.any_slow = bool(_large(self.excess, self.reference).any())
-        self.any_slow_with_queue = bool(_large(self.excess_with_queue, self.reference_with_queue).any())
+        self.any_slow = bool(_large(self.excess, self.reference, share).any())
+        self.any_slow_with_queue = bool(_large(self.excess_with_queue, self.reference_with_queue, share).any())
         self.stage_times = np.array([_median(without_queue[group]) for group in peers.groups])
         self.data_of_all, self.wait_of_all, self.own_of_all = _low(data), _low(self[WAITING]), _median(own)
         self.calm_cores = _median(queue) < 0.05 * self.step
@@ -351,14 +359,16 @@ class _Window:
         return self.columns[column]
 
 
-def slow_ranks(rule: Rule, excess: np.ndarray, reference: np.ndarray, whole: float) -> tuple[np.ndarray, np.ndarray]:
+def slow_ranks(
+    rule: Rule, share: float, excess: np.ndarray, reference: np.ndarray, whole: float
+) -> tuple[np.ndarray, np.ndarray]:
     """(which ranks are slow, part of the steps that each costs).
 
     excess, reference: of each rank in the last windows, [windows, ranks]; whole: sum of their steps
     """
     cost = excess.sum(0) / whole
-    over = _large(excess, reference).sum(0)
-    return (over >= rule.over) & (excess.sum(0) >= SHARE * reference.sum(0)) & (cost >= COST), cost
+    over = _large(excess, reference, share).sum(0)
+    return (over >= rule.over) & (excess.sum(0) >= share * reference.sum(0)) & (cost >= COST), cost
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:
@@ -390,8 +400,8 @@ def _grown(now: np.ndarray, usual: np.ndarray, share: float) -> np.ndarray:
     return ratios > (1 + share) * np.maximum(median_of_others(ratios), 1.0)
 
 
-def _large(excess: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    return excess > np.maximum(SHARE * reference, LEAST)
+def _large(excess: np.ndarray, reference: np.ndarray, share: float) -> np.ndarray:
+    return excess > np.maximum(share * reference, LEAST)
 
 
 def _median(values: np.ndarray) -> float:

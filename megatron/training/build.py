@@ -161,7 +161,7 @@ def build_run(
         events=events,
         alarm=alarm,
         watch=watch,
-        ranks=RankWatch(context, config.logging),
+        ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=state,
         profiler=Profiler(
             config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)

@@ -7,6 +7,7 @@ waiting: the first rank reads them a step later, or two on a GPU, and decides (`
 
 import socket
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Optional
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron.mpu import collectives
 from megatron.mpu.initialize import RankContext
 from megatron.mpu.transfer import Arriving, to_device
 from megatron.settings.schema import Logging
+from megatron.telemetry.event_rules import Rules, rule_of
 from megatron.telemetry.rank_times import COLUMNS, OWN, PARTS, RankTimes, rank_times
 from megatron.telemetry.stragglers import Finding, StragglerDetector
 
@@ -26,25 +28,31 @@ RANKS_A_RECORD = 16  # a record of metrics.jsonl for so many ranks covers one wi
 class RankWatch:
     """Measures this rank, and on the first rank watches all of them.
 
-    enabled: False measures nothing
+    rules: thresholds of the events `slow_rank` and `slow_data`
     """
 
-    def __init__(self, context: RankContext, settings: Logging):
+    def __init__(self, context: RankContext, settings: Logging, rules: Rules = MappingProxyType({})):
         self.context, self.settings, self.world = context, settings, context.mesh.world
         self.enabled = settings.straggler_detection
         self.times: Optional[RankTimes] = None
         self.steps = 0  # of this launch
         self.gather, self.whole, self.arriving = None, None, None
         self.iteration = 0  # of the last gather
-        self.records = _Records(-(-self.world.size // RANKS_A_RECORD))
-        self.logged = _Records(1)
+        self.records = _Sums(-(-self.world.size // RANKS_A_RECORD))
+        self.logged = _Sums(1)
         if not self.enabled:
             return
         mesh = context.mesh
         place = mesh.pp.rank, socket.gethostname(), dict(mesh.coordinates)
         stages, self.hosts, places = zip(*context.all_gather_object(place), strict=True)
         names = [rank_name(*one) for one in enumerate(zip(self.hosts, places, strict=True))]
-        self.detector = StragglerDetector(stages, names, context.device.type)
+        self.detector = StragglerDetector(
+            stages,
+            names,
+            context.device.type,
+            share=rule_of(rules, "slow_rank").threshold - 1,
+            data_share=rule_of(rules, "slow_data").threshold,
+        )
 
     def measuring(self) -> AbstractContextManager:
         """A context in which this rank's times are measured."""
@@ -107,7 +115,7 @@ class RankWatch:
             self.gather = None
 
 
-class _Records:
+class _Sums:
     """Sums of the rows of several windows."""
 
     def __init__(self, windows: int):
@@ -127,7 +135,9 @@ class _Records:
 
 
 def report(run, finding: Finding, iteration: int, hosts) -> None:
-    """Log what was found, and record it as an event."""
+    """Log what was found, and record it as an event, unless the rules switch that kind off."""
+    if rule_of(run.events.rules, finding.fields.get("what", finding.kind)).off:
+        return
     if finding.kind == "unequal_stages":
         run.metrics.log(f"note: {finding.message}")
         run.metrics.note("note", iteration, what="unequal stages", words=finding.message)

@@ -120,6 +120,15 @@ def test_what_is_small_is_not_named():
     assert told(StragglerDetector([0, 0]), [waits] * 40) == []
 
 
+def test_thresholds_can_be_set():
+    twice, late = rows({}, {"forward": 0.11}), rows(*[{"data": 0.06}] * 2)  # 0.21 seconds instead of 0.1; 0.06 of 0.17
+    for share, data_share, found in ((1.05, 0.3, [1]), (1.15, 0.3, []), (0.25, 0.5, [1])):
+        detector = StragglerDetector([0, 0], share=share, data_share=data_share)
+        assert [one[2] for one in told(detector, [twice] * 8)] == found
+        detector = StragglerDetector([0, 0], share=share, data_share=data_share)
+        assert bool(told(detector, [late] * 8)) == (data_share < 0.35)
+
+
 def test_a_queue_for_cores_has_to_last_and_to_stay_on_one_rank():
     """The queue makes steps of 0.2 seconds, windows of 1: long windows have three of them, and 16 must be slow."""
     busy = [rows({"forward": 0.1, "queue": 0.1}, {}), rows({}, {"forward": 0.1, "queue": 0.1})]

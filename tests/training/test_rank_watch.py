@@ -282,10 +282,10 @@ def test_without_detection_nothing_is_measured(tmp_path, run_ranks):
 
 
 def test_a_large_job_writes_fewer_records():
-    from megatron.training.rank_watch import _Records
+    from megatron.training.rank_watch import _Sums
 
     rows = torch.ones(64, 9).numpy()
-    records = _Records(-(-64 // RANKS_A_RECORD))
+    records = _Sums(-(-64 // RANKS_A_RECORD))
     assert [records.add(rows) for _ in range(4)] == [False, False, False, True]
     steps, means = records.take(WINDOW)
     assert steps == 4 * WINDOW and means.tolist() == (rows / WINDOW).tolist()
