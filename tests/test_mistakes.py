@@ -380,7 +380,7 @@ def is_one_message(text: str) -> bool:
 
 def contents(folder) -> dict:
     """Size of every file that a mistake must not touch: all but logs, and lists of lines that were set aside."""
-    said = ("metrics.jsonl", "x.rejected.jsonl")
+    said = ("metrics.jsonl", "events.jsonl", "x.rejected.jsonl")
     return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name not in said}
 
 
