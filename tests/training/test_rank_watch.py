@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import select
 import signal
 import time
 from pathlib import Path
@@ -47,22 +48,25 @@ class Stops(Disturbance):
     def begins(self, run):
         if self.child:
             return
+        ended, self.end = os.pipe()
         victim, self.child = os.getpid(), os.fork()
         if self.child == 0:
+            os.close(self.end)
             try:
                 for _ in range(200):
                     os.kill(victim, signal.SIGSTOP)
                     time.sleep(0.25)
                     os.kill(victim, signal.SIGCONT)
-                    time.sleep(0.05)
+                    if select.select([ended], [], [], 0.05)[0]:  # never ends with the victim stopped
+                        break
             finally:
                 os._exit(0)
+        os.close(ended)
 
     def ends(self):
         if self.child:
-            os.kill(self.child, signal.SIGKILL)
+            os.close(self.end)
             os.waitpid(self.child, 0)
-            os.kill(os.getpid(), signal.SIGCONT)
 
 
 class SlowPasses(Disturbance):
