@@ -170,7 +170,8 @@ class StragglerDetector:
         for part in PARTS:
             values = np.mean([window[part] for window in last], 0)
             mine[part], others[part] = float(values[rank]), float(self.peers.medians(values)[rank])
-        part, name = self._part(rank, mine, others), self.names[rank]
+        whole = float(np.mean([window.excess_with_queue[rank] for window in last]))
+        part, name = self._part(rank, mine, others, whole), self.names[rank]
         kind = "slow_data" if part == DATA else "slow_rank"
         self._add(
             kind,
@@ -196,13 +197,13 @@ class StragglerDetector:
         median = None if alone else others[part]
         return Finding(kind, message, rank, dict(phase=part, seconds=mine[part], median=median, steps=steps))
 
-    def _part(self, rank: int, mine: dict[str, float], others: dict[str, float]) -> str:
+    def _part(self, rank: int, mine: dict[str, float], others: dict[str, float], whole: float) -> str:
         """The part in which a rank is slow. Without peers passes are not compared: it is the longest."""
         excess = {part: mine[part] - others[part] for part in OWN}
         if not self.peers.alone[rank]:
             return max(excess, key=excess.get)
         compute = [part for part in OWN if part != DATA]
-        return DATA if excess[DATA] > LEAST else max(compute, key=mine.get)
+        return DATA if excess[DATA] > whole / 2 else max(compute, key=mine.get)
 
     def _cause(self, rank: int, last: list["_Window"]) -> str:
         """Why a rank is slow, as far as the CPU time of its process tells."""

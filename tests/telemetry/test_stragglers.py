@@ -267,6 +267,8 @@ def test_a_rank_alone_on_its_stage():
         detector = StragglerDetector([0, 1])
         [found] = [one for _ in range(4) for one in detector.observe(changed, STEPS)]
         assert found.fields["phase"] == part and found.fields["median"] is None  # its longest part
+    both = rows({}, {"data": 0.02, "backward": 0.14, "stalled": 0.1})  # a stop hits its data, too
+    assert told(StragglerDetector([0, 1]), [both] * 4) == [(1, "slow_rank", 1)]
     late = rows({"data": 0.1}, {})
     assert told(StragglerDetector([0, 1]), [late] * 4) == [(1, "slow_data", 0)]
     slower = rows({}, {"backward": 0.2})
