@@ -206,6 +206,7 @@ EFFECTS: dict[str, Needs] = {
         "--timing-log-level above 0, and --tensorboard-dir or --wandb-project",
         lambda s: s.timing_log_level and (s.tensorboard_dir or s.wandb_project),
     ),
+    "metrics_host": Needs("--metrics-port", lambda s: s.metrics_port is not None),
     # planner and profiling
     "max_global_batch_size": OPEN_LAYOUT,
     "tune_steps": OPEN_LAYOUT,

@@ -55,16 +55,28 @@ def _saves_into(metrics: Path, folder: Path) -> bool:
 
 def last_state(folder: str) -> Optional[dict]:
     """The state.json of the newest complete checkpoint of a folder, or of a prefix in an object store."""
-    checkpoints = [
-        path for path in location(folder).glob("iter_*") if NAME.fullmatch(path.name) and (path / "index.json").exists()
-    ]
-    for path in sorted(checkpoints, key=lambda path: int(NAME.fullmatch(path.name)[1]), reverse=True):
+    for path in _checkpoints(folder):
         try:
             state = json.loads((path / "state.json").read_bytes())
             return state if isinstance(state, dict) else None
         except (OSError, ValueError):  # damaged: `checkpoint verify` reports how
             return None
     return None
+
+
+def last_saved(folder: str) -> Optional[tuple[int, float]]:
+    """(iteration, time of writing) of the newest complete checkpoint."""
+    for path in _checkpoints(folder):
+        return int(NAME.fullmatch(path.name)[1]), (path / "index.json").stat().st_mtime
+    return None
+
+
+def _checkpoints(folder: str) -> list[Path]:
+    """The complete checkpoints, newest first."""
+    found = [
+        path for path in location(folder).glob("iter_*") if NAME.fullmatch(path.name) and (path / "index.json").exists()
+    ]
+    return sorted(found, key=lambda path: int(NAME.fullmatch(path.name)[1]), reverse=True)
 
 
 NAME = re.compile(r"iter_(\d+)")

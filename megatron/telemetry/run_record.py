@@ -11,6 +11,7 @@ that iteration, and `read_history` leaves them out. A line torn by the kill is s
 
 import json
 import math
+import mmap
 import os
 import platform
 import socket
@@ -194,6 +195,26 @@ def records(path: Path) -> Iterator[Optional[dict]]:
             except (ValueError, KeyError, TypeError):
                 record = None
             yield record
+
+
+LAUNCH = b'{"kind": "run"'  # how the line of a launch begins
+
+
+def count_launches(text: bytes | mmap.mmap) -> int:
+    """The number of launches in the text of a metrics file."""
+    count, found = 0, text.find(LAUNCH)
+    while found >= 0:
+        count, found = count + 1, text.find(LAUNCH, found + 1)
+    return count
+
+
+def launches_in(path: Path) -> int:
+    """The number of launches that wrote to a metrics file of any length; 0 without the file."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return count_launches(text)
+    except (OSError, ValueError):  # missing or empty
+        return 0
 
 
 def _drop_after(records: list[dict], iteration: int) -> None:

@@ -177,7 +177,7 @@ def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -
         raise refusal
     for rank, reason in enumerate(reasons):
         if reason:
-            error = SettingsError(f"rank {rank}, on another machine: {reason.what}", reason.why, reason.do)
+            error = SettingsError(f"rank {rank}, on its machine: {reason.what}", reason.why, reason.do)
             error.about = reason.about
             raise error
 

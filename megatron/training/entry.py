@@ -8,6 +8,7 @@ from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.schema import Config
 from megatron.telemetry.own_code import refuse_another_module
+from megatron.telemetry.prometheus import refused_port
 from megatron.telemetry.trackers import missing_tracker
 from megatron.training.rules import layout_is_open, resolve
 
@@ -58,7 +59,7 @@ def train(config: Config, recipe: Recipe) -> None:
         return print_topology(config)
     from megatron.planner.room import check_room
 
-    refusal = check_room(config, recipe)
+    refusal = check_room(config, recipe) or refused_port(config.logging)
     from megatron.training.loop import pretrain
 
     pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else (), refusal)
