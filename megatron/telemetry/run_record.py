@@ -89,7 +89,7 @@ class JsonLines:
             self.file.write("\n")
 
     def write(self, record: dict) -> None:
-        self.file.write(json.dumps(_finite(record), ensure_ascii=False) + "\n")
+        self.file.write(json.dumps(as_json(record), ensure_ascii=False) + "\n")
 
     def close(self) -> None:
         self.file.close()
@@ -101,14 +101,14 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _finite(value):
+def as_json(value):
     """A value for JSON, which has no NaN: numbers that are not finite become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [as_json(item) for item in value]
     return value if isinstance(value, (str, int, type(None))) else str(value)
 
 

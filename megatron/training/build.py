@@ -38,7 +38,8 @@ from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import P2PCommunicator, open_channels
 from megatron.settings import schema
 from megatron.telemetry.console import Console
-from megatron.telemetry.metrics import Metrics
+from megatron.telemetry.events import EventLog, events_path
+from megatron.telemetry.metrics import Metrics, metrics_path
 from megatron.telemetry.own_code import code_notes, code_record
 from megatron.telemetry.peak_flops import peak_flops
 from megatron.telemetry.phases import PHASES
@@ -72,6 +73,7 @@ def build_run(
     console = build_console(config.logging, context)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     log = console.log
+    events = build_events(config, context, log)
     watch = build_watch(config, context, heartbeat, log)
     heartbeat.beat("model")
     precision = initialize.pick_precision(config.precision.precision, context)
@@ -145,6 +147,7 @@ def build_run(
             **(dict(resumed=changed.to_record()) if resumes else {}),
             criterion=losses.measures and losses.measures.criterion,
         ),
+        events=events,
         watch=watch,
         state=state,
         profiler=Profiler(
@@ -213,6 +216,12 @@ def build_console(logging: schema.Logging, context: RankContext) -> Console:
         prints=prints,
         prefix=f"[rank {rank}] " if asked else "",
     )
+
+
+def build_events(config: schema.Config, context: RankContext, log) -> EventLog:
+    """The events of a run, which rank 0 records."""
+    path = events_path(metrics_path(config.logging, config.checkpoint.save))
+    return EventLog(path, log=log, active=context.is_rank_zero)
 
 
 def build_optimizer(

@@ -69,6 +69,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
     for stage in run.stages:
         stage.train()
     run.hooks.call("before_training", run)
+    record_start(run)
     run.metrics.start(run.watch.heartbeat.startup)
     copy_best(run)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
@@ -110,6 +111,18 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
             evaluate(run, batches, split, final=True)
     evaluate_requests(run, final=True)
     run.hooks.call("end", run)
+
+
+def record_start(run: Run) -> None:
+    """Record the event of a launch."""
+    ranks, first = run.context.mesh.world_size, run.state.iteration
+    run.events.record(
+        "start",
+        f"training starts at iteration {first} of {run.train_iters} on {ranks} ranks",
+        iteration=first,
+        ranks=ranks,
+        resumed=run.saved_hooks is not None,
+    )
 
 
 def run_periodic_checks(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:

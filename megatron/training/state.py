@@ -28,6 +28,7 @@ from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline_recorder import Recorder
 from megatron.settings import schema
 from megatron.settings.batch import ended_epoch, total_iterations
+from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
@@ -186,6 +187,7 @@ class Run:
     loaders: Loaders
     checkpoints: Checkpoints
     metrics: Metrics
+    events: EventLog
     watch: Watch
     state: State
     profiler: Profiler
@@ -243,10 +245,18 @@ class Run:
         started = time.perf_counter()
         with self.phase("save"):
             self._save()
-        self.metrics.note("save", self.state.iteration, seconds=round(time.perf_counter() - started, 3))
+        seconds, settings = round(time.perf_counter() - started, 3), self.config.checkpoint
+        self.metrics.note("save", self.state.iteration, seconds=seconds)
+        self.events.record(
+            "save",
+            f"checkpoint of iteration {self.state.iteration} {'is being' if settings.async_save else 'was'} written",
+            iteration=self.state.iteration,
+            seconds=seconds,
+            in_background=settings.async_save,
+            folder=settings.save,
+        )
         self.metrics.record_save(self.state.iteration, self.state.consumed_samples, self.config.checkpoint.async_save)
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
-        settings = self.config.checkpoint
         self.hooks.call("after_save", self, lambda: SaveFacts(self.state.iteration, settings.save, settings.async_save))
 
     def save_best(self) -> None:
@@ -294,10 +304,18 @@ class Run:
         self.loaders.close()
         stop = self.watch.stop.why if self.watch.stop else ""
         why = stop if error is None else (str(error).splitlines() or [type(error).__name__])[0]
-        self.metrics.end(self.done, 0 if error is None else exit_code(error), why)
+        code = 0 if error is None else exit_code(error)
+        self.metrics.end(self.done, code, why)
+        self._record_end(code, why)
         self.metrics.close()
         self.watch.close()
         if orderly:
             leave_job(self.context)
         if self.checkpoints.manager and error is None:  # without process group: other ranks must not wait for copies
             self.checkpoints.manager.close_copies(lambda: self.watch.heartbeat.beat("save"))
+
+    def _record_end(self, code: int, why: str) -> None:
+        ended = f"ended after iteration {self.done} of {self.train_iters}"
+        message = ended if code == 0 and not why else f"{ended} with exit code {code}: {why}"
+        level = "info" if code in (0, Preempted.code) else "error"
+        self.events.record("end", message, level=level, iteration=self.done, code=code, why=why)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""events.jsonl: what happened to a run, one JSON object per line, next to metrics.jsonl.
+
+    events = EventLog(events_path(metrics), log=console.log)
+    events.record("spike", "loss 5 is 65.6 deviations above ...", iteration=40, what="loss", value=5.0)
+    [event for event in read_events("runs/a") if event["level"] == "error"]
+
+Every event has the same first fields; those of its kind follow (`KINDS`):
+
+    {"time": 1764220000.123, "event": "spike", "level": "warning", "iteration": 40, "rank": null, "host": "node7",
+     "source": "run", "message": "loss 5 is ...", "what": "loss", "value": 5.0, ...}
+
+`time` is in Unix seconds, `iteration` the number of finished steps (null: not known, for example before the start), `rank`
+the rank that the event is about (null: all), `source` who wrote it: "run" (its first rank) or "supervisor". The file only
+grows, and both append whole lines to it. A line that a crash tore is skipped by the reader.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from megatron.telemetry.run_folder import METRICS, find_metrics
+from megatron.telemetry.run_record import as_json
+
+EVENTS = "events.jsonl"
+LEVELS = ("info", "warning", "error")  # in ascending order of urgency
+COMMON = ("time", "event", "level", "iteration", "rank", "host", "source", "message")  # fields of every event
+
+
+class Kind(NamedTuple):
+    """A kind of event: its level, its meaning, and its own fields."""
+
+    level: str
+    meaning: str
+    fields: dict[str, str] = {}
+    logged: bool = True  # a warning or an error is also a line of the log, unless that has one already
+
+
+KINDS = {
+    "start": Kind(
+        "info",
+        "a launch starts to train",
+        {"ranks": "number of ranks", "resumed": "whether it continues from a checkpoint"},
+    ),
+    "save": Kind(
+        "info",
+        "a checkpoint was written",
+        {
+            "seconds": "time that training waited for it",
+            "in_background": "whether it is still being written",
+            "folder": "--save",
+        },
+    ),
+    "end": Kind(
+        "info",
+        "a launch or a supervised job ended; level error if its exit code is neither 0 nor 9",
+        {"code": "exit code", "why": "the reason, if it did not reach its last step"},
+        logged=False,
+    ),
+    "damaged_checkpoint": Kind(
+        "warning",
+        "a damaged checkpoint was passed over, and an earlier one loaded",
+        {"checkpoint": "its folder", "why": "what is damaged", "loaded": "iteration of the checkpoint that was loaded"},
+    ),
+    "restart": Kind(
+        "warning",
+        "the supervisor starts the job again",
+        {
+            "cause": "why the last attempt ended",
+            "code": "its exit code",
+            "restarts": "number of restarts, with this one",
+            "after": "seconds until it starts",
+        },
+        logged=False,
+    ),
+    "restart_storm": Kind(
+        "error",
+        "more restarts in an hour than the rule restarts_per_hour allows",
+        {"restarts": "number within the hour", "limit": "of the rule"},
+    ),
+    "hang": Kind(
+        "error",
+        "the supervisor ends the job because ranks give no sign of life",
+        {"ranks": "the silent ranks", "seconds": "their silence"},
+        logged=False,
+    ),
+    "no_step": Kind(
+        "error",
+        "no step ended for many times the usual time",
+        {"seconds": "since the last step", "median": "usual seconds of a step", "doing": "phase of the first rank"},
+    ),
+    "spike": Kind(
+        "warning",
+        "loss or gradient norm far above its median",
+        {
+            "what": "loss, or gradient norm",
+            "value": "its value",
+            "median": "of the last steps",
+            "score": "deviations above the median",
+            "action": "continue, skip or rollback",
+        },
+    ),
+    "rollback": Kind("warning", "training went back to a checkpoint after a spike", {"to": "its iteration"}),
+    "skipped_step": Kind(
+        "warning",
+        "a step made no update; level info if the loss scale of fp16 only adjusts itself",
+        {"why": "the reason", "loss_scale": "scale of the next step"},
+    ),
+    "not_finite": Kind("error", "loss or gradient norm is not finite", {"loss": "its value", "grad_norm": "its value"}),
+    "loss_above_guess": Kind(
+        "warning",
+        "after the warm-up, the loss stays above that of a uniform guess, ln(vocabulary)",
+        {"loss": "of the last step", "limit": "ln(vocabulary)", "steps": "number of steps in a row"},
+    ),
+    "high_grad_norm": Kind(
+        "warning",
+        "the gradient norm is many times its median",
+        {"value": "its value", "median": "of the last steps", "times": "their ratio"},
+    ),
+    "slow_steps": Kind(
+        "warning",
+        "throughput stays far below its median",
+        {
+            "tokens_per_second": "of the last steps",
+            "median": "of the steps before",
+            "share": "their ratio",
+            "steps": "number of slow steps",
+        },
+    ),
+    "slow_rank": Kind(
+        "warning",
+        "the others wait for one rank",
+        {
+            "phase": "in which it is slow",
+            "seconds": "its time per step in this phase",
+            "median": "that of all ranks",
+            "steps": "number of steps that were measured",
+            "rank_host": "its machine",
+        },
+    ),
+    "slow_data": Kind(
+        "warning",
+        "steps wait for their data",
+        {
+            "seconds": "waited per step",
+            "step_seconds": "time of a step",
+            "steps": "number of steps that were measured",
+            "rank_host": "machine of the rank",
+        },
+    ),
+    "replica_drift": Kind("error", "ranks that should hold equal values do not", {"why": "which ones"}, logged=False),
+    "disk_nearly_full": Kind(
+        "warning",
+        "the disk of the checkpoints will not hold the next ones",
+        {"folder": "on this disk", "free": "bytes", "needed": "bytes of the next checkpoints"},
+    ),
+    "validation_worse": Kind(
+        "warning",
+        "the validation got worse several times in a row",
+        {"figure": "name of the loss or metric", "values": "the last ones, oldest first", "times": "in a row"},
+    ),
+    "messages_lost": Kind(
+        "warning",
+        "events could not be sent to --webhook or --on-event",
+        {"to": "webhook or command", "lost": "number since the last such event", "why": "the last reason"},
+    ),
+}
+
+
+class EventLog:
+    """Records the events of a run. Does nothing on ranks without `active`.
+
+    path:      events.jsonl; None: no file
+    log:       prints a line of the log
+    listeners: called with each event, such as the sender of --webhook; they must return immediately
+    """
+
+    def __init__(
+        self,
+        path: Optional[Path] = None,
+        *,
+        log: Callable[[str], None] = lambda text: None,
+        listeners: Sequence[Callable[[dict], None]] = (),
+        source: str = "run",
+        active: bool = True,
+    ):
+        self.path, self.log, self.listeners, self.source, self.active = path, log, [*listeners], source, active
+        self.host = socket.gethostname()
+
+    def record(
+        self,
+        kind: str,
+        message: str,
+        *,
+        iteration: Optional[int] = None,
+        rank: Optional[int] = None,
+        level: Optional[str] = None,
+        **fields,
+    ) -> None:
+        """Record an event. message: one sentence. level: instead of the kind's own. fields: as listed in `KINDS`."""
+        known = KINDS[kind]
+        assert fields.keys() <= known.fields.keys(), f"event {kind} has no fields {fields.keys() - known.fields.keys()}"
+        if not self.active:
+            return
+        level = level or known.level
+        assert level in LEVELS, level
+        common = (round(time.time(), 3), kind, level, iteration, rank, self.host, self.source, message)
+        event = as_json(dict(zip(COMMON, common, strict=True)) | fields)
+        if known.logged and level != "info":
+            self.log(f"{'warning' if level == 'warning' else 'ERROR'}: {message}")
+        self._append(event)
+        for listener in self.listeners:
+            listener(event)
+
+    def _append(self, event: dict) -> None:
+        if self.path is None:
+            return
+        try:
+            append_line(self.path, json.dumps(event, ensure_ascii=False))
+        except OSError as error:  # training continues without the file when the disk is full
+            self.log(f"warning: {self.path} is no longer written: {error}")
+            self.path = None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line in one write, so that lines of several processes do not mix; after a torn line on a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        size = os.fstat(file).st_size
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        os.write(file, b"\n" * torn + line.encode() + b"\n")
+    finally:
+        os.close(file)
+
+
+def events_path(metrics: Optional[Path]) -> Optional[Path]:
+    """The events file next to a metrics file: events.jsonl, or NAME.events.jsonl next to a --metrics-file NAME.jsonl.
+
+    >>> events_path(Path("runs/a/metrics.jsonl")), events_path(Path("logs/a.jsonl"))
+    (PosixPath('runs/a/events.jsonl'), PosixPath('logs/a.events.jsonl'))
+    """
+    if metrics is None:
+        return None
+    return metrics.with_name(EVENTS if metrics.name == METRICS else f"{metrics.stem}.{EVENTS}")
+
+
+def find_events(place: Path) -> Path:
+    """The events file of a run's folder, or of its metrics file. It may not exist."""
+    if place.name.endswith(EVENTS):
+        return place
+    metrics = place if place.suffix == ".jsonl" else find_metrics(place)
+    return events_path(metrics) if metrics else place / EVENTS
+
+
+def read_events(place: Path) -> list[dict]:
+    """The events of a run in order of time; none if it has no events file. place: its folder, metrics or events file."""
+    try:
+        text = find_events(Path(place)).read_bytes()
+    except FileNotFoundError:
+        return []
+    return sorted(parse_events(text), key=lambda event: event["time"])
+
+
+def parse_events(text: bytes) -> Iterator[dict]:
+    """The events of a part of the file. Torn and foreign lines are skipped; kinds of later versions are kept."""
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+            _ = event["time"] + 0.0, event["level"], event["message"], event["event"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        yield dict.fromkeys(COMMON) | event

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+import pytest
+
+from megatron.telemetry.events import COMMON, KINDS, LEVELS, EventLog, find_events, read_events
+
+
+def test_an_event_has_the_common_fields_then_its_own(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.record("spike", "loss 5 is far above 3", iteration=40, what="loss", value=5.0, median=float("nan"))
+    (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    assert list(event) == [*COMMON, "what", "value", "median"]
+    assert (event["event"], event["level"], event["iteration"], event["rank"]) == ("spike", "warning", 40, None)
+    assert event["median"] is None  # JSON has no NaN
+    assert read_events(tmp_path) == [event]
+
+
+def test_warnings_and_errors_are_logged_once(tmp_path):
+    lines = []
+    log = EventLog(log=lines.append)
+    log.record("spike", "a spike")
+    log.record("not_finite", "a NaN")
+    log.record("save", "a save")
+    log.record("skipped_step", "the scale adjusts itself", level="info")
+    log.record("end", "the launcher has reported it", level="error", code=1)
+    assert lines == ["warning: a spike", "ERROR: a NaN"]
+
+
+def test_torn_and_foreign_lines_are_skipped(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.record("start", "one")
+    with path.open("a") as file:
+        file.write(
+            '[1]\nnull\n{"time": 1, "event": "newer kind", "level": "info", "message": "kept"}\n{"time": 17, "ev'
+        )
+    assert [event["message"] for event in read_events(tmp_path)] == ["kept", "one"]
+    log.record("end", "two")  # not on the torn line
+    assert [event["message"] for event in read_events(path)] == ["kept", "one", "two"]
+    assert read_events(tmp_path / "elsewhere") == []
+
+
+def test_the_file_stands_next_to_the_metrics(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "run" / "metrics_file.txt").write_text("../a.jsonl\n")
+    assert find_events(tmp_path / "run") == tmp_path / "a.events.jsonl"
+    assert find_events(tmp_path / "a.jsonl") == tmp_path / "a.events.jsonl"
+    assert find_events(tmp_path / "b") == tmp_path / "b" / "events.jsonl"
+
+
+def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path):
+    lines, heard = [], []
+    log = EventLog(tmp_path / "file" / "events.jsonl", log=lines.append, listeners=[heard.append])
+    (tmp_path / "file").touch()  # not a folder
+    log.record("start", "one")
+    log.record("start", "two")
+    assert len(lines) == 1 and "no longer written" in lines[0]
+    assert [event["message"] for event in heard] == ["one", "two"]
+
+
+def test_other_ranks_record_nothing(tmp_path):
+    EventLog(tmp_path / "events.jsonl", active=False).record("start", "one")
+    assert read_events(tmp_path) == []
+
+
+def test_only_fields_of_the_table():
+    assert all(kind.level in LEVELS and kind.meaning and not kind.fields.keys() & {*COMMON} for kind in KINDS.values())
+    with pytest.raises(AssertionError, match="no fields"):
+        EventLog().record("start", "one", colour="red")
