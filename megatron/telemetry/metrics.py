@@ -255,6 +255,11 @@ class Metrics:
         """Write a record of an event after an iteration, for the report only."""
         self._write(dict(kind=kind, iteration=iteration, time=now()) | facts)
 
+    def count_event(self, event: dict) -> None:
+        """Count an event of events.jsonl for Prometheus."""
+        if self.prometheus:
+            self.prometheus.count_event(event)
+
     # -- time --------------------------------------------------------------------------------------------------------
 
     def start(self, startup: Optional[dict[str, float]] = None) -> None:

@@ -14,11 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from megatron.errors import SettingsError
 from megatron.settings import rank_env
 from megatron.settings.schema import Logging
+from megatron.telemetry.events import KINDS
+from megatron.telemetry.run_folder import Saved
 from megatron.telemetry.run_record import LOSS, own_sums
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.trackers import missing_package
@@ -51,20 +53,12 @@ COUNTERS = {
     "steps": "Steps of this launch",
     "skipped_steps": "Steps without an update, because gradients overflowed",
     "nonfinite_steps": "Steps whose loss was not finite",
-    "spikes": "Loss spikes",
-    "rollbacks": "Returns to an earlier iteration",
+    "events": "Events of events.jsonl, by kind and level",
 }
 OF_A_STEP = ("iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "params_norm", "loss_scale")
 OF_A_STEP += ("tokens_per_second", "tflops_per_rank", "mfu")  # keys of a step's record that are gauges of this name
 NORMS = ("params_norm", "num_zeros")
 NO_VALUES = {"kind", "split", "iteration", "consumed_samples", "time", "final", "first_sample", "samples", "seconds"}
-
-
-class Checkpoint(NamedTuple):
-    """The newest checkpoint of a run. time: seconds since the epoch"""
-
-    iteration: int
-    time: float
 
 
 class Prometheus:
@@ -82,15 +76,19 @@ class Prometheus:
         *,
         name: str = "",
         restarts: int = 0,
-        saved: Optional[Checkpoint] = None,
+        saved: Optional[Saved] = None,
     ):
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise missing_package("--metrics-port", "prometheus-client", error) from None
         self.run, self._name, self._saved, self._stepped = run, name, saved, None
-        self._counts = dict.fromkeys(COUNTERS, 0)
-        self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # (name, other labels) -> value
+        # (name, other labels) -> value. Each kind of event begins with 0, so that its first one is an increase.
+        self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for kind, about in KINDS.items():
+            self._set("events", 0, event=kind, level=about.level)
+        for name in ("steps", "skipped_steps", "nonfinite_steps"):
+            self._set(name, 0)
         self._lock = threading.Lock()
         self._set("restarts", restarts)
         self._set("train_iterations", run.train_iters)
@@ -114,29 +112,29 @@ class Prometheus:
             if take:
                 take(record)
 
+    def count_event(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._add("events", 1, event=event["event"], level=event["level"])
+
     def collect(self) -> Iterator:
         """All values, as prometheus-client asks for them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
-            values = dict(self._values)
-            counts, saved, stepped, now = dict(self._counts), self._saved, self._stepped, time.time()
+            values, saved, stepped, now = dict(self._values), self._saved, self._stepped, time.time()
         if saved:
             values["checkpoint_iteration", ()] = saved.iteration
             values["checkpoint_age_seconds", ()] = max(0.0, now - saved.time)
         if stepped:
             values["step_age_seconds", ()] = max(0.0, now - stepped)
-        for metric, words in GAUGES.items():
+        for metric, words in (GAUGES | COUNTERS).items():
             found = [(labels, value) for (name, labels), value in values.items() if name == metric]
             if found:
-                family = GaugeMetricFamily(PREFIX + metric, words, labels=["run", *(name for name, _ in found[0][0])])
+                kind = GaugeMetricFamily if metric in GAUGES else CounterMetricFamily
+                family = kind(PREFIX + metric, words, labels=["run", *(name for name, _ in found[0][0])])
                 for labels, value in found:
                     family.add_metric([self._name, *(word for _, word in labels)], value)
                 yield family
-        for metric, words in COUNTERS.items():
-            family = CounterMetricFamily(PREFIX + metric, words, labels=["run"])
-            family.add_metric([self._name], counts[metric])
-            yield family
 
     def close(self) -> None:
         self._server.shutdown()
@@ -144,6 +142,10 @@ class Prometheus:
 
     def _set(self, metric: str, value: float, **labels: str) -> None:
         self._values[metric, tuple(labels.items())] = float(value)
+
+    def _add(self, metric: str, number: float, **labels: str) -> None:
+        key = metric, tuple(labels.items())
+        self._values[key] = self._values.get(key, 0.0) + number
 
     def _take_step(self, record: dict) -> None:
         for name in OF_A_STEP:
@@ -156,10 +158,9 @@ class Prometheus:
         self._set("step_seconds", record["seconds"])
         self._set("consumed_tokens", record["consumed_samples"] * self.run.sample_tokens)
         self._stepped = time.time()
-        self._counts["steps"] += 1
-        self._counts["skipped_steps"] += bool(record.get("skipped"))
-        self._counts["nonfinite_steps"] += any(not math.isfinite(record[name]) for name in losses)
-        self._counts["spikes"] += bool(record.get("spike"))
+        self._add("steps", 1)
+        self._add("skipped_steps", bool(record.get("skipped")))
+        self._add("nonfinite_steps", any(not math.isfinite(record[name]) for name in losses))
 
     def _take_eval(self, record: dict) -> None:
         for name, value in record.items():
@@ -171,13 +172,9 @@ class Prometheus:
             self._set("memory_peak_bytes", record["bytes"])
 
     def _take_save(self, record: dict) -> None:
-        self._saved = Checkpoint(record["iteration"], time.time())
-
-    def _take_spike(self, record: dict) -> None:
-        self._counts["spikes"] += 1
+        self._saved = Saved(record["iteration"], time.time())
 
     def _take_rewind(self, record: dict) -> None:
-        self._counts["rollbacks"] += 1
         self._set("iteration", record["iteration"])
 
 
@@ -203,7 +200,7 @@ def _cannot_listen(logging: Logging, error: OSError) -> SettingsError:
     if error.errno == errno.EADDRINUSE:
         return SettingsError(
             f"--metrics-port {port}: another process listens on this port of {host}",
-            do=f"give another port, or 0 for a free one, which the log names (ss -ltnp 'sport = :{port}' shows the process)",
+            do=f"give another port, or 0 for a free one; ss -ltnp 'sport = :{port}' shows the process",
         )
     do = "--metrics-host 127.0.0.1 for this machine alone, 0.0.0.0 for all its networks"
     if error.errno == errno.EACCES:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from megatron.storage.urls import location
 from megatron.telemetry.run_record import records
@@ -64,10 +64,17 @@ def last_state(folder: str) -> Optional[dict]:
     return None
 
 
-def last_saved(folder: str) -> Optional[tuple[int, float]]:
-    """(iteration, time of writing) of the newest complete checkpoint."""
+class Saved(NamedTuple):
+    """A checkpoint: its iteration, and the time of writing in Unix seconds."""
+
+    iteration: int
+    time: float
+
+
+def last_saved(folder: str) -> Optional[Saved]:
+    """The newest complete checkpoint of a folder, or of a prefix in an object store."""
     for path in _checkpoints(folder):
-        return int(NAME.fullmatch(path.name)[1]), (path / "index.json").stat().st_mtime
+        return Saved(int(NAME.fullmatch(path.name)[1]), (path / "index.json").stat().st_mtime)
     return None
 
 

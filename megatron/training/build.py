@@ -142,6 +142,7 @@ def build_run(
             facts,
             state,
             console,
+            events,
             recipe.perplexities,
             code=code,
             **(dict(resumed=changed.to_record()) if resumes else {}),
@@ -323,10 +324,14 @@ def build_metrics(
     facts: Facts,
     state: State,
     console: Console,
+    events: EventLog,
     perplexities: tuple[str, ...] = ("lm loss",),
     **extra,
 ) -> Metrics:
-    """Open the log of a run, on rank 0. perplexities: as in `Recipe`; extra: further fields of the run's record."""
+    """Open the log of a run, on rank 0. It counts the events.
+
+    perplexities: as in `Recipe`; extra: further fields of the run's record
+    """
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
         state.train_iters(config.batch, context.mesh.dp.size),
@@ -342,7 +347,7 @@ def build_metrics(
     header = run_record(
         config, context.mesh.logged_sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **extra
     )
-    return Metrics(
+    metrics = Metrics(
         config.logging,
         rates,
         header=header,
@@ -354,6 +359,8 @@ def build_metrics(
         timers=build_timers(config.logging, context),
         console=console,
     )
+    events.listeners.append(metrics.count_event)
+    return metrics
 
 
 def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Timers]:
