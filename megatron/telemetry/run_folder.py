@@ -53,6 +53,18 @@ def _saves_into(metrics: Path, folder: Path) -> bool:
     return bool(save) and Path(save).resolve() == folder.resolve()
 
 
+def unique_names(places: list[str]) -> list[str]:
+    """Names of runs: the last parts of their paths, as many as make all of them different.
+
+    >>> unique_names(["/runs/a", "/runs/b"]), unique_names(["/x/run", "s3://y/run"])
+    (['a', 'b'], ['x/run', 'y/run'])
+    """
+    parts, shown = [place.split("/") for place in places], 1
+    while len({tuple(part[-shown:]) for part in parts}) < len(set(places)):
+        shown += 1
+    return ["/".join(part[-shown:]) for part in parts]
+
+
 def last_state(folder: str) -> Optional[dict]:
     """The state.json of the newest complete checkpoint of a folder, or of a prefix in an object store."""
     for path in _checkpoints(folder):

@@ -24,6 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Optional
 
+import orjson
+
 LIBRARIES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "triton", "flash-attn", "apex")
 
 
@@ -149,10 +151,13 @@ LOSS, TASK_LOSS = "lm loss", "loss"
 OF_EVERY_EVALUATION = {
     *("kind", "split", "iteration", "consumed_samples", "time", "final", "first_sample", "samples", "seconds", LOSS)
 }
+RATES = {  # keys of a step that repeat its throughput in other units
+    *("samples_per_second", "steps_per_second", "samples_per_second_per_data_rank", "tokens_per_second_per_data_rank")
+}
 OF_EVERY_STEP = {  # keys of a step other than the means of the stages' sums
     *("kind", "iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "loss_scale", "skipped"),
     *("seconds", "ledger", "tokens_per_second", "tflops_per_rank", "mfu", "spike", "decoupled_learning_rate"),
-    *("samples_per_second", "steps_per_second", "samples_per_second_per_data_rank", "tokens_per_second_per_data_rank"),
+    *RATES,
 }
 
 
@@ -188,13 +193,17 @@ def read_history(path: Path) -> History:
 def records(path: Path) -> Iterator[Optional[dict]]:
     """The records of a metrics file in the order of writing; None for a damaged line."""
     with Path(path).open("rb") as lines:
-        for line in filter(bytes.strip, lines):
-            try:
-                record = json.loads(line)
-                _ = record["kind"], int(record["iteration"])
-            except (ValueError, KeyError, TypeError):
-                record = None
-            yield record
+        yield from map(parse_record, filter(bytes.strip, lines))
+
+
+def parse_record(line: bytes) -> Optional[dict]:
+    """The record of a line of a metrics file; None for a damaged line."""
+    try:
+        record = orjson.loads(line)
+        _ = record["kind"], int(record["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record
 
 
 LAUNCH = b'{"kind": "run"'  # how the line of a launch begins
