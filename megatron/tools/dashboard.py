@@ -27,7 +27,7 @@ class DashboardOptions:
     """Where the page is."""
 
     host: str = setting(
-        "address to listen on; 0.0.0.0: all networks of the machine. There is no password: everyone who reaches the address "
+        "address to listen on; 0.0.0.0: all networks of the machine. There is no password: whoever reaches the address "
         "sees the runs",
         "127.0.0.1",
     )
@@ -45,9 +45,9 @@ def main(argv: list[str]) -> None:
         raise Failure(f"the dashboard needs {' and '.join(missing)}", do="pip install starlette uvicorn")
     from megatron.telemetry.dashboard.runs import Runs
     from megatron.telemetry.dashboard.server import listen, serve
-    from megatron.tools.status import look
+    from megatron.tools.status import look_at
 
-    runs = Runs(names, look, pictures)
+    runs = Runs(names, lambda folder: look_at(str(folder))[0], pictures)
     listener = listen(asked.host, asked.port)
     host, port = listener.getsockname()[:2]
     print(f"dashboard: http://{f'[{host}]' if ':' in host else host}:{port}/  (Ctrl-C ends it)", flush=True)

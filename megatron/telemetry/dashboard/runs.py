@@ -23,7 +23,7 @@ from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.dashboard.series import Curve, Series
 from megatron.telemetry.dashboard.tail import Tail
 from megatron.telemetry.events import events_path, parse_events
-from megatron.telemetry.figures import count, size
+from megatron.telemetry.figures import count
 from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
 from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History
 
@@ -83,9 +83,10 @@ class WatchedRun:
         changed, error = False, ""
         try:
             changed = self._read()
-        except (OSError, Failure) as failure:
-            error = str(failure)
-        changed |= self._look(look, now) | (error != self.error)
+            changed |= self._look(look, now)
+        except Exception as failure:  # whatever is in its files, the other runs go on
+            error = str(failure) if isinstance(failure, (OSError, Failure)) else f"{type(failure).__name__}: {failure}"
+        changed |= error != self.error
         self.error = error
         self.version += changed
         return changed

@@ -11,6 +11,7 @@ A resumed run repeats steps, a rewind takes some back: the later records count, 
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
+
 from megatron.telemetry.curves import running_mean
 from megatron.telemetry.run_record import EVENTS, LOSS, RATES, TASK_LOSS, History, parse_record
 

@@ -23,6 +23,7 @@ from megatron.telemetry.dashboard.series import AXES
 
 PAGE = Path(__file__).parent / "page"
 EVERY = 1.0  # seconds between looks at the files
+LOOK = 0.5  # seconds between looks of an open stream whether the server ends
 PING = 15.0  # seconds after which a quiet stream says that it is alive; proxies close silent ones
 JSON = "application/json"
 WIDEST, LONGEST = 4000, 1 << 20  # pixels of a chart; steps of a running mean
@@ -58,12 +59,15 @@ def serve(runs: Runs, listener: socket.socket) -> None:
     import uvicorn
 
     local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-    config = uvicorn.Config(app(runs, local), log_level="warning", timeout_graceful_shutdown=1, lifespan="on")
+    board = Board(runs)
+    config = uvicorn.Config(app(board, local), log_level="warning", timeout_graceful_shutdown=5, lifespan="on")
+    server = uvicorn.Server(config)
+    board.stopping = lambda: server.should_exit
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
 
 
-def app(runs: Runs, local: bool = True, every: float = EVERY):
+def app(board: "Board", local: bool = True):
     """The application. local: only answer to names of this machine, so that no web site can read it through a browser."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
@@ -72,7 +76,6 @@ def app(runs: Runs, local: bool = True, every: float = EVERY):
     from starlette.routing import Mount, Route
     from starlette.staticfiles import StaticFiles
 
-    board = Board(runs, every)
     # "[": an address of IPv6, which the middleware cuts at its first colon
     names = ["localhost", "127.0.0.1", "[", "testserver"] if local else ["*"]
     answers = dict(
@@ -106,10 +109,13 @@ class Headers:
 
 
 class Board:
-    """Reads the runs in the background, and answers from them. One thread at a time uses them."""
+    """Reads the runs in the background, and answers from them. One thread at a time uses them.
 
-    def __init__(self, runs: Runs, every: float = EVERY):
-        self.watched, self.every = runs, every
+    stopping: whether open streams should end
+    """
+
+    def __init__(self, runs: Runs, stopping: Callable[[], bool] = lambda: False):
+        self.watched, self.stopping = runs, stopping
         self._lock = threading.Lock()
         self._news: Optional[asyncio.Condition] = None
 
@@ -133,7 +139,7 @@ class Board:
             if changed:
                 async with self._news:
                     self._news.notify_all()
-            await asyncio.sleep(self.every if whole else 0.02)
+            await asyncio.sleep(EVERY if whole else 0.02)
 
     def _refresh(self) -> tuple[bool, bool]:
         """(whether there was something new, whether all files were read to their end)"""
@@ -191,13 +197,14 @@ class Board:
         from starlette.responses import StreamingResponse
 
         async def news() -> AsyncIterator[bytes]:
-            while True:
-                seen = self.watched.version
+            while not self.stopping():
+                seen, quiet = self.watched.version, 0.0
                 yield b"data: " + await run_in_threadpool(self._json, self.runs) + b"\n\n"
-                while self.watched.version == seen:
-                    try:
-                        await asyncio.wait_for(self._changed(seen), PING)
-                    except asyncio.TimeoutError:
+                while self.watched.version == seen and not self.stopping():
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._changed(seen), LOOK)
+                    quiet += LOOK
+                    if quiet % PING == 0:
                         yield b": still here\n\n"
 
         return StreamingResponse(news(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
