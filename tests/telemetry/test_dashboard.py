@@ -35,8 +35,13 @@ def step(iteration: int, loss=2.0, **more) -> dict:
 
 
 def launch(iteration: int = 0, **more) -> dict:
-    config = dict(model=dict(num_layers=2, hidden_size=8, seq_length=16), batch=dict(micro_batch_size=2, global_batch_size=8))
-    return dict(kind="run", iteration=iteration, time="2026-01-05T10:00:00+00:00", mesh=dict(pp=1), config=config) | more
+    config = dict(
+        model=dict(num_layers=2, hidden_size=8, num_attention_heads=1, seq_length=16),
+        batch=dict(micro_batch_size=2, global_batch_size=8),
+    )
+    return (
+        dict(kind="run", iteration=iteration, time="2026-01-05T10:00:00+00:00", mesh=dict(pp=1), config=config) | more
+    )
 
 
 def lines(*records: dict) -> list[bytes]:
@@ -167,7 +172,11 @@ def test_axes(tmp_path):
     assert series.axis("tokens").tolist() == [64, 128, 192, 256]
     assert series.axis("time").tolist() == [0.5, 1.0, 1.5, 2.0]
     series.add(lines(launch(2), step(3, 9.0)))
-    assert series.axis("time").tolist() == [0.5, 1.0, 1.5] and series.curve("lm loss", "tokens").y.tolist() == [0.5, 1, 9]
+    assert series.axis("time").tolist() == [0.5, 1.0, 1.5] and series.curve("lm loss", "tokens").y.tolist() == [
+        0.5,
+        1,
+        9,
+    ]
     series.add(lines({"kind": "eval", "split": "validation", "iteration": 2, "lm loss": 7.0, "final": False}))
     series.add(lines({"kind": "eval", "split": "validation", "iteration": 2, "lm loss": 8.0, "final": True}))
     assert [part.tolist() for part in series.evaluation("lm loss", "tokens")[:2]] == [[128], [7.0]]
@@ -206,16 +215,22 @@ def watched(*names, **more) -> Runs:
 
 def test_curves_of_several_runs(tmp_path):
     write(tmp_path / "a", launch(), step(1, 3.0), step(2, 2.0), dict(kind="memory", iteration=2, bytes=5e9))
-    write(tmp_path / "b", launch(), step(1, 4.0), {"kind": "eval", "split": "validation", "iteration": 1, "lm loss": 3.5})
+    write(
+        tmp_path / "b", launch(), step(1, 4.0), {"kind": "eval", "split": "validation", "iteration": 1, "lm loss": 3.5}
+    )
     runs = watched(tmp_path)
     assert [(run["name"], run["iteration"], run["loss"]) for run in runs.summaries()] == [("a", 2, 2.0), ("b", 1, 4.0)]
     charts = {chart["title"]: chart for chart in runs.charts(runs.ids, View("tokens"))}
     assert list(charts)[:2] == ["Loss", "Throughput of all ranks"] and "MFU" not in charts
-    drawn = [(curve["run"], curve["kind"], curve["x"].tolist(), curve["y"].tolist()) for curve in charts["Loss"]["curves"]]
+    drawn = [
+        (curve["run"], curve["kind"], curve["x"].tolist(), curve["y"].tolist()) for curve in charts["Loss"]["curves"]
+    ]
     assert drawn == [("0", "steps", [64, 128], [3, 2]), ("1", "steps", [64], [4]), ("1", "validation", [64], [3.5])]
     memory = charts["Peak memory of rank 0"]["curves"]
     assert [(curve["x"].tolist(), curve["y"].tolist()) for curve in memory if len(curve["x"])] == [([128], [5e9])]
-    assert [chart["title"] for chart in runs.charts(["1"], View())] == list(charts)[:5] and runs.charts(["9"], View()) == []
+    assert [chart["title"] for chart in runs.charts(["1"], View())] == list(charts)[:5] and runs.charts(
+        ["9"], View()
+    ) == []
 
 
 def test_a_run_is_followed_through_a_restart_and_new_runs_appear(tmp_path):
@@ -229,7 +244,9 @@ def test_a_run_is_followed_through_a_restart_and_new_runs_appear(tmp_path):
         file.write(b"\n" + b"".join(lines(launch(6), step(7, 5.0))))
     assert runs.refresh()
     [chart] = [chart for chart in runs.charts(runs.ids, View()) if chart["title"] == "Loss"]
-    assert chart["curves"][0]["x"].tolist() == [1, 2, 3, 4, 5, 6, 7] and chart["curves"][0]["y"].tolist() == [1] * 6 + [5]
+    assert chart["curves"][0]["x"].tolist() == [1, 2, 3, 4, 5, 6, 7] and chart["curves"][0]["y"].tolist() == [1] * 6 + [
+        5
+    ]
     summary = runs.summaries()[0]
     assert (summary["restarts"], summary["damaged_lines"], summary["iteration"]) == (1, 1, 7)
     write(tmp_path / "b", launch(), step(1))
@@ -238,7 +255,12 @@ def test_a_run_is_followed_through_a_restart_and_new_runs_appear(tmp_path):
 
 
 def test_events_are_those_of_events_jsonl_else_of_the_metrics(tmp_path):
-    metrics = [launch(), step(1), step(2), dict(kind="spike", iteration=2, time="2026-01-05T11:00:00+00:00", why="far above")]
+    metrics = [
+        launch(),
+        step(1),
+        step(2),
+        dict(kind="spike", iteration=2, time="2026-01-05T11:00:00+00:00", why="far above"),
+    ]
     write(tmp_path / "a", *metrics)
     write(tmp_path / "b", *metrics)
     event = dict(time=1.0, event="slow_rank", level="warning", iteration=1, rank=3, message="rank 3 is slow")

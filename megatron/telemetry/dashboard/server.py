@@ -164,6 +164,11 @@ class Board:
         with self._lock:
             return orjson.dumps(ask(query), option=orjson.OPT_SERIALIZE_NUMPY)
 
+    def _state(self) -> tuple[int, bytes]:
+        """(version, JSON) of the state of all runs."""
+        with self._lock:
+            return self.watched.version, orjson.dumps(self.runs())
+
     async def _changed(self, seen: int) -> None:
         async with self._news:
             await self._news.wait_for(lambda: self.watched.version != seen)
@@ -198,8 +203,8 @@ class Board:
 
         async def news() -> AsyncIterator[bytes]:
             while not self.stopping():
-                seen, quiet = self.watched.version, 0.0
-                yield b"data: " + await run_in_threadpool(self._json, self.runs) + b"\n\n"
+                (seen, state), quiet = await run_in_threadpool(self._state), 0.0
+                yield b"data: " + state + b"\n\n"
                 while self.watched.version == seen and not self.stopping():
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._changed(seen), LOOK)
