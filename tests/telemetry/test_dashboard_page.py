@@ -22,7 +22,8 @@ PIXELS = """([chart, colour]) => { const canvas = document.querySelector(`[data-
     const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
     copy.drawImage(canvas, 0, 0);
     const data = copy.getImageData(0, 0, canvas.width, canvas.height).data; let found = 0;
-    for (let at = 0; at < data.length; at += 4) if (data[at + 3] > 200 && colour.every((c, n) => Math.abs(c - data[at + n]) < 12)) found++;
+    for (let at = 0; at < data.length; at += 4)
+        if (data[at + 3] > 200 && colour.every((part, n) => Math.abs(part - data[at + n]) < 12)) found++;
     return found }"""
 CURVE = """([chart, run]) => charts.find((one) => one.id === chart).curves.find((curve) => curve.run === run)"""
 

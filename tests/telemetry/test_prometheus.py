@@ -148,8 +148,8 @@ def test_the_grafana_dashboard_asks_for_metrics_that_exist():
     dashboard = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable]
-    known = {f"megatron_{name}" for name in prometheus.GAUGES}
-    known |= {f"megatron_{name}_total" for name in prometheus.COUNTERS}
+    known = {prometheus.PREFIX + name for name in prometheus.GAUGES}
+    known |= {f"{prometheus.PREFIX}{name}_total" for name in prometheus.COUNTERS}
     asked = {name for query in queries for name in re.findall(r"megatron_\w+", query)}
     assert asked - known == set() and len(asked) > 15
     assert all(query.count(a) == query.count(b) for query in queries for a, b in ("()", "{}", "[]"))

@@ -9,6 +9,7 @@ while True:
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -60,6 +61,16 @@ class View:
     window: int = 1
 
 
+class News(NamedTuple):
+    """What a look at a run's files has found: lines, each with whether they are those of another file, and its state."""
+
+    lines: list[bytes]
+    again: bool
+    events: list[bytes]
+    events_again: bool
+    state: dict[str, Any]
+
+
 class WatchedRun:
     """A run whose files are read as they grow."""
 
@@ -74,48 +85,51 @@ class WatchedRun:
         self.version = 0  # grows with every change
         self._next_read, self._next_look = 0.0, 0.0
 
-    def refresh(self, look: Optional[Callable[[Path], Any]], now: float) -> bool:
-        """Read what is new in the files; whether there was anything."""
+    def refresh(self, look: Optional[Callable[[Path], Any]], now: float, lock: threading.Lock) -> bool:
+        """Read what is new in the files; whether there was anything. lock: held while values change, not while it reads."""
         if now < self._next_read:
             return False
         if isinstance(self.place, UrlPath):
             self._next_read = now + REMOTE
-        changed, error = False, ""
         try:
-            changed = self._read()
-            changed |= self._look(look, now)
+            news, error = self._read(look, now), ""
         except Exception as failure:  # whatever is in its files, the other runs go on
-            error = str(failure) if isinstance(failure, (OSError, Failure)) else f"{type(failure).__name__}: {failure}"
-        changed |= error != self.error
-        self.error = error
-        self.version += changed
-        return changed
-
-    def _read(self) -> bool:
-        lines, again = self.tail.read()
-        if again:
-            self.series = Series()
-        self.series.add(lines)
-        more, events_again = self._events_tail.read()
-        if events_again:
-            self.events = []
-        self.events.extend(parse_events(b"".join(more)))
-        if self.tail.share < 1:
-            self._next_read = 0.0
-        return bool(lines or more or again or events_again)
-
-    def _look(self, look: Optional[Callable[[Path], Any]], now: float) -> bool:
-        """Update the state, as `tools.status` knows it; whether it is another one."""
-        if look is None or isinstance(self.place, UrlPath) or now < self._next_look or self.tail.share < 1:
+            told = isinstance(failure, (OSError, Failure))
+            news, error = None, str(failure) if told else f"{type(failure).__name__}: {failure}"
+        if not news and error == self.error:
             return False
-        began = time.monotonic()
-        line = look(self.place)
-        took = time.monotonic() - began
-        self._next_look = now + max(LOOK, 20 * took)
-        state = dataclasses.asdict(line)
-        moved = (state["state"], state["why"]) != (self.state.get("state"), self.state.get("why"))
-        self.state = state
-        return moved
+        with lock:
+            self.error = error
+            self.version += 1
+            if news:
+                self._take(news)
+        return True
+
+    def _read(self, look: Optional[Callable[[Path], Any]], now: float) -> Optional["News"]:
+        """What is new; None: nothing."""
+        news = News(*self.tail.read(), *self._events_tail.read(), self.state)
+        whole = self.tail.share >= 1
+        if not whole:
+            self._next_read = 0.0
+        if look and whole and isinstance(self.place, Path) and now >= self._next_look:
+            began = time.monotonic()
+            try:
+                state = dataclasses.asdict(look(self.place))
+            except Exception as failure:  # the lines that were read must not be lost
+                state = dict(state="unreadable", why=str(failure))
+            news = news._replace(state=state)
+            self._next_look = now + max(LOOK, 20 * (time.monotonic() - began))
+        moved = any(news.state.get(name) != self.state.get(name) for name in ("state", "why"))
+        return news if news.lines or news.again or news.events or news.events_again or moved else None
+
+    def _take(self, news: "News") -> None:
+        if news.again:
+            self.series = Series()
+        self.series.add(news.lines)
+        if news.events_again:
+            self.events = []
+        self.events.extend(parse_events(b"".join(news.events)))
+        self.state = news.state
 
     def summary(self) -> dict[str, Any]:
         """What the list of runs shows."""
@@ -130,6 +144,9 @@ class WatchedRun:
         if mesh:
             words.append(f"{ranks} rank{'s' * (ranks > 1)}")
         last = series.last_step.get(series.loss)
+        state = self.state.get("state")
+        if state in (None, "unreadable"):  # what the curves need may be there all the same
+            state = _state_of(series)
         return dict(
             id=self.id,
             name=self.name,
@@ -142,8 +159,8 @@ class WatchedRun:
             loss=last if isinstance(last, (int, float)) else None,
             restarts=max(0, len(series.starts) - 1),
             damaged_lines=series.damaged_lines,
-            state=self.state.get("state") or _state_of(series),
-            why=self.state.get("why") or "",
+            state=state,
+            why=self.state.get("why") or "" if state else "",
             iterations=self.state.get("iterations"),
             tokens_per_second=self.state.get("tokens_per_second") or series.last_step.get("tokens_per_second"),
             seconds_left=self.state.get("seconds_left"),
@@ -190,7 +207,8 @@ def _as_event(record: dict) -> Optional[dict]:
 class Runs:
     """The runs of folders, or of folders that they are in; new ones are found while the dashboard is open.
 
-    look: the state of a run's folder, a dataclass (`tools.status.look`). pictures: of its pipeline, (caption, data URL).
+    look: the state of a run's folder, a dataclass (`tools.status.look_at`). pictures: of its pipeline, (caption, data URL).
+    lock: to hold while asking for values, where another thread calls `refresh`.
     """
 
     names: list[str]
@@ -198,6 +216,7 @@ class Runs:
     pictures: Optional[Callable[[History, Path], list[tuple[str, str]]]] = None
     runs: dict[str, WatchedRun] = field(default_factory=dict)  # by id, in the order of the page
     version: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
     _next_search: float = 0.0
 
     def __post_init__(self):
@@ -227,7 +246,7 @@ class Runs:
             changed = self._search()
             self._next_search = now + (REMOTE if any("://" in name for name in self.names) else SEARCH)
         for run in self.runs.values():
-            changed |= run.refresh(self.look, now)
+            changed |= run.refresh(self.look, now, self.lock)
         self.version += changed
         return changed
 
@@ -244,9 +263,10 @@ class Runs:
             return False
         everything = [*known.values(), *(WatchedRun(*found[key]) for key in found if key in new)]
         names = unique_names([str(run.place.resolve()) for run in everything])
-        for number, (run, name) in enumerate(zip(everything, names, strict=True)):
-            run.name, run.id = name, run.id or str(number)
-        self.runs = {run.id: run for run in everything}
+        with self.lock:
+            for number, (run, name) in enumerate(zip(everything, names, strict=True)):
+                run.name, run.id = name, run.id or str(number)
+            self.runs = {run.id: run for run in everything}
         return True
 
     # -- what the page asks for ----------------------------------------------------------------------------------------

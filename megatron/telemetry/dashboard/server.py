@@ -10,7 +10,6 @@ import errno
 import ipaddress
 import math
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Optional
@@ -23,7 +22,7 @@ from megatron.telemetry.dashboard.series import AXES
 
 PAGE = Path(__file__).parent / "page"
 EVERY = 1.0  # seconds between looks at the files
-LOOK = 0.5  # seconds between looks of an open stream whether the server ends
+LOOK = 0.25  # seconds between looks of an open stream whether anything changed
 PING = 15.0  # seconds after which a quiet stream says that it is alive; proxies close silent ones
 JSON = "application/json"
 WIDEST, LONGEST = 4000, 1 << 20  # pixels of a chart; steps of a running mean
@@ -116,13 +115,10 @@ class Board:
 
     def __init__(self, runs: Runs, stopping: Callable[[], bool] = lambda: False):
         self.watched, self.stopping = runs, stopping
-        self._lock = threading.Lock()
-        self._news: Optional[asyncio.Condition] = None
 
     @contextlib.asynccontextmanager
     async def watching(self, app) -> AsyncIterator[None]:
         """Keep reading as long as the server runs."""
-        self._news = asyncio.Condition()
         reader = asyncio.create_task(self._read())
         try:
             yield
@@ -135,17 +131,13 @@ class Board:
         from starlette.concurrency import run_in_threadpool
 
         while True:
-            changed, whole = await run_in_threadpool(self._refresh)
-            if changed:
-                async with self._news:
-                    self._news.notify_all()
+            whole = await run_in_threadpool(self._refresh)
             await asyncio.sleep(EVERY if whole else 0.02)
 
-    def _refresh(self) -> tuple[bool, bool]:
-        """(whether there was something new, whether all files were read to their end)"""
-        with self._lock:
-            changed = self.watched.refresh()
-            return changed, all(run.tail.share >= 1 or run.error for run in self.watched.runs.values())
+    def _refresh(self) -> bool:
+        """Read what is new; whether all files were read to their end."""
+        self.watched.refresh()
+        return all(run.tail.share >= 1 or run.error for run in self.watched.runs.values())
 
     def answer(self, ask: Callable[[Any], Any]):
         """A route that answers with the value of `ask(query)` as JSON."""
@@ -161,17 +153,13 @@ class Board:
         return route
 
     def _json(self, ask: Callable[[Any], Any], query=None) -> bytes:
-        with self._lock:
+        with self.watched.lock:
             return orjson.dumps(ask(query), option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _state(self) -> tuple[int, bytes]:
         """(version, JSON) of the state of all runs."""
-        with self._lock:
+        with self.watched.lock:
             return self.watched.version, orjson.dumps(self.runs())
-
-    async def _changed(self, seen: int) -> None:
-        async with self._news:
-            await self._news.wait_for(lambda: self.watched.version != seen)
 
     # -- the routes ----------------------------------------------------------------------------------------------------
 
@@ -206,8 +194,7 @@ class Board:
                 (seen, state), quiet = await run_in_threadpool(self._state), 0.0
                 yield b"data: " + state + b"\n\n"
                 while self.watched.version == seen and not self.stopping():
-                    with contextlib.suppress(asyncio.TimeoutError):
-                        await asyncio.wait_for(self._changed(seen), LOOK)
+                    await asyncio.sleep(LOOK)
                     quiet += LOOK
                     if quiet % PING == 0:
                         yield b": still here\n\n"
