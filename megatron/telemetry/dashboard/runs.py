@@ -35,17 +35,18 @@ PARTS = 200  # columns of the heat map of ranks
 
 
 class Chart(NamedTuple):
-    """A chart of one column of the steps. unit: how the page writes its values."""
+    """A chart of one column of the steps. unit: how the page writes its values; noisy: whether a running mean helps."""
 
     title: str
     column: str
     unit: str = ""
+    noisy: bool = True
 
 
 CHARTS = (  # after the losses
     Chart("Throughput of all ranks", "tokens_per_second", "tokens/s"),
     Chart("Gradient norm before clipping", "grad_norm"),
-    Chart("Learning rate", "learning_rate"),
+    Chart("Learning rate", "learning_rate", noisy=False),
     Chart("Time of a step", "seconds", "s"),
     Chart("MFU", "mfu", "%"),
 )
@@ -332,7 +333,7 @@ def _charts_of(runs: list[WatchedRun]) -> list[Chart]:
     sums = dict.fromkeys(name for run in runs for name in run.series.steps.names if name not in OF_EVERY_STEP)
     charts += [Chart(name, name) for name in {**figures, **sums} if name not in losses]
     scales = [run for run in runs if np.ptp(run.series.steps["loss_scale"]) > 0] if runs else []
-    return charts + [Chart("Loss scale", "loss_scale")] * bool(scales)
+    return charts + [Chart("Loss scale", "loss_scale", noisy=False)] * bool(scales)
 
 
 MEMORY = "memory"
@@ -344,7 +345,8 @@ def _curves(run: WatchedRun, chart: Chart, view: View) -> list[dict[str, Any]]:
         return [_as_json(run.id, "steps", series.memory_curve(view.axis, view.between, view.width))]
     curves = []
     if series.steps.has(chart.column):
-        curve = series.curve(chart.column, view.axis, view.between, view.width, view.window)
+        window = view.window if chart.noisy else 1
+        curve = series.curve(chart.column, view.axis, view.between, view.width, window)
         curves.append(_as_json(run.id, "steps", curve))
     points = series.evaluation(chart.column, view.axis, view.between)
     if len(points.x) and chart.column not in OF_EVERY_STEP:

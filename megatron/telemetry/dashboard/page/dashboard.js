@@ -79,11 +79,16 @@ async function ask(path, parameters) {
 
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 604800];
 
+function timeTick(seconds) {
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([size]) => range()[1] >= 2 * size || size === 1);
+  return `${+(seconds / size).toPrecision(4)} ${unit}`;
+}
+
 function xAxis() {
   const counts = (u, splits) => splits.map((value) => (Number.isInteger(value) ? count(value) : ""));
   const axis = { stroke: themed(THEME.soft), font: "12px system-ui, sans-serif", size: 30, space: 70, gap: 4,
     grid: { stroke: themed(THEME.line), width: 1 }, ticks: { show: false }, values: counts };
-  return view.axis === "time" ? { ...axis, incrs: TIMES, values: (u, splits) => splits.map(duration) } : axis;
+  return view.axis === "time" ? { ...axis, incrs: TIMES, values: (u, splits) => splits.map(timeTick) } : axis;
 }
 
 function tick(value, unit) {
@@ -104,12 +109,13 @@ class Card {
       onclick: () => setLog(this.id, !isLog(this.chart)) });
     this.title = element("h3");
     this.unit = element("span", { className: "soft" });
+    this.at = element("span", { className: "soft" });
     this.plot = element("div", { className: "plot", tabIndex: 0 });
     this.plot.setAttribute("role", "group");
     this.plot.setAttribute("aria-roledescription", "chart");
     this.values = element("div", { className: "values" });
     this.card = element("article", { className: "card" }, element("div", { className: "head" }, this.title, this.unit,
-      element("span", { className: "space" }), this.log), this.plot, this.values);
+      element("span", { className: "space" }), this.at, this.log), this.plot, this.values);
     this.card.dataset.chart = chart.id;
     this.plot.addEventListener("keydown", (event) => this.key(event));
     this.plot.addEventListener("blur", () => this.u && setCursor(this, null));
@@ -165,7 +171,8 @@ class Card {
       width: this.plot.clientWidth || 400, height: HEIGHT, legend: { show: false }, series, padding: [8, 22, 0, 0],
       scales: { x: { time: false, range: () => range() }, y: { distr: isLog(this.chart) ? 3 : 1, range: (u, low, high) => this.limits(low, high) } },
       axes: [xAxis(), { stroke: themed(THEME.soft), font: "12px system-ui, sans-serif", size: 62, space: 34, gap: 6,
-        grid: { stroke: themed(THEME.line), width: 1 }, ticks: { show: false },
+        grid: { stroke: themed(THEME.line), width: 1 }, ticks: { show: false }, filter: (u, splits) => splits,
+        ...(isLog(this.chart) ? { splits: logSplits } : {}),
         values: (u, splits) => splits.map((value) => (isLog(this.chart) && !fits(u, value) ? "" : tick(value, unit))) }],
       cursor: { y: false, sync: { key: "runs", setSeries: false, scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
         points: { size: 7 }, dataIdx: (u, number, index) => nearest(u.data[number], index), bind: { dblclick: () => () => (zoom(null), null) } },
@@ -197,8 +204,8 @@ class Card {
   values_(index) {
     // The values at the cursor, or the last ones.
     if (!this.u || !this.lines) return;
-    const parts = [], data = this.u.data;
-    if (index != null && data[0][index] != null) parts.push(element("span", {}, element("em", { textContent: `${AXIS_NAMES[view.axis]} ${onAxis(data[0][index])}` })));
+    const parts = [], data = this.u.data, at = index == null ? null : data[0][index];
+    this.at.textContent = at == null ? "" : `${AXIS_NAMES[view.axis]} ${onAxis(at)}`;
     const found = (line) => {
       const values = line && data[this.lines.indexOf(line) + 1];
       return values && (index == null ? last(values) : values[nearest(values, index)]);
@@ -228,7 +235,7 @@ class Card {
     if (key === "ArrowLeft" || key === "ArrowRight") {
       const far = Math.max(1, Math.round(xs.length / (shiftKey ? 10 : 100)));
       setCursor(this, Math.min(xs.length - 1, Math.max(0, now + (key === "ArrowRight" ? far : -far))));
-      $("spoken").textContent = this.values.textContent;
+      $("spoken").textContent = `${this.at.textContent}: ${this.values.innerText}`;
     } else if (key === "+" || key === "=" || key === "-") {
       const [low, high] = range(), middle = xs[now] ?? (low + high) / 2, share = key === "-" ? 2 : 0.5;
       zoom([middle - (middle - low) * share, middle + (high - middle) * share]);
@@ -240,10 +247,18 @@ class Card {
 
 const last = (values) => values.findLast?.((value) => value != null);
 
+function logSplits(u) {
+  // One digit times a power of ten, or over many powers only these.
+  const { min, max } = u.scales.y, digits = max / min < 1e4 ? [1, 2, 3, 4, 5, 6, 7, 8, 9] : [1], found = [];
+  for (let power = Math.floor(Math.log10(min)); power <= Math.log10(max); power++)
+    for (const digit of digits) found.push(Number(`${digit}e${power}`));
+  return found.filter((value) => value >= min && value <= max);
+}
+
 function fits(u, value) {
-  // Whether a log scale labels a value: 1, 2 and 5 times a power of ten, or over many powers only these.
-  const digits = value?.toPrecision(3).replace(/e.*|[.]|^[0.]+/g, "").replace(/0+$/, "");
-  return digits === "1" || ((digits === "2" || digits === "5") && u.scales.y.max / u.scales.y.min < 1000);
+  // Whether a log scale labels a value: powers of ten; over few powers also 2 and 5 times them; within one still more.
+  const digits = value?.toPrecision(3).replace(/e.*|[.]|^[0.]+/g, "").replace(/0+$/, ""), reach = u.scales.y.max / u.scales.y.min;
+  return digits === "1" || (reach < 1000 && "25".includes(digits)) || (reach < 12 && "2357".includes(digits));
 }
 
 function nearest(values, index) {
@@ -352,6 +367,7 @@ async function load() {
     events = news;
     draw();
     listEvents();
+    drawRanks();
   } catch (error) {
     console.warn(`no answer: ${error.message}`);
   } finally {
@@ -384,7 +400,6 @@ async function loadRanks() {
   choices($("ranks-run"), able.map((run) => [run.id, run.name]));
   heatData = await ask("ranks", [["run", $("ranks-run").value], ["name", $("ranks-name").value], ["axis", view.axis]]);
   choices($("ranks-name"), heatData.names.map((name) => [name, name]));
-  drawRanks();
 }
 
 function choices(select, pairs) {
@@ -405,8 +420,8 @@ function heatColour(ratio) {
 }
 
 function drawRanks() {
+  if (!heatData?.values.length || $("ranks").hidden) return;
   const { x, values } = heatData, number = values.length;
-  if (!number) return;
   heatData.middles = x.map((_, t) => middle(values.map((row) => row[t])));
   heat?.destroy();
   const box = $("heat"), first = x[0] - (x[1] - x[0] || x[0]);
@@ -467,7 +482,7 @@ async function loadPictures() {
   if ($("pictures-of").dataset.shown === shown) return;
   $("pictures-of").dataset.shown = shown;
   $("pictures-of").replaceChildren(...found.pictures.map(({ caption, url }) =>
-    element("figure", {}, element("img", { src: url, alt: caption }), element("figcaption", { textContent: caption }))));
+    element("figure", {}, element("div", { className: "scroll", tabIndex: 0 }, element("img", { src: url, alt: caption })), element("figcaption", { textContent: caption }))));
 }
 
 // -- events --------------------------------------------------------------------------------------------------------------
@@ -606,7 +621,7 @@ function recolour() {
   listRuns();
   draw();
   listEvents();
-  if (heatData && !$("ranks").hidden) drawRanks();
+  drawRanks();
 }
 
 $("tools").addEventListener("change", (event) => {
