@@ -178,9 +178,8 @@ def test_a_telephone(visit):
     page.locator("#list summary").click()
     page.wait_for_selector("#runs b >> visible=true")
     assert page.evaluate("document.documentElement.scrollWidth") == 400
-    right = page.evaluate(
-        "Math.max(...[...document.querySelectorAll('main *:not(.scroll > *), aside *')].map((one) => one.getBoundingClientRect().right))"
-    )
-    assert right <= 400
+    edges = """Math.max(...[...document.querySelectorAll('main *:not(.scroll > *), aside *')]
+        .map((one) => one.getBoundingClientRect().right))"""
+    assert page.evaluate(edges) <= 400
     widths = page.evaluate("[...document.querySelectorAll('.u-wrap')].map((one) => one.clientWidth)")
     assert len(widths) > 4 and min(widths) > 300
