@@ -54,10 +54,14 @@ def read_tracker(folder: CheckpointPath) -> Optional[int]:
 
 @dataclass(frozen=True)
 class Choice:
-    """Checkpoints to try, best first, and notices for the user about the choice."""
+    """Checkpoints to try, best first, and notices for the user about the choice.
+
+    damaged: of the notices, those about a checkpoint that was passed over: (path, notice)
+    """
 
     paths: tuple[CheckpointPath, ...]
     notices: tuple[str, ...] = ()
+    damaged: tuple[tuple[CheckpointPath, str], ...] = ()
 
 
 def choose(
@@ -95,7 +99,7 @@ def choose(
         why = None if folder.is_dir() else "there is no such folder"
         do = "check the path" if allow_empty is None else NEW_RUN
         raise CheckpointError(f"{folder} holds no checkpoint", why, do)
-    named, notices = read_tracker(folder), []
+    named, notices, damaged = read_tracker(folder), [], []
     order = sorted(paths, reverse=True)
     if named in paths:
         newer = [iteration for iteration in order if iteration > named]
@@ -108,8 +112,9 @@ def choose(
     for place, iteration in enumerate(order):
         problem = _visible_damage(paths[iteration])
         if not problem:
-            return Choice(tuple(paths[number] for number in order[place:]), tuple(notices))
+            return Choice(tuple(paths[number] for number in order[place:]), tuple(notices), tuple(damaged))
         notices.append(problem)
+        damaged.append((paths[iteration], problem))
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
 
 
@@ -167,6 +172,7 @@ class Restored:
     """The result of restoring a run.
 
     notices:        messages for the user
+    damaged:        of them, those about a checkpoint that was passed over: (path, notice)
     reinitialized:  names of the tensors, over all ranks, that keep their initial values
     bytes_read:     by each rank
     size:           bytes of all files
@@ -178,6 +184,7 @@ class Restored:
     reinitialized: tuple[str, ...]
     bytes_read: tuple[int, ...]
     size: int
+    damaged: tuple[tuple[CheckpointPath, str], ...] = ()
 
     def __str__(self) -> str:
         least, most = min(self.bytes_read) / 1e6, max(self.bytes_read) / 1e6
@@ -212,7 +219,7 @@ def restore(
     choice = _on_all_ranks(
         lambda: choose(folder, step=step, allow_empty=allow_empty) if rank == 0 else None, all_gather_object
     )[0]
-    notices = list(choice.notices)
+    notices, damaged = list(choice.notices), list(choice.damaged)
     for path in choice.paths:
         try:
             loaded = _on_all_ranks(
@@ -223,11 +230,13 @@ def restore(
             if step is not None or len(choice.paths) == 1:
                 raise
             notices.append(str(problem))
+            damaged.append((path, str(problem)))
         else:
             notices += [f"{path}: {notice}" for _, some, *_ in loaded for notice in some]
             new = sorted(set().union(*(some for _, _, some, *_ in loaded)))
             read = tuple(count for *_, count, _ in loaded)
-            return Restored(path, loaded[0][0], tuple(dict.fromkeys(notices)), tuple(new), read, loaded[0][-1])
+            notices, size = tuple(dict.fromkeys(notices)), loaded[0][-1]
+            return Restored(path, loaded[0][0], notices, tuple(new), read, size, tuple(damaged))
     if not choice.paths:
         return None
     raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")

@@ -77,7 +77,8 @@ def request_stacks(beats: list[Beat], folder: Path) -> dict[int, Stacks]:
     before: dict[int, int] = {}
     while beats and time.monotonic() < deadline:
         now = {rank: _size(folder, rank) for rank in sizes}
-        if now == before and all(now[rank] > size for rank, size in sizes.items()):
+        gone = {beat.rank for beat in near if processes.is_gone(beat)}  # killed a moment ago: it will not write
+        if now == before and all(now[rank] > size or rank in gone for rank, size in sizes.items()):
             break  # all have written, and no file grows any more
         before = now
         time.sleep(0.1)

@@ -26,6 +26,7 @@ class Attempt:
     phases: dict = field(default_factory=dict)  # phase -> seconds, on rank 0
     first_step_seconds: float = 0.0
     silent: float = 0.0  # without progress before it was ended
+    ending: float = 0.0  # from the first sign of its end, or the order to end it, until all its processes were gone
     waited: float = 0.0  # before the next launch
 
     @property
@@ -36,7 +37,7 @@ class Attempt:
     def setup(self) -> float:
         """Time from launch to the first step; the whole attempt, if it made none."""
         other = sum(self.phases.get(name, 0.0) for name in OTHER)
-        return max(0.0, self.wall - self.silent - self.stepping - other)
+        return max(0.0, self.wall - self.silent - self.ending - self.stepping - other)
 
     @property
     def startup(self) -> dict[str, float]:
@@ -97,13 +98,21 @@ class GoodputReport:
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.starting.items() if seconds >= 0.05)
         return f"{parts}; first steps {self.first_steps:.1f}"
 
+    def brief(self) -> dict:
+        """The report without its attempts and the parts of starting, for the event of the job's end."""
+        names = ("wall", "productive", "lost", "restarts", "steps", "repeated_steps", "checkpoints")
+        return {name: getattr(self, name) for name in names} | dict(goodput=round(self.goodput, 4))
+
     def record(self) -> dict:
         """The report as JSON."""
         return {**asdict(self), "goodput": round(self.goodput, 4)}
 
 
 def account(attempts: list[Attempt], outcome: str, code: int, wall: float, checkpoints: int) -> GoodputReport:
-    """Sum up the attempts. A step that a later attempt repeated counts as lost in the earlier one."""
+    """Sum up the attempts. Productive and lost time sum to `wall`.
+
+    A step that a later attempt repeated counts as lost in the earlier one.
+    """
     lost: Counter[str] = Counter()
     starting: Counter[str] = Counter()
     productive, repeated, steps = 0.0, 0, 0
@@ -119,9 +128,11 @@ def account(attempts: list[Attempt], outcome: str, code: int, wall: float, check
         lost[STARTING] += attempt.setup
         starting.update(attempt.startup)
         lost["standing still before it was noticed"] += attempt.silent
+        lost["ending what was left of an attempt"] += attempt.ending
         lost["waiting between attempts"] += attempt.waited
         for name, words in (("save", "saving checkpoints"), ("evaluate", "evaluating"), ("replay", "finding a NaN")):
             lost[words] += attempt.phases.get(name, 0.0)
+    lost["the supervisor itself"] = max(0.0, wall - productive - sum(lost.values()))
     lost = {cause: round(seconds, 3) for cause, seconds in lost.most_common()}
     records = [{**asdict(attempt), "wall": round(attempt.wall, 3)} for attempt in attempts]
     starting = {name: round(seconds, 3) for name, seconds in starting.items()}

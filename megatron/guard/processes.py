@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron.guard.heartbeat import Beat, machine, process_start_ticks
@@ -36,8 +37,8 @@ def _prctl(what: int, value: int) -> bool:
         return False
 
 
-def descendants(pid: int) -> list[int]:
-    """All descendants of a process, parents before children, without zombies."""
+def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
+    """All descendants of a process, parents before children, without zombies. spared: left out, with their descendants"""
     children = defaultdict(list)
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
@@ -45,7 +46,7 @@ def descendants(pid: int) -> list[int]:
             children[int(fields[1])].append(int(entry.name))
     result, todo = [], [pid]
     while todo:
-        below = sorted(children[todo.pop(0)])
+        below = sorted(set(children[todo.pop(0)]).difference(spared))
         result += below
         todo += below
     return result
@@ -83,22 +84,31 @@ def is_gone(beat: Beat) -> bool:
     return beat.machine == machine() and (process_start_ticks(beat.pid) != beat.born or state(beat.pid) == "Z")
 
 
+def signal_of_zombie(pid: int) -> int:
+    """The signal that killed a process whose parent has not read its exit code yet; 0: none, or unknown."""
+    fields = _stat(pid)
+    return int(fields[49]) & 0x7F if len(fields) > 49 and fields[0] == "Z" else 0
+
+
 def alive_here(beat: Beat) -> bool:
     """Whether a rank's process runs on this machine."""
     return beat.ended is None and beat.machine == machine() and not is_gone(beat)
 
 
-def end_descendants(of: int, waited_for: int = 0, grace: float = 3.0, deadline: float = 10.0) -> list[int]:
-    """End all descendants of a process; return those that still run. `waited_for`: a child whose exit code is read later.
+def end_descendants(
+    of: int, waited_for: int = 0, spared: Collection[int] = (), grace: float = 3.0, deadline: float = 10.0
+) -> list[int]:
+    """End all descendants of a process but the `spared`; return those that still run.
 
+    waited_for: a child whose exit code is read later
     SIGTERM first, for those that clean up; after `grace` seconds SIGKILL, which ends stopped ones as well. The list is
     read again each time, for orphans of the ended ones.
     """
     start = time.monotonic()
     asked: set[int] = set()
     while True:
-        reap(of, waited_for)
-        left = descendants(of)
+        reap(of, {waited_for, *spared})
+        left = descendants(of, spared)
         passed = time.monotonic() - start
         if not left or passed > grace + deadline:
             return left
@@ -111,10 +121,10 @@ def end_descendants(of: int, waited_for: int = 0, grace: float = 3.0, deadline: 
         time.sleep(0.05)
 
 
-def reap(of: int, but: int) -> None:
-    """Reap adopted zombies, except `but`: a child whose exit code is read later."""
+def reap(of: int, but: Collection[int]) -> None:
+    """Reap adopted zombies, except `but`: children whose exit codes are read later."""
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
-        if fields and fields[0] == "Z" and int(fields[1]) == of == os.getpid() and int(entry.name) != but:
+        if fields and fields[0] == "Z" and int(fields[1]) == of == os.getpid() and int(entry.name) not in but:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(int(entry.name), os.WNOHANG)

@@ -25,6 +25,8 @@ from megatron.guard.spikes import Recent, Spike
 from megatron.guard.stopping import VOTES, Stop, StopRequests
 from megatron.mpu.transfer import to_device
 from megatron.settings import schema
+from megatron.telemetry.event_rules import rule_of
+from megatron.telemetry.events import EventLog
 
 IN_A_ROW = 10  # consecutive skipped steps after which skipping no longer helps
 
@@ -40,7 +42,7 @@ class StepVerdict(enum.Enum):
 class Watch:
     """A rank's guards during training.
 
-    log:       prints a line of the log, on rank 0
+    events:    where skipped steps, spikes and values that are not finite are recorded
     all_gather_object:  value -> [value of every rank]
     counts:    whether this rank's samples count in the ledger: True on one of the ranks with the same micro-batches
     """
@@ -52,12 +54,12 @@ class Watch:
         minutes: Optional[float] = None,
         heartbeat: Optional[Heartbeat] = None,
         rank: int = 0,
-        log: Callable[[str], None] = lambda text: None,
+        events: Optional[EventLog] = None,
         all_gather_object: Callable[[Any], list] = lambda value: [value],
         counts: bool = True,
     ):
         self.settings, self.heartbeat, self.rank = settings, heartbeat or Heartbeat(), rank
-        self.log, self.all_gather_object, self.counts = log, all_gather_object, counts
+        self.events, self.all_gather_object, self.counts = events or EventLog(), all_gather_object, counts
         self.requests = StopRequests(
             signals=settings.exit_signal_handler,
             kill_switch=settings.kill_switch_file,
@@ -67,7 +69,8 @@ class Watch:
         self.stop: Optional[Stop] = None  # agreed by all ranks at the last step
         self.ledger = ""  # of the last step
         self.spike: Optional[Spike] = None  # of the last step
-        self.in_a_row = 0
+        self.in_a_row = 0  # steps that were skipped because of a spike or a value that is not finite
+        self.overflows = 0  # steps in a row that were skipped while the loss scale adjusts itself
 
     # ---- values in the step's all-reduce ---------------------------------------------------------------------------
 
@@ -104,16 +107,19 @@ class Watch:
         """
         self.spike = None
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            return StepVerdict.SKIP if scaling else self._not_finite(step, loss, norm, explain())
+            return self._overflow(step, loss, norm) if scaling else self._not_finite(step, loss, norm, explain())
+        self.overflows = 0
         self.spike = recent.spike(loss, norm, self.settings.spike_threshold)
         if self.spike is None or self.settings.on_spike == "continue":
             if self.spike:
-                self.log(f"warning: iteration {step}: {self.spike}")
+                self._record_spike(step, f"iteration {step}: {self.spike}")
             self.in_a_row = 0
             return StepVerdict.UPDATE
         if self.settings.on_spike == "skip":
+            self._record_spike(step, f"iteration {step} is skipped: {self.spike}")
             self._count_skip(step, str(self.spike))
             return StepVerdict.SKIP
+        self._record_spike(step, f"iteration {step}: {self.spike}", logged=False)
         if rollbacks >= self.settings.max_rollbacks:
             raise NumericsError(
                 f"iteration {step}: {self.spike}",
@@ -131,11 +137,45 @@ class Watch:
             refused |= ((figures - medians) / deviations > self.settings.spike_threshold).any()
         return refused
 
+    def _record_spike(self, step: int, message: str, **more) -> None:
+        spike, action = self.spike, self.settings.on_spike
+        facts = dict(what=spike.what, value=spike.value, median=spike.median, score=spike.score, action=action)
+        self.events.record("spike", message, iteration=step, **facts, **more)
+
+    def _overflow(self, step: int, loss: float, norm: float) -> StepVerdict:
+        """Skip a step of fp16. The loss scale falls; where that cannot help, or does not for long, it is a warning."""
+        self.overflows += 1
+        why = f"loss {loss}, gradient norm {norm}"
+        if not math.isfinite(loss):
+            if self.overflows == 1:
+                self._record_not_finite(step, f"iteration {step} is skipped: {why}: not finite", loss, norm, "skip")
+            return StepVerdict.SKIP
+        many = self.overflows == rule_of(self.events.rules, "skipped_step").threshold
+        row = f", as are the {self.overflows - 1} steps before" * many
+        self.events.record(
+            "skipped_step",
+            f"iteration {step} is skipped{row}: gradients overflow with the present loss scale ({why})",
+            iteration=step,
+            level="warning" if many else "info",
+            why=why,
+            in_a_row=self.overflows,
+        )
+        return StepVerdict.SKIP
+
+    def _record_not_finite(self, step: int, message: str, loss: float, norm: float, action: str) -> None:
+        stops = action == "stop"  # the error that ends the run is printed anyway
+        facts = dict(loss=str(loss), grad_norm=str(norm), action=action)
+        level = "error" if stops else "warning"
+        self.events.record("not_finite", message, iteration=step, level=level, logged=not stops, **facts)
+
     def _not_finite(self, step: int, loss: float, norm: float, where: str) -> StepVerdict:
         what = f"iteration {step}: loss {loss}, gradient norm {norm}: not finite"
         if self.settings.on_nan == "skip":
-            self._count_skip(step, f"{what[what.index(':') + 2 :]}; {where}")
+            why = f"{what[what.index(':') + 2 :]}; {where}"
+            self._record_not_finite(step, f"iteration {step} is skipped: {why}", loss, norm, "skip")
+            self._count_skip(step, why)
             return StepVerdict.SKIP
+        self._record_not_finite(step, f"{what}; {where}", loss, norm, "stop")
         raise NumericsError(
             what,
             where,
@@ -145,7 +185,6 @@ class Watch:
 
     def _count_skip(self, step: int, why: str) -> None:
         self.in_a_row += 1
-        self.log(f"warning: iteration {step} is skipped: {why}")
         if self.in_a_row >= IN_A_ROW:
             raise NumericsError(
                 f"iteration {step}: {IN_A_ROW} steps in a row had to be skipped",

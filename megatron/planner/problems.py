@@ -20,6 +20,7 @@ from megatron.settings.rules import tokenizer_type
 from megatron.storage.durable import Damaged
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry.metrics import metrics_path
+from megatron.telemetry.notify import event_problem
 from megatron.telemetry.trackers import missing_tracker
 from megatron.training import rules
 
@@ -172,10 +173,10 @@ def file_problems(config: schema.Config) -> list[str]:
             why = f"there is no {lacking}; preprocess_data.py writes them"
             problems.append(f"{flag}: {'; '.join(why_missing(prefix)) if location(prefix).is_file() else why}")
             reported.add(prefix)
-    untracked = missing_tracker(config.logging)
+    outputs = filter(None, (missing_tracker(config.logging), event_problem(config.logging)))
     return (
         problems
-        + ([_one_line(untracked)] if untracked else [])
+        + [_one_line(problem) for problem in outputs]
         + _damaged(config)
         + _vocabulary(config, bool(lost))
         + _folders(config.checkpoint, metrics_path(config.logging, config.checkpoint.save))

@@ -904,6 +904,27 @@ class Logging:
         None,
         on_resume="irrelevant",
     )
+    on_event: Optional[str] = setting(
+        "shell command to run for events of --event-level: their JSON is on its stdin, EVENT, EVENT_LEVEL, EVENT_MESSAGE "
+        "and others are in its environment (docs/watching.md)",
+        None,
+        on_resume="irrelevant",
+    )
+    webhook: Optional[str] = setting(
+        "URL to which events of --event-level are sent as JSON (POST); @FILE: a file with the URL",
+        None,
+        on_resume="irrelevant",
+    )
+    event_level: Literal["info", "warning", "error"] = setting(
+        "least level of the events for --on-event and --webhook; the end of a run is always sent",
+        "warning",
+        on_resume="irrelevant",
+    )
+    event_rules: Optional[str] = setting(
+        "YAML file of thresholds and levels of events, and of events that are off (docs/watching.md)",
+        None,
+        on_resume="irrelevant",
+    )
     seed: int = setting("random seed of weights, data order and dropout, 0 or above", 1234, on_resume="refused")
     debug: bool = setting("print tracebacks of errors", False)
 

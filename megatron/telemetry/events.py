@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -31,7 +31,7 @@ LEVELS = ("info", "warning", "error")  # in ascending order of urgency
 COMMON = ("time", "event", "level", "iteration", "rank", "host", "source", "message")  # fields of every event
 
 
-class Kind(NamedTuple):
+class EventKind(NamedTuple):
     """A kind of event: its level, its meaning, and its own fields."""
 
     level: str
@@ -41,12 +41,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "start": Kind(
+    "start": EventKind(
         "info",
         "a launch starts to train",
         {"ranks": "number of ranks", "resumed": "whether it continues from a checkpoint"},
     ),
-    "save": Kind(
+    "save": EventKind(
         "info",
         "a checkpoint was written",
         {
@@ -55,18 +55,22 @@ KINDS = {
             "folder": "--save",
         },
     ),
-    "end": Kind(
+    "end": EventKind(
         "info",
         "a launch or a supervised job ended; level error if its exit code is neither 0 nor 9",
-        {"code": "exit code", "why": "the reason, if it did not reach its last step"},
+        {
+            "code": "exit code",
+            "why": "the reason, if it did not reach its last step",
+            "account": "of a supervised job: seconds by cause, steps, restarts, checkpoints",
+        },
         logged=False,
     ),
-    "damaged_checkpoint": Kind(
+    "damaged_checkpoint": EventKind(
         "warning",
         "a damaged checkpoint was passed over, and an earlier one loaded",
         {"checkpoint": "its folder", "why": "what is damaged", "loaded": "iteration of the checkpoint that was loaded"},
     ),
-    "restart": Kind(
+    "restart": EventKind(
         "warning",
         "the supervisor starts the job again",
         {
@@ -77,23 +81,23 @@ KINDS = {
         },
         logged=False,
     ),
-    "restart_storm": Kind(
+    "restart_storm": EventKind(
         "error",
         "more restarts in an hour than the rule restarts_per_hour allows",
         {"restarts": "number within the hour", "limit": "of the rule"},
     ),
-    "hang": Kind(
+    "hang": EventKind(
         "error",
         "the supervisor ends the job because ranks give no sign of life",
         {"ranks": "the silent ranks", "seconds": "their silence"},
         logged=False,
     ),
-    "no_step": Kind(
+    "no_step": EventKind(
         "error",
         "no step ended for many times the usual time",
         {"seconds": "since the last step", "median": "usual seconds of a step", "doing": "phase of the first rank"},
     ),
-    "spike": Kind(
+    "spike": EventKind(
         "warning",
         "loss or gradient norm far above its median",
         {
@@ -104,24 +108,30 @@ KINDS = {
             "action": "continue, skip or rollback",
         },
     ),
-    "rollback": Kind("warning", "training went back to a checkpoint after a spike", {"to": "its iteration"}),
-    "skipped_step": Kind(
+    "rollback": EventKind(
+        "warning", "training went back to a checkpoint after a spike", {"to": "its iteration"}, logged=False
+    ),
+    "skipped_step": EventKind(
         "warning",
         "a step made no update; level info if the loss scale of fp16 only adjusts itself",
-        {"why": "the reason", "loss_scale": "scale of the next step"},
+        {"why": "the reason", "in_a_row": "number of such steps in a row, with this one"},
     ),
-    "not_finite": Kind("error", "loss or gradient norm is not finite", {"loss": "its value", "grad_norm": "its value"}),
-    "loss_above_guess": Kind(
+    "not_finite": EventKind(
+        "error",
+        "loss or gradient norm is not finite; level warning if the step is skipped",
+        {"loss": "its value", "grad_norm": "its value", "action": "stop or skip"},
+    ),
+    "loss_above_guess": EventKind(
         "warning",
         "after the warm-up, the loss stays above that of a uniform guess, ln(vocabulary)",
         {"loss": "of the last step", "limit": "ln(vocabulary)", "steps": "number of steps in a row"},
     ),
-    "high_grad_norm": Kind(
+    "high_grad_norm": EventKind(
         "warning",
         "the gradient norm is many times its median",
         {"value": "its value", "median": "of the last steps", "times": "their ratio"},
     ),
-    "slow_steps": Kind(
+    "slow_steps": EventKind(
         "warning",
         "throughput stays far below its median",
         {
@@ -131,7 +141,7 @@ KINDS = {
             "steps": "number of slow steps",
         },
     ),
-    "slow_rank": Kind(
+    "slow_rank": EventKind(
         "warning",
         "the others wait for one rank",
         {
@@ -142,7 +152,7 @@ KINDS = {
             "rank_host": "its machine",
         },
     ),
-    "slow_data": Kind(
+    "slow_data": EventKind(
         "warning",
         "steps wait for their data",
         {
@@ -152,18 +162,23 @@ KINDS = {
             "rank_host": "machine of the rank",
         },
     ),
-    "replica_drift": Kind("error", "ranks that should hold equal values do not", {"why": "which ones"}, logged=False),
-    "disk_nearly_full": Kind(
+    "supervisor_lost": EventKind(
+        "error", "the supervisor of this job was killed: nobody restarts it", {"supervisor": "its process and machine"}
+    ),
+    "replica_drift": EventKind(
+        "error", "ranks that should hold equal values do not", {"why": "which ones"}, logged=False
+    ),
+    "disk_nearly_full": EventKind(
         "warning",
         "the disk of the checkpoints will not hold the next ones",
         {"folder": "on this disk", "free": "bytes", "needed": "bytes of the next checkpoints"},
     ),
-    "validation_worse": Kind(
+    "validation_worse": EventKind(
         "warning",
         "the validation got worse several times in a row",
         {"figure": "name of the loss or metric", "values": "the last ones, oldest first", "times": "in a row"},
     ),
-    "messages_lost": Kind(
+    "messages_lost": EventKind(
         "warning",
         "events could not be sent to --webhook or --on-event",
         {"to": "webhook or command", "lost": "number since the last such event", "why": "the last reason"},
@@ -177,6 +192,8 @@ class EventLog:
     path:      events.jsonl; None: no file
     log:       prints a line of the log
     listeners: called with each event, such as the sender of --webhook; they must return immediately
+    rules:     kind -> `event_rules.EventRule`: its level, and whether it is switched off
+    outboxes:  listeners to close with the log
     """
 
     def __init__(
@@ -189,7 +206,8 @@ class EventLog:
         active: bool = True,
     ):
         self.path, self.log, self.listeners, self.source, self.active = path, log, [*listeners], source, active
-        self.host = socket.gethostname()
+        self.host, self.rules, self.outboxes = socket.gethostname(), {}, []
+        self.ended = False  # whether the event "end" was recorded
 
     def record(
         self,
@@ -199,22 +217,48 @@ class EventLog:
         iteration: Optional[int] = None,
         rank: Optional[int] = None,
         level: Optional[str] = None,
+        logged: Optional[bool] = None,
         **fields,
     ) -> None:
-        """Record an event. message: one sentence. level: instead of the kind's own. fields: as listed in `KINDS`."""
-        known = KINDS[kind]
+        """Record an event.
+
+        message: one sentence
+        level, logged: instead of the kind's own
+        fields: as listed in `KINDS`
+        """
+        known, rule = KINDS[kind], self.rules.get(kind)
         assert fields.keys() <= known.fields.keys(), f"event {kind} has no fields {fields.keys() - known.fields.keys()}"
-        if not self.active:
+        if not self.active or (rule and rule.off):
             return
-        level = level or known.level
+        level = (rule and rule.level) or level or known.level
         assert level in LEVELS, level
-        common = (round(time.time(), 3), kind, level, iteration, rank, self.host, self.source, message)
+        self.ended = self.ended or kind == "end"
+        common = (
+            round(time.time(), 3),
+            kind,
+            level,
+            iteration,
+            rank,
+            self.host,
+            self.source,
+            " ".join(message.split()),
+        )
         event = as_json(dict(zip(COMMON, common, strict=True)) | fields)
-        if known.logged and level != "info":
+        if (known.logged if logged is None else logged) and level != "info":
             self.log(f"{'warning' if level == 'warning' else 'ERROR'}: {message}")
         self._append(event)
         for listener in self.listeners:
             listener(event)
+
+    @property
+    def processes(self) -> set[int]:
+        """The processes that send events at the moment."""
+        return {outbox.send.pid for outbox in self.outboxes if getattr(outbox.send, "pid", 0)}
+
+    def close(self, timeout: Optional[float] = None) -> None:
+        """Wait until the outboxes have sent their events, at most `timeout` seconds (None: as long as each wants)."""
+        for outbox in self.outboxes:
+            outbox.close(*([] if timeout is None else [timeout]))
 
     def _append(self, event: dict) -> None:
         if self.path is None:
@@ -275,3 +319,21 @@ def parse_events(text: bytes) -> Iterator[dict]:
         except (ValueError, KeyError, TypeError):
             continue
         yield dict.fromkeys(COMMON) | event
+
+
+def count_restarts(events: Iterable[dict]) -> int:
+    """The number of restarts of a run: by a supervisor, or by hand.
+
+    A supervisor's restart counts also if that attempt never came to train.
+
+    >>> count_restarts([{"event": kind} for kind in ("start", "restart", "start", "end", "start")])
+    2
+    """
+    restarts, started, announced = 0, False, False
+    for event in events:
+        if event["event"] == "restart":
+            restarts, announced = restarts + 1, True
+        elif event["event"] == "start":
+            restarts += started and not announced
+            started, announced = True, False
+    return restarts

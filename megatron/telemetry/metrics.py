@@ -15,6 +15,7 @@ a terminal gets `short_line` instead. Output only: training never depends on the
 import contextlib
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -45,7 +46,8 @@ class Metrics:
 
     header: the run record, written first. iteration: where this launch starts. save: folder of checkpoints, the default
     place of metrics.jsonl and train.log. timers: collected with every line of the log; given on all ranks, or on none.
-    console: the console used so far. files: False: only log to the console, and open no file.
+    console: the console used so far. files: False: only log to the console, and open no file. listeners: called with each
+    record of metrics.jsonl.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class Metrics:
         timers: Optional[Timers] = None,
         console: Optional[Console] = None,
         files: bool = True,
+        listeners: Sequence[Callable[[dict], None]] = (),
     ):
         self.run, self.active, self.log_interval = run, active, logging.log_interval
-        self.timers, self.settings = timers, logging
+        self.timers, self.settings, self.listeners = timers, logging, [*listeners]
         self.interval, self.epoch = Interval(), Interval()
         self._started, self._mean = 0, Interval()  # steps of this start, and those in its mean throughput
         self._unlogged: Optional[StepMetrics] = None  # the last step, until a line includes it
@@ -112,6 +115,7 @@ class Metrics:
             with contextlib.suppress(OSError, Failure):  # the next save gives the age
                 saved = last_saved(save)
         self.prometheus = Prometheus(self.settings, self.run, header, name=name, restarts=restarts, saved=saved)
+        self.listeners.append(self.prometheus.write)
         self.log(f" > metrics for Prometheus: {self.prometheus.url}")
 
     def _point_to(self, path: Path, save: Optional[str]) -> None:
@@ -350,8 +354,8 @@ class Metrics:
             self._track({f"{name}-time": both["max"] for name, both in ends.items()}, iteration, consumed_samples)
 
     def _write(self, record: dict) -> None:
-        if self.prometheus:
-            self.prometheus.write(record)
+        for listener in self.listeners:
+            listener(record)
         if self.json:
             try:
                 self.json.write(record)

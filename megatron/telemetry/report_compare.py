@@ -71,6 +71,7 @@ def figures_of(history: History) -> dict[str, Any]:
         tokens_per_second=statistics.median(speeds) if speeds else None,
         parameters=history.run.get("parameters"),
         launches=len(history.starts),
+        interleaved=history.interleaved,
     )
 
 
@@ -281,8 +282,9 @@ def _totals(runs: Runs) -> list[list[str]]:
         "tokens_per_second": "{:,.0f}".format,
         "parameters": "{:,}".format,
         "launches": str,
-    }
+    } | ({"interleaved": "{:,}".format} if any(one["interleaved"] for one in totals) else {})
     names = {"iteration": "iterations", "seconds": "time in training steps", "tokens_per_second": "tokens per second"}
+    names["interleaved"] = "steps of another run, interleaved"
     return [
         [names.get(name, name), *("-" if one[name] is None else formatted(one[name]) for one in totals)]
         for name, formatted in formats.items()

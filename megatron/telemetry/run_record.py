@@ -125,6 +125,7 @@ class History:
     events: list[dict] = field(default_factory=list)  # records of the kinds of EVENTS, in order of time
     memory: list[dict] = field(default_factory=list)
     damaged_lines: int = 0
+    interleaved: int = 0  # steps that do not follow the one before: several runs wrote to this file at the same time
 
     @property
     def loss(self) -> str:
@@ -186,6 +187,9 @@ def read_history(path: Path) -> History:
             history.run = record
             history.starts.append(iteration)
         elif kind in ("step", "eval"):
+            history.interleaved += bool(
+                kind == "step" and history.steps and iteration <= history.steps[-1]["iteration"]
+            )
             (history.steps if kind == "step" else history.evals).append(record)
     return history
 

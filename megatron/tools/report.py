@@ -4,15 +4,16 @@
     python -m megatron.tools.report runs/quickstart --output runs/quickstart/report.html
     python -m megatron.tools.report runs/a runs/b runs/c --output runs/compare.html     (telemetry/report_compare.py)
 
-It reads the run's folder: metrics.jsonl (required), evaluation.jsonl or evaluation.json (of `tools.evaluate --output`),
-and samples.txt or generations.jsonl. The page needs no network: pictures are embedded. It shows the perplexity of the
-held-out evaluation, if there is one, else of the last validation.
+It reads the run's folder: metrics.jsonl (required), events.jsonl, evaluation.jsonl or evaluation.json (of `tools.evaluate
+--output`), and samples.txt or generations.jsonl. The page needs no network: pictures are embedded. It shows the
+perplexity of the held-out evaluation, if there is one, else of the last validation.
 """
 
 import json
 import math
 import os
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -22,7 +23,8 @@ from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import setting
 from megatron.tasks.settings import confusion_pictures
 from megatron.telemetry.curves import data_url, memory_plot, plots
-from megatron.telemetry.figures import count, duration, seconds
+from megatron.telemetry.events import count_restarts, read_events
+from megatron.telemetry.figures import count, duration, seconds, several
 from megatron.telemetry.report_compare import figures, page_of
 from megatron.telemetry.report_page import Section, page
 from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
@@ -47,7 +49,8 @@ class ReportOptions:
 
 def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str] = None) -> str:
     """Build the page as text. Raises DataError if there is nothing to report on."""
-    history = read(metrics_file or metrics_of(folder))
+    metrics = metrics_file or metrics_of(folder)
+    history, events = read(metrics), read_events(metrics)
     samples = read_samples(folder)
     evaluation = read_evaluation(folder)
     sections = [
@@ -58,12 +61,13 @@ def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str
         Section("Schedule", report_facts.schedule_plot(history), [("", report_facts.schedule(history))], wide=True),
         Section("Data", tables=[("", report_facts.data(history))]),
         Section("Memory", memory_plot(history), [("", report_facts.memory(history))]),
-        Section("Events", tables=[("", report_facts.events(history))]),
+        Section("Events", tables=[("", report_facts.events(history, events))]),
+        Section("Supervised", tables=[("", report_facts.supervision(events))]),
         Section("Totals", tables=[("", totals(history))]),
         Section("The run", tables=[("", provenance(history))]),
         Section("Settings", tables=list(settings(history).items()), folded=True),
     ]
-    return page(title or folder.resolve().name, subtitle(history), tiles(history, evaluation), sections)
+    return page(title or folder.resolve().name, subtitle(history), tiles(history, evaluation, events), sections)
 
 
 def metrics_of(place: Path) -> Path:
@@ -94,9 +98,10 @@ def confusions(history: History, folder: Path) -> list[tuple[str, str]]:
     ]
 
 
-def tiles(history: History, evaluation=None) -> list[tuple[str, str, str]]:
+def tiles(history: History, evaluation=None, events: Sequence[dict] = ()) -> list[tuple[str, str, str]]:
     """The numbers at the top of the page: (value, name, remark)."""
-    steps, last, launches = history.steps, history.steps[-1], max(1, len(history.starts))
+    steps, last = history.steps, history.steps[-1]
+    restarts = count_restarts(events) if events else max(0, len(history.starts) - 1)
     rows, loss = [report_facts.judged(history)] if history.figures else [], history.loss
     losses = [step[loss] for step in steps[-20:] if step.get(loss) is not None]
     if losses:
@@ -105,7 +110,9 @@ def tiles(history: History, evaluation=None) -> list[tuple[str, str, str]]:
         rows.append((f"{statistics.fmean(losses):.3f}", "training loss", f"{mean}; the first was {first:.3f}"))
     if held := perplexity(history, evaluation):
         rows.append((f"{held[0]:,.1f}", "perplexity", held[1]))
-    rows.append((f"{last['iteration']:,}", "iterations", f"in {launches} launch{'es' * (launches > 1)}"))
+    rows.append(
+        (f"{last['iteration']:,}", "iterations", several(restarts, "restart") if restarts else "without a restart")
+    )
     tokens = trained_tokens(history)
     if tokens:
         rows.append((count(tokens), "tokens trained on", f"{last['consumed_samples']:,} samples"))
@@ -187,6 +194,8 @@ def subtitle(history: History) -> str:
     if mesh:
         mesh["dp"] = mesh.pop("replicate", 1) * mesh.pop("shard", 1) * mesh.get("dp", 1)
         words.append(" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one process")
+    if history.interleaved:
+        words.append("records of several runs, interleaved")
     return " \u00b7 ".join(word for word in [*words, str(run.get("time") or "")[:16].replace("T", " ")] if word)
 
 

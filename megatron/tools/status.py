@@ -4,8 +4,8 @@
     python -m megatron.tools.status runs/*
     python -m megatron.tools.status --watch 10 runs/345M runs/1.3B
 
-Sources are a run's metrics (metrics.jsonl in its folder, or at --metrics-file, which the folder names), its checkpoints,
-and its ranks' heartbeats, if any. A folder that is no run itself stands for the runs in it.
+Sources are a run's metrics (metrics.jsonl in its folder, or at --metrics-file, which the folder names), its events and
+checkpoints, and its ranks' heartbeats, if any. A folder that is no run itself stands for the runs in it.
 States: starting, running, stalled (no sign of life for longer than its steps take), done, stopped (in order before its
 last step; it can be resumed), interrupted (by Ctrl-C), failed (with the reason), unknown (no metrics, and its last
 checkpoint is not of its last step), unreadable (no run, or damaged; other runs are still shown).
@@ -20,17 +20,19 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from megatron.errors import DataError, Failure, Interrupted, Preempted, UsageError, run_main
 from megatron.guard import processes
 from megatron.guard.heartbeat import read_beats
 from megatron.guard.resume_command import newest_checkpoint
+from megatron.guard.supervisor_mark import NAME, Mark, lost_supervisor
 from megatron.settings.batch import total_iterations
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import Config, from_record, setting
-from megatron.storage.urls import location
+from megatron.storage.urls import UrlPath, local_folder, location
 from megatron.telemetry import figures
+from megatron.telemetry.events import count_restarts, read_events
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
 from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
 from megatron.telemetry.run_record import LAUNCH, count_launches
@@ -65,6 +67,9 @@ class Line:
     checkpoint_age: Optional[float]
     restarts: int
     age: Optional[float]  # seconds since the last sign of life
+    warnings: int = 0  # events of this level in the newest launch
+    errors: int = 0
+    last_event: Optional[dict] = None  # the last warning or error of the newest launch, as in events.jsonl
 
 
 def main(argv: list[str]) -> None:
@@ -104,7 +109,7 @@ def without_duplicates(lines: list[Line]) -> list[Line]:
     return list({Path(line.run).resolve(): line for line in reversed(lines)}.values())[::-1]
 
 
-def _look(folder: Path) -> Line:
+def _look(folder: Path | UrlPath) -> Line:
     try:
         return look(folder)
     except (Failure, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -115,14 +120,15 @@ def _unreadable(name: str, why: str) -> Line:
     return Line(name, UNREADABLE, shortened(why.removeprefix(f"{name}: "), WIDE), 0, *[None] * 6, restarts=0, age=0.0)
 
 
-def folders(names: list[str]) -> list[Path]:
+def folders(names: list[str]) -> list[Path | UrlPath]:
     """The folders of runs. Raises DataError if there are none."""
     runs = []
     for name in names:
+        place = location(name)
         inside = (
-            [Path(name)]
-            if _metrics(Path(name)) or newest_checkpoint(name) is not None
-            else sorted(path for path in Path(name).glob("*/") if _is_run(path))
+            [place]
+            if _metrics(place) or newest_checkpoint(name) is not None
+            else sorted(path for path in place.glob("*" if isinstance(place, UrlPath) else "*/") if _is_run(path))
         )
         if not inside:
             raise DataError(
@@ -133,27 +139,35 @@ def folders(names: list[str]) -> list[Path]:
     return runs
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / METRICS).is_file() or (folder / POINTER).is_file() or newest_checkpoint(str(folder)) is not None
+def _is_run(folder: Path | UrlPath) -> bool:
+    local = isinstance(folder, Path) and ((folder / METRICS).is_file() or (folder / POINTER).is_file())
+    return local or newest_checkpoint(str(folder)) is not None
 
 
-def _metrics(folder: Path) -> Optional[Path]:
+def _metrics(folder: Path | UrlPath) -> Optional[Path]:
+    """The metrics file of a run: of one in an object store, in its folder on this machine, if it is this run's."""
+    if isinstance(folder, UrlPath):
+        local = local_folder(str(folder))
+        metrics = find_metrics(local) if local.is_dir() else None
+        saves = metrics and ((read(metrics).launch.get("config") or {}).get("checkpoint") or {}).get("save")
+        return metrics if saves and location(saves) == folder else None
     return folder if folder.suffix == ".jsonl" and folder.is_file() else find_metrics(folder)
 
 
-def look(folder: Path, now: Optional[float] = None) -> Line:
+def look(folder: Path | UrlPath, now: Optional[float] = None) -> Line:
     """The current state of a run."""
     now = time.time() if now is None else now
     metrics = _metrics(folder)
-    launch, restarts, records = read(metrics) if metrics else ({}, 0, [])
-    if not launch and not records and newest_checkpoint(str(folder)) is not None:
+    launch, launches, records = read(metrics) if metrics else Recorded({}, 0, [])
+    events = read_events(metrics) if metrics else []
+    if metrics is None or not launch and not records and newest_checkpoint(str(folder)) is not None:
         return look_at_checkpoint(folder, now)
     config = from_record(launch["config"]) if "config" in launch else None
     steps = [record for record in records if record.get("kind") == "step" and record.get("seconds")]
     seconds = [step["seconds"] for step in steps[-50:]]
     iteration = int(([launch] + [record for record in records if "iteration" in record])[-1].get("iteration", 0))
     total = config and _total(config, launch.get("mesh") or {}, (steps or [{}])[-1])
-    state, why, age = alive(metrics or folder, launch, records, statistics.median(seconds or [0.0]), now)
+    state, why, age = alive(metrics, launch, records, statistics.median(seconds or [0.0]), now)
     if state == "ended":
         code, why = int(records[-1].get("code", 1)), str(records[-1].get("why", ""))
         finished = total is not None and iteration >= total
@@ -161,6 +175,11 @@ def look(folder: Path, now: Optional[float] = None) -> Line:
             state = "interrupted"
         else:
             state = "failed" if code not in (0, Preempted.code) else "done" if finished else "stopped"
+    if state not in ("done", "stopped", "interrupted") and (lost := _lost_supervisor(launch, metrics)):
+        why = ", ".join(filter(None, [why, f"its supervisor ({lost}) was killed: nobody restarts it"]))
+    if _interleaved(records):
+        why = ", ".join(filter(None, [why, "several runs write to this metrics file: their records are interleaved"]))
+    urgent = _urgent(events)
     samples = sum(step.get("batch_size", 0) for step in steps[-50:])
     left = (total - iteration) * statistics.fmean(seconds) if total and seconds and state == "running" else None
     checkpoint, written = _checkpoint(folder, config)
@@ -175,12 +194,34 @@ def look(folder: Path, now: Optional[float] = None) -> Line:
         seconds_left=left and round(left, 1),
         checkpoint=checkpoint,
         checkpoint_age=round(now - written, 1) if written else None,
-        restarts=restarts,
+        restarts=count_restarts(events) if events else max(0, launches - 1),
         age=round(age, 1),
+        warnings=sum(event["level"] == "warning" for event in urgent),
+        errors=sum(event["level"] == "error" for event in urgent),
+        last_event=urgent[-1] if urgent else None,
     )
 
 
-def look_at_checkpoint(folder: Path, now: float) -> Line:
+def _urgent(events: list[dict]) -> list[dict]:
+    """The warnings and errors since the newest launch began. Its end is told as its state."""
+    starts = [place for place, event in enumerate(events) if event["event"] == "start"]
+    newest = events[starts[-1] :] if starts else events
+    return [event for event in newest if event["level"] in ("warning", "error") and event["event"] != "end"]
+
+
+def _interleaved(records: list[dict]) -> bool:
+    """Whether steps do not follow each other, without a rollback in between."""
+    order = [record for record in records if record.get("kind") in ("step", "rewind")]
+    pairs = zip(order, order[1:])
+    return any(one["kind"] == two["kind"] == "step" and two["iteration"] <= one["iteration"] for one, two in pairs)
+
+
+def _lost_supervisor(launch: dict, metrics: Path) -> Optional[Mark]:
+    """The supervisor of a launch, if it was killed."""
+    return lost_supervisor(Path(launch.get("supervisor") or metrics.parent / "supervise" / NAME))
+
+
+def look_at_checkpoint(folder: Path | UrlPath, now: float) -> Line:
     """The state of a run without metrics, from its last checkpoint."""
     checkpoint, written = _checkpoint(folder, None)
     state = last_state(str(folder)) or {}
@@ -201,7 +242,7 @@ def look_at_checkpoint(folder: Path, now: float) -> Line:
     )
 
 
-def _checkpoint(folder: Path, config: Optional[Config]) -> tuple[Optional[int], float]:
+def _checkpoint(folder: Path | UrlPath, config: Optional[Config]) -> tuple[Optional[int], float]:
     """(iteration of the newest checkpoint, time of writing): next to the metrics, or under `--save`."""
     for place in (folder, location(config.checkpoint.save) if config and config.checkpoint.save else folder):
         iteration = newest_checkpoint(str(place))
@@ -210,8 +251,16 @@ def _checkpoint(folder: Path, config: Optional[Config]) -> tuple[Optional[int], 
     return None, 0.0
 
 
-def read(path: Path) -> tuple[dict, int, list[dict]]:
-    """(the record of the newest launch, number of earlier launches, its last records) of a metrics file of any length."""
+class Recorded(NamedTuple):
+    """The end of a metrics file: the record of the newest launch, the number of launches, and the last records."""
+
+    launch: dict
+    launches: int
+    records: list[dict]
+
+
+def read(path: Path) -> Recorded:
+    """The end of a metrics file of any length."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             at = text.rfind(LAUNCH)
@@ -219,9 +268,9 @@ def read(path: Path) -> tuple[dict, int, list[dict]]:
             tail, launch = text[start:], text[max(at, 0) : text.find(b"\n", max(at, 0)) + 1] if at >= 0 else b"{}"
             launches = count_launches(text)
     except (OSError, ValueError):  # missing or empty
-        return {}, 0, []
+        return Recorded({}, 0, [])
     records = [record for record in map(_record, tail.splitlines()) if record]
-    return _record(launch), max(0, launches - 1), [record for record in records if record.get("kind") != "run"]
+    return Recorded(_record(launch), launches, [record for record in records if record.get("kind") != "run"])
 
 
 def _record(line: bytes) -> dict:
@@ -270,7 +319,7 @@ def _total(config, mesh: dict, at: dict) -> Optional[int]:
         return None
 
 
-def _written(path: Path) -> float:
+def _written(path: Path | UrlPath) -> float:
     try:
         return path.stat().st_mtime
     except OSError:
@@ -296,7 +345,7 @@ def table(lines: list[Line], wide: bool = False) -> str:
         done = f"{min(1, line.iteration / line.iterations):.0%}" if line.iterations else "-"
         quiet = [f"{since(line.age)} ago"] * (line.state in QUIET)
         again = [several(line.restarts, "restart")] * (line.restarts > 0)
-        notes.append(", ".join([*again, *filter(None, [line.why]), *quiet]))
+        notes.append(", ".join([*again, *filter(None, [line.why]), *quiet, *_alerts(line)]))
         rows.append(
             [
                 line.run if wide or len(line.run) <= LONGEST else f"...{line.run[3 - LONGEST :]}",
@@ -316,6 +365,15 @@ def table(lines: list[Line], wide: bool = False) -> str:
     titles, *texts = figures.table(rows, head, LEFT, WIDTH, spare=("done", "loss", "tokens/s")).splitlines()
     under = [[row, *([sentence(f"  {shortened(note, NOTE)}")] if note else [])] for row, note in zip(texts, notes)]
     return "\n".join([verdict(lines), titles, *(text for pair in under for text in pair)])
+
+
+def _alerts(line: Line) -> list[str]:
+    """The number of warnings and errors of a run, and the last one."""
+    if line.last_event is None:
+        return []
+    counts = [several(count, word) for count, word in ((line.errors, "error"), (line.warnings, "warning")) if count]
+    ago = since(max(0.0, time.time() - line.last_event["time"]))
+    return [f"{' and '.join(counts)}, the last one {ago} ago: {line.last_event['message']}"]
 
 
 QUIET = ("stalled", "failed", "stopped", "interrupted")

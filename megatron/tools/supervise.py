@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -37,10 +37,17 @@ from megatron.guard.goodput import Attempt, account
 from megatron.guard.heartbeat import STOP, Beat, ask, clear, machine, process_start_ticks, read_beats
 from megatron.guard.resume_command import COMMAND, module_command, newest_checkpoint, resumed
 from megatron.guard.stacks import explain
+from megatron.guard.supervisor_mark import NAME, REFRESH, SUPERVISOR, Mark, lost_supervisor
 from megatron.planner.replan import fewer_ranks
 from megatron.settings.parse import parse
-from megatron.settings.schema import setting
+from megatron.settings.schema import Logging, setting
 from megatron.storage.urls import local_folder, location
+from megatron.telemetry.event_rules import rule_of
+from megatron.telemetry.events import read_events
+from megatron.telemetry.figures import duration
+from megatron.telemetry.metrics import metrics_path
+from megatron.telemetry.notify import open_events
+from megatron.tools.status import read as read_metrics
 
 FRESH_START = 600.0  # seconds of an attempt after which the back-off is reset
 LINGER = 10.0  # seconds that a launcher has to notice that a rank is gone, and to report how
@@ -110,6 +117,9 @@ class Supervisor:
         config = commands.config_of(command)
         self.save = config.checkpoint.save if config else commands.value_of(command, "--save")
         self.others = (config.checkpoint.save_mirror, config.checkpoint.save_copy) if config else ()
+        self.logging = config.logging if config else logging_of(command)
+        self.metrics = metrics_path(self.logging, self.save)
+        self.events = open_events(self.logging, self.save, log=log, source="supervisor")
         self.beats = Path(settings.heartbeat_dir) if settings.heartbeat_dir else heartbeat_folder()
         self.logs = log_folder(settings.log_dir, self.save)
         for folder in (self.beats, self.logs):
@@ -119,6 +129,9 @@ class Supervisor:
         self.asked_to_stop: Optional[int] = None
         self.stop_now = False  # after a second Ctrl-C
         self.delay, self.log_at = settings.backoff, 0
+        self.killed: dict[int, int] = {}  # ranks of this attempt that were killed -> the signal; 0: unknown
+        self.mark, self.mark_path, self.refreshed = Mark.own(), self.logs / NAME, time.monotonic()
+        self.ending_since: Optional[float] = None  # the first sign of the end of this attempt
         if settings.min_world_size and settings.min_world_size > self.ranks:
             raise SettingsError(f"--min-world-size {settings.min_world_size} is more than the job's {self.ranks} ranks")
 
@@ -130,6 +143,7 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         log(f"watching {self.beats}, logs in {self.logs}")
+        self.leave_mark()
         if self.save is None:
             log("the command has no --save, as far as can be seen from here: each attempt begins as the first one does")
         try:
@@ -145,8 +159,24 @@ class Supervisor:
                 if self.asked_to_stop:
                     return self.report("stopped between two attempts", JobVerdict(Action.PREEMPTED, "", 9))
         finally:
+            self.events.close()
             if self.settings.heartbeat_dir is None:
                 shutil.rmtree(self.beats, ignore_errors=True)
+
+    def leave_mark(self, ended: Optional[str] = None) -> None:
+        """Write the mark of this supervisor, by which others see that it lives, or how it ended."""
+        if ended is None and (before := lost_supervisor(self.mark_path)):
+            said = [event for event in self.past_events(before.began) if event["event"] == "supervisor_lost"]
+            if not said:
+                message = f"the supervisor before this one ({before}) was killed"
+                self.events.record("supervisor_lost", message, supervisor=str(before))
+        with contextlib.suppress(OSError):  # a full disk: the job does not need it
+            replace(self.mark, ended=ended).write(self.mark_path)
+            os.environ[SUPERVISOR] = str(self.mark_path.resolve())
+
+    def past_events(self, since: float) -> list[dict]:
+        """The events of this job since a time (Unix seconds)."""
+        return [event for event in read_events(self.events.path) if event["time"] >= since] if self.events.path else []
 
     def end_of_job(self, verdict: JobVerdict) -> Optional[str]:
         """The reason for no further attempt; None if there is one."""
@@ -204,17 +234,48 @@ class Supervisor:
             self.delay = self.settings.backoff
         start = time.monotonic()
         log(f"restart {len(self.attempts)} of {self.settings.max_restarts} in {self.delay:.0f} s")
+        self.record_restart(attempt)
         while time.monotonic() - start < self.delay and not self.asked_to_stop:
             time.sleep(min(0.1, self.delay))
         attempt.waited = time.monotonic() - start
         self.delay = min(60.0, 2 * self.delay)
 
+    def record_restart(self, attempt: Attempt) -> None:
+        """Record a restart, and whether there were too many of them within an hour."""
+        number, code = len(self.attempts), attempt.code
+        self.events.record(
+            "restart",
+            f"restart {number} of {self.settings.max_restarts} after step {attempt.last_step}: {attempt.cause}",
+            iteration=attempt.last_step or None,
+            cause=attempt.cause,
+            code=code,
+            restarts=number,
+            after=self.delay,
+        )
+        rule = rule_of(self.events.rules, "restart_storm")
+        recent = [event for event in self.past_events(time.time() - 3600.0) if event["event"] == "restart"]
+        if len(recent) == int(rule.threshold) + 1 and not rule.off:  # once: the next ones say nothing new
+            self.events.record(
+                "restart_storm",
+                f"{len(recent)} restarts within an hour; the last one: {attempt.cause}",
+                iteration=attempt.last_step or None,
+                restarts=len(recent),
+                limit=rule.threshold,
+            )
+
+    def saved(self) -> int:
+        """The number of checkpoints that the job has written under this supervisor."""
+        saves = [event for event in self.past_events(self.mark.began) if event["event"] == "save"]
+        if saves or not self.save or rule_of(self.events.rules, "save").off is False and self.events.path.exists():
+            return len(saves)
+        with contextlib.suppress(StorageError):  # an unreachable store: still report the time
+            return len(list(location(self.save).glob("iter_*")))
+        return 0
+
     def report(self, outcome: str, verdict: JobVerdict) -> int:
         """Log the account and write it to goodput.json; returns the exit code."""
         code = verdict.code if verdict.code >= 0 else 128 - verdict.code
-        saved = 0
-        with contextlib.suppress(StorageError):  # an unreachable store: still report the time
-            saved = len(list(location(self.save).glob("iter_*"))) if self.save else 0
+        saved = self.saved()
         summary = account(self.attempts, outcome, code, time.monotonic() - self.began, saved)
         path = self.logs / "goodput.json"
         try:
@@ -223,6 +284,17 @@ class Supervisor:
         except OSError as error:  # report the job's own end
             where = f"the account could not be written: {error}"
         log(f"{summary.text()}\n  {where}")
+        self.leave_mark(outcome)
+        self.events.record(
+            "end",
+            f"the supervised job {outcome} after {duration(summary.wall)}: {summary.steps} steps, {summary.restarts} "
+            f"restarts, goodput {summary.goodput:.0%}",
+            level="info" if code in (0, Preempted.code, Interrupted.code) else "error",
+            iteration=max((attempt.last_step for attempt in self.attempts), default=0) or None,
+            code=code,
+            why=outcome,
+            account=summary.brief(),
+        )
         return code
 
     # ---- one attempt -----------------------------------------------------------------------------------------------
@@ -230,6 +302,7 @@ class Supervisor:
     def attempt(self) -> JobVerdict:
         """Start the job, watch it to its end, and end all its processes."""
         clear(self.beats)
+        self.killed, self.ending_since, launches = {}, None, self.launches()
         words = resumed(self.command, self.save, self.others)
         words = commands.with_flag(words, "--heartbeat-dir", str(self.beats))
         words = commands.with_flag(words, "--exit-signal-handler")
@@ -249,11 +322,21 @@ class Supervisor:
                 preexec_fn=_as_launcher,
             )
         hung = self.watch(job, attempt)
-        beats = read_beats(self.beats)
-        if hung or job.poll() is None or processes.descendants(os.getpid()) or any(map(processes.alive_here, beats)):
+        self.ending_since = self.ending_since or time.monotonic()
+        beats, spared = read_beats(self.beats), self.events.processes
+        if (
+            hung
+            or job.poll() is None
+            or processes.descendants(os.getpid(), spared)
+            or any(map(processes.alive_here, beats))
+        ):
             self.end(job, beats)
         self.copy_log()
-        return self.close(attempt, job.returncode, beats, hung)
+        return self.close(attempt, job.returncode, beats, hung, launches)
+
+    def launches(self) -> int:
+        """The number of launches that the job's metrics have recorded."""
+        return self.metrics and read_metrics(self.metrics).launches or 0
 
     def watch(self, job: subprocess.Popen, attempt: Attempt) -> bool:
         """Watch until the job ends, hangs (True), or has not ended in time after it was asked to."""
@@ -264,6 +347,7 @@ class Supervisor:
         while job.poll() is None:
             time.sleep(self.settings.poll)
             self.copy_log()
+            self.refresh_mark()
             now, beats = clock.look(), read_beats(self.beats)
             for beat in beats:
                 if seen.get(beat.rank, (None,))[0] != beat.count:
@@ -281,7 +365,8 @@ class Supervisor:
                 continue
             if any(beat.ended or (beat.ended is None and processes.is_gone(beat)) for beat in beats):
                 if gone is None:
-                    gone = now
+                    gone, self.ending_since = now, time.monotonic()
+                    self.note_killed(beats)
                     self.log_lost(beats, {beat.rank: now - seen[beat.rank][1] for beat in beats})
                 if now - gone > LINGER:
                     return False
@@ -293,6 +378,28 @@ class Supervisor:
                 self.log_hang(beats, silent, over)
                 return True
         return False
+
+    def note_killed(self, beats: list[Beat]) -> None:
+        """Remember which ranks were killed, before the launcher ends the others, or is ended before it can report.
+
+        Where a rank has failed by itself, the launcher may have ended the others already: then only a signal counts that
+        the kernel still knows.
+        """
+        failed = any(beat.ended not in (None, 0, PeerLost.code) for beat in beats)
+        for beat in beats:
+            if beat.ended is None and processes.is_gone(beat):
+                number = processes.signal_of_zombie(beat.pid)
+                if number or not failed:
+                    self.killed[beat.rank] = number
+                    by = f" by {signal.Signals(number).name}" if number else ""
+                    log(f"rank {beat.rank} on {beat.host}, pid {beat.pid}, was killed{by} in step {beat.step}")
+
+    def refresh_mark(self) -> None:
+        """Show others that this supervisor lives."""
+        if time.monotonic() - self.refreshed > REFRESH:
+            self.refreshed = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(self.mark_path)
 
     def limit(self, beat: Beat) -> float:
         """Seconds that a rank may be silent in its current phase."""
@@ -307,11 +414,17 @@ class Supervisor:
         """Log what each rank does, culprits first."""
         if not beats:
             log("no rank has come to life (--start-timeout)")
+            self.events.record("hang", "no rank has come to life (--start-timeout)", ranks=[], seconds=None)
             return
-        numbers = ", ".join(str(beat.rank) for beat in over)
-        log(f"the job hangs: no word from rank {numbers} for {max(silent[beat.rank] for beat in over):.0f} s")
-        for line in explain(standstills(beats, self.beats, silent)):
+        ranks, seconds = [beat.rank for beat in over], max(silent[beat.rank] for beat in over)
+        what = f"the job hangs: no word from rank {', '.join(map(str, ranks))} for {seconds:.0f} s"
+        log(what)
+        lines = explain(standstills(beats, self.beats, silent))
+        for line in lines:
             log(f"  {line}")
+        step = min(beat.step for beat in beats)
+        message = "; ".join([what, *lines[:1]])
+        self.events.record("hang", message, iteration=max(0, step - 1), ranks=ranks, seconds=round(seconds, 1))
 
     def log_lost(self, beats: list[Beat], silent: dict[int, float]) -> None:
         """Log the longest silent rank after another has given up waiting for it, earlier than --hang-timeout."""
@@ -350,7 +463,7 @@ class Supervisor:
                 log(f"SLURM does not end the step {step}")
         if job.poll() is None:
             processes.send(job.pid, signal.SIGTERM)
-        left = processes.end_descendants(os.getpid(), waited_for=job.pid)
+        left = processes.end_descendants(os.getpid(), job.pid, self.events.processes)
         job.poll()
         for beat in beats:  # ranks that a daemon started are no descendants
             if processes.alive_here(beat) and processes.send(beat.pid, signal.SIGKILL):
@@ -361,10 +474,14 @@ class Supervisor:
             + (f"; these would not go: {left}" if left else "")
         )
 
-    def close(self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool) -> JobVerdict:
-        """Judge and log the end of an attempt."""
+    def close(
+        self, attempt: Attempt, returned: Optional[int], beats: list[Beat], hung: bool, launches: int = 0
+    ) -> JobVerdict:
+        """Judge and log the end of an attempt. launches: number of launches in the metrics before it"""
         output = self.log.read_text(encoding="utf-8", errors="replace")[-100_000:] if self.log.exists() else ""
         codes = [beat.ended for beat in beats if beat.ended is not None] + codes_in_log(output)
+        if not any(code < 0 for code in codes):  # the launcher did not report them
+            codes += [-(number or signal.SIGKILL) for number in self.killed.values()]
         if returned == 0 and not (codes and all(codes)):  # a script may hide a failure: torchrun ... | tee log
             codes = [0]
         elif returned and returned > 1:  # our launcher returns the code of a rank, torchrun always 1
@@ -374,14 +491,24 @@ class Supervisor:
         else:
             verdict = judge(codes or [returned or 1], self.settings.on_numerics == "retry")
         attempt.ended = time.monotonic() - self.began
+        attempt.ending = time.monotonic() - (self.ending_since or time.monotonic())
         attempt.cause, attempt.code = verdict.cause, verdict.code
         if beats:
             done = 0 if verdict.code in (0, 9) else 1
             attempt.first_step, attempt.last_step = beats[0].since, max(0, min(beat.step for beat in beats) - done)
             attempt.phases, attempt.first_step_seconds = dict(beats[0].seconds), beats[0].first_step
+        self.count_steps(attempt, launches)
         why = next((beat.why for beat in beats if beat.ended == verdict.code and beat.why), "")
         log(f"attempt {attempt.number} ended: {verdict.cause}" + (f": {why}" if why else ""))
         return verdict
+
+    def count_steps(self, attempt: Attempt, launches: int) -> None:
+        """Take the steps of an attempt from its metrics, where they are here: status and report count the same."""
+        found = self.metrics and read_metrics(self.metrics)
+        if found and found.launches > launches:
+            done = [record["iteration"] for record in found.records if record.get("kind") == "step"]
+            first = int(found.launch.get("iteration", 0)) + 1
+            attempt.first_step, attempt.last_step = (first, done[-1]) if done else (attempt.first_step, first - 1)
 
     def copy_log(self) -> None:
         """Copy new output of the job to our own output."""
@@ -395,6 +522,15 @@ class Supervisor:
     def _stop(self, number: int, frame) -> None:
         self.stop_now = number == self.asked_to_stop == signal.SIGINT
         self.asked_to_stop = number
+
+
+def logging_of(command: list[str]) -> Logging:
+    """The settings of events in a command whose other settings cannot be read here."""
+    flags = {name: commands.value_of(command, f"--{name.replace('_', '-')}") for name in LOGGING}
+    return Logging(**{name: value for name, value in flags.items() if value is not None})
+
+
+LOGGING = ("on_event", "webhook", "event_level", "event_rules", "metrics_file")
 
 
 def check(settings: SuperviseOptions, command: list[str]) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a `Run` from resolved settings, ready for its first step or for the step after a checkpoint."""
 
+import math
 import os
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -16,7 +18,9 @@ from megatron.data.remote import all_paths
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import SettingsError, StorageError
 from megatron.fused_kernels.cpu import keep_memory
+from megatron.guard.alarm import Alarm
 from megatron.guard.heartbeat import Heartbeat
+from megatron.guard.supervisor_mark import SUPERVISOR
 from megatron.guard.watch import Watch
 from megatron.model.attention import describe_kernel
 from megatron.model.facts import Facts
@@ -38,8 +42,9 @@ from megatron.pipeline.timeline_recorder import STEP, Recorder
 from megatron.pipeline.wire import P2PCommunicator, open_channels
 from megatron.settings import schema
 from megatron.telemetry.console import Console
-from megatron.telemetry.events import EventLog, events_path
-from megatron.telemetry.metrics import Metrics, metrics_path
+from megatron.telemetry.event_rules import RecordRules
+from megatron.telemetry.events import EventLog
+from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.own_code import code_notes, code_record
 from megatron.telemetry.peak_flops import peak_flops
 from megatron.telemetry.phases import PHASES
@@ -61,20 +66,21 @@ def build_run(
     recipe: Recipe,
     heartbeat: Optional[Heartbeat] = None,
     refusal: Optional[SettingsError] = None,
+    events: Optional[EventLog] = None,
 ) -> Run:
     """Join the job, build model, optimizer and data, and load the checkpoint if there is one. All ranks call it.
 
     refusal: the reason why this rank cannot train
     """
-    heartbeat = heartbeat or Heartbeat()
+    heartbeat, events = heartbeat or Heartbeat(), events or EventLog(active=False)
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
     raise_on_all_ranks(refusal, context)
     console = build_console(config.logging, context)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
     log = console.log
-    events = build_events(config, context, log)
-    watch = build_watch(config, context, heartbeat, log)
+    events.log = log
+    watch = build_watch(config, context, heartbeat, events)
     heartbeat.beat("model")
     precision = initialize.pick_precision(config.precision.precision, context)
     config = config.derive("--precision auto", precision=precision)
@@ -89,7 +95,9 @@ def build_run(
     optimizer = build_optimizer(config, context, stages, dtype)
     heartbeat.beat("load")
     state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
-    state, record, notices = load(config, context, optimizer, state, tokenizer and tokenizer.fingerprint, vocab_size)
+    state, record, notices = load(
+        config, context, optimizer, state, tokenizer and tokenizer.fingerprint, vocab_size, events
+    )
     code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
     later = check_later_checkpoints(config, state.iteration, context.all_gather_object)
     heartbeat.beat("index")
@@ -117,6 +125,7 @@ def build_run(
     warnings = [*idle(config, world, datasets).values(), *changed.warnings, *later]
     log_notices(log, [*remarks(config, world), *notices], warnings)
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
+    alarm = Alarm(events, heartbeat, os.environ.get(SUPERVISOR)) if context.is_rank_zero else None
     learns = needs_gradient(stages, pipeline, context.mesh, context.all_gather_object)
     raise_on_all_ranks(refusal_of_schedule(pipeline, optimizer, learns), context)
     return Run(
@@ -144,11 +153,13 @@ def build_run(
             console,
             events,
             recipe.perplexities,
+            listeners=[alarm, record_rules(config, recipe, events, losses, lengths, vocab_size)] if alarm else (),
             code=code,
             **(dict(resumed=changed.to_record()) if resumes else {}),
             criterion=losses.measures and losses.measures.criterion,
         ),
         events=events,
+        alarm=alarm,
         watch=watch,
         state=state,
         profiler=Profiler(
@@ -219,12 +230,6 @@ def build_console(logging: schema.Logging, context: RankContext) -> Console:
     )
 
 
-def build_events(config: schema.Config, context: RankContext, log) -> EventLog:
-    """The events of a run, which rank 0 records."""
-    path = events_path(metrics_path(config.logging, config.checkpoint.save))
-    return EventLog(path, log=log, active=context.is_rank_zero)
-
-
 def build_optimizer(
     config: schema.Config, context: RankContext, stages: list[torch.nn.Module], dtype: torch.dtype
 ) -> DistributedOptimizer:
@@ -246,7 +251,7 @@ def defers_host_sync(config: schema.Config, context: RankContext, optimizer: Dis
     return context.device.type == "cuda" and optimizer.skips_on_device and config.logging.timing_log_level == 0
 
 
-def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat, log) -> Watch:
+def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbeat, events: EventLog) -> Watch:
     """Build this rank's guards."""
     mesh = context.mesh
     heartbeat.note_place(mesh.coordinates)
@@ -255,7 +260,7 @@ def build_watch(config: schema.Config, context: RankContext, heartbeat: Heartbea
         minutes=config.batch.exit_duration_in_mins,
         heartbeat=heartbeat,
         rank=mesh.rank,
-        log=log,
+        events=events,
         all_gather_object=context.all_gather_object,
         counts=mesh.tp.rank == mesh.pp.rank == mesh.cp.rank == 0,
     )
@@ -326,11 +331,12 @@ def build_metrics(
     console: Console,
     events: EventLog,
     perplexities: tuple[str, ...] = ("lm loss",),
+    listeners: Sequence[Callable[[dict], None]] = (),
     **extra,
 ) -> Metrics:
     """Open the log of a run, on rank 0. It counts the events.
 
-    perplexities: as in `Recipe`; extra: further fields of the run's record
+    perplexities: as in `Recipe`; listeners: as of `Metrics`; extra: further fields of the run's record
     """
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
@@ -343,6 +349,7 @@ def build_metrics(
         device=context.device.type,
         perplexities=perplexities,
     )
+    extra |= {"supervisor": os.environ[SUPERVISOR]} if SUPERVISOR in os.environ else {}
     peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(
         config, context.mesh.logged_sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **extra
@@ -358,9 +365,25 @@ def build_metrics(
         files=context.is_rank_zero,
         timers=build_timers(config.logging, context),
         console=console,
+        listeners=listeners,
     )
     events.listeners.append(metrics.count_event)
     return metrics
+
+
+def record_rules(
+    config: schema.Config, recipe: Recipe, events: EventLog, losses: Losses, lengths: Lengths, vocab_size: int
+) -> RecordRules:
+    """The rules that judge the records of a run."""
+    loss, criterion = next(iter(losses.sums)), losses.measures.criterion if losses.measures else {}
+    return RecordRules(
+        events.rules,
+        events.record,
+        loss=loss,
+        guess=math.log(vocab_size) if loss in recipe.perplexities else math.inf,
+        warmup=lengths.warmup,
+        figure=(criterion["figure"], criterion["smaller_is_better"]) if criterion.get("figure") else None,
+    )
 
 
 def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Timers]:

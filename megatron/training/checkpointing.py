@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 
-from megatron.checkpoint.folder import checkpoints, restore
+from megatron.checkpoint.folder import Restored, checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.traces import may_begin, same_place
 from megatron.data.loader import MicroBatchLoader
@@ -21,6 +21,7 @@ from megatron.optimizer.zero import DistributedOptimizer
 from megatron.settings import schema
 from megatron.settings.batch import total_samples
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import metrics_path
 from megatron.training.state import State
 
@@ -54,8 +55,9 @@ def load(
     fresh: State,
     vocabulary: Optional[str] = None,
     vocab_size: Optional[int] = None,
+    events: Optional[EventLog] = None,
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
-    """Fill the optimizer's state from `--load`.
+    """Fill the optimizer's state from `--load`. Damaged checkpoints that are passed over become events.
 
     vocabulary: fingerprint of this run's vocabulary; None: it consists of numbers only
     vocab_size: tokens of this run, without padding; None: not checked, for a checkpoint that this run wrote
@@ -105,7 +107,10 @@ def load(
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
     record = all_gather_object(restored.state)[0]
     optimizer.copy_main_params_to_model_params()
-    notices = [*restored.notices, f"loaded checkpoint {restored}"]
+    if events is not None:
+        record_damage(events, restored, record["state"]["iteration"])
+    told = {notice for _, notice in restored.damaged}
+    notices = [*(notice for notice in restored.notices if notice not in told), f"loaded checkpoint {restored}"]
     if vocabulary and record.get("vocabulary") and not changes.same_vocabulary(record, vocabulary):
         notices.append(
             "the checkpoint was trained with another vocabulary than this run's: the same ids stand for other tokens"
@@ -116,6 +121,19 @@ def load(
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices
+
+
+def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:
+    """Record the damaged checkpoints that were passed over. iteration: of the one that was loaded instead."""
+    for path, notice in restored.damaged:
+        events.record(
+            "damaged_checkpoint",
+            f"{path} is passed over, and iteration {iteration} loaded instead: {notice}",
+            iteration=iteration,
+            checkpoint=str(path),
+            why=notice,
+            loaded=iteration,
+        )
 
 
 def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:

@@ -7,6 +7,7 @@ from megatron.model.recipe import Recipe, module_of
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.schema import Config
+from megatron.telemetry.notify import event_problem
 from megatron.telemetry.own_code import refuse_another_module
 from megatron.telemetry.prometheus import refused_port
 from megatron.telemetry.trackers import missing_tracker
@@ -37,8 +38,8 @@ def _start(config: Config, recipe: Recipe) -> None:
         from megatron.planner.dry_run import dry_run
 
         return dry_run(config)
-    if missing := missing_tracker(config.logging):
-        raise missing
+    if problem := missing_tracker(config.logging) or event_problem(config.logging):
+        raise problem
     choose_waiting(rank_env.ranks().local_world_size or 1)  # before torch is loaded
     if config.planner.preflight:
         from megatron.planner.preflight.run import preflight

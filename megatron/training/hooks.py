@@ -15,26 +15,32 @@ points. Checkpoints save a hook's state for resumed runs: `Hook.state_dict`. doc
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Optional
 
-from megatron.errors import Failure, SettingsError, did_you_mean
+from megatron.errors import Failure, SettingsError, did_you_mean, exit_code
 from megatron.guard.endings import peer_lost
 from megatron.settings.schema import Config
 from megatron.telemetry.own_code import import_callable
 from megatron.telemetry.step_metrics import StepMetrics
+from megatron.training.events import first_line
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The progress of a run. iteration: finished steps; consumed_samples: their samples."""
+    """The progress of a run. iteration: finished steps; consumed_samples: their samples.
+
+    code, why: in `Hook.end` only: the exit code, and the reason if the run ends before its last step
+    """
 
     iteration: int
     train_iters: int
     consumed_samples: int
     rank: int
     world_size: int
+    code: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,11 @@ class Hook:
         """Called after each checkpoint."""
 
     def end(self, run: RunFacts) -> None:
-        """Called once, when training has ended with its last step or was stopped; not after a failure."""
+        """Called once, when training has ended: with its last step, because it was stopped, or because of a failure.
+
+        `run.code` is the exit code, and `run.why` the reason of an early end. After a failure (a code other than 0 and 9)
+        other ranks may be gone: do not communicate with them.
+        """
 
     def state_dict(self) -> Optional[dict[str, Any]]:
         """The state to save in checkpoints, of rank 0, as JSON values: numbers, strings, lists, dicts. None: no state."""
@@ -143,6 +153,20 @@ class Hooks:
             given = [run_facts(run), *(make() for make in facts)]
             for name, method in self.called[place]:
                 _guarded(f"hook {name}, {place} at iteration {run.state.iteration}", method, *given)
+
+    def end(self, run, error: Optional[BaseException] = None) -> None:
+        """Call `end` of all hooks, once. error: of a failed or stopped run, for which errors of hooks are only logged."""
+        called, self.called["end"] = self.called["end"], []
+        error = peer_lost(error) or error
+        why = first_line(error) if error is not None else run.watch.stop.why if run.watch.stop else ""
+        facts = replace(run_facts(run), code=0 if error is None else exit_code(error), why=why)
+        for name, method in called:
+            try:
+                _guarded(f"hook {name}, end at iteration {run.state.iteration}", method, facts)
+            except Exception as failure:
+                if error is None:
+                    raise
+                run.metrics.log(f"warning: {failure}")
 
     def add(self, name: str, hook: object) -> None:
         """Add a hook. Raises SettingsError if it is not a valid one."""

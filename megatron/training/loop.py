@@ -14,8 +14,9 @@ from megatron.guard.endings import guarded
 from megatron.guard.replicas import check_replicas
 from megatron.guard.stopping import Stop
 from megatron.model.recipe import Recipe
-from megatron.settings import schema
+from megatron.settings import rank_env, schema
 from megatron.telemetry.memory import memory_line, memory_use
+from megatron.telemetry.notify import open_events
 from megatron.telemetry.phases import ActiveTimers
 from megatron.training.build import build_run
 from megatron.training.evaluation import (
@@ -25,6 +26,7 @@ from megatron.training.evaluation import (
     evaluate_if_missed,
     evaluate_requests,
 )
+from megatron.training.events import record_start, recorded_drift, recorded_end
 from megatron.training.garbage import GarbageCollection
 from megatron.training.hooks import hook_makers, make_hooks
 from megatron.training.measures import copy_best, early_end_reason, restore_best
@@ -41,15 +43,18 @@ def pretrain(
     planned_memory: predicted bytes on the device of each pipeline rank, to log next to the memory in use
     refusal: the reason why this rank cannot train, which all ranks then raise
     """
-    with guarded(config.guard, config) as heartbeat:
+    events = open_events(config.logging, config.checkpoint.save, active=rank_env.ranks().rank == 0)
+    with guarded(config.guard, config) as heartbeat, recorded_end(events, heartbeat, config):
         makers = hook_makers(config, recipe.hooks)  # report unknown names first
-        run = build_run(config, recipe, heartbeat, refusal)
+        run = build_run(config, recipe, heartbeat, refusal, events)
         try:
             run.hooks = make_hooks(makers, run.config)
             restore_hooks(run)
             with ActiveTimers.with_timers(run.metrics.timers):
                 train(run, planned_memory)
+            run.hooks.end(run)
         except BaseException as error:
+            run.hooks.end(run, error)
             run.close(error)
             if isinstance(error, KeyboardInterrupt):
                 raise interrupted(run) from None
@@ -70,6 +75,8 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
         stage.train()
     run.hooks.call("before_training", run)
     record_start(run)
+    if run.alarm:
+        run.alarm.start()
     run.metrics.start(run.watch.heartbeat.startup)
     copy_best(run)
     with interruptible(run), GarbageCollection(run.config.kernels.manual_gc_interval) as garbage:
@@ -98,7 +105,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
                 saved = True
             saved_at = run.state.iteration if saved else saved_at
             if stop:
-                run.hooks.call("end", run)
+                run.watch.stop = stop
                 return stop_early(run, stop)
         if run.checkpoints.manager and saved_at < run.state.iteration:
             run.save()
@@ -110,26 +117,14 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
         if batches and not (validated and split == "validation"):
             evaluate(run, batches, split, final=True)
     evaluate_requests(run, final=True)
-    run.hooks.call("end", run)
-
-
-def record_start(run: Run) -> None:
-    """Record the event of a launch."""
-    ranks, first = run.context.mesh.world_size, run.state.iteration
-    run.events.record(
-        "start",
-        f"training starts at iteration {first} of {run.train_iters} on {ranks} ranks",
-        iteration=first,
-        ranks=ranks,
-        resumed=run.saved_hooks is not None,
-    )
 
 
 def run_periodic_checks(run: Run, epoch: int, planned_memory: Sequence[int]) -> None:
     """Run the periodic checks and log lines that are due after a step. epoch: number of the epoch that it ended, or 0."""
     config, iteration = run.config, run.state.iteration
     if due(config.guard.check_replicas_interval, iteration):
-        check_replicas(run.optimizer, iteration)
+        with recorded_drift(run.events, iteration):
+            check_replicas(run.optimizer, iteration)
     if due(config.logging.log_memory_interval, iteration):
         log_memory(run, planned_memory)
     if epoch and config.logging.log_epoch:

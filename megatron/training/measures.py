@@ -207,7 +207,7 @@ def restore_best(run) -> None:
     checkpoint = replace(run.config.checkpoint, load=folder, ckpt_step=step, finetune=False, no_load_optim=True)
     config = replace(run.config, checkpoint=replace(checkpoint, save_mirror=None, save_copy=None))
     try:
-        load(config, run.context, run.optimizer, state)
+        load(config, run.context, run.optimizer, state, events=run.events)
     except Failure as problem:
         raise type(problem)(f"the best checkpoint cannot be read: {problem.what}", problem.why, problem.do) from problem
     run.metrics.log(f" > the weights of iteration {step}, whose {run.losses.measures.best_by} was best")

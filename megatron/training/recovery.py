@@ -47,17 +47,21 @@ def rollback(run: Run, spike: int) -> None:
     checkpoint = replace(
         run.config.checkpoint, load=run.config.checkpoint.save, ckpt_step=target, finetune=False, no_load_optim=False
     )
-    back, record, _ = load(replace(run.config, checkpoint=checkpoint), run.context, run.optimizer, state)
+    back, record, _ = load(
+        replace(run.config, checkpoint=checkpoint), run.context, run.optimizer, state, events=run.events
+    )
     left_out = tuple(sorted({*state.left_out, *range(max(first, target + 1), spike + 1)}))
     run.state = replace(back, left_out=left_out, rollbacks=state.rollbacks + 1)
     run.hooks.load(record.get("hooks") or {})
     run.metrics.note("spike", spike, why=str(run.watch.spike))
     run.metrics.rollback(back.iteration)
-    run.metrics.log(
+    message = (
         f"rollback {run.state.rollbacks} of {guard.max_rollbacks} because of iteration {spike}: "
         f"{run.watch.spike}; back to iteration {back.iteration}, and iterations "
         f"{max(first, target + 1)} to {spike} will be left out"
     )
+    run.metrics.log(message)
+    run.events.record("rollback", message, iteration=spike, to=back.iteration)
 
 
 def checkpoint_before(folder: str, first: int, spike: int) -> int:

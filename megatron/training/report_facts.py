@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a report says of a run besides its curves: schedule, data, memory and events, as rows of (name, what is said)."""
 
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
 from typing import Optional
 
 from megatron.errors import Failure
@@ -89,9 +94,10 @@ def _pipeline(history: History) -> Optional[tuple[str, int, int, int]]:
     if pp == 1 or not isinstance(micro, int) or not whole:
         return None
     dp = (mesh.get("replicate") or 1) * (mesh.get("shard") or 1)
-    name = p.get("pipeline_schedule") or "1f1b"
     layers, each = group(history, "model").get("num_layers"), p.get("num_layers_per_virtual_pipeline_stage")
     chunks = p.get("num_virtual_stages_per_pipeline_rank") or (layers // (pp * each) if layers and each else None)
+    name = p.get("pipeline_schedule") or "1f1b"
+    name = "interleaved" if name == "1f1b" and (chunks or 1) > 1 else name
     return name, pp, whole // micro // dp, chunks or default_chunks(name)
 
 
@@ -163,11 +169,37 @@ def memory(history: History) -> Rows:
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-def events(history: History) -> Rows:
-    """Starts, saves, spikes and ends in their order, saves in a row together; the last ones of a long run."""
+def events(history: History, recorded: Sequence[dict] = ()) -> Rows:
+    """What happened, in order, saves in a row together; the last events of a long run. recorded: of events.jsonl"""
+    rows = [*_events_of_metrics(history, until=recorded[0]["time"] if recorded else math.inf), *_recorded(recorded)]
+    if history.interleaved:
+        told = f"{several(history.interleaved, 'step')} of another run, which wrote to the same metrics file"
+        rows.append(("interleaved records", told))
+    left_out = len(rows) - SHOWN
+    return [("before these", several(left_out, "event")), *rows[-SHOWN:]] if left_out > 0 else rows
+
+
+def _recorded(events: Sequence[dict]) -> Rows:
+    """The events of events.jsonl; those in a row of a kind that is only information together."""
+    rows = []
+    for (kind, level), group_of in itertools.groupby(events, key=lambda event: (event["event"], event["level"])):
+        row = list(group_of)
+        if kind == "save":
+            rows.append(_saved([dict(event, iteration=event["iteration"] or 0) for event in row]))
+        elif level == "info" and len(row) > 1:
+            rows.append((_at(row[-1]), f"{row[-1]['message']} ({len(row)} such events)"))
+        else:
+            urgency = "" if level == "info" else f"{level}: "
+            rows += [(_at(event), f"{urgency}{event['message']}") for event in row]
+    return rows
+
+
+def _events_of_metrics(history: History, until: float) -> Rows:
+    """Starts, saves, spikes and ends of a run that has no events.jsonl, or had none up to a time."""
     rows, saves = [], []
     launches, reached = 0, 0
-    for event in [*_with_spikes(history), {"kind": "the end of all"}]:
+    early = [event for event in _with_spikes(history) if until == math.inf or _seconds(event) < until]
+    for event in [*early, {"kind": "the end of all"}]:
         if event["kind"] == "save":
             saves.append(event)
             continue
@@ -185,8 +217,15 @@ def events(history: History) -> Rows:
             code = event.get("code")
             rows.append((_at(event), f"ended with exit code {code}" + f": {event['why']}" * bool(event.get("why"))))
         reached = max(reached, event.get("iteration", 0))
-    left_out = len(rows) - SHOWN
-    return [("before these", several(left_out, "event")), *rows[-SHOWN:]] if left_out > 0 else rows
+    return rows
+
+
+def _seconds(event: dict) -> float:
+    """The time of a record of metrics.jsonl in Unix seconds; that of a step is not recorded: infinity."""
+    try:
+        return datetime.fromisoformat(event["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return math.inf
 
 
 def _with_spikes(history: History) -> list[dict]:
@@ -204,8 +243,33 @@ def _with_spikes(history: History) -> list[dict]:
 
 
 def _at(event: dict) -> str:
-    clock = str(event.get("time") or "")[:16].replace("T", " ")
-    return f"iteration {event['iteration']:,}" + f" \u00b7 {clock}" * bool(clock)
+    when = event.get("time") or ""
+    when = datetime.fromtimestamp(when).isoformat() if isinstance(when, (int, float)) else str(when)
+    clock, at = when[:16].replace("T", " "), event.get("iteration")
+    return " \u00b7 ".join(filter(None, ["" if at is None else f"iteration {at:,}", clock]))
+
+
+# -- supervisor --------------------------------------------------------------------------------------------------------
+
+
+def supervision(recorded: Sequence[dict]) -> Rows:
+    """Where the time of a supervised job went, over all its supervisors: their accounts in events.jsonl."""
+    accounts = [event["account"] for event in recorded if event.get("account") and event["source"] == "supervisor"]
+    killed = sum(event["event"] == "supervisor_lost" for event in recorded)
+    lost_one = [("no account", f"of {several(killed, 'supervisor')} that {'were' if killed > 1 else 'was'} killed")]
+    if not accounts:
+        return lost_one * bool(killed)
+    wall, productive = (sum(one[name] for one in accounts) for name in ("wall", "productive"))
+    lost = Counter()
+    for one in accounts:
+        lost.update(one["lost"])
+    share = lambda took: f"{seconds(took)}, {took / max(wall, 1e-9):.1%}"
+    rows = [("supervised time", f"{seconds(wall)}{f', in {len(accounts)} parts' * (len(accounts) > 1)}")]
+    rows.append(("steps that count", share(productive)))
+    rows += [(cause, share(took)) for cause, took in lost.most_common() if took >= 0.05]
+    for name in ("steps", "repeated_steps", "restarts", "checkpoints"):
+        rows.append((name.replace("_", " "), f"{sum(one[name] for one in accounts):,}"))
+    return rows + lost_one * bool(killed)
 
 
 def _started(event: dict, launches: int, reached: int) -> str:

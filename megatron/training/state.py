@@ -12,7 +12,8 @@ import torch
 
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.data.loader import MicroBatchLoader
-from megatron.errors import CheckpointError, Preempted, exit_code
+from megatron.errors import CheckpointError, PeerLost, Preempted, exit_code
+from megatron.guard.alarm import Alarm
 from megatron.guard.changes import probe_places
 from megatron.guard.endings import peer_lost
 from megatron.guard.replicas import check_buffers
@@ -32,11 +33,14 @@ from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
+from megatron.training.events import first_line, record_end, record_save
 from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
 from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint to be written
+# The same if a rank is lost, whose part may never come: launchers kill a rank that does not end, and its reason with it.
+LAST_SAVE_WITHOUT_PEER = 5.0
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,7 @@ class Run:
     checkpoints: Checkpoints
     metrics: Metrics
     events: EventLog
+    alarm: Optional[Alarm]  # on the first rank
     watch: Watch
     state: State
     profiler: Profiler
@@ -247,14 +252,7 @@ class Run:
             self._save()
         seconds, settings = round(time.perf_counter() - started, 3), self.config.checkpoint
         self.metrics.note("save", self.state.iteration, seconds=seconds)
-        self.events.record(
-            "save",
-            f"checkpoint of iteration {self.state.iteration} {'is being' if settings.async_save else 'was'} written",
-            iteration=self.state.iteration,
-            seconds=seconds,
-            in_background=settings.async_save,
-            folder=settings.save,
-        )
+        record_save(self.events, settings, self.state.iteration, seconds)
         self.metrics.record_save(self.state.iteration, self.state.consumed_samples, self.config.checkpoint.async_save)
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
         self.hooks.call("after_save", self, lambda: SaveFacts(self.state.iteration, settings.save, settings.async_save))
@@ -297,25 +295,22 @@ class Run:
         if orderly:
             self.profiler.end(self.state.iteration)
         if self.checkpoints.manager:
-            patience = 0.0 if isinstance(error, KeyboardInterrupt) else LAST_SAVE
+            patience = LAST_SAVE_WITHOUT_PEER if isinstance(error, PeerLost) else LAST_SAVE
+            patience = 0.0 if isinstance(error, KeyboardInterrupt) else patience
             self.checkpoints.manager.close(None if orderly else patience, copies=error is not None)
         if self.checkpoints.best:
             self.checkpoints.best.close(None if orderly else 0.0)
         self.loaders.close()
         stop = self.watch.stop.why if self.watch.stop else ""
-        why = stop if error is None else (str(error).splitlines() or [type(error).__name__])[0]
+        why = stop if error is None else first_line(error)
         code = 0 if error is None else exit_code(error)
         self.metrics.end(self.done, code, why)
-        self._record_end(code, why)
+        if self.alarm:
+            self.alarm.close()
+        record_end(self.events, code, why, self.done, self.train_iters)
         self.metrics.close()
         self.watch.close()
         if orderly:
             leave_job(self.context)
         if self.checkpoints.manager and error is None:  # without process group: other ranks must not wait for copies
             self.checkpoints.manager.close_copies(lambda: self.watch.heartbeat.beat("save"))
-
-    def _record_end(self, code: int, why: str) -> None:
-        ended = f"ended after iteration {self.done} of {self.train_iters}"
-        message = ended if code == 0 and not why else f"{ended} with exit code {code}: {why}"
-        level = "info" if code in (0, Preempted.code) else "error"
-        self.events.record("end", message, level=level, iteration=self.done, code=code, why=why)

@@ -2,16 +2,12 @@
 """Notes about problems that show in the steps of a run, each logged once per launch, also in metrics.jsonl."""
 
 import contextlib
-import math
 import time
-from collections import deque
 from typing import Optional
 
 from megatron.optimizer.lr_schedule import zero_to_the_end
 from megatron.telemetry.step_metrics import StepMetrics
 from megatron.training.pace import Pace
-
-IN_A_ROW = 10  # consecutive steps after the warm-up with a loss above that of a uniform guess
 
 
 class StepNotes:
@@ -20,12 +16,10 @@ class StepNotes:
     def __init__(self):
         self._logged: set[str] = set()
         self._pace: Optional[Pace] = None
-        self._losses: deque[float] = deque(maxlen=IN_A_ROW)
 
     def after(self, run, step: StepMetrics) -> None:
         """Check a recorded step. run: `training.state.Run`."""
         self._log_once(run, step.iteration, "no learning rate", no_rate(run, step))
-        self._log_once(run, step.iteration, "loss above a guess", self._worse_than_a_guess(run, step))
 
     @contextlib.contextmanager
     def timed(self, run):
@@ -40,24 +34,6 @@ class StepNotes:
             self._logged.add(what)
             run.metrics.log(f"note: {words}")
             run.metrics.note("note", iteration, what=what, words=words)
-
-    def _worse_than_a_guess(self, run, step: StepMetrics) -> str:
-        name, loss = next(iter(step.losses.items()), ("", math.nan))
-        if (
-            name not in run.metrics.run.perplexities
-            or step.skipped
-            or run.state.scheduled_samples <= run.lengths.warmup
-        ):
-            return ""
-        self._losses.append(float(loss))
-        guess = math.log(run.vocab_size)
-        if len(self._losses) < IN_A_ROW or min(self._losses) <= guess:
-            return ""
-        return (
-            f"the {name} of each of the last {IN_A_ROW} steps was above {guess:.3f}, which is ln({run.vocab_size}): a "
-            f"uniform guess is better (iteration {step.iteration}: {self._losses[-1]:.3f}); if this continues, lower "
-            "--lr or warm up for longer"
-        )
 
 
 def no_rate(run, step: StepMetrics) -> str:

@@ -13,8 +13,10 @@ pytest.importorskip("matplotlib")
 
 from megatron.errors import DataError
 from megatron.telemetry.curves import smooth
-from megatron.telemetry.run_record import JsonLines, read_history
+from megatron.telemetry.events import EventLog
+from megatron.telemetry.run_record import History, JsonLines, read_history
 from megatron.tools.report import build, main, perplexity, read_evaluation
+from megatron.training import report_facts
 
 CONFIG = dict(model=dict(num_layers=2, hidden_size=64, seq_length=16), optimizer=dict(lr=0.0006, lr_decay_iters=None))
 
@@ -90,7 +92,7 @@ def test_numbers_of_the_run_are_there(tmp_path):
         "5.1 M parameters",
         "2 layers of width 64",
         "dp 2",
-        "in 2 launches",
+        "1 restart",
         "480 samples",
         "7,680",
         "|0:00:30|",
@@ -286,3 +288,58 @@ def test_smoothing_keeps_lines_and_lengths():
     assert [at for at, _ in smooth(line)] == list(range(200))
     assert [value for _, value in smooth(line)] == pytest.approx([value for _, value in line])
     assert smooth([]) == [] and smooth([(1, 3.0)]) == [(1, 3.0)]
+
+
+def test_events_and_the_supervisors_account_are_told(tmp_path):
+    write_run(tmp_path)
+    log, supervisor = (EventLog(tmp_path / "events.jsonl", source=source) for source in ("run", "supervisor"))
+    log.record("start", "training starts at iteration 0", iteration=0)
+    for iteration in (10, 20):
+        log.record("save", f"the checkpoint of iteration {iteration} was written", iteration=iteration, seconds=0.5)
+    log.record("spike", "loss 9 is far", iteration=26)
+    supervisor.record("restart", "restart 1 of 10: rank killed by SIGKILL", iteration=26)
+    log.record("start", "training starts at iteration 20", iteration=20)
+    lost = {"starting": 20.0, "saving checkpoints": 5.0, "evaluating": 0.0, "the supervisor itself": 0.01}
+    account = dict(wall=100.0, productive=75.0, lost=lost, steps=31, repeated_steps=6, restarts=1, checkpoints=2)
+    supervisor.record("end", "finished", iteration=31, account=account)
+    page = build(tmp_path)
+    text = re.sub(r"<[^>]+>", "|", page)
+    for shown in (
+        "saved 2 times since iteration 10, 500.00 ms each|",
+        "warning: loss 9 is far|",
+        "warning: restart 1 of 10: rank killed by SIGKILL|",
+        "supervised time||100.00 s|",
+        "steps that count||75.00 s, 75.0%|",
+        "starting||20.00 s, 20.0%|",
+        "repeated steps||6|",
+        "1 restart|",
+    ):
+        assert shown in text, shown
+    supervisor.record("end", "finished", iteration=31, account=account)
+    supervisor.record("supervisor_lost", "killed")
+    text = re.sub(r"<[^>]+>", "|", build(tmp_path))
+    assert "supervised time||200.00 s, in 2 parts|" in text and "of 1 supervisor that was killed|" in text
+
+
+def test_runs_that_write_to_one_file_are_called_interleaved(tmp_path):
+    write_run(tmp_path)
+    assert "interleaved" not in build(tmp_path)
+    last = read_history(tmp_path / "metrics.jsonl").steps[-1]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for iteration in (5, last["iteration"] + 1, 6):
+            file.write(json.dumps(last | dict(iteration=iteration)) + "\n")
+    page = build(tmp_path)
+    assert "records of several runs, interleaved" in page and "2 steps of another run" in page
+
+
+def test_an_interleaved_pipeline_is_called_so(tmp_path):
+    config = dict(
+        model=dict(num_layers=8, seq_length=100),
+        batch=dict(micro_batch_size=2, global_batch_size=16),
+        parallel=dict(pipeline_schedule="1f1b", num_virtual_stages_per_pipeline_rank=2),
+    )
+    history = History(run=dict(config=config, mesh=dict(pp=2, replicate=1, shard=1)))
+    history.steps = [dict(iteration=1, batch_size=16)]
+    assert dict(report_facts.schedule(history))["pipeline"] == (
+        "interleaved over 2 ranks of 2 chunks, 8 micro-batches a step"
+    )

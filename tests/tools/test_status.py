@@ -5,12 +5,15 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.errors import DataError, UsageError
 from megatron.guard.heartbeat import Heartbeat
+from megatron.guard.supervisor_mark import Mark
+from megatron.telemetry.events import EventLog
 from megatron.tools import status
 from megatron.tools.status import folders, look, main
 
@@ -165,3 +168,70 @@ def test_a_run_is_counted_once_and_is_never_more_than_done(run, capsys):
     main([str(folder.parent), str(folder)])
     said = capsys.readouterr().out
     assert said.startswith("1 run: ") and " 100% " in said and "133%" not in said
+
+
+def test_warnings_of_the_newest_launch_are_told(run, capsys):
+    folder = run(*STEPS)
+    log = EventLog(folder / "events.jsonl")
+    log.record("start", "one", iteration=0)
+    log.record("spike", "of a launch before", iteration=10)
+    log.record("restart", "killed", iteration=12)
+    log.record("start", "two", iteration=10)
+    line = look(folder)
+    assert (line.restarts, line.warnings, line.errors, line.last_event) == (1, 0, 0, None)
+    log.record("high_grad_norm", "gradient norm 9 is high", iteration=20)
+    log.record("no_step", "no step has ended for 99 s", iteration=30)
+    line = look(folder)
+    assert (line.warnings, line.errors, line.last_event["event"]) == (1, 1, "no_step")
+    main([str(folder)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 restart" in said and "1 error and 1 warning, the last one 0 s ago: no step has ended for 99 s" in said
+
+
+def test_a_killed_supervisor_shows(run):
+    folder = run(*STEPS)
+    path = folder / "supervise" / "supervisor.json"
+    path.parent.mkdir()
+    Mark.own().write(path)
+    assert look(folder).why == ""
+    replace(Mark.own(), pid=ENDED).write(path)
+    assert (
+        look(folder).why == f"its supervisor (process {ENDED} on {socket.gethostname()}) was killed: nobody restarts it"
+    )
+    elsewhere = replace(Mark.own(), pid=7, host="node7", machine="another")
+    elsewhere.write(path)
+    assert look(folder).why == ""
+    os.utime(path, (time.time() - 500,) * 2)
+    assert "(process 7 on node7) was killed" in look(folder).why
+    replace(elsewhere, ended="finished").write(path)
+    assert look(folder).why == ""
+
+
+def test_runs_that_write_to_one_file_are_called_interleaved(run):
+    assert "interleaved" in look(run(step(1), step(2), step(1), step(3), step(2))).why
+    assert look(run(step(1), step(2), dict(kind="rewind", iteration=0), step(1), name="b")).why == ""
+
+
+def test_a_run_in_an_object_store(tmp_path, monkeypatch, capsys):
+    """Its metrics are on the machine where it runs; elsewhere its checkpoints are known."""
+    import fsspec
+
+    monkeypatch.chdir(tmp_path)
+    store = fsspec.filesystem("memory")
+    state = dict(config=CONFIG, mesh=dict(replicate=1, shard=2), state=dict(iteration=100, consumed_samples=800))
+    for name, content in (("index.json", "{}"), ("state.json", json.dumps(state))):
+        store.pipe(f"/status/runs/a/iter_0000100/{name}", content.encode())
+    for name in ("memory://status/runs/a", "memory://status/runs"):
+        [line] = [look(folder) for folder in folders([name])]
+        assert (line.run, line.state, line.checkpoint, line.iterations) == ("memory://status/runs/a", "done", 100, 100)
+        assert line.age < 100 and line.checkpoint_age < 100
+    launch = dict(kind="run", iteration=0, config={**CONFIG, "checkpoint": dict(save="memory://status/runs/a")})
+    records = [launch, step(100), dict(kind="end", iteration=100, code=0, why="")]
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    main(["memory://status/runs/a"])
+    said = capsys.readouterr().out
+    assert said.startswith("1 run: done") and "100/100" in said and " d ago" not in said
+    [line] = [look(folder) for folder in folders(["memory://status/runs/a"])]
+    assert (line.loss, line.checkpoint, line.state) == (9.0, 100, "done")
+    store.rm("/status", recursive=True)

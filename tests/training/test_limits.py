@@ -24,6 +24,7 @@ from megatron.settings.batch import batch_size, total_iterations
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.rules import RANGES
 from megatron.settings.schema import Batch, Guard, Optimizer
+from megatron.telemetry.event_rules import RecordRules
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.profiler import Profiler
 from megatron.tools import status
@@ -31,7 +32,6 @@ from megatron.training.measures import Collected, early_end_reason
 from megatron.training.outcome import clip_coefficient
 from megatron.training.pace import Pace
 from megatron.training.rules import check
-from megatron.training.step_notes import StepNotes
 
 STEPS = Batch(global_batch_size=1, train_iters=100)
 
@@ -257,22 +257,17 @@ def test_three_steps_of_more_than_three_times_the_median_crawl(monkeypatch):
 
 
 def test_ten_losses_above_a_guess_after_the_warm_up():
-    run = SimpleNamespace(
-        metrics=SimpleNamespace(run=SimpleNamespace(perplexities=("lm loss",))),
-        state=SimpleNamespace(scheduled_samples=21),
-        lengths=SimpleNamespace(warmup=20),
-        vocab_size=64,
-    )
-    step = lambda loss: SimpleNamespace(losses={"lm loss": loss}, skipped=False, iteration=1)
     above, guess = math.log(64) + 1e-9, math.log(64)
 
     def said(losses, samples=21):
-        run.state.scheduled_samples = samples
-        notes = StepNotes()
-        return [bool(notes._worse_than_a_guess(run, step(loss))) for loss in losses]
+        kinds = []
+        rules = RecordRules({}, lambda kind, *_, **__: kinds.append(kind), guess=guess, warmup=20)
+        for loss in losses:
+            rules({"kind": "step", "iteration": 1, "consumed_samples": samples, "lm loss": loss})
+        return kinds
 
-    assert said([above] * 10) == [False] * 9 + [True]
-    assert not any(said([above] * 9 + [guess])) and not any(said([above] * 10, samples=20))
+    assert said([above] * 9) == [] and said([above] * 10) == said([above] * 20) == ["loss_above_guess"]
+    assert not said([above] * 9 + [guess]) and not said([above] * 10, samples=20)
 
 
 def test_the_last_step_to_profile():

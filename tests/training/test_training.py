@@ -17,6 +17,7 @@ import pretrain_gpt
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, NumericsError, SettingsError
 from megatron.guard import processes
+from megatron.telemetry.events import read_events
 from tests.chaos.victim import Fault
 
 TINY = (
@@ -182,7 +183,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tmp_pat
     shard.write_bytes(data)
     _pretrain(0, f"--train-iters 4 --save {tmp_path} --load {tmp_path}")
     said = capsys.readouterr().out
-    assert re.search(r"note: .*iter_0000004", said) and "loaded checkpoint" in said
+    assert re.search(r"warning: .*iter_0000004 is passed over, and iteration 2 loaded instead: .*damaged", said)
+    (event,) = [event for event in read_events(tmp_path) if event["event"] == "damaged_checkpoint"]
+    assert (event["level"], event["loaded"], event["checkpoint"]) == ("warning", 2, str(shard.parent))
     assert _steps(tmp_path)[-1]["iteration"] == 4
 
 

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the disk has room for the next checkpoints. Needs no torch."""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from megatron.guard.resume_command import newest_checkpoint
+from megatron.storage.urls import location
+
+
+class Shortage(NamedTuple):
+    """Too little room in a folder, in bytes."""
+
+    folder: str
+    free: int
+    needed: int
+    checkpoints: int
+
+
+def shortage(folder: Optional[str], checkpoints: float) -> Optional[Shortage]:
+    """The shortage of a folder for so many more checkpoints of the size of its newest one; None if they fit.
+
+    Also None for an object store, and for a folder without a checkpoint.
+    """
+    place, newest = location(folder or "."), newest_checkpoint(folder)
+    if newest is None or not isinstance(place, Path):
+        return None
+    try:
+        files = [path.stat().st_size for path in (place / f"iter_{newest:07d}").rglob("*") if path.is_file()]
+        free = shutil.disk_usage(place).free
+    except OSError:  # it was just deleted, for a newer one
+        return None
+    needed = round(checkpoints * sum(files))
+    return Shortage(str(place), free, needed, checkpoints) if free < needed else None

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The events of a run that its loop records: start, save, a disk that is nearly full, drift of replicas, end."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Optional
+
+from megatron.errors import Interrupted, Locked, NumericsError, Preempted, exit_code
+from megatron.guard.disk import shortage
+from megatron.guard.endings import peer_lost
+from megatron.guard.heartbeat import Heartbeat
+from megatron.settings import schema
+from megatron.telemetry.event_rules import rule_of
+from megatron.telemetry.events import EventLog
+
+QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended as somebody wanted
+
+
+def record_start(run) -> None:
+    """Record the start of a launch. run: `training.state.Run`"""
+    ranks, first, name = run.context.mesh.world_size, run.state.iteration, run.config.checkpoint.save
+    what = "evaluation" if run.config.batch.skip_train else "training"
+    run.events.record(
+        "start",
+        f"{what} starts at iteration {first} of {run.train_iters} on {ranks} rank{'s' * (ranks > 1)}",
+        iteration=first,
+        ranks=ranks,
+        resumed=run.saved_hooks is not None,
+    )
+    if name:
+        record_shortage(run.events, run.config.checkpoint, first)
+
+
+def record_save(events: EventLog, settings: schema.Checkpoint, iteration: int, seconds: float) -> None:
+    """Record a checkpoint, and whether the disk has room for the next ones."""
+    events.record(
+        "save",
+        f"the checkpoint of iteration {iteration} {'is being' if settings.async_save else 'was'} written",
+        iteration=iteration,
+        seconds=seconds,
+        in_background=settings.async_save,
+        folder=settings.save,
+    )
+    record_shortage(events, settings, iteration)
+
+
+def record_shortage(events: EventLog, settings: schema.Checkpoint, iteration: int) -> None:
+    """Record the folders of checkpoints whose disk has no room for the next ones."""
+    rule = rule_of(events.rules, "disk_nearly_full")
+    for folder in filter(None, (settings.save, settings.save_mirror)) if events.active and not rule.off else ():
+        if short := shortage(folder, rule.threshold):
+            events.record(
+                "disk_nearly_full",
+                f"{short.folder}: {short.free:,} bytes are free, and the next {rule.threshold:g} checkpoints need "
+                f"{short.needed:,}; free some space, or lower --keep-last",
+                iteration=iteration,
+                folder=short.folder,
+                free=short.free,
+                needed=short.needed,
+            )
+
+
+@contextlib.contextmanager
+def recorded_drift(events: EventLog, iteration: int) -> Iterator[None]:
+    """A context of a comparison of replicas, which raises NumericsError if they differ."""
+    try:
+        yield
+    except NumericsError as error:
+        why = str(error.why)
+        events.record("replica_drift", f"{error.what}: {why}", iteration=iteration, why=why)
+        raise
+
+
+@contextlib.contextmanager
+def recorded_end(events: EventLog, heartbeat: Heartbeat, config: schema.Config) -> Iterator[None]:
+    """A context that records the end of a launch that failed before its run was built, and sends the last events."""
+    try:
+        yield
+    except BaseException as error:
+        if not events.ended:
+            if isinstance(error, Locked) or not (events.path and events.path.parent.is_dir()):
+                events.path = None  # the folder belongs to another job, or was not created yet
+            reported = peer_lost(error, heartbeat, config) or error
+            record_end(events, exit_code(reported), first_line(reported))
+        raise
+    finally:
+        events.close()
+
+
+def record_end(
+    events: EventLog, code: int, why: str, iteration: Optional[int] = None, train_iters: Optional[int] = None
+) -> None:
+    """Record the end of a launch. iteration: None if training has not started"""
+    at = "before the first step" if iteration is None else f"after iteration {iteration} of {train_iters}"
+    message = f"ended {at}" + (f" with exit code {code}" if code else "") + (f": {why}" if why else "")
+    level = "info" if code in QUIET else "error"
+    events.record("end", message, level=level, iteration=iteration, code=code, why=why)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its name."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
