@@ -289,6 +289,21 @@ def test_ranks_over_time(tmp_path):
     assert watched(write(tmp_path / "b", launch(), step(1))).ranks("0")["names"] == []
 
 
+def test_ranks_of_a_run_that_is_resumed_on_others(tmp_path):
+    def ranks(iteration, forward, waiting):
+        return dict(kind="ranks", iteration=iteration, steps=5, seconds=dict(forward=forward, waiting=waiting))
+
+    records = [launch(), ranks(5, [1, 2], [1, 0]), ranks(10, [3, 4], [1, 0]), launch(5), ranks(10, [5, 6], [3, 1])]
+    runs = watched(write(tmp_path / "a", *records))
+    found = runs.ranks("0")
+    assert (found["names"], found["name"]) == (["own time", "forward", "waiting"], "own time")
+    assert (found["x"].tolist(), found["values"].tolist()) == ([5, 10], [[1, 5], [2, 6]])
+    assert runs.ranks("0", "waiting")["values"].tolist() == [[1, 3], [0, 1]]
+    write(tmp_path / "a", launch(10), ranks(15, [7, 7, 9], [0, 0, 0]))
+    runs.refresh()
+    assert runs.ranks("0")["values"].tolist() == [[7], [7], [9]] and runs.ranks("0")["x"].tolist() == [15]
+
+
 def test_runs_of_an_object_store(tmp_path):
     url = f"memory://{tmp_path.name}/runs"
     (location(url) / "a" / "metrics.jsonl").write_bytes(b"".join(lines(launch(), step(1, 3.0))))

@@ -72,7 +72,7 @@ def visit(browser, url):
         page.on(
             "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
         )
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("pageerror", lambda error: complaints.append(error.stack or str(error)))
         page.goto(url + address)
         page.wait_for_selector('[data-chart="lm loss"] .u-over')
         opened.append(page)

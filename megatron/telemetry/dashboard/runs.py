@@ -166,7 +166,7 @@ class WatchedRun:
             tokens_per_second=self.state.get("tokens_per_second") or series.last_step.get("tokens_per_second"),
             seconds_left=self.state.get("seconds_left"),
             checkpoint_age=self.state.get("checkpoint_age"),
-            has_ranks=bool(series.timers),
+            has_ranks=any(table.rows for table in series.ranks.values()),
         )
 
     def all_events(self) -> list[dict]:
@@ -301,12 +301,11 @@ class Runs:
     def ranks(self, id: str, what: str = "", axis: str = "iteration") -> dict[str, Any]:
         """The time of each rank in a part of the steps, for a heat map: values [ranks][parts of the axis] in seconds."""
         [run] = self.chosen([id]) or [None]
-        tables = rank_times(run.series) if run else {}
+        tables = run.series.ranks if run else {}
         if not tables:
             return dict(names=[], name="", x=[], values=[])
         name = what if what in tables else next(iter(tables))
-        iterations, table = tables[name]
-        x = run.series.place(iterations, axis)
+        x, table = run.series.place(tables[name].iterations, axis), tables[name].seconds
         if len(x) > PARTS:
             first = np.unique(np.linspace(0, len(x), PARTS, endpoint=False).astype(int))
             lengths = np.diff(np.append(first, len(x)))
@@ -367,22 +366,6 @@ def _places(x: np.ndarray) -> np.ndarray:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
-
-
-def rank_times(series: Series) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Name of a timer -> (iterations [t], seconds of each rank [t, ranks]), as --timing-log-option all records them."""
-    rows: dict[str, list[tuple[int, list[float]]]] = {}
-    for record in series.timers:
-        for name, both in record["seconds"].items():
-            if both.get("ranks"):
-                rows.setdefault(name, []).append((record["iteration"], both["ranks"]))
-    tables = {}
-    for name, found in rows.items():
-        ranks = len(found[-1][1])
-        kept = [row for row in found if len(row[1]) == ranks]  # a resumed run may have another number of ranks
-        if ranks > 1:
-            tables[name] = np.array([row[0] for row in kept], float), np.array([row[1] for row in kept], float)
-    return tables
 
 
 # -- finding runs --------------------------------------------------------------------------------------------------------

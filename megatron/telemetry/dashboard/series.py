@@ -16,6 +16,7 @@ from megatron.telemetry.curves import running_mean
 from megatron.telemetry.run_record import EVENTS, LOSS, RATES, TASK_LOSS, History, parse_record
 
 AXES = ("iteration", "samples", "tokens", "time")
+WAITING = "waiting"  # the part of a step in which a rank waits for others
 START = 1024  # rows that a table begins with
 
 
@@ -75,13 +76,44 @@ class Columns:
         return name in self.names and bool(np.isfinite(self[name]).any())
 
 
+class RankTable:
+    """Seconds of each rank in a part of the steps, a row for each record."""
+
+    def __init__(self, ranks: int):
+        self.rows = 0
+        self._iterations, self._seconds = np.empty(START), np.empty((START, ranks), np.float32)
+
+    @property
+    def ranks(self) -> int:
+        return self._seconds.shape[1]
+
+    @property
+    def iterations(self) -> np.ndarray:
+        return self._iterations[: self.rows]
+
+    @property
+    def seconds(self) -> np.ndarray:
+        return self._seconds[: self.rows]
+
+    def append(self, iteration: int, seconds: list[float]) -> None:
+        if self.rows == len(self._iterations):
+            self._iterations = np.concatenate([self._iterations, np.empty_like(self._iterations)])
+            self._seconds = np.concatenate([self._seconds, np.empty_like(self._seconds)])
+        self._iterations[self.rows], self._seconds[self.rows] = iteration, seconds
+        self.rows += 1
+
+    def drop_after(self, iteration: int) -> None:
+        while self.rows and self._iterations[self.rows - 1] > iteration:
+            self.rows -= 1
+
+
 class Series:
     """The records of a run that count, from its metrics file."""
 
     def __init__(self):
         self.run: dict[str, Any] = {}  # the newest run record
         self.steps, self.evals, self.memory = Columns(), [], Columns()
-        self.timers: list[dict] = []  # records with the times of each rank
+        self.ranks: dict[str, RankTable] = {}  # by the part of a step
         self.events: list[dict] = []  # records of the kinds of EVENTS
         self.starts: list[int] = []  # the iteration that each launch started from
         self.damaged_lines = 0
@@ -116,9 +148,10 @@ class Series:
             self.steps.drop_after(iteration)
             self.memory.drop_after(iteration)
             self._axes.clear()
-            for records in (self.evals, self.timers):
-                while records and records[-1]["iteration"] > iteration:
-                    records.pop()
+            for table in self.ranks.values():
+                table.drop_after(iteration)
+            while self.evals and self.evals[-1]["iteration"] > iteration:
+                self.evals.pop()
         if kind == "run":
             self.run = record
             self.starts.append(iteration)
@@ -126,8 +159,15 @@ class Series:
             self.evals.append(record)
         elif kind == "memory":
             self.memory.extend([record])
-        elif kind == "timers" and any("ranks" in both for both in (record.get("seconds") or {}).values()):
-            self.timers.append(record)
+        elif kind in ("ranks", "timers"):
+            self._take_ranks(iteration, rank_seconds(record))
+
+    def _take_ranks(self, iteration: int, parts: dict[str, list[float]]) -> None:
+        for part, seconds in parts.items():
+            table = self.ranks.get(part)
+            if table is None or table.ranks != len(seconds):  # a resumed run may have another number of ranks
+                table = self.ranks[part] = RankTable(len(seconds))
+            table.append(iteration, seconds)
 
     @property
     def history(self) -> History:
@@ -218,6 +258,25 @@ class Series:
             high = int(np.searchsorted(x, between[1], side="right")) + 1
             x, y, smooth = x[low:high], y[low:high], None if smooth is None else smooth[low:high]
         return thinned(Curve(x, y, smooth), width)
+
+
+def rank_seconds(record: dict) -> dict[str, list[float]]:
+    """Part of a step -> seconds of each rank, of a record of several ranks: `ranks`, or `timers` of all ranks.
+
+    A record of ranks begins with their own time, the sum of all parts but waiting for others.
+
+    >>> rank_seconds(dict(kind="ranks", seconds={"forward": [1.0, 2.0], "update": [0.5, 0.5], "waiting": [1.0, 0.0]}))
+    {'own time': [1.5, 2.5], 'forward': [1.0, 2.0], 'update': [0.5, 0.5], 'waiting': [1.0, 0.0]}
+    >>> rank_seconds(dict(kind="timers", seconds={"optimizer": dict(min=1.0, max=2.0, ranks=[1.0, 2.0])}))
+    {'optimizer': [1.0, 2.0]}
+    """
+    found = record.get("seconds") or {}
+    if record["kind"] == "timers":
+        found = {name: both.get("ranks") or [] for name, both in found.items()}
+    elif found:
+        own = [seconds for part, seconds in found.items() if part != WAITING]
+        found = {"own time": [sum(rank) for rank in zip(*own, strict=True)]} | found
+    return {name: seconds for name, seconds in found.items() if len(seconds) > 1}
 
 
 def thinned(curve: Curve, width: int) -> Curve:

@@ -398,7 +398,8 @@ async function loadRanks() {
   $("ranks").hidden = !able.length;
   if (!able.length) return;
   choices($("ranks-run"), able.map((run) => [run.id, run.name]));
-  heatData = await ask("ranks", [["run", $("ranks-run").value], ["name", $("ranks-name").value], ["axis", view.axis]]);
+  const found = await ask("ranks", [["run", $("ranks-run").value], ["name", $("ranks-name").value], ["axis", view.axis]]);
+  heatData = { ...found, middles: found.x.map((_, t) => middle(found.values.map((row) => row[t]))) };
   choices($("ranks-name"), heatData.names.map((name) => [name, name]));
 }
 
@@ -422,7 +423,6 @@ function heatColour(ratio) {
 function drawRanks() {
   if (!heatData?.values.length || $("ranks").hidden) return;
   const { x, values } = heatData, number = values.length;
-  heatData.middles = x.map((_, t) => middle(values.map((row) => row[t])));
   heat?.destroy();
   const box = $("heat"), first = x[0] - (x[1] - x[0] || x[0]);
   const cells = (u) => {
@@ -456,9 +456,11 @@ function drawRanks() {
 function noteRank(u) {
   const { x, values, middles, name } = heatData;
   const plain = `${name}: time of each rank, compared with the median of all ranks at that moment`;
-  if (u == null || u.cursor.idx == null || u.cursor.left < 0) { $("heat-note").textContent = plain; return; }
+  if (!x.length || u == null || u.cursor.idx == null || u.cursor.left < 0) { $("heat-note").textContent = plain; return; }
   const at = x.findIndex((value) => value >= u.posToVal(u.cursor.left, "x")), t = at < 0 ? x.length - 1 : at;
-  const rank = Math.min(values.length - 1, Math.max(0, Math.floor(u.posToVal(u.cursor.top, "y"))));
+  const over = Math.floor(u.posToVal(u.cursor.top, "y")); // no number where the cursor is over another chart
+  const slowest = values.reduce((most, row, n) => (row[t] > values[most][t] ? n : most), 0);
+  const rank = Number.isFinite(over) ? Math.min(values.length - 1, Math.max(0, over)) : slowest;
   $("heat-note").textContent = `rank ${rank}, ${AXIS_NAMES[view.axis]} ${onAxis(x[t])}: ${written(values[rank][t], "s")} in ${name}, ${(values[rank][t] / middles[t]).toFixed(2)} x the median`;
 }
 
