@@ -350,6 +350,8 @@ function refresh(now = false) {
   waiting = setTimeout(load, now ? 0 : Math.max(0, asked + PAUSE - Date.now()));
 }
 
+const complain = (error) => console.warn(`no answer: ${error.message}`);
+
 async function load() {
   busy = true;
   asked = Date.now();
@@ -360,7 +362,7 @@ async function load() {
     const [answer, news] = await Promise.all([
       ask("charts", [...ids, ...zoomed, ["axis", view.axis], ["width", width], ["window", windowSteps()]]),
       ask("events", [...ids, ["axis", view.axis]]),
-      loadRanks(), loadPictures()]);
+      loadRanks().catch(complain), loadPictures().catch(complain)]);
     charts = answer.charts;
     for (const chart of charts) chart.log = chart.id === "grad_norm" && spread(chart) > 10;
     if (!view.between) full = ends();
@@ -369,7 +371,7 @@ async function load() {
     listEvents();
     drawRanks();
   } catch (error) {
-    console.warn(`no answer: ${error.message}`);
+    complain(error);
   } finally {
     busy = false;
     if (again) { again = false; refresh(); }
@@ -534,8 +536,8 @@ function listRuns() {
     if (run.loss != null) told.push(`loss ${written(run.loss, "")}`);
     if (run.tokens_per_second) told.push(`${count(run.tokens_per_second)} tokens/s`);
     if (run.seconds_left) told.push(`${duration(run.seconds_left)} left`);
-    if (run.restarts) told.push(`${run.restarts} restart${run.restarts > 1 ? "s" : ""}`);
-    if (run.damaged_lines) told.push(`${run.damaged_lines} damaged line${run.damaged_lines > 1 ? "s" : ""}`);
+    for (const [number, what] of [[run.errors, "error"], [run.warnings, "warning"], [run.restarts, "restart"], [run.damaged_lines, "damaged line"]])
+      if (number) told.push(`${number} ${what}${number > 1 ? "s" : ""}`);
     const state = run.state ? [element("span", { className: `state ${run.state}`, textContent: run.state, title: run.why }), " "] : [];
     const why = run.why && ["failed", "stalled", "stopped", "interrupted", "unreadable"].includes(run.state) ? ` \u00b7 ${run.why}` : "";
     parts.more.replaceChildren(...state, run.read < 1 ? `reading, ${Math.floor(100 * run.read)} %` : told.join(" \u00b7 ") + why);
