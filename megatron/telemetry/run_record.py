@@ -17,14 +17,12 @@ import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Optional
-
-import orjson
+from typing import Any, Optional
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "triton", "flash-attn", "apex")
 
@@ -200,10 +198,10 @@ def records(path: Path) -> Iterator[Optional[dict]]:
         yield from map(parse_record, filter(bytes.strip, lines))
 
 
-def parse_record(line: bytes) -> Optional[dict]:
-    """The record of a line of a metrics file; None for a damaged line."""
+def parse_record(line: bytes, loads: Callable[[bytes], Any] = json.loads) -> Optional[dict]:
+    """The record of a line of a metrics file; None for a damaged line. loads: as `json.loads`"""
     try:
-        record = orjson.loads(line)
+        record = loads(line)
         _ = record["kind"], int(record["iteration"])
     except (ValueError, KeyError, TypeError):
         return None

@@ -11,6 +11,7 @@ A resumed run repeats steps, a rewind takes some back: the later records count, 
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
+import orjson
 
 from megatron.telemetry.curves import running_mean
 from megatron.telemetry.run_record import EVENTS, LOSS, RATES, TASK_LOSS, History, parse_record
@@ -124,7 +125,7 @@ class Series:
         """Take the next lines of the file."""
         steps: list[dict] = []
         for line in lines:
-            record = parse_record(line)
+            record = parse_record(line, orjson.loads)
             if record is None:
                 self.damaged_lines += 1
             elif record["kind"] == "step":
