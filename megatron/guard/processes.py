@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron.guard.heartbeat import Beat, machine, process_start_ticks
@@ -37,16 +37,24 @@ def _prctl(what: int, value: int) -> bool:
         return False
 
 
-def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
-    """All descendants of a process, parents before children, without zombies. spared: left out, with their descendants"""
+def nobody() -> Collection[int]:
+    """No processes."""
+    return ()
+
+
+def descendants(pid: int, spared: Callable[[], Collection[int]] = nobody) -> list[int]:
+    """All descendants of a process, parents before children, without zombies.
+
+    spared: returns those to leave out, with their descendants; called after all were listed
+    """
     children = defaultdict(list)
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
         if fields and fields[0] != "Z":
             children[int(fields[1])].append(int(entry.name))
-    result, todo = [], [pid]
+    result, todo, out = [], [pid], spared()
     while todo:
-        below = sorted(set(children[todo.pop(0)]).difference(spared))
+        below = sorted(set(children[todo.pop(0)]).difference(out))
         result += below
         todo += below
     return result
@@ -96,7 +104,11 @@ def alive_here(beat: Beat) -> bool:
 
 
 def end_descendants(
-    of: int, waited_for: int = 0, spared: Collection[int] = (), grace: float = 3.0, deadline: float = 10.0
+    of: int,
+    waited_for: int = 0,
+    spared: Callable[[], Collection[int]] = nobody,
+    grace: float = 3.0,
+    deadline: float = 10.0,
 ) -> list[int]:
     """End all descendants of a process but the `spared`; return those that still run.
 
@@ -107,7 +119,7 @@ def end_descendants(
     start = time.monotonic()
     asked: set[int] = set()
     while True:
-        reap(of, {waited_for, *spared})
+        reap(of, lambda: {waited_for, *spared()})
         left = descendants(of, spared)
         passed = time.monotonic() - start
         if not left or passed > grace + deadline:
@@ -121,10 +133,10 @@ def end_descendants(
         time.sleep(0.05)
 
 
-def reap(of: int, but: Collection[int]) -> None:
-    """Reap adopted zombies, except `but`: children whose exit codes are read later."""
+def reap(of: int, but: Callable[[], Collection[int]]) -> None:
+    """Reap adopted zombies, except those that `but` returns: children whose exit codes are read later."""
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
-        if fields and fields[0] == "Z" and int(fields[1]) == of == os.getpid() and int(entry.name) not in but:
+        if fields and fields[0] == "Z" and int(fields[1]) == of == os.getpid() and int(entry.name) not in but():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(int(entry.name), os.WNOHANG)

@@ -250,10 +250,9 @@ class EventLog:
         for listener in self.listeners:
             listener(event)
 
-    @property
     def processes(self) -> set[int]:
         """The processes that send events at the moment."""
-        return {outbox.send.pid for outbox in self.outboxes if getattr(outbox.send, "pid", 0)}
+        return {pid for outbox in self.outboxes for pid in outbox.processes()}
 
     def close(self, timeout: Optional[float] = None) -> None:
         """Wait until the outboxes have sent their events, at most `timeout` seconds (None: as long as each wants)."""

@@ -98,6 +98,13 @@ class Outbox:
             self._report(self.queue.qsize() or 1, f"the run ended, and {self.name} did not answer for {timeout:g} s")
         self.thread = None
 
+    def processes(self) -> set[int]:
+        """The processes that send an event at the moment."""
+        if not isinstance(self.send, EventCommand):
+            return set()
+        with self.send.lock:
+            return set(self.send.running)
+
     def _work(self) -> None:
         while (event := self.queue.get()) is not None:
             why = self._deliver(event)
@@ -110,6 +117,7 @@ class Outbox:
     def _deliver(self, event: dict) -> str:
         """Send an event, with several tries. Returns the reason if all failed."""
         for pause in (*self.pauses, None):
+            hurried = self.hurry.is_set()
             try:
                 self.send(event)
                 return ""
@@ -117,11 +125,9 @@ class Outbox:
                 why, again = str(error), error.again
             except Exception as error:  # such as an invalid URL: the thread goes on
                 why, again = f"{type(error).__name__}: {error}", False
-            if not again or pause is None:
+            if not again or hurried or pause is None:  # after the end of the run there is one more try
                 break
             self.hurry.wait(pause)
-            if self.hurry.is_set():
-                time.sleep(min(pause, 1.0))
         return why
 
     def _report(self, count: int, why: str) -> None:
@@ -151,7 +157,8 @@ class EventCommand:
     """Runs a shell command for an event: its JSON is on stdin, its first fields in the environment."""
 
     def __init__(self, words: str):
-        self.words, self.pid = words, 0  # of the running command; 0: there is none
+        self.words, self.lock = words, threading.Lock()
+        self.running: set[int] = set()  # the process of the present command
 
     def __call__(self, event: dict) -> None:
         """Run it to its end. Raises Undeliverable."""
@@ -159,15 +166,17 @@ class EventCommand:
         more = {f"EVENT_{name.upper()}": "" if event[name] is None else str(event[name]) for name in names}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         environment = {**os.environ, "EVENT": event["event"], **more}
-        with subprocess.Popen(self.words, shell=True, env=environment, start_new_session=True, **pipes) as process:
-            self.pid = process.pid
+        with self.lock:  # nobody sees the process before it is in the set
+            process = subprocess.Popen(self.words, shell=True, env=environment, start_new_session=True, **pipes)
+            self.running.add(process.pid)
+        with process:
             try:
                 _, errors = process.communicate(f"{json.dumps(event, ensure_ascii=False)}\n".encode(), PATIENCE)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise Undeliverable(f"it did not end within {PATIENCE:g} s", again=False) from None
             finally:
-                self.pid = 0
+                self.running.discard(process.pid)
         if process.returncode:
             last = (errors.decode(errors="replace").strip().splitlines() or [""])[-1][:200]
             raise Undeliverable(f"exit code {process.returncode}{': ' * bool(last)}{last}", again=False)

@@ -265,9 +265,9 @@ class Supervisor:
 
     def saved(self) -> int:
         """The number of checkpoints that the job has written under this supervisor."""
-        saves = [event for event in self.past_events(self.mark.began) if event["event"] == "save"]
-        if saves or not self.save or rule_of(self.events.rules, "save").off is False and self.events.path.exists():
-            return len(saves)
+        kinds = [event["event"] for event in self.past_events(self.mark.began)]
+        if not self.save or "save" in kinds or "start" in kinds and not rule_of(self.events.rules, "save").off:
+            return kinds.count("save")
         with contextlib.suppress(StorageError):  # an unreachable store: still report the time
             return len(list(location(self.save).glob("iter_*")))
         return 0

@@ -298,6 +298,10 @@ CHECKS = dict(
         seed=f"{DATA}::test_seed_decides_weights_data_and_dropout",
         debug=f"{RUN}::test_debug_shows_tracebacks",
         hooks="test_hooks::test_places_in_order",
+        on_event="test_events_of_runs::test_a_command_hears_of_the_end",
+        webhook="test_events_of_runs::test_a_webhook_that_nobody_answers_does_not_hold_a_run_up",
+        event_level="test_events_of_runs::test_a_webhook_that_nobody_answers_does_not_hold_a_run_up",
+        event_rules="test_events_of_runs::test_a_disk_that_is_nearly_full",
     ),
     planner=dict(
         auto_parallel="test_plan_commands::test_auto_parallel_trains",

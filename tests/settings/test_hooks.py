@@ -14,7 +14,7 @@ from megatron.training.entry import start
 from megatron.training.hooks import PLACES, Hook, Hooks, hook_makers, make_hooks
 
 HERE = __name__
-CALLS = []
+CALLS, ENDS = [], []
 
 
 class Recorder(Hook):
@@ -40,6 +40,7 @@ class Recorder(Hook):
 
     def end(self, run):
         CALLS.append(("end", run.iteration, self.config.batch.train_iters))
+        ENDS.append((run.code, run.why))
 
 
 class First(Hook):
@@ -139,6 +140,7 @@ def nothing(config):
 def found_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
     CALLS.clear()
+    ENDS.clear()
 
 
 def hooks(*names):
@@ -181,6 +183,7 @@ def test_an_early_end_and_the_start_behind_it(command, tmp_path):
     flags = f"{flags} {HERE}:Asks --kill-switch-file {tmp_path / 'stop'}"
     pretrain_gpt.main(command(f"{flags} --train-iters 9"))
     assert [call[:2] for call in CALLS[-2:]] == [("after_save", 5), ("end", 5)]
+    assert ENDS == [(0, "--exit-interval 2"), (0, ""), (0, f"--kill-switch-file {tmp_path / 'stop'} has appeared")]
 
 
 def test_a_state_goes_on_with_the_run(command, read, tmp_path, capsys):
@@ -226,6 +229,24 @@ def test_failures_name_the_hook(name, code, words, command, tmp_path):
     with pytest.raises(Failure) as caught:
         pretrain_gpt.main(command(f"{hooks(name)} {EVALUATED} --save {tmp_path}"))
     assert words in str(caught.value) and name in str(caught.value) and exit_code(caught.value) == code
+
+
+class FailsAtTheEnd(Hook):
+    def end(self, run):
+        raise KeyError("lost")
+
+
+def test_the_end_of_a_run_that_failed(command, tmp_path, capsys):
+    """Each hook hears of it once, with the reason; one that fails there does not hide it."""
+    with pytest.raises(Failure, match="enough"):
+        pretrain_gpt.main(command(f"--train-iters 3 {hooks('FailsAtTheEnd', 'Recorder', 'Stops')}"))
+    assert CALLS[-1] == ("end", 0, 3) and len(ENDS) == 1
+    assert ENDS[0][0] == NumericsError.code and "Stops, before_step at iteration 0: NumericsError: enough" in ENDS[0][1]
+    assert (
+        "warning: hook " in (said := capsys.readouterr().out) and "FailsAtTheEnd, end at iteration 0: KeyError" in said
+    )
+    with pytest.raises(Failure, match="FailsAtTheEnd, end at iteration 1: KeyError"):
+        pretrain_gpt.main(command(f"--train-iters 1 {hooks('FailsAtTheEnd')}"))
 
 
 @pytest.mark.parametrize(

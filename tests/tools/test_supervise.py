@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,9 +18,11 @@ import pytest
 from megatron.errors import SettingsError, UsageError
 from megatron.guard.exits import Action, JobVerdict
 from megatron.guard.goodput import Attempt
-from megatron.guard.heartbeat import Beat, read_beats
-from megatron.guard.processes import descendants, die_with_parent, is_gone, state
+from megatron.guard.heartbeat import Beat, machine, read_beats
+from megatron.guard.processes import descendants, die_with_parent, end_descendants, is_gone, signal_of_zombie, state
 from megatron.guard.resume_command import COMMAND, newest_checkpoint
+from megatron.guard.supervisor_mark import Mark, lost_supervisor, read_mark
+from megatron.telemetry.events import count_restarts, read_events
 from megatron.tools import supervise
 from megatron.tools.supervise import heartbeat_folder
 
@@ -156,6 +159,8 @@ class Supervised:
                 str(self.save),
                 "--train-iters",
                 str(steps),
+                "--on-event",
+                f"echo $EVENT >> {self.save}/heard",
                 *flags,
             ],
             cwd=root,
@@ -187,6 +192,24 @@ def test_killed_stopped_and_stuck_ranks_are_told_and_the_job_goes_on(root, memor
     assert [attempt["first_step"] for attempt in account["attempts"]] == [1, 6, 11, 16, 21]
     assert account["steps"] == 30 and account["restarts"] == 4 and account["repeated_steps"] >= 4
     assert account["lost"]["standing still before it was noticed"] > 6
+    assert account["productive"] + sum(account["lost"].values()) == pytest.approx(account["wall"], abs=0.05)
+    events = read_events(job.save)
+    assert [event["event"] for event in events] == (
+        "restart hang restart hang restart restart restart_storm end".split()
+    ), said
+    assert [event["cause"] for event in events if event["event"] == "restart"] == causes[:-1]
+    hang, storm, end = events[1], events[-2], events[-1]
+    assert hang["level"] == "error" and hang["ranks"] and hang["seconds"] >= 4 and "(SIGSTOP)" in hang["message"]
+    assert (storm["restarts"], storm["limit"], storm["level"]) == (4, 3, "error")
+    assert (end["level"], end["code"], end["why"]) == ("info", 0, "finished") and end["account"]["restarts"] == 4
+    assert {event["source"] for event in events} == {"supervisor"} and count_restarts(events) == 4
+    assert heard(job) == [event["event"] for event in events], said
+    assert read_mark(job.save / "supervise" / "supervisor.json").ended == "finished"
+
+
+def heard(job):
+    """The kinds of events that --on-event was told."""
+    return (job.save / "heard").read_text().split()
 
 
 @pytest.mark.parametrize(
@@ -195,6 +218,8 @@ def test_killed_stopped_and_stuck_ranks_are_told_and_the_job_goes_on(root, memor
 def test_what_would_come_again_is_not_tried_again(code, cause, root, tmp_path):
     returned, said, account = Supervised(root, tmp_path, f"{code}!:1:3").end()
     assert returned == code and account["restarts"] == 0 and cause in account["outcome"], said
+    (event,) = read_events(tmp_path / "save")
+    assert (event["event"], event["level"], event["code"]) == ("end", "error", code) and cause in event["why"]
     assert "as the test wants it" in said
 
 
@@ -271,6 +296,18 @@ def test_nothing_of_a_job_outlives_a_supervisor_that_is_killed(root, tmp_path):
         time.sleep(0.02)
     assert len(pids) == 2 and [state(pid) for pid in pids if state(pid) not in ("", "Z")] == []
     job.process.stdout.close()
+    assert lost_supervisor(job.save / "supervise" / "supervisor.json").pid == job.process.pid
+
+
+def test_the_next_supervisor_records_that_one_was_killed(supervisor, tmp_path):
+    gone = replace(Mark.own(), pid=2**22 + 1, began=time.time() - 60)
+    gone.write(tmp_path / "supervisor.json")
+    supervisor.events.path = tmp_path / "events.jsonl"
+    supervisor.leave_mark()
+    supervisor.leave_mark()
+    (event,) = read_events(tmp_path)
+    assert event["event"] == "supervisor_lost" and str(gone.pid) in event["message"]
+    assert read_mark(tmp_path / "supervisor.json").pid == os.getpid()
 
 
 def test_mistakes_of_the_command_are_told(root):
@@ -331,6 +368,43 @@ def test_a_script_that_ends_with_0_does_not_hide_how_its_ranks_ended(supervisor)
 def test_our_launcher_says_how_a_rank_ended_that_could_not(returned, ended, code, supervisor):
     beats = [Beat(rank, "host", 1, 1, 1, "F", 3, ended=own) for rank, own in enumerate(ended)]
     assert supervisor.close(Attempt(0, 2), returned, beats, hung=False).code == code
+
+
+@pytest.mark.parametrize(
+    "ended, cause",
+    [
+        ((7, None), "rank killed by SIGKILL"),
+        ((None, None), "rank killed by SIGKILL"),
+        ((3, None), "settings cannot work (exit 3)"),  # its launcher has ended the other
+        ((1, None), "failed (exit 1)"),
+    ],
+)
+def test_a_kill_is_the_cause_though_the_launcher_was_ended_before_it_could_report(ended, cause, supervisor):
+    """As when the other rank takes its time, and torchrun waits for it longer than the supervisor for torchrun."""
+    beats = [
+        Beat(rank, "host", 2**22 + rank, 1, 1, "F", 3, ended=own, machine=machine()) for rank, own in enumerate(ended)
+    ]
+    supervisor.note_killed(beats)
+    assert supervisor.close(Attempt(0, 2), 1, beats, hung=False).cause == cause
+
+
+def test_the_signal_that_killed_a_process_is_known_until_it_is_read():
+    process = subprocess.Popen(["sleep", "60"])
+    process.send_signal(signal.SIGSEGV)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert signal_of_zombie(process.pid) == signal.SIGSEGV
+    process.wait()
+    assert signal_of_zombie(process.pid) == signal_of_zombie(os.getpid()) == 0
+
+
+def test_commands_of_events_are_not_ended_with_the_job():
+    keep, end = (subprocess.Popen(["sh", "-c", "sleep 60; true"]) for _ in range(2))
+    assert end_descendants(os.getpid(), spared=lambda: {keep.pid}) == []
+    assert state(end.pid) in ("", "Z") and state(keep.pid) in ("S", "R")
+    for pid in descendants(keep.pid):
+        os.kill(pid, signal.SIGKILL)
+    keep.kill()
+    keep.wait()
 
 
 def test_a_rank_may_be_silent_for_longer_where_nobody_knows_how_long_it_takes(supervisor):
