@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.mpu.groups import GroupListener
 from megatron.mpu.mesh import Axis
-from megatron.telemetry import lanes
+from megatron.telemetry import lanes, rank_times
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -22,17 +22,27 @@ _OPS = dict(sum=dist.ReduceOp.SUM, max=dist.ReduceOp.MAX, min=dist.ReduceOp.MIN)
 
 
 def _traced(kind: str, axis: Axis, work):
-    """The handle of a collective that was just launched; while profiling, one that records the wait for it."""
-    if lanes.Recording.active is None or torch.compiler.is_compiling():
+    """The handle of a collective that was just launched. It measures the wait for it, and records it while profiling."""
+    if torch.compiler.is_compiling():
         return work
-    return lanes.note(lanes.lane_of(axis.name, kind), f"{kind}, {axis.label}", work)
+    if lanes.Recording.active is not None:
+        work = lanes.note(lanes.lane_of(axis.name, kind), f"{kind}, {axis.label}", work)
+    return rank_times.measured(work)
 
 
 def _blocking(kind: str, axis: Axis) -> contextlib.AbstractContextManager:
-    """A context around a blocking collective, which is recorded while profiling."""
-    if lanes.Recording.active is None or torch.compiler.is_compiling():
+    """A context around a blocking collective, which is measured, and recorded while profiling."""
+    if torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return lanes.span(lanes.lane_of(axis.name, kind), f"{kind}, {axis.label}")
+    if lanes.Recording.active is None:
+        return rank_times.waiting()
+    return _both(lanes.span(lanes.lane_of(axis.name, kind), f"{kind}, {axis.label}"), rank_times.waiting())
+
+
+@contextlib.contextmanager
+def _both(first: contextlib.AbstractContextManager, second: contextlib.AbstractContextManager):
+    with first, second:
+        yield
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
@@ -245,7 +255,8 @@ def broadcast(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Broadcast `x` from the rank at index `source` of the axis, in place; returns `x`."""
     if axis.size > 1:
         GroupListener.notify(axis.label)
-        dist.broadcast(x, axis.ranks[source], group=axis.group)
+        with rank_times.waiting():
+            dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
 
@@ -255,7 +266,8 @@ def broadcast_object(value, axis: Axis, source: int = 0):
         return value
     GroupListener.notify(axis.label)
     box = [value]
-    dist.broadcast_object_list(box, axis.ranks[source], group=axis.group)
+    with rank_times.waiting():
+        dist.broadcast_object_list(box, axis.ranks[source], group=axis.group)
     return box[0]
 
 
@@ -265,7 +277,8 @@ def all_gather_object(value, axis: Axis) -> list:
         return [value]
     GroupListener.notify(axis.label)
     values = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
+    with rank_times.waiting():
+        dist.all_gather_object(values, value, group=axis.group)
     return values
 
 
@@ -274,4 +287,5 @@ def barrier(axis: Axis) -> None:
     if axis.size > 1:
         GroupListener.notify(axis.label)
         nccl = dist.get_backend(axis.group) == "nccl"  # its barrier is an all-reduce, which needs a device
-        dist.barrier(group=axis.group, device_ids=[torch.cuda.current_device()] if nccl else None)
+        with rank_times.waiting():
+            dist.barrier(group=axis.group, device_ids=[torch.cuda.current_device()] if nccl else None)

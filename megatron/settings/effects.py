@@ -202,6 +202,8 @@ EFFECTS: dict[str, Needs] = {
         "--timing-log-level above 0 and more than one rank", lambda s: s.timing_log_level and s.world > 1
     ),
     "throughput_ignore_steps": Needs("--log-throughput", lambda s: s.log_throughput),
+    "log_straggler": Needs("--straggler-detection", lambda s: s.straggler_detection),
+    "straggler_minmax_count": Needs("--log-straggler", lambda s: s.log_straggler),
     "log_timers_to_tensorboard": Needs(
         "--timing-log-level above 0, and --tensorboard-dir or --wandb-project",
         lambda s: s.timing_log_level and (s.tensorboard_dir or s.wandb_project),

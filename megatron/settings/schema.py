@@ -880,6 +880,14 @@ class Logging:
     )
     log_params_norm: bool = setting("log the norm of all parameters every --log-interval steps", False)
     log_num_zeros_in_grad: bool = setting("log the number of zeros in the gradient every --log-interval steps", False)
+    straggler_detection: bool = setting(
+        "measure each rank's own time in the parts of a step; report slow ranks, data and stages", True
+    )
+    log_straggler: bool = setting(
+        "every --log-interval steps, log the ranks with the least and the most own time (--straggler-minmax-count)",
+        False,
+    )
+    straggler_minmax_count: int = setting("--log-straggler: number of ranks to log at each end", 1)
     metrics_file: Optional[str] = setting("JSON lines file of logged steps (default: metrics.jsonl under --save)", None)
     tensorboard_dir: Optional[str] = setting("folder for TensorBoard logs", None)
     visualdl_dir: Optional[str] = setting("folder for VisualDL logs (PaddlePaddle's TensorBoard)", None)

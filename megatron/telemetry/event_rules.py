@@ -34,6 +34,8 @@ class EventRule:
 DEFAULTS = {
     "high_grad_norm": EventRule(10),  # times the median of the last steps
     "slow_steps": EventRule(0.7, seconds=30),  # share of the median throughput
+    "slow_rank": EventRule(1.25),  # times the own time of the ranks that do the same work
+    "slow_data": EventRule(0.25),  # share of a step in which all ranks wait for data
     "loss_above_guess": EventRule(10),  # steps in a row after the warm-up
     "validation_worse": EventRule(3),  # validations in a row
     "skipped_step": EventRule(50),  # steps in a row after which an adjusting loss scale is a warning
@@ -41,6 +43,7 @@ DEFAULTS = {
     "restart_storm": EventRule(3),  # restarts within an hour
     "disk_nearly_full": EventRule(2),  # checkpoints that have to fit
 }
+ABOVE = {"slow_rank": 1}  # thresholds that must be larger than this; others than 0
 Rules = Mapping[str, EventRule]
 
 
@@ -85,8 +88,9 @@ def _rule(where: str, kind: Any, value: Any) -> EventRule:
             raise SettingsError(f"{where}: it {does}{did_you_mean(str(key), known)}", do=f"it has {', '.join(known)}")
         if key == "level" and limit not in LEVELS:
             raise SettingsError(f"{where}: level {limit!r} must be one of {', '.join(LEVELS)}")
-        if key != "level" and not (type(limit) in (int, float) and math.isfinite(limit) and limit > 0):
-            raise SettingsError(f"{where}: {key} {limit!r} must be a number above 0, or the line off")
+        least = ABOVE.get(kind, 0) if key == "threshold" else 0
+        if key != "level" and not (type(limit) in (int, float) and math.isfinite(limit) and limit > least):
+            raise SettingsError(f"{where}: {key} {limit!r} must be a number above {least}, or the line off")
     return replace(default, **given)
 
 

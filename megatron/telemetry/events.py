@@ -147,10 +147,30 @@ KINDS = {
         {
             "phase": "in which it is slow",
             "seconds": "its time per step in this phase",
-            "median": "that of all ranks",
+            "median": "that of the ranks that do the same work, or of the same rank before; null: there is none",
             "steps": "number of steps that were measured",
             "rank_host": "its machine",
         },
+    ),
+    "slow_stage": EventKind(
+        "warning",
+        "all ranks of a pipeline stage take longer than before, and other stages do not",
+        {
+            "stage": "its number",
+            "seconds": "own time of its ranks per step",
+            "median": "the same before",
+            "steps": "number of steps that were measured",
+        },
+    ),
+    "slow_network": EventKind(
+        "warning",
+        "all ranks wait longer for messages than before, and compute as before",
+        {"seconds": "waited per step", "median": "the same before", "steps": "number of steps that were measured"},
+    ),
+    "recovered": EventKind(
+        "info",
+        "what was slow is so no longer",
+        {"what": "kind of the earlier event", "stage": "of the pipeline, if one was slow"},
     ),
     "slow_data": EventKind(
         "warning",
@@ -318,6 +338,31 @@ def parse_events(text: bytes) -> Iterator[dict]:
         except (ValueError, KeyError, TypeError):
             continue
         yield dict.fromkeys(COMMON) | event
+
+
+def slow_now(events: Iterable[dict]) -> list[str]:
+    """What is slow at the end of these events of one launch, in a few words each.
+
+    >>> slow = dict(event="slow_rank", rank=3, phase="forward")
+    >>> slow_now([slow, dict(event="slow_data", rank=None)])
+    ['rank 3 is slow (forward)', 'all ranks wait for data']
+    >>> slow_now([slow, dict(event="recovered", rank=3, what="slow_rank")])
+    []
+    """
+    found = {}
+    for event in events:
+        kind, rank, stage = event["event"], event.get("rank"), event.get("stage")
+        if kind == "slow_rank":
+            found[kind, rank, stage] = f"rank {rank} is slow ({event.get('phase')})"
+        elif kind == "slow_data":
+            found[kind, rank, stage] = "all ranks wait for data" if rank is None else f"rank {rank} waits for its data"
+        elif kind == "slow_stage":
+            found[kind, rank, stage] = f"stage {stage} of the pipeline is slow"
+        elif kind == "slow_network":
+            found[kind, rank, stage] = "the network is slow"
+        elif kind == "recovered":
+            found.pop((event.get("what"), rank, stage), None)
+    return list(found.values())
 
 
 def count_restarts(events: Iterable[dict]) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases of a step: one context announces a phase to the profiler, the timers and the timeline.
+"""Phases of a step: one context announces a phase to the profiler, the timers, the timeline and the times of the rank.
 
     with phase("reduce"):
         ...
@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional
 
 import torch
 
-from megatron.telemetry import lanes
+from megatron.telemetry import lanes, rank_times
 from megatron.telemetry.timers import Timed, Timers
 
 
@@ -78,12 +78,13 @@ def phase(name: str, which: object = "") -> AbstractContextManager:
     which: one of several passes, for the timeline
     """
     timer = ActiveTimers.timers and ActiveTimers.timers.timer_of(name)
+    part = rank_times.span_of(name)
     profiled = torch.autograd._profiler_enabled()
-    if not profiled and lanes.Recording.active is None:
-        return timer or nullcontext()
+    if not profiled and lanes.Recording.active is None and not (timer and part):
+        return timer or part or nullcontext()
     bar = lanes.span(lanes.COMPUTE, str(which) or name) if name in DRAWN else None
     span = torch.profiler.record_function(PHASES[name].words) if profiled else None
-    return _all([listener for listener in (timer, bar, span) if listener])
+    return _all([listener for listener in (timer, part, bar, span) if listener])
 
 
 @contextlib.contextmanager

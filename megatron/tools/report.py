@@ -61,6 +61,7 @@ def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str
         Section("Schedule", report_facts.schedule_plot(history), [("", report_facts.schedule(history))], wide=True),
         Section("Data", tables=[("", report_facts.data(history))]),
         Section("Memory", memory_plot(history), [("", report_facts.memory(history))]),
+        ranks_section(history),
         Section("Events", tables=[("", report_facts.events(history, events))]),
         Section("Supervised", tables=[("", report_facts.supervision(events))]),
         Section("Totals", tables=[("", totals(history))]),
@@ -68,6 +69,12 @@ def build(folder: Path, metrics_file: Optional[Path] = None, title: Optional[str
         Section("Settings", tables=list(settings(history).items()), folded=True),
     ]
     return page(title or folder.resolve().name, subtitle(history), tiles(history, evaluation, events), sections)
+
+
+def ranks_section(history: History) -> Section:
+    """The section about slow ranks."""
+    pictures, rows = report_facts.ranks(history)
+    return Section("Ranks", pictures, [("", rows)])
 
 
 def metrics_of(place: Path) -> Path:

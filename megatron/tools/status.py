@@ -32,7 +32,7 @@ from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import Config, from_record, setting
 from megatron.storage.urls import UrlPath, local_folder, location
 from megatron.telemetry import figures
-from megatron.telemetry.events import count_restarts, read_events
+from megatron.telemetry.events import count_restarts, read_events, slow_now
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
 from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
 from megatron.telemetry.run_record import LAUNCH, count_launches
@@ -70,6 +70,7 @@ class Line:
     warnings: int = 0  # events of this level in the newest launch
     errors: int = 0
     last_event: Optional[dict] = None  # the last warning or error of the newest launch, as in events.jsonl
+    slow: tuple[str, ...] = ()  # what is slow at present: ranks, data, stages, the network
 
 
 def main(argv: list[str]) -> None:
@@ -199,14 +200,19 @@ def look(folder: Path | UrlPath, now: Optional[float] = None) -> Line:
         warnings=sum(event["level"] == "warning" for event in urgent),
         errors=sum(event["level"] == "error" for event in urgent),
         last_event=urgent[-1] if urgent else None,
+        slow=tuple(slow_now(_newest(events))) if state in ("running", "stalled") else (),
     )
 
 
 def _urgent(events: list[dict]) -> list[dict]:
     """The warnings and errors since the newest launch began. Its end is told as its state."""
+    return [event for event in _newest(events) if event["level"] in ("warning", "error") and event["event"] != "end"]
+
+
+def _newest(events: list[dict]) -> list[dict]:
+    """The events since the newest launch began."""
     starts = [place for place, event in enumerate(events) if event["event"] == "start"]
-    newest = events[starts[-1] :] if starts else events
-    return [event for event in newest if event["level"] in ("warning", "error") and event["event"] != "end"]
+    return events[starts[-1] :] if starts else events
 
 
 def _interleaved(records: list[dict]) -> bool:
@@ -345,7 +351,7 @@ def table(lines: list[Line], wide: bool = False) -> str:
         done = f"{min(1, line.iteration / line.iterations):.0%}" if line.iterations else "-"
         quiet = [f"{since(line.age)} ago"] * (line.state in QUIET)
         again = [several(line.restarts, "restart")] * (line.restarts > 0)
-        notes.append(", ".join([*again, *filter(None, [line.why]), *quiet, *_alerts(line)]))
+        notes.append(", ".join([*again, *filter(None, [line.why]), *quiet, *line.slow, *_alerts(line)]))
         rows.append(
             [
                 line.run if wide or len(line.run) <= LONGEST else f"...{line.run[3 - LONGEST :]}",

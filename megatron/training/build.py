@@ -55,6 +55,7 @@ from megatron.telemetry.timers import Timers
 from megatron.training.checkpointing import check_later_checkpoints, check_samples, load, open_checkpoint_manager
 from megatron.training.datasets import build_batches, build_datasets, build_requests, build_vocabulary, verify_data
 from megatron.training.measures import best_manager, measures_of
+from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
 from megatron.training.rules import idle, remarks
 from megatron.training.start_log import crowded, end_of_document, left_out, log_notices, nothing_left, resumed, summary
@@ -161,6 +162,7 @@ def build_run(
         events=events,
         alarm=alarm,
         watch=watch,
+        ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=state,
         profiler=Profiler(
             config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)

@@ -50,7 +50,7 @@ def pretrain(
         try:
             run.hooks = make_hooks(makers, run.config)
             restore_hooks(run)
-            with ActiveTimers.with_timers(run.metrics.timers):
+            with ActiveTimers.with_timers(run.metrics.timers), run.ranks.measuring():
                 train(run, planned_memory)
             run.hooks.end(run)
         except BaseException as error:
@@ -92,6 +92,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
                 with run.metrics.paused():
                     run.profiler.end(run.state.iteration)
             record_step(run, step)
+            run.ranks.after_step(run)
             if run.state.iteration <= before:  # after a spike: rolled back, or the step is repeated
                 continue
             epoch = run.ended_epoch(run.state.iteration, consumed, run.state.consumed_samples)

@@ -12,6 +12,7 @@ from megatron.errors import Failure
 from megatron.pipeline.draw import svg
 from megatron.pipeline.schedule import default_chunks, stage_map
 from megatron.pipeline.simulate import bubble_of, make_rank_schedules, simulate
+from megatron.telemetry import heat_map
 from megatron.telemetry.curves import data_url, validation_points
 from megatron.telemetry.figures import count, seconds, several, size
 from megatron.telemetry.run_record import History
@@ -164,6 +165,41 @@ def memory(history: History) -> Rows:
         ("reached", f"all but 1 % of it by iteration {first:,}"),
         ("other ranks", "were not measured; --dry-run predicts each"),
     ]
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def ranks(history: History) -> tuple[list[tuple[str, str]], Rows]:
+    """(pictures, rows) about the times of the ranks; nothing of a single one."""
+    records = heat_map.usable(history.ranks)
+    count = len(records[-1]["seconds"]["data"]) if records else 0
+    if count < 2:
+        return [], []
+    pp = int((history.run.get("mesh") or {}).get("pp") or 1)
+    stages = [rank * pp // count for rank in range(count)]  # the axis pp is the slowest one
+    values = heat_map.excess(records, stages)
+    shown = heat_map.shown_ranks(values)
+    peers = "the other ranks of its stage" if pp > 1 else "the other ranks"
+    pictures = [
+        (
+            f"Own time of each rank against {peers} (red: longer, the others wait; blue: shorter)",
+            data_url(heat_map.heat_map(records, stages)),
+        ),
+        ("Where the time of a step goes", data_url(heat_map.step_bars(records, shown))),
+    ]
+    mean = values.mean(1)
+    slowest = int(mean.argmax())
+    own = sum(heat_map.times_of(records, part) for part in heat_map.OWN).mean(1)
+    rows = [
+        (
+            "slowest rank",
+            f"rank {slowest}: {seconds(float(own[slowest]))} of own time a step, {mean[slowest]:+.0%} against its peers",
+        )
+    ]
+    if len(shown) < count:
+        rows.append(("ranks", f"{len(shown)} of {count:,} are drawn: those that differ most from their peers"))
+    return pictures, rows
 
 
 # -- events ------------------------------------------------------------------------------------------------------------

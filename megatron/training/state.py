@@ -36,6 +36,7 @@ from megatron.telemetry.profiler import Profiler
 from megatron.training.events import first_line, record_end, record_save
 from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
+from megatron.training.rank_watch import RankWatch
 from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint to be written
@@ -194,6 +195,7 @@ class Run:
     events: EventLog
     alarm: Optional[Alarm]  # on the first rank
     watch: Watch
+    ranks: RankWatch
     state: State
     profiler: Profiler
     origin: dict[str, Any]  # code, libraries, vocabulary and folder of the run, for checkpoints
@@ -311,6 +313,7 @@ class Run:
         self.metrics.close()
         self.watch.close()
         if orderly:
+            self.ranks.finish()
             leave_job(self.context)
         if self.checkpoints.manager and error is None:  # without process group: other ranks must not wait for copies
             self.checkpoints.manager.close_copies(lambda: self.watch.heartbeat.beat("save"))

@@ -170,6 +170,7 @@ def record_step(run: Run, step: Optional[StepMetrics]) -> None:
     run.notes.after(run, step)
     if due(run.config.logging.log_interval, step.iteration):
         run.metrics.note("memory", step.iteration, bytes=peak_bytes(run.context.device.type))
+        run.ranks.log(run)
     run.hooks.call("after_step", run, lambda: step_facts(step))
 
 

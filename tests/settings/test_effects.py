@@ -44,9 +44,7 @@ ALWAYS = """
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
     metrics_file metrics_port tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed
-    debug console log_file log_ranks hooks
-    metrics_file tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed
-    debug console log_file log_ranks hooks on_event webhook event_rules
+    debug console log_file log_ranks hooks on_event webhook event_rules straggler_detection
 """.split()
 
 LLAMA3 = """rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor
@@ -167,6 +165,8 @@ CASES = {
     "metrics_host": ("--metrics-host 0.0.0.0", "", "--metrics-port 9400"),
     "event_level": ("--event-level error", "", "--on-event true"),
     "throughput_ignore_steps": ("--throughput-ignore-steps 3", "", "--log-throughput"),
+    "log_straggler": ("--log-straggler", "--no-straggler-detection", ""),
+    "straggler_minmax_count": ("--straggler-minmax-count 2", "", "--log-straggler"),
     "log_timers_to_tensorboard": (
         "--log-timers-to-tensorboard",
         "--timing-log-level 1",

@@ -188,6 +188,31 @@ def test_warnings_of_the_newest_launch_are_told(run, capsys):
     assert "1 restart" in said and "1 error and 1 warning, the last one 0 s ago: no step has ended for 99 s" in said
 
 
+def test_what_is_slow_now_is_told(run, capsys):
+    folder = run(*STEPS, age=0)
+    os.utime(folder / "metrics.jsonl")
+    log = EventLog(folder / "events.jsonl")
+    log.record("slow_rank", "of a launch before", iteration=1, rank=7, phase="forward")
+    log.record("start", "two", iteration=10)
+    assert look(folder).slow == ()
+    log.record("slow_rank", "rank 1 is slow ...", iteration=20, rank=1, phase="backward")
+    log.record("slow_stage", "stage 2 ...", iteration=25, stage=2)
+    log.record("slow_data", "all ranks wait ...", iteration=25)
+    assert look(folder).slow == (
+        "rank 1 is slow (backward)",
+        "stage 2 of the pipeline is slow",
+        "all ranks wait for data",
+    )
+    main([str(folder)])
+    assert "rank 1 is slow (backward), stage 2 of the pipeline is slow" in " ".join(capsys.readouterr().out.split())
+    log.record("recovered", "rank 1 ...", iteration=30, rank=1, what="slow_rank")
+    log.record("recovered", "stage 2 ...", iteration=30, stage=2, what="slow_stage")
+    assert look(folder).slow == ("all ranks wait for data",)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(end(0)) + "\n")
+    assert look(folder).slow == ()  # it has ended
+
+
 def test_a_killed_supervisor_shows(run):
     folder = run(*STEPS)
     path = folder / "supervise" / "supervisor.json"

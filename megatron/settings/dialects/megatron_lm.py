@@ -158,8 +158,9 @@ every figure that the run logs goes to TensorBoard as well, at --log-interval
 this figure is not logged yet
     --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
     --log-world-size-to-tensorboard --log-device-memory-used --log-energy
-    --log-max-attention-logit --log-straggler --disable-straggler-on-startup --straggler-* --moe-per-layer-logging
-    --measure-activation-memory
+    --log-max-attention-logit --moe-per-layer-logging --measure-activation-memory
+times of ranks are measured from the start, at almost no cost; --log-straggler logs them (--no-straggler-detection: neither)
+    --disable-straggler-on-startup --straggler-ctrlr-port
 the log has one level; --console and --timing-log-level say what is in it
     --logging-level
 --print-config shows every setting, and metrics.jsonl keeps them
