@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a rank spends its steps: seconds in each part of a step, and seconds in which it waits for other ranks.
 
-    times = rank_times("cpu", ranks=2)
+    times = HostTimes()             # DeviceTimes on a GPU
     with RankTimes.measuring(times):
         ...                         # phases (phases.py), collectives and pipeline messages report to it
         times.end_step()
@@ -13,7 +13,7 @@ parts is the rank's *own time*. Ranks leave a collective together, so the slow o
 On a CPU a part is measured by the clock of the host. A process that is stopped in a wait keeps the others waiting; a thread
 that wakes up late tells (`_Pulse`). On CUDA it is the time between two events on the compute stream, which
 also covers an idle device. Events are read two steps later, so the host never waits for them. Evaluations and saves do not
-count. Output only: training never depends on these values. Needs no torch on a CPU.
+count. Output only: training never depends on these values. Needs no torch.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Optional
 
 DATA, FORWARD, BACKWARD, UPDATE, OTHER, STOPPED, WAITING = PARTS = (
@@ -164,13 +165,14 @@ class HostTimes(RankTimes):
 
 
 class DeviceTimes(RankTimes):
-    """The times of a rank on CUDA: events on the compute stream, read `BEHIND` steps later."""
+    """The times of a rank on CUDA: events on the compute stream, read `BEHIND` steps later.
 
-    def __init__(self):
-        import torch
+    new_event: creates an event that measures time, as `torch.cuda.Event(enable_timing=True)`
+    """
 
+    def __init__(self, new_event: Callable[[], Any]):
         super().__init__()
-        self.new_event = lambda: torch.cuda.Event(enable_timing=True)
+        self.new_event = new_event
         self.unused: list[Any] = []  # events to record again
         self.marks: list[tuple[str, Any]] = []  # of this step: a part, and the event that ends it
         self.steps: deque[list] = deque()  # of earlier steps, not read yet
@@ -208,11 +210,6 @@ class DeviceTimes(RankTimes):
         taken = {part: self.sums[part] for part in PARTS} | self.host_times()
         self.sums = dict.fromkeys(self.sums, 0.0)
         return taken
-
-
-def rank_times(device: str, ranks: int) -> RankTimes:
-    """The times of one of several ranks on "cpu" or "cuda"."""
-    return DeviceTimes() if device == "cuda" else HostTimes(waits=ranks > 1)
 
 
 class ThreadUsage:

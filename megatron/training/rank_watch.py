@@ -7,6 +7,7 @@ waiting: the first rank reads them a step later, or two on a GPU, and decides (`
 
 import socket
 from contextlib import AbstractContextManager
+from functools import partial
 from types import MappingProxyType
 from typing import Optional
 
@@ -18,7 +19,7 @@ from megatron.mpu.initialize import RankContext
 from megatron.mpu.transfer import Arriving, to_device
 from megatron.settings.schema import Logging
 from megatron.telemetry.event_rules import Rules, rule_of
-from megatron.telemetry.rank_times import COLUMNS, OWN, PARTS, RankTimes, rank_times
+from megatron.telemetry.rank_times import COLUMNS, OWN, PARTS, DeviceTimes, HostTimes, RankTimes
 from megatron.telemetry.stragglers import Finding, StragglerDetector
 
 WINDOW = 5  # steps between two gathers
@@ -57,7 +58,9 @@ class RankWatch:
     def measuring(self) -> AbstractContextManager:
         """A context in which this rank's times are measured."""
         if self.enabled:
-            self.times = rank_times(self.context.device.type, self.world.size)
+            on_device = self.context.device.type == "cuda"
+            event = partial(torch.cuda.Event, enable_timing=True)
+            self.times = DeviceTimes(event) if on_device else HostTimes(waits=self.world.size > 1)
         return RankTimes.measuring(self.times)
 
     def after_step(self, run) -> None:
