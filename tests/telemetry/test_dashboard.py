@@ -285,7 +285,10 @@ def test_ranks_over_time(tmp_path):
     runs = watched(tmp_path)
     found = runs.ranks("0")
     assert found["names"] == ["forward"] and found["x"].tolist() == list(range(2, 2 * PARTS + 1, 2))
-    np.testing.assert_allclose(found["values"], (times[::2] + times[1::2]).T / 2, rtol=1e-6)
+    means = (times[::2] + times[1::2]) / 2
+    np.testing.assert_allclose(found["seconds"], means.T, rtol=1e-6)
+    others = [np.delete(means, rank, axis=1).mean(1) for rank in range(3)]  # of two, the mean is the median
+    np.testing.assert_allclose(found["excess"], means.T / others - 1, rtol=1e-4, atol=1e-6)
     assert watched(write(tmp_path / "b", launch(), step(1))).ranks("0")["names"] == []
 
 
@@ -297,11 +300,11 @@ def test_ranks_of_a_run_that_is_resumed_on_others(tmp_path):
     runs = watched(write(tmp_path / "a", *records))
     found = runs.ranks("0")
     assert (found["names"], found["name"]) == (["own time", "forward", "waiting"], "own time")
-    assert (found["x"].tolist(), found["values"].tolist()) == ([5, 10], [[1, 5], [2, 6]])
-    assert runs.ranks("0", "waiting")["values"].tolist() == [[1, 3], [0, 1]]
+    assert (found["x"].tolist(), found["seconds"].tolist()) == ([5, 10], [[1, 5], [2, 6]])
+    assert runs.ranks("0", "waiting")["seconds"].tolist() == [[1, 3], [0, 1]]
     write(tmp_path / "a", launch(10), ranks(15, [7, 7, 9], [0, 0, 0]))
     runs.refresh()
-    assert runs.ranks("0")["values"].tolist() == [[7], [7], [9]] and runs.ranks("0")["x"].tolist() == [15]
+    assert runs.ranks("0")["seconds"].tolist() == [[7], [7], [9]] and runs.ranks("0")["x"].tolist() == [15]
 
 
 def test_runs_of_an_object_store(tmp_path):

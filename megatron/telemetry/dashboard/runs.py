@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron.errors import DataError, Failure
 from megatron.storage.urls import UrlPath, location
+from megatron.telemetry import heat_map
 from megatron.telemetry.dashboard.series import Curve, Series
 from megatron.telemetry.dashboard.tail import Tail
 from megatron.telemetry.events import events_path, parse_events
@@ -301,18 +302,28 @@ class Runs:
         return sorted(events, key=lambda event: -event["time"])
 
     def ranks(self, id: str, what: str = "", axis: str = "iteration") -> dict[str, Any]:
-        """The time of each rank in a part of the steps, for a heat map: values [ranks][parts of the axis] in seconds."""
+        """The time of each rank in a part of the steps, for a heat map: [ranks][parts of the axis].
+
+        seconds: of a step; excess: how much longer than its peers, as a share of their time
+        """
         [run] = self.chosen([id]) or [None]
         tables = run.series.ranks if run else {}
         if not tables:
-            return dict(names=[], name="", x=[], values=[])
+            return dict(names=[], name="", x=[], seconds=[], excess=[])
         name = what if what in tables else next(iter(tables))
         x, table = run.series.place(tables[name].iterations, axis), tables[name].seconds
         if len(x) > PARTS:
             first = np.unique(np.linspace(0, len(x), PARTS, endpoint=False).astype(int))
             lengths = np.diff(np.append(first, len(x)))
             x, table = x[np.append(first[1:], len(x)) - 1], np.add.reduceat(table, first, axis=0) / lengths[:, None]
-        return dict(names=list(tables), name=name, x=_places(x), values=table.T.astype(np.float32, order="C"))
+        stages = heat_map.stages_of(run.series.run, tables[name].ranks)
+        return dict(
+            names=list(tables),
+            name=name,
+            x=_places(x),
+            seconds=table.T.astype(np.float32, order="C"),
+            excess=heat_map.against_peers(table.T, stages).astype(np.float32, order="C"),
+        )
 
     def pictures_of(self, id: str) -> list[dict[str, str]]:
         """The pictures of a run's pipeline."""

@@ -14,10 +14,10 @@ import numpy as np
 import orjson
 
 from megatron.telemetry.curves import running_mean
+from megatron.telemetry.rank_times import WAITING
 from megatron.telemetry.run_record import EVENTS, LOSS, RATES, TASK_LOSS, History, parse_record
 
 AXES = ("iteration", "samples", "tokens", "time")
-WAITING = "waiting"  # the part of a step in which a rank waits for others
 START = 1024  # rows that a table begins with
 
 

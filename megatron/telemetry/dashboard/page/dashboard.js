@@ -400,8 +400,7 @@ async function loadRanks() {
   $("ranks").hidden = !able.length;
   if (!able.length) return;
   choices($("ranks-run"), able.map((run) => [run.id, run.name]));
-  const found = await ask("ranks", [["run", $("ranks-run").value], ["name", $("ranks-name").value], ["axis", view.axis]]);
-  heatData = { ...found, middles: found.x.map((_, t) => middle(found.values.map((row) => row[t]))) };
+  heatData = await ask("ranks", [["run", $("ranks-run").value], ["name", $("ranks-name").value], ["axis", view.axis]]);
   choices($("ranks-name"), heatData.names.map((name) => [name, name]));
 }
 
@@ -411,10 +410,8 @@ function choices(select, pairs) {
   if (pairs.some(([value]) => value === before)) select.value = before;
 }
 
-const middle = (values) => { const order = [...values].sort((a, b) => a - b); return order.length % 2 ? order[order.length >> 1] : (order[order.length / 2 - 1] + order[order.length / 2]) / 2; };
-
 function heatColour(ratio) {
-  // Blue below the median of the ranks, grey at it, orange and red above it.
+  // Blue for shorter times than those of the peers, grey for equal ones, orange and red for longer ones.
   const stops = dark() ? [[0.9, [30, 58, 95]], [1, [31, 41, 55]], [1.15, [217, 119, 6]], [1.3, [239, 68, 68]]]
     : [[0.9, [219, 234, 254]], [1, [241, 243, 245]], [1.15, [245, 158, 11]], [1.3, [220, 38, 38]]];
   const at = Math.min(stops.length - 2, Math.max(0, stops.findLastIndex(([value]) => value <= ratio)));
@@ -423,8 +420,8 @@ function heatColour(ratio) {
 }
 
 function drawRanks() {
-  if (!heatData?.values.length || $("ranks").hidden) return;
-  const { x, values } = heatData, number = values.length;
+  if (!heatData?.seconds.length || $("ranks").hidden) return;
+  const { x, excess } = heatData, number = excess.length;
   heat?.destroy();
   const box = $("heat"), first = x[0] - (x[1] - x[0] || x[0]);
   const cells = (u) => {
@@ -434,7 +431,7 @@ function drawRanks() {
     for (let t = 0; t < x.length; t++) {
       const left = Math.round(u.valToPos(t ? x[t - 1] : Math.max(0, first), "x", true)), right = Math.round(u.valToPos(x[t], "x", true));
       for (let rank = 0; rank < number; rank++) {
-        ctx.fillStyle = heatColour(values[rank][t] / (heatData.middles[t] || 1));
+        ctx.fillStyle = heatColour(1 + excess[rank][t]);
         const top = Math.round(bottom - (rank + 1) * tall), gap = tall > 6 ? 1 : 0;
         ctx.fillRect(left, top, right - left, Math.round(bottom - rank * tall) - top - gap);
       }
@@ -456,14 +453,14 @@ function drawRanks() {
 }
 
 function noteRank(u) {
-  const { x, values, middles, name } = heatData;
-  const plain = `${name}: time of each rank, compared with the median of all ranks at that moment`;
+  const { x, seconds, excess, name } = heatData;
+  const plain = `${name} of each rank in a step, compared with the other ranks of its pipeline stage`;
   if (!x.length || u == null || u.cursor.idx == null || u.cursor.left < 0) { $("heat-note").textContent = plain; return; }
   const at = x.findIndex((value) => value >= u.posToVal(u.cursor.left, "x")), t = at < 0 ? x.length - 1 : at;
   const over = Math.floor(u.posToVal(u.cursor.top, "y")); // no number where the cursor is over another chart
-  const slowest = values.reduce((most, row, n) => (row[t] > values[most][t] ? n : most), 0);
-  const rank = Number.isFinite(over) ? Math.min(values.length - 1, Math.max(0, over)) : slowest;
-  $("heat-note").textContent = `rank ${rank}, ${AXIS_NAMES[view.axis]} ${onAxis(x[t])}: ${written(values[rank][t], "s")} in ${name}, ${(values[rank][t] / middles[t]).toFixed(2)} x the median`;
+  const slowest = excess.reduce((most, row, n) => (row[t] > excess[most][t] ? n : most), 0);
+  const rank = Number.isFinite(over) ? Math.min(excess.length - 1, Math.max(0, over)) : slowest;
+  $("heat-note").textContent = `rank ${rank}, ${AXIS_NAMES[view.axis]} ${onAxis(x[t])}: ${name} ${written(seconds[rank][t], "s")}, ${(1 + excess[rank][t]).toFixed(2)} times its peers`;
 }
 
 new ResizeObserver(() => heat && $("heat").clientWidth && heat.setSize({ width: $("heat").clientWidth, height: HEAT_HEIGHT })).observe($("heat"));
