@@ -214,12 +214,13 @@ def watched(*names, **more) -> Runs:
 
 
 def test_curves_of_several_runs(tmp_path):
-    write(tmp_path / "a", launch(), step(1, 3.0), step(2, 2.0), dict(kind="memory", iteration=2, bytes=5e9))
-    write(
-        tmp_path / "b", launch(), step(1, 4.0), {"kind": "eval", "split": "validation", "iteration": 1, "lm loss": 3.5}
-    )
+    evaluation = {"kind": "eval", "split": "validation", "iteration": 1, "lm loss": 3.5}
+    write(tmp_path / "run2", launch(), step(1, 3.0), step(2, 2.0), dict(kind="memory", iteration=2, bytes=5e9))
+    write(tmp_path / "run10", launch(), step(1, 4.0), evaluation)
+    write(tmp_path / "run11", launch())  # no step yet
     runs = watched(tmp_path)
-    assert [(run["name"], run["iteration"], run["loss"]) for run in runs.summaries()] == [("a", 2, 2.0), ("b", 1, 4.0)]
+    told = [(run["name"], run["iteration"], run["loss"]) for run in runs.summaries()]
+    assert told == [("run2", 2, 2.0), ("run10", 1, 4.0), ("run11", 0, None)]
     charts = {chart["title"]: chart for chart in runs.charts(runs.ids, View("tokens"))}
     assert list(charts)[:2] == ["Loss", "Throughput of all ranks"] and "MFU" not in charts
     drawn = [
@@ -228,9 +229,8 @@ def test_curves_of_several_runs(tmp_path):
     assert drawn == [("0", "steps", [64, 128], [3, 2]), ("1", "steps", [64], [4]), ("1", "validation", [64], [3.5])]
     memory = charts["Peak memory of rank 0"]["curves"]
     assert [(curve["x"].tolist(), curve["y"].tolist()) for curve in memory if len(curve["x"])] == [([128], [5e9])]
-    assert [chart["title"] for chart in runs.charts(["1"], View())] == list(charts)[:5] and runs.charts(
-        ["9"], View()
-    ) == []
+    assert [chart["title"] for chart in runs.charts(["1"], View())] == list(charts)[:5]
+    assert runs.charts(["2"], View()) == runs.charts(["9"], View()) == []
 
 
 def test_a_run_is_followed_through_a_restart_and_new_runs_appear(tmp_path):

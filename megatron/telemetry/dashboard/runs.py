@@ -9,6 +9,7 @@ while True:
 
 import dataclasses
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -155,6 +156,7 @@ class WatchedRun:
             place=str(self.place),
             about=", ".join(words),
             read=round(self.tail.share, 3),
+            written=self.tail.written,
             error=self.error,
             version=self.version,
             iteration=series.iteration,
@@ -344,8 +346,9 @@ def _charts_of(runs: list[WatchedRun]) -> list[Chart]:
     figures = dict.fromkeys(name for run in runs for name in run.series.history.figures if not name.endswith(" ppl"))
     sums = dict.fromkeys(name for run in runs for name in run.series.steps.names if name not in OF_EVERY_STEP)
     charts += [Chart(name, name) for name in {**figures, **sums} if name not in losses]
-    scales = [run for run in runs if np.ptp(run.series.steps["loss_scale"]) > 0] if runs else []
-    return charts + [Chart("Loss scale", "loss_scale", noisy=False)] * bool(scales)
+    scales = [run.series.steps["loss_scale"] for run in runs if run.series.steps.has("loss_scale")]
+    moves = any(np.nanmin(scale) < np.nanmax(scale) for scale in scales)
+    return charts + [Chart("Loss scale", "loss_scale", noisy=False)] * moves
 
 
 MEMORY = "memory"
@@ -388,8 +391,13 @@ def runs_at(place: Place) -> list[tuple[Place, Place]]:
     """(folder, metrics file) of the run of a folder, or of the runs in the folders in it."""
     if metrics := metrics_at(place):
         return [(metrics.parent if metrics == place else place, metrics)]
-    inside = sorted(path for path in place.iterdir()) if place.is_dir() else []
+    inside = sorted(place.iterdir(), key=_numbers_by_size) if place.is_dir() else []
     return [(folder, metrics) for folder in inside if (metrics := metrics_at(folder))]
+
+
+def _numbers_by_size(path: Place) -> list:
+    """A key for sorting: run 2 before run 10."""
+    return [(word.isdigit(), int(word) if word.isdigit() else word) for word in re.split(r"(\d+)", path.name) if word]
 
 
 def metrics_at(place: Place) -> Optional[Place]:

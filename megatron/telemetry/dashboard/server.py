@@ -147,7 +147,7 @@ class Board:
         async def route(request):
             try:
                 return Response(await run_in_threadpool(self._json, ask, request.query_params), media_type=JSON)
-            except ValueError as error:
+            except BadQuery as error:
                 return Response(orjson.dumps(dict(error=str(error))), 400, media_type=JSON)
 
         return route
@@ -202,10 +202,14 @@ class Board:
         return StreamingResponse(news(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
 
+class BadQuery(ValueError):
+    """A request that asks for nothing sensible."""
+
+
 def _axis(query) -> str:
     axis = query.get("axis", AXES[0])
     if axis not in AXES:
-        raise ValueError(f"axis={axis}: one of {', '.join(AXES)}")
+        raise BadQuery(f"axis={axis}: one of {', '.join(AXES)}")
     return axis
 
 
@@ -213,9 +217,12 @@ def _number(query, name: str, default: float) -> float:
     text = query.get(name)
     if text is None:
         return default
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{name}={text}: not a finite number")
+        raise BadQuery(f"{name}={text}: not a finite number")
     return value
 
 

@@ -21,7 +21,10 @@ class Tail:
     def __init__(self, path: Union[Path, UrlPath]):
         self.path = path
         self.offset = 0  # bytes returned so far; the file's next line begins here
-        self.size = 0  # of the file, when it was last looked at
+        self.size, self.written = (
+            0,
+            0.0,
+        )  # of the file, when it was last looked at: bytes, and Unix time of its last change
         self._last = b""  # the last line before the offset: if the file has another one there, it was replaced
         self._mark: object = None  # changes with the file
 
@@ -36,7 +39,11 @@ class Tail:
             stat = self.path.stat()
         except FileNotFoundError:
             return [], False
-        self.size, mark = stat.st_size, (stat.st_size, getattr(stat, "mark", None) or stat.st_mtime_ns)
+        self.size, self.written, mark = (
+            stat.st_size,
+            stat.st_mtime,
+            (stat.st_size, getattr(stat, "mark", None) or stat.st_mtime_ns),
+        )
         if mark == self._mark:
             return [], False
         text = self._text_from(self.offset - len(self._last))

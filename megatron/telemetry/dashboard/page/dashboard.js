@@ -12,6 +12,7 @@ const AXES = ["iteration", "samples", "tokens", "time"];
 const AXIS_NAMES = { iteration: "iteration", samples: "samples", tokens: "tokens", time: "time in training steps" };
 const MARKED = ["restart", "rollback"]; // events of level info that charts mark, too
 const SMOOTHING = 4, SMOOTHEST = 12, OUTLIERS = 0.04; // steps of a mean, as powers of 2; share of a curve that is cut at each end
+const MOST = 10; // runs that are shown at first
 const HEIGHT = 230, HEAT_HEIGHT = 190, PAUSE = 1000; // pixels; milliseconds between two requests for the same curves
 const $ = (id) => document.getElementById(id);
 
@@ -671,7 +672,12 @@ function live() {
   source.onopen = () => say("on", "live");
   source.onerror = () => say("off", "no connection, trying again");
   source.onmessage = (message) => {
+    const first = !runs.length;
     runs = JSON.parse(message.data).runs;
+    if (first && !location.hash.includes("hide=")) {
+      const newest = runs.toSorted((a, b) => b.written - a.written).slice(0, MOST);
+      view.hidden = new Set(runs.filter((run) => !newest.includes(run)).map((run) => run.name));
+    }
     document.title = runs.length === 1 ? runs[0].name : `${runs.length} runs`;
     listRuns();
     refresh();
