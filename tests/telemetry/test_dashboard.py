@@ -292,6 +292,19 @@ def test_ranks_over_time(tmp_path):
     assert watched(write(tmp_path / "b", launch(), step(1))).ranks("0")["names"] == []
 
 
+def test_of_many_ranks_those_that_differ_most_are_shown(tmp_path):
+    forward = [1.0] * 100
+    forward[77] = 1.5
+    write(
+        tmp_path / "a",
+        launch(),
+        dict(kind="ranks", iteration=5, steps=5, seconds=dict(forward=forward, waiting=[0.0] * 100)),
+    )
+    found = watched(tmp_path).ranks("0")
+    assert len(found["ranks"]) == 32 and 77 in found["ranks"] and found["all_ranks"] == 100
+    assert found["seconds"][found["ranks"].index(77)].tolist() == [1.5]
+
+
 def test_ranks_of_a_run_that_is_resumed_on_others(tmp_path):
     def ranks(iteration, forward, waiting):
         return dict(kind="ranks", iteration=iteration, steps=5, seconds=dict(forward=forward, waiting=waiting))

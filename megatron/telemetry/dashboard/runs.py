@@ -23,7 +23,7 @@ import numpy as np
 from megatron.errors import DataError, Failure
 from megatron.storage.urls import UrlPath, location
 from megatron.telemetry import heat_map
-from megatron.telemetry.dashboard.series import Curve, Series
+from megatron.telemetry.dashboard.series import OWN_TIME, Curve, Series
 from megatron.telemetry.dashboard.tail import Tail
 from megatron.telemetry.events import events_path, parse_events
 from megatron.telemetry.figures import count
@@ -306,25 +306,30 @@ class Runs:
     def ranks(self, id: str, what: str = "", axis: str = "iteration") -> dict[str, Any]:
         """The time of each rank in a part of the steps, for a heat map: [ranks][parts of the axis].
 
-        seconds: of a step; excess: how much longer than its peers, as a share of their time
+        ranks: those of the rows, of many those that differ most; seconds: of a step; excess: how much longer than its
+        peers, as a share of their time
         """
         [run] = self.chosen([id]) or [None]
         tables = run.series.ranks if run else {}
         if not tables:
-            return dict(names=[], name="", x=[], seconds=[], excess=[])
-        name = what if what in tables else next(iter(tables))
+            return dict(names=[], name="", x=[], ranks=[], all_ranks=0, seconds=[], excess=[])
+        name = what if what in tables else OWN_TIME if OWN_TIME in tables else next(iter(tables))
         x, table = run.series.place(tables[name].iterations, axis), tables[name].seconds
         if len(x) > PARTS:
             first = np.unique(np.linspace(0, len(x), PARTS, endpoint=False).astype(int))
             lengths = np.diff(np.append(first, len(x)))
             x, table = x[np.append(first[1:], len(x)) - 1], np.add.reduceat(table, first, axis=0) / lengths[:, None]
-        stages = heat_map.stages_of(run.series.run, tables[name].ranks)
+        seconds, number = table.T, tables[name].ranks
+        excess = heat_map.against_peers(seconds, heat_map.stages_of(run.series.run, number))
+        shown = heat_map.shown_ranks(excess)
         return dict(
             names=list(tables),
             name=name,
             x=_places(x),
-            seconds=table.T.astype(np.float32, order="C"),
-            excess=heat_map.against_peers(table.T, stages).astype(np.float32, order="C"),
+            ranks=shown,
+            all_ranks=number,
+            seconds=seconds[shown].astype(np.float32, order="C"),
+            excess=excess[shown].astype(np.float32, order="C"),
         )
 
     def pictures_of(self, id: str) -> list[dict[str, str]]:

@@ -18,6 +18,7 @@ from megatron.telemetry.rank_times import WAITING
 from megatron.telemetry.run_record import EVENTS, LOSS, RATES, TASK_LOSS, History, parse_record
 
 AXES = ("iteration", "samples", "tokens", "time")
+OWN_TIME = "own time"  # of a rank in a step, without waiting for others
 START = 1024  # rows that a table begins with
 
 
@@ -276,7 +277,7 @@ def rank_seconds(record: dict) -> dict[str, list[float]]:
         found = {name: both.get("ranks") or [] for name, both in found.items()}
     elif found:
         own = [seconds for part, seconds in found.items() if part != WAITING]
-        found = {"own time": [sum(rank) for rank in zip(*own, strict=True)]} | found
+        found = {OWN_TIME: [sum(rank) for rank in zip(*own, strict=True)]} | found
     return {name: seconds for name, seconds in found.items() if len(seconds) > 1}
 
 

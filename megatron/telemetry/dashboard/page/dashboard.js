@@ -397,12 +397,13 @@ function ends() {
 let heat = null, heatData = null, ranksAsked = "";
 
 async function loadRanks() {
-  const able = chosen().filter((run) => run.has_ranks);
+  const able = chosen().filter((run) => run.has_ranks).sort((a, b) => b.written - a.written);
   $("ranks").hidden = !able.length;
   if (!able.length) return;
   choices($("ranks-run"), able.map((run) => [run.id, run.name]));
   heatData = await ask("ranks", [["run", $("ranks-run").value], ["name", $("ranks-name").value], ["axis", view.axis]]);
   choices($("ranks-name"), heatData.names.map((name) => [name, name]));
+  $("ranks-name").value = heatData.name;
 }
 
 function choices(select, pairs) {
@@ -413,8 +414,8 @@ function choices(select, pairs) {
 
 function heatColour(ratio) {
   // Blue for shorter times than those of the peers, grey for equal ones, orange and red for longer ones.
-  const stops = dark() ? [[0.9, [30, 58, 95]], [1, [31, 41, 55]], [1.15, [217, 119, 6]], [1.3, [239, 68, 68]]]
-    : [[0.9, [219, 234, 254]], [1, [241, 243, 245]], [1.15, [245, 158, 11]], [1.3, [220, 38, 38]]];
+  const stops = dark() ? [[0.6, [37, 78, 133]], [1, [31, 41, 55]], [1.3, [217, 119, 6]], [1.8, [239, 68, 68]]]
+    : [[0.6, [191, 219, 254]], [1, [241, 243, 245]], [1.3, [245, 158, 11]], [1.8, [220, 38, 38]]];
   const at = Math.min(stops.length - 2, Math.max(0, stops.findLastIndex(([value]) => value <= ratio)));
   const [low, from] = stops[at], [high, to] = stops[at + 1], share = Math.min(1, Math.max(0, (ratio - low) / (high - low)));
   return `rgb(${from.map((value, n) => Math.round(value + share * (to[n] - value))).join()})`;
@@ -445,7 +446,7 @@ function drawRanks() {
     width: box.clientWidth, height: HEAT_HEIGHT, legend: { show: false }, padding: [6, 22, 0, 0],
     scales: { x: { time: false, range: () => view.between ?? full ?? [Math.max(0, first), x.at(-1)] }, y: { range: () => [0, number] } },
     axes: [xAxis(), { stroke: themed(THEME.soft), font: "12px system-ui, sans-serif", size: 62, gap: 6, grid: { show: false }, ticks: { show: false },
-      splits: () => Array.from({ length: Math.ceil(number / every) }, (_, n) => n * every + 0.5), values: (u, splits) => splits.map((value) => `rank ${Math.floor(value)}`) }],
+      splits: () => Array.from({ length: Math.ceil(number / every) }, (_, n) => n * every + 0.5), values: (u, splits) => splits.map((value) => `rank ${heatData.ranks[Math.floor(value)]}`) }],
     series: [{}, { paths: cells, points: { show: false } }],
     cursor: { y: false, points: { show: false }, drag: { x: false, y: false }, sync: { key: "runs", setSeries: false, scales: ["x", null] } },
     hooks: { setCursor: [(u) => noteRank(u)] },
@@ -454,14 +455,15 @@ function drawRanks() {
 }
 
 function noteRank(u) {
-  const { x, seconds, excess, name } = heatData;
-  const plain = `${name} of each rank in a step, compared with the other ranks of its pipeline stage`;
+  const { x, seconds, excess, name, ranks, all_ranks: all } = heatData;
+  const some = ranks.length < all ? ` (${ranks.length} of ${all} ranks: those that differ most)` : "";
+  const plain = `${name} of each rank in a step, compared with the other ranks of its pipeline stage${some}`;
   if (!x.length || u == null || u.cursor.idx == null || u.cursor.left < 0) { $("heat-note").textContent = plain; return; }
   const at = x.findIndex((value) => value >= u.posToVal(u.cursor.left, "x")), t = at < 0 ? x.length - 1 : at;
   const over = Math.floor(u.posToVal(u.cursor.top, "y")); // no number where the cursor is over another chart
   const slowest = excess.reduce((most, row, n) => (row[t] > excess[most][t] ? n : most), 0);
   const rank = Number.isFinite(over) ? Math.min(excess.length - 1, Math.max(0, over)) : slowest;
-  $("heat-note").textContent = `rank ${rank}, ${AXIS_NAMES[view.axis]} ${onAxis(x[t])}: ${name} ${written(seconds[rank][t], "s")}, ${(1 + excess[rank][t]).toFixed(2)} times its peers`;
+  $("heat-note").textContent = `rank ${ranks[rank]}, ${AXIS_NAMES[view.axis]} ${onAxis(x[t])}: ${name} ${written(seconds[rank][t], "s")}, ${(1 + excess[rank][t]).toFixed(2)} times its peers`;
 }
 
 new ResizeObserver(() => heat && $("heat").clientWidth && heat.setSize({ width: $("heat").clientWidth, height: HEAT_HEIGHT })).observe($("heat"));
@@ -497,9 +499,9 @@ function listEvents() {
     const key = element("i", { className: "key", title: nameOf(event.run) });
     key.style.setProperty("--key", colour(event.run));
     const row = element("tr", { className: event.level });
-    const when = new Date(event.time * 1000), rank = event.rank == null ? "" : `rank ${event.rank}: `;
+    const when = new Date(event.time * 1000), named = event.rank == null || event.message.includes(`rank ${event.rank}`);
     const clock = when.toLocaleString("sv").slice(5, 16);
-    for (const cell of [key, clock, event.iteration == null ? "" : event.iteration.toLocaleString("en"), event.event.replaceAll("_", " "), rank + event.message])
+    for (const cell of [key, clock, event.iteration == null ? "" : event.iteration.toLocaleString("en"), event.event.replaceAll("_", " "), (named ? "" : `rank ${event.rank}: `) + event.message])
       row.append(element("td", {}, cell));
     return row;
   }));
