@@ -914,7 +914,7 @@ class Logging:
     )
     on_event: Optional[str] = setting(
         "shell command to run for events of --event-level: their JSON is on its stdin, EVENT, EVENT_LEVEL, EVENT_MESSAGE "
-        "and others are in its environment (docs/watching.md)",
+        "and others are in its environment (docs/events.md)",
         None,
         on_resume="irrelevant",
     )
@@ -929,7 +929,7 @@ class Logging:
         on_resume="irrelevant",
     )
     event_rules: Optional[str] = setting(
-        "YAML file of thresholds and levels of events, and of events that are off (docs/watching.md)",
+        "YAML file of thresholds and levels of events, and of events that are off (docs/events.md)",
         None,
         on_resume="irrelevant",
     )

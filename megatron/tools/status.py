@@ -26,7 +26,7 @@ from megatron.errors import DataError, Failure, Interrupted, Preempted, UsageErr
 from megatron.guard import processes
 from megatron.guard.heartbeat import read_beats
 from megatron.guard.resume_command import newest_checkpoint
-from megatron.guard.supervisor_mark import NAME, Mark, lost_supervisor
+from megatron.guard.supervisor_mark import Mark, lost_supervisor
 from megatron.settings.batch import total_iterations
 from megatron.settings.positional import divide, parse_one
 from megatron.settings.schema import Config, from_record, setting
@@ -176,7 +176,7 @@ def look(folder: Path | UrlPath, now: Optional[float] = None) -> Line:
             state = "interrupted"
         else:
             state = "failed" if code not in (0, Preempted.code) else "done" if finished else "stopped"
-    if state not in ("done", "stopped", "interrupted") and (lost := _lost_supervisor(launch, metrics)):
+    if state != "done" and (lost := _lost_supervisor(launch)):
         why = ", ".join(filter(None, [why, f"its supervisor ({lost}) was killed: nobody restarts it"]))
     if _interleaved(records):
         why = ", ".join(filter(None, [why, "several runs write to this metrics file: their records are interleaved"]))
@@ -222,9 +222,9 @@ def _interleaved(records: list[dict]) -> bool:
     return any(one["kind"] == two["kind"] == "step" and two["iteration"] <= one["iteration"] for one, two in pairs)
 
 
-def _lost_supervisor(launch: dict, metrics: Path) -> Optional[Mark]:
+def _lost_supervisor(launch: dict) -> Optional[Mark]:
     """The supervisor of a launch, if it was killed."""
-    return lost_supervisor(Path(launch.get("supervisor") or metrics.parent / "supervise" / NAME))
+    return lost_supervisor(Path(launch["supervisor"])) if launch.get("supervisor") else None
 
 
 def look_at_checkpoint(folder: Path | UrlPath, now: float) -> Line:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import re
 
 import pytest
 
@@ -70,3 +71,10 @@ def test_only_fields_of_the_table():
     assert all(kind.level in LEVELS and kind.meaning and not kind.fields.keys() & {*COMMON} for kind in KINDS.values())
     with pytest.raises(AssertionError, match="no fields"):
         EventLog().record("start", "one", colour="red")
+
+
+def test_the_page_has_every_kind_and_field(root):
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \| (.*?) \|$", (root / "docs" / "events.md").read_text(), re.M)
+    told = {kind: {*re.findall(r"`(\w+)`", fields)} for kind, _, fields in rows if kind in KINDS}
+    assert told == {kind: {*known.fields} for kind, known in KINDS.items()}
+    assert all(KINDS[kind].level in level for kind, level, _ in rows if kind in KINDS)

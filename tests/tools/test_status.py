@@ -30,7 +30,7 @@ NOW = time.time()
 def run(tmp_path):
     """Write a run's folder: `run(records..., age=seconds since the last of them, beats=folder)`."""
 
-    def write(*records, age=1.0, pid=None, iteration=0, beats=None, launches=1, name="a"):
+    def write(*records, age=1.0, pid=None, iteration=0, beats=None, launches=1, name="a", **more):
         folder = tmp_path / name
         (folder / "iter_0000020").mkdir(parents=True)
         (folder / "iter_0000020" / "index.json").touch()
@@ -42,6 +42,7 @@ def run(tmp_path):
             pid=pid or os.getpid(),
             config=config,
             mesh=dict(pp=1, replicate=1, shard=2, cp=1, tp=1),
+            **more,
         )
         lines = [json.dumps(record) for record in [launch] * launches + list(records)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -188,6 +189,7 @@ def test_warnings_of_the_newest_launch_are_told(run, capsys):
     assert "1 restart" in said and "1 error and 1 warning, the last one 0 s ago: no step has ended for 99 s" in said
 
 
+<<<<<<< HEAD
 def test_what_is_slow_now_is_told(run, capsys):
     folder = run(*STEPS, age=0)
     os.utime(folder / "metrics.jsonl")
@@ -217,6 +219,12 @@ def test_a_killed_supervisor_shows(run):
     folder = run(*STEPS)
     path = folder / "supervise" / "supervisor.json"
     path.parent.mkdir()
+=======
+def test_a_killed_supervisor_shows(run, tmp_path):
+    path = tmp_path / "supervisor.json"
+    folder = run(*STEPS, supervisor=str(path))
+    assert look(folder).why == ""
+>>>>>>> events
     Mark.own().write(path)
     assert look(folder).why == ""
     replace(Mark.own(), pid=ENDED).write(path)
@@ -228,6 +236,11 @@ def test_a_killed_supervisor_shows(run):
     assert look(folder).why == ""
     os.utime(path, (time.time() - 500,) * 2)
     assert "(process 7 on node7) was killed" in look(folder).why
+    assert (
+        "signal caught, its supervisor"
+        in look(run(*STEPS, end(9, "signal caught"), supervisor=str(path), name="b")).why
+    )
+    assert "supervisor" not in look(run(step(100), end(0) | dict(iteration=100), supervisor=str(path), name="c")).why
     replace(elsewhere, ended="finished").write(path)
     assert look(folder).why == ""
 

@@ -24,6 +24,7 @@ from megatron.guard.resume_command import COMMAND, newest_checkpoint
 from megatron.guard.supervisor_mark import Mark, lost_supervisor, read_mark
 from megatron.telemetry.events import count_restarts, read_events
 from megatron.tools import supervise
+from megatron.tools.status import look
 from megatron.tools.supervise import heartbeat_folder
 
 # A job like torchrun's: ranks in sessions of their own, SIGTERM to the others when one fails, its exit code in the
@@ -546,3 +547,68 @@ def test_a_supervisor_that_could_not_look_counts_no_silence(monkeypatch):
     monkeypatch.setattr(supervise, "time", SimpleNamespace(monotonic=moments.__next__))
     clock = supervise.Clock(most=1.0)
     assert [round(clock.look(), 3) for _ in range(3)] == [0.4, 1.4, 1.9]
+
+
+REAL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-3 "
+    "--micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --device cpu --tensor-model-parallel-size 2"
+).split()
+
+
+@pytest.mark.full
+def test_supervisor_status_and_report_agree_on_a_real_job_with_a_killed_rank(root, memory_folder):
+    """The other tensor parallel rank waits for a save in the background that cannot end."""
+    from megatron.tools import report
+    from tests.chaos.supervised import command, environment
+    from tests.chaos.victim import Fault
+
+    folder, save = memory_folder, memory_folder / "a"
+    kill = Fault("forward", str(folder / "marker"), rank=1, step=31, action="SIGKILL")
+    flags = [*REAL, "--train-iters", "60", "--save-interval", "2", "--async-save", "--save", str(save)]
+    job = subprocess.run(
+        command(flags, folder, kill), cwd=root, env=environment(), text=True, stdout=-1, stderr=-2, timeout=250
+    )
+    assert job.returncode == 0, job.stdout
+    account = json.loads((folder / "logs" / "goodput.json").read_text())
+    assert [one["cause"] for one in account["attempts"]] == ["rank killed by SIGKILL", "finished"], job.stdout
+    assert account["productive"] + sum(account["lost"].values()) == pytest.approx(account["wall"], abs=0.05)
+    events, line = read_events(save), look(save)
+    saves = sum(event["event"] == "save" for event in events)
+    assert (account["steps"], account["restarts"], account["checkpoints"]) == (60, 1, saves)
+    assert (line.state, line.iteration, line.restarts, line.checkpoint) == ("done", 60, 1, 60)
+    steps = [json.loads(text) for text in (save / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["iteration"] for record in steps if record["kind"] == "step"]
+    assert len(steps) == account["steps"] + account["repeated_steps"]
+    text = re.sub(r"<[^>]+>", "|", report.build(save))
+    for shown in (f"checkpoints||{saves}|", "restarts||1|", "steps||60|", "1 restart|", "60|"):
+        assert shown in text, shown
+
+
+@pytest.mark.full
+def test_a_killed_supervisor_of_a_real_job_is_told(root, memory_folder):
+    from tests.chaos.supervised import command, environment
+
+    folder, save = memory_folder, memory_folder / "a"
+    flags = [*REAL, "--train-iters", "100000", "--save-interval", "50", "--keep-last", "2", "--save", str(save)]
+    flags += ["--on-event", f"echo $EVENT >> {folder}/heard"]
+    job = subprocess.Popen(
+        command(flags, folder), cwd=root, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: (save / "iter_0000050" / "index.json").exists(), job)
+    job.kill()
+    job.wait()
+    wait_until(lambda: "end" in [event["event"] for event in read_events(save)])
+    *_, lost, saved, end = read_events(save)
+    assert sorted([lost["event"], saved["event"]]) == ["save", "supervisor_lost"] and end["code"] == 9
+    assert str(job.pid) in (lost if lost["event"] == "supervisor_lost" else saved)["message"]
+    wait_until(lambda: "end" in (folder / "heard").read_text())
+    assert "supervisor_lost" in (folder / "heard").read_text().split()
+    assert f"its supervisor (process {job.pid} on " in look(save).why
+    wait_until(lambda: all(map(is_gone, read_beats(folder / "beats"))))
+
+
+def wait_until(condition, job=None):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline and (job is None or job.poll() is None)
+        time.sleep(0.05)
