@@ -91,6 +91,7 @@ IN_VARLEN = {  # name: flags, rank, ranks, calls in two steps
         16,
     ),
 }
+MEASURED = "18 steps, dp2 tp2"  # in which times of ranks are gathered twice, and read
 OFFLOAD_WAITS = {  # the host has to have the gradients before it updates, and sends what it has updated
     "wait for an event of this step in megatron/mpu/transfer.py: read",
     "copy that waits in megatron/optimizer/state.py: step",
@@ -108,6 +109,7 @@ MISTAKES = {  # name in mistakes.py: (more flags, what is said of it)
     "documents_read_from_the_device": ("--reset-attention-mask", "cpu in megatron/fused_kernels/documents.py"),
     "samples_sent_to_the_device": (DROPOUT, "item in megatron/mpu/random.py"),
     "a_sum_of_two_devices": ("", "megatron/training/step.py"),
+    "times_that_are_read_too_early": ("", "wait for an event of this step in megatron/telemetry/rank_times.py"),
 }
 
 
@@ -123,6 +125,7 @@ def found(tmp_path_factory, request) -> dict:
     cases = {name: dict(flags=flags, rank=rank, world=world) for name, (flags, rank, world) in CASES.items()}
     for name, (flags, rank, world, _) in IN_VARLEN.items():
         cases[name] = dict(flags=flags, rank=rank, world=world, kernel=VARLEN)
+    cases[MEASURED] = dict(flags=f"{TP} --train-iters 100", rank=0, world=4, steps=18)
     cases |= {name: dict(flags=flags, mistake=name, world=1 + (flags == PP)) for name, (flags, _) in MISTAKES.items()}
     run = [item for item in request.session.items if item.path == Path(__file__) and "found" in item.fixturenames]
     names = [item.callspec.params["name"] for item in run if not item.get_closest_marker("skip")]
@@ -141,6 +144,11 @@ def test_a_step_runs_and_the_host_waits_for_nothing(found, name):
     assert "waits" in found[name], found[name]
     late = name != "offload"
     assert set(found[name]["waits"]) == (set() if late else OFFLOAD_WAITS) and found[name]["late"] == late
+
+
+@pytest.mark.parametrize("name", [MEASURED])
+def test_times_of_ranks_are_compared_and_the_host_waits_for_nothing(found, name):
+    assert (found[name].get("waits"), found[name].get("windows")) == ([], 2), found[name]
 
 
 @pytest.mark.parametrize("name", IN_VARLEN)
