@@ -189,7 +189,6 @@ def test_warnings_of_the_newest_launch_are_told(run, capsys):
     assert "1 restart" in said and "1 error and 1 warning, the last one 0 s ago: no step has ended for 99 s" in said
 
 
-<<<<<<< HEAD
 def test_what_is_slow_now_is_told(run, capsys):
     folder = run(*STEPS, age=0)
     os.utime(folder / "metrics.jsonl")
@@ -215,16 +214,10 @@ def test_what_is_slow_now_is_told(run, capsys):
     assert look(folder).slow == ()  # it has ended
 
 
-def test_a_killed_supervisor_shows(run):
-    folder = run(*STEPS)
-    path = folder / "supervise" / "supervisor.json"
-    path.parent.mkdir()
-=======
 def test_a_killed_supervisor_shows(run, tmp_path):
     path = tmp_path / "supervisor.json"
     folder = run(*STEPS, supervisor=str(path))
     assert look(folder).why == ""
->>>>>>> events
     Mark.own().write(path)
     assert look(folder).why == ""
     replace(Mark.own(), pid=ENDED).write(path)

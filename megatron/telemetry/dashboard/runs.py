@@ -167,6 +167,7 @@ class WatchedRun:
             damaged_lines=series.damaged_lines,
             state=state,
             why=self.state.get("why") or "" if state else "",
+            slow=list(self.state.get("slow") or ()),
             iterations=self.state.get("iterations"),
             tokens_per_second=self.state.get("tokens_per_second") or series.last_step.get("tokens_per_second"),
             seconds_left=self.state.get("seconds_left"),

@@ -541,6 +541,7 @@ function listRuns() {
     const state = run.state ? [element("span", { className: `state ${run.state}`, textContent: run.state, title: run.why }), " "] : [];
     const why = run.why && ["failed", "stalled", "stopped", "interrupted", "unreadable"].includes(run.state) ? ` \u00b7 ${run.why}` : "";
     parts.more.replaceChildren(...state, run.read < 1 ? `reading, ${Math.floor(100 * run.read)} %` : told.join(" \u00b7 ") + why);
+    if (run.slow.length) parts.more.append(element("span", { className: "slow", textContent: ` \u00b7 ${run.slow.join(", ")}` }));
     if (run.error) parts.more.append(element("span", { className: "trouble", textContent: ` ${run.error}` }));
   });
   for (const [id, parts] of items) if (place(id) < 0) { parts.item.remove(); items.delete(id); }
