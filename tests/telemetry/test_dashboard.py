@@ -25,6 +25,7 @@ from megatron.telemetry.dashboard.series import Curve, Series, thinned
 from megatron.telemetry.dashboard.tail import PART, Tail
 from megatron.telemetry.run_record import read_history
 from megatron.tools import dashboard
+from megatron.tools.status import look_at
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -37,7 +38,7 @@ def step(iteration: int, loss=2.0, **more) -> dict:
 def launch(iteration: int = 0, **more) -> dict:
     config = dict(
         model=dict(num_layers=2, hidden_size=8, num_attention_heads=1, seq_length=16),
-        batch=dict(micro_batch_size=2, global_batch_size=8),
+        batch=dict(micro_batch_size=2, global_batch_size=8, train_iters=20),
     )
     return (
         dict(kind="run", iteration=iteration, time="2026-01-05T10:00:00+00:00", mesh=dict(pp=1), config=config) | more
@@ -231,6 +232,16 @@ def test_curves_of_several_runs(tmp_path):
     assert [(curve["x"].tolist(), curve["y"].tolist()) for curve in memory if len(curve["x"])] == [([128], [5e9])]
     assert [chart["title"] for chart in runs.charts(["1"], View())] == list(charts)[:5]
     assert runs.charts(["2"], View()) == runs.charts(["9"], View()) == []
+
+
+def test_files_of_metrics_beside_each_other(tmp_path):
+    for name, loss in (("a", 3.0), ("b", 4.0)):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"".join(lines(launch(), step(1, loss))))
+    write(tmp_path / "c", launch(), step(1, 5.0))
+    named = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c" / "metrics.jsonl"]
+    runs = watched(*named, look=lambda place: look_at(str(place))[0])
+    told = [(run["name"], run["loss"], run["iterations"]) for run in runs.summaries()]
+    assert told == [("a.jsonl", 3.0, 20), ("b.jsonl", 4.0, 20), ("c", 5.0, 20)]
 
 
 def test_a_run_is_followed_through_a_restart_and_new_runs_appear(tmp_path):

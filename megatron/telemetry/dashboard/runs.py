@@ -394,9 +394,12 @@ def _number(value: Any) -> float:
 
 
 def runs_at(place: Place) -> list[tuple[Place, Place]]:
-    """(folder, metrics file) of the run of a folder, or of the runs in the folders in it."""
+    """(folder, metrics file) of the run of a folder, or of the runs in the folders in it.
+
+    A file of --metrics-file, which may lie beside those of other runs, stands for the folder itself.
+    """
     if metrics := metrics_at(place):
-        return [(metrics.parent if metrics == place else place, metrics)]
+        return [(metrics.parent if metrics == place and metrics.name == METRICS else place, metrics)]
     inside = sorted(place.iterdir(), key=_numbers_by_size) if place.is_dir() else []
     return [(folder, metrics) for folder in inside if (metrics := metrics_at(folder))]
 
