@@ -32,6 +32,7 @@ from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.settings import schema
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import location
+from megatron.telemetry.events import EventLog
 
 RETRY_AFTER = 2.0  # seconds; doubles with each further try
 _ALIGN = 64
@@ -56,12 +57,14 @@ class CheckpointManager:
         rank: int = 0,
         all_gather_object: AllGatherObject = alone,
         log: Callable[[str], None] = print,
+        events: Optional[EventLog] = None,
     ):
         """all_gather_object: for saves in the background, one that a thread may use concurrently with collectives.
 
         Raises StorageError when the folder cannot be written, Locked when another job writes into it.
         """
         self.settings, self.rank, self.all_gather_object, self.log = settings, rank, all_gather_object, log
+        self._events = events or EventLog(active=False)
         self._mirror: Optional[Saver] = None
         self._copies: Optional[Copies] = None
         self._saver = self._open(settings.save)
@@ -222,6 +225,14 @@ class CheckpointManager:
         if path is not None:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
             self.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
+            self._events.record(
+                "save",
+                f"the checkpoint of iteration {iteration} was written to {path}",
+                iteration=iteration,
+                seconds=round(seconds, 3),
+                in_background=background,
+                folder=str(path.parent),
+            )
             if self._copies:
                 self._copies.add(path)
 
@@ -262,6 +273,13 @@ class CheckpointManager:
             return
         self._failures.append(outcome)
         count, limit = len(self._failures), self.settings.max_failed_saves
+        self._events.record(
+            "save_failed",
+            f"the checkpoint of iteration {outcome.iteration} is lost: {outcome.failure}",
+            iteration=outcome.iteration,
+            why=outcome.failure.what,
+            in_a_row=count,
+        )
         self.log(
             f"WARNING: CHECKPOINT AT ITERATION {outcome.iteration} IS LOST: save {count} in a row that failed; "
             f"training ends at {limit} (--max-failed-saves)"

@@ -48,12 +48,18 @@ KINDS = {
     ),
     "save": EventKind(
         "info",
-        "a checkpoint was written",
+        "a checkpoint was written, completely",
         {
-            "seconds": "time that training waited for it",
-            "in_background": "whether it is still being written",
-            "folder": "--save",
+            "seconds": "time that it took",
+            "in_background": "whether training went on meanwhile",
+            "folder": "--save, or the mirror",
         },
+    ),
+    "save_failed": EventKind(
+        "error",
+        "a checkpoint could not be written, not even after --save-retries and to --save-mirror",
+        {"why": "the reason", "in_a_row": "number of failed saves in a row, with this one"},
+        logged=False,
     ),
     "end": EventKind(
         "info",

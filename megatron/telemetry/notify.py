@@ -33,7 +33,7 @@ ROOM = 256  # events that wait at most
 PAUSES = (1.0, 3.0, 9.0, 27.0)  # seconds before another try
 TIMEOUT = 10.0  # seconds for a try of the webhook
 PATIENCE = 60.0  # seconds for a command
-LAST = 15.0  # seconds that the end of a run waits for events that are not sent yet
+LAST = 8.0  # seconds that the end of a run waits for events that are not sent yet: less than a supervisor's patience
 
 
 class Undeliverable(Exception):

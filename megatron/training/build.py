@@ -89,7 +89,7 @@ def build_run(
         keep_memory()
     tokenizer, vocab_size = build_vocabulary(config, log)
     # Open it first: a locked or read-only folder is reported before the slow work.
-    checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log)
+    checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
     refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
     dtype = weight_format(config.precision)
     facts, selection, pipeline, stages = build_model(config, recipe, context, vocab_size, dtype)

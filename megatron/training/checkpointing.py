@@ -28,7 +28,9 @@ from megatron.training.state import State
 SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a dead rank ends the job earlier
 
 
-def open_checkpoint_manager(settings: schema.Checkpoint, context: RankContext, log) -> Optional[CheckpointManager]:
+def open_checkpoint_manager(
+    settings: schema.Checkpoint, context: RankContext, log, events: EventLog
+) -> Optional[CheckpointManager]:
     """Open `--save` for writing checkpoints; None without it."""
     if settings.save is None:
         return None
@@ -37,7 +39,7 @@ def open_checkpoint_manager(settings: schema.Checkpoint, context: RankContext, l
     if settings.async_save and mesh.world_size > 1:
         store = dist.PrefixStore("checkpoints", dist.distributed_c10d._get_default_store())
         all_gather_object = store_all_gather_object(store, mesh.rank, mesh.world_size, timeout=SLOWEST_WRITER)
-    return CheckpointManager(settings, rank=mesh.rank, all_gather_object=all_gather_object, log=log)
+    return CheckpointManager(settings, rank=mesh.rank, all_gather_object=all_gather_object, log=log, events=events)
 
 
 def load_folder(settings: schema.Checkpoint, all_gather_object) -> Path | UrlPath:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The events of a run that its loop records: start, save, a disk that is nearly full, drift of replicas, end."""
+"""The events of a run that its loop records: start, a disk that is nearly full, drift of replicas, end."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,8 +7,6 @@ from typing import Optional
 
 from megatron.errors import Interrupted, Locked, NumericsError, Preempted, exit_code
 from megatron.guard.disk import shortage
-from megatron.guard.endings import peer_lost
-from megatron.guard.heartbeat import Heartbeat
 from megatron.settings import schema
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import EventLog
@@ -18,7 +16,7 @@ QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended a
 
 def record_start(run) -> None:
     """Record the start of a launch. run: `training.state.Run`"""
-    ranks, first, name = run.context.mesh.world_size, run.state.iteration, run.config.checkpoint.save
+    ranks, first = run.context.mesh.world_size, run.state.iteration
     what = "evaluation" if run.config.batch.skip_train else "training"
     run.events.record(
         "start",
@@ -27,21 +25,7 @@ def record_start(run) -> None:
         ranks=ranks,
         resumed=run.saved_hooks is not None,
     )
-    if name:
-        record_shortage(run.events, run.config.checkpoint, first)
-
-
-def record_save(events: EventLog, settings: schema.Checkpoint, iteration: int, seconds: float) -> None:
-    """Record a checkpoint, and whether the disk has room for the next ones."""
-    events.record(
-        "save",
-        f"the checkpoint of iteration {iteration} {'is being' if settings.async_save else 'was'} written",
-        iteration=iteration,
-        seconds=seconds,
-        in_background=settings.async_save,
-        folder=settings.save,
-    )
-    record_shortage(events, settings, iteration)
+    record_shortage(run.events, run.config.checkpoint, first)
 
 
 def record_shortage(events: EventLog, settings: schema.Checkpoint, iteration: int) -> None:
@@ -72,7 +56,7 @@ def recorded_drift(events: EventLog, iteration: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded_end(events: EventLog, heartbeat: Heartbeat, config: schema.Config) -> Iterator[None]:
+def recorded_end(events: EventLog) -> Iterator[None]:
     """A context that records the end of a launch that failed before its run was built, and sends the last events."""
     try:
         yield
@@ -80,8 +64,7 @@ def recorded_end(events: EventLog, heartbeat: Heartbeat, config: schema.Config) 
         if not events.ended:
             if isinstance(error, Locked) or not (events.path and events.path.parent.is_dir()):
                 events.path = None  # the folder belongs to another job, or was not created yet
-            reported = peer_lost(error, heartbeat, config) or error
-            record_end(events, exit_code(reported), first_line(reported))
+            record_end(events, exit_code(error), first_line(error))
         raise
     finally:
         events.close()

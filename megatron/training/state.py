@@ -33,7 +33,7 @@ from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
-from megatron.training.events import first_line, record_end, record_save
+from megatron.training.events import first_line, record_end, record_shortage
 from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
 from megatron.training.rank_watch import RankWatch
@@ -254,7 +254,7 @@ class Run:
             self._save()
         seconds, settings = round(time.perf_counter() - started, 3), self.config.checkpoint
         self.metrics.note("save", self.state.iteration, seconds=seconds)
-        record_save(self.events, settings, self.state.iteration, seconds)
+        record_shortage(self.events, settings, self.state.iteration)
         self.metrics.record_save(self.state.iteration, self.state.consumed_samples, self.config.checkpoint.async_save)
         self.metrics.record_event("save-checkpoint", self.state.iteration, self.state.consumed_samples)
         self.hooks.call("after_save", self, lambda: SaveFacts(self.state.iteration, settings.save, settings.async_save))

@@ -113,6 +113,8 @@ def test_a_full_disk(tmp_path, monkeypatch):
             0,
             f"--train-iters 3 --save {tmp_path} --load {tmp_path} --save-interval 1 --save-retries 0 --max-failed-saves 1",
         )
+    (failed,) = events_of(tmp_path, "save_failed")
+    assert (failed["event"], failed["level"], failed["iteration"], failed["in_a_row"]) == ("save_failed", "error", 2, 1)
     end = events_of(tmp_path, "end")[-1]
     assert (end["level"], end["code"]) == ("error", 6) and "No space left" in end["why"]
 
