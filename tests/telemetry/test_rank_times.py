@@ -180,13 +180,18 @@ from megatron.telemetry.rank_times import HostTimes, RankTimes, span_of, waiting
 times = HostTimes()
 with RankTimes.measuring(times):
     for part in (waiting, lambda: span_of("F")):
+        times.take()
+        with waiting():
+            time.sleep(0.5)
+        began = time.perf_counter()
         with part():
             print(os.getpid(), flush=True)
             sys.stdin.readline()
-    taken = times.take()
-print(taken["stopped"], taken["waiting"], taken["forward"])
+        taken = times.take()
+        print(taken["stopped"], taken["waiting"], taken["forward"], time.perf_counter() - began, flush=True)
 """
     child = subprocess.Popen([sys.executable, "-c", body], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    seconds = []
     try:
         for _ in range(2):
             pid = int(child.stdout.readline())
@@ -197,11 +202,13 @@ print(taken["stopped"], taken["waiting"], taken["forward"])
             time.sleep(0.1)
             child.stdin.write("\n")
             child.stdin.flush()
-        stopped, waited, forward = map(float, child.stdout.readline().split())
+            seconds.append([*map(float, child.stdout.readline().split())])
     finally:
         child.kill()
         child.wait()
-    assert 0.3 < stopped < 0.5 + 0.2 and stopped + waited >= 0.6 and forward >= 0.6
+    (stopped, waited, _, whole), computing = seconds
+    assert stopped > 0.25 and stopped + waited == pytest.approx(whole + 0.5, abs=0.05)
+    assert computing[0] == 0.0 and computing[2] == pytest.approx(computing[3], abs=0.03)
 
 
 def test_collectives_are_waits(run_ranks):

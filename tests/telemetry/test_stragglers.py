@@ -250,6 +250,8 @@ def test_a_stage_that_becomes_slow():
         (14, "slow_stage", None),
         (23, "recovered", None),
     ]
+    lasting = told(StragglerDetector(PIPELINE), [quiet] * 12 + [slow] * 200)
+    assert [kind for _, kind, _ in lasting] == ["slow_stage"]  # what is slow does not become usual
     everyone = rows(*[{"forward": 0.1}] * 4)  # a larger batch, a faster clock: no stage is to blame
     assert told(StragglerDetector(PIPELINE), [quiet] * 12 + [everyone] * 30) == []
 
@@ -260,6 +262,11 @@ def test_a_rank_alone_on_its_stage():
     assert told(StragglerDetector([0, 1]), [unequal] * 40) == []
     stopped = rows({}, {"backward": 0.14, "stalled": 0.1})
     assert told(StragglerDetector([0, 1]), [stopped] * 4) == [(1, "slow_rank", 1)]
+    for part in ("forward", "other"):
+        changed = rows({}, {part: 0.2, "stalled": 0.2})
+        detector = StragglerDetector([0, 1])
+        [found] = [one for _ in range(4) for one in detector.observe(changed, STEPS)]
+        assert found.fields["phase"] == part and found.fields["median"] is None  # its longest part
     late = rows({"data": 0.1}, {})
     assert told(StragglerDetector([0, 1]), [late] * 4) == [(1, "slow_data", 0)]
     slower = rows({}, {"backward": 0.2})
@@ -281,10 +288,19 @@ def test_a_network_that_becomes_slow():
         (21, "recovered", None),
     ]
     assert told(StragglerDetector([0] * 4), [slow] * 40) == []  # as it was from the beginning
-    crowded = rows(*[{"waiting": 0.1, "forward": 0.05, "queue": 0.05}] * 4)
+    crowded = rows(*[{"waiting": 0.1, "forward": 0.009, "queue": 0.02}] * 4)  # threads of messages wait for cores, too
     assert told(StragglerDetector([0] * 4), [quiet] * 12 + [crowded] * 20) == []
+    larger = rows(*[{"waiting": 0.1, "forward": 0.05}] * 4)  # a larger batch
+    assert told(StragglerDetector([0] * 4), [quiet] * 12 + [larger] * 20) == []
     one_slow = rows({"forward": 0.1}, {}, {}, {})  # all others wait longer
     assert {one[1] for one in told(StragglerDetector([0] * 4), [quiet] * 12 + [one_slow] * 20)} == {"slow_rank"}
+
+
+def test_time_in_the_queue_is_not_taken_off_twice():
+    """A thread that waits for messages also waits for cores: its queue may be longer than its own time explains."""
+    computes = rows({"queue": 0.3}, {})
+    computes[0, COLUMNS.index("cpu")] = computes[1, COLUMNS.index("cpu")]
+    assert told(StragglerDetector([0, 0]), [computes] * 30) == []
 
 
 def test_random_noise_of_a_busy_machine_names_nobody():
