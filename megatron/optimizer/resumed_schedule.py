@@ -52,7 +52,7 @@ def follow(config: Config, record: Mapping[str, Any], dp: int) -> tuple[Config, 
     then, saved = lengths_of(record), _saved(record, "optimizer")
     own = {name: saved[name] for name in SCHEDULE if name in saved}
     kinds = {setting.name: setting for setting in settings_of({"optimizer": type(config.optimizer)})}
-    if then is None or own.get("lr") is None or not all(_is_value(kinds[name], value) for name, value in own.items()):
+    if then is None or own.get("lr") is None or not all(is_value(kinds[name], value) for name, value in own.items()):
         raise SettingsError(
             "--resume-schedule checkpoint: the checkpoint has no schedule",
             do="leave it out to use the schedule of the command",
@@ -136,7 +136,7 @@ def _plain(length: float) -> str:
     return f"{length:.0f}" if length == int(length) else f"{length:.2f}"
 
 
-def _is_value(setting: Setting, value: object) -> bool:
+def is_value(setting: Setting, value: object) -> bool:
     """Whether a setting may have this value: a damaged checkpoint may contain anything."""
     if value is None:
         return setting.optional

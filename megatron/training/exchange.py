@@ -32,6 +32,7 @@ class FromMegatronOptions:
 
     vocab_size: Optional[int] = setting("tokens without padding (default: what the arguments say, or all rows)", None)
     num_attention_heads: Optional[int] = setting("where the saved arguments lack it", None)
+    no_load_optim: bool = setting("import the weights alone, without the optimizer state", False)
 
 
 @dataclass(frozen=True)
@@ -101,16 +102,16 @@ def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
 
 
 def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> None:
-    """Import a GPT of Megatron-LM, weights alone: classic checkpoints, or distributed ones. Their pickles are not run."""
+    """Import a GPT of Megatron-LM, with its optimizer state: classic or distributed checkpoints. Runs no pickled code."""
     from megatron.inference.convert import megatron_dist, megatron_lm
     from megatron.inference.convert.imported import write_import
 
     distributed = megatron_dist.is_distributed(path, which.ckpt_step)
     open_model = megatron_dist.open_distributed if distributed else megatron_lm.open_classic
     log = lambda text: print(text, file=sys.stderr)
-    asked = (which.ckpt_step, how.vocab_size, how.num_attention_heads)
+    asked = (which.ckpt_step, how.vocab_size, how.num_attention_heads, not how.no_load_optim)
     notes = write_import(partial(open_model, path, *asked, log), out, fresh_state())
-    print("\n  ".join([*notes, f"train on with --load {out} --finetune"]))
+    print("\n  ".join(notes))
 
 
 def fresh_state() -> dict:

@@ -107,7 +107,7 @@ def megatron_format_problem(folder: Path) -> list[Place]:
     theirs.parent.mkdir(parents=True)
     tracker = folder / "theirs" / TRACKER
     tracker.write_text("300")
-    opened = partial(megatron_lm.open_classic, folder / "theirs", None, None, None, lambda text: None)
+    opened = partial(megatron_lm.open_classic, folder / "theirs", None, None, None, True, lambda text: None)
     convert = partial(write_import, opened, folder / "out", {})
     return [Place(theirs, convert), Place(tracker, convert)]
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Optional
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert.megatron_optimizer import compared_settings, position_of
 from megatron.settings import schema
 
 
@@ -18,6 +19,7 @@ class ModelImport(NamedTuple):
     """A model in files of another library.
 
     notices: messages for the user. shards: yields the content of each of our files, read on demand
+    facts: of the run, if its optimizer state is among the shards (`megatron_pickle`)
     """
 
     model: schema.Model
@@ -25,6 +27,7 @@ class ModelImport(NamedTuple):
     origin: str
     notices: list[str]
     shards: Callable[[], Iterator[list[Piece]]]
+    facts: Optional[Mapping[str, Any]] = None
 
 
 def check_free(out: Path) -> None:
@@ -41,24 +44,39 @@ def check_complete(source: Path, wanted: Collection[str], seen: set[str]) -> Non
 
 
 def write_import(open_model: Callable[[], ModelImport], out: Path, state: dict[str, Any]) -> list[str]:
-    """Write a model as a checkpoint of iteration 0; returns notices for the user.
+    """Write a model as a checkpoint; returns notices for the user. Without optimizer state its iteration is 0.
 
-    state: a run's position as saved. Raises SettingsError if `out` is not free, before it opens the model. Removes its
-    output after an error.
+    state: the position of a run that has not begun, as saved. Raises SettingsError if `out` is not free, before it opens
+    the model. Removes its output after an error.
     """
     check_free(out)
     found = open_model()
     model, new = found.model, not out.exists()
     content = imported_state(model, found.vocab_size, state, found.origin)
+    notices = list(found.notices)
     try:
+        if found.facts is not None:
+            notices.append(_continue_run(content, found.facts, state))
         with Saver(out) as saver:
-            saver.write(0, found.shards(), content)
+            saver.write(content["state"]["iteration"], found.shards(), content)
     except BaseException:
         if new:
             shutil.rmtree(out, ignore_errors=True)
         raise
     size = f"{model.num_layers} layers, hidden {model.hidden_size}, vocabulary {found.vocab_size}"
-    return [f"{out}: {size}", *found.notices]
+    how_on = "train on with --finetune" if found.facts is None else "resume the run with"
+    return [f"{out}: {size}", *notices, f"{how_on} --load {out}"]
+
+
+def _continue_run(content: dict[str, Any], facts: Mapping[str, Any], fresh: dict[str, Any]) -> str:
+    """Make `content` the record of a run that goes on with its optimizer state; returns a notice for the user."""
+    position, updates = position_of(facts, fresh)
+    content["state"], content["optimizer_steps"] = position, updates
+    content["config"] = dict(model=content["config"]["model"], **compared_settings(facts["args"]))
+    return (
+        f"weights and optimizer state of iteration {position['iteration']}, after {updates} updates and "
+        f"{position['consumed_samples']} samples"
+    )
 
 
 def imported_state(

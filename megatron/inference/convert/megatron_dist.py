@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import the weights of GPTs from Megatron-LM's distributed checkpoints (`--ckpt-format torch_dist`) of any layout.
+"""Import GPTs from Megatron-LM's distributed checkpoints (`--ckpt-format torch_dist`) of any layout.
 
     iter_0000100/
         .metadata         a pickle: shape, chunks and their locations of every tensor (torch.distributed.checkpoint)
@@ -7,24 +7,23 @@
         common.pt         the arguments of the run and other non-tensor values
         metadata.json     the name of the format
 
-No pickled code is executed. A restricted unpickler reads `.metadata`: it replaces the few known classes by shells without
-code and refuses all others by name. torch's weights-only reader reads chunks and common.pt. All of this happens in a
-separate process (`megatron_pickle`), which writes plain tensors and JSON.
+No pickled code is executed (`megatron_metadata`).
 
 A chunk is a box of a tensor in Megatron-LM's shape: [rows, inputs], or [layers, rows, inputs] if all layers are one
 tensor (`decoder.layers.mlp.linear_fc1.weight`, else `decoder.layers.0.mlp...`). It becomes boxes of our tensors.
+
+Optimizer state (`megatron_optimizer`) has the shapes of weights (`optimizer.state.exp_avg.decoder...`), whole or as
+flattened ranges, or lies in buffers, which depend on their layout (`optimizer.distributed.dp_group_idx_0...`).
 """
 
-import io
 import json
-import pickle
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -34,32 +33,31 @@ from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
 from megatron.inference.convert.imported import ModelImport, check_complete
 from megatron.inference.convert.megatron_lm import our_name, settings_of
-from megatron.inference.convert.megatron_pickle import Shell, extract, refused_in_child
+from megatron.inference.convert.megatron_metadata import (
+    METADATA,
+    Chunk,
+    Metadata,
+    read_chunks,
+    read_metadata,
+    read_objects,
+)
+from megatron.inference.convert.megatron_optimizer import (
+    LEAVE_OUT,
+    PREFIX,
+    LocalParameter,
+    from_buffer,
+    no_pieces,
+    state_notices,
+    with_moments,
+)
+from megatron.inference.convert.megatron_pickle import extract
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
 
-METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
-_FILE = re.compile(r"__\d+_\d+\.distcp")
+COMMON = "common.pt"
 _STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # of all layers: no number after `layers`
-_NOT_WEIGHTS = re.compile(
-    r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine_state)\b.*|.*_extra_state.*"
-)
 _HALVES = {"weight_w": 0, "weight_v": 1, "bias_w": 0, "bias_v": 1}  # a gated layer's two matrices as separate tensors
-_GROUP = 1 << 30  # bytes of chunks that a child process passes at a time
-_INERT = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.", "pathlib.")
-_PLAIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict, ("builtins", "set"): set}
-
-
-class Chunk(NamedTuple):
-    """A box of one of their tensors, and its location."""
-
-    name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    box: Box
-    file: str
-    offset: int
-    length: int
 
 
 def is_distributed(source: Path, step: Optional[int]) -> bool:
@@ -80,9 +78,17 @@ def find_folder(source: Path, step: Optional[int]) -> Optional[Path]:
 
 
 def open_distributed(
-    source: Path, step: Optional[int], vocab_size: Optional[int], heads: Optional[int], log: Callable[[str], None]
+    source: Path,
+    step: Optional[int],
+    vocab_size: Optional[int],
+    heads: Optional[int],
+    optimizer: bool,
+    log: Callable[[str], None],
 ) -> ModelImport:
-    """Open a checkpoint for import. Raises CheckpointError if it is refused, damaged or incomplete."""
+    """Open a checkpoint for import. Raises CheckpointError if it is refused, damaged or incomplete.
+
+    optimizer: import the optimizer's state, if there is any
+    """
     folder = find_folder(source, step)
     if folder is None:
         raise CheckpointError(f"{source} holds no {METADATA}")
@@ -91,158 +97,182 @@ def open_distributed(
             raise CheckpointError(f"{folder} has no {COMMON}", "it holds the arguments of the run that saved it")
         extract(folder / COMMON, Path(name))
         facts = json.loads((Path(name) / "facts.json").read_text())
-        chunks = read_metadata(folder, Path(name))
-    shapes = {f"0/{_half(name)[0]}": shape for chunk in chunks for name, shape in _by_layer(chunk)}
+        content = read_metadata(folder, Path(name))
+        if optimizer and content.objects:
+            facts |= read_objects(folder, content.objects, Path(name), facts)
+    shapes = {f"0/{_half(name)[0]}": shape for chunk in content.weights for name, shape in _by_layer(chunk)}
     model, vocab_size, notices = settings_of(facts, shapes, (1, 1), vocab_size, heads)
-    wanted = GPTFacts(model, vocab_size).weights
+    weights = GPTFacts(model, vocab_size).weights
+    has_state = optimizer and bool(content.state or content.buffers)
+    if optimizer and content.unknown and not has_state:
+        why = f"it holds {content.unknown}"
+        raise CheckpointError(f"the optimizer state of {folder} has a form that is not read", why, LEAVE_OUT)
+    notices += state_notices(facts, optimizer, has_state)
+    wanted = with_moments(weights) if has_state else weights
 
     def shards() -> Iterator[list[Piece]]:
         seen: set[str] = set()
-        for file in sorted({chunk.file for chunk in chunks}):
-            log(f"reading {folder / file}")
-            own = sorted((chunk for chunk in chunks if chunk.file == file), key=lambda chunk: chunk.offset)
-            pieces = []
-            for chunk, tensor in read_chunks(folder, own):
-                pieces += pieces_of(chunk, tensor, model, wanted)
+        for pieces in chain(
+            _shards(folder, _without_main(content) if has_state else content.weights, model, weights, log),
+            _buffer_shards(folder, content, facts["args"], model, weights, log) if has_state else (),
+        ):
             seen |= {piece.name for piece in pieces}
             yield pieces
         check_complete(source, wanted, seen)
 
-    return ModelImport(model, vocab_size, f"Megatron-LM in {folder.parent.resolve()}", notices, shards)
+    origin = f"Megatron-LM in {folder.parent.resolve()}"
+    return ModelImport(model, vocab_size, origin, notices, shards, facts if has_state else None)
 
 
-# ---- .metadata -------------------------------------------------------------------------------------------------------
+def _shards(
+    folder: Path, chunks: list[Chunk], model: schema.Model, weights: dict[str, Placement], log: Callable[[str], None]
+) -> Iterator[list[Piece]]:
+    """The pieces in each file of a checkpoint."""
+    for file in sorted({chunk.file for chunk in chunks}):
+        log(f"reading {folder / file}")
+        own = sorted((chunk for chunk in chunks if chunk.file == file), key=lambda chunk: chunk.offset)
+        yield [piece for chunk, x in read_chunks(folder, own) for piece in pieces_of(chunk, x, model, weights)]
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that builds only shells, tuples, dictionaries and numbers, refuses everything else, and runs no code."""
-
-    def find_class(self, module: str, name: str):
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout)):
-            return f"{module}.{name}"
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return Shell
-        if f"{module}.".startswith(_INERT):
-            return type(name, (Content,), {})
-        raise ValueError(f"it asks for {module}.{name}, which no checkpoint needs")
-
-    def persistent_load(self, pid):
-        raise ValueError("it refers to something outside of it, which no checkpoint needs")
+def _without_main(content: Metadata) -> list[Chunk]:
+    """The chunks of weights and of state without the weights that the state has as main weights in fp32."""
+    if content.buffers:
+        return content.state
+    main = {chunk.name for chunk in content.state if not PREFIX[chunk.kind]}
+    return [chunk for chunk in content.weights if chunk.name not in main] + content.state
 
 
-class Content(Shell):
-    """A shell that keeps its state in `content`: the fields of a dataclass."""
+def _buffer_shards(
+    folder: Path,
+    content: Metadata,
+    args: dict,
+    model: schema.Model,
+    weights: dict[str, Placement],
+    log: Callable[[str], None],
+) -> Iterator[list[Piece]]:
+    """The pieces in the buffers of each tensor and pipeline parallel rank."""
+    if not content.buffers:
+        return
+    tp, pp, vp = (args.get(f"{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline", "virtual_pipeline"))
+    layers, ranks = model.num_layers, {chunk.name.split("/")[0] for chunk in content.buffers}
+    if ranks != {str(number) for number in range(tp * pp)} or layers % (pp * vp):
+        raise CheckpointError(
+            f"{folder} has buffers of {len(ranks)} ranks for {layers} layers on {tp} x {pp} x {vp} parallel parts",
+            do=LEAVE_OUT,
+        )
+    rows = next(chunk.shape[0] for chunk in content.weights if chunk.name == "embedding.word_embeddings.weight")
+    for number in range(tp * pp):
+        log(f"reading the optimizer state of rank {number} of {tp * pp} in {folder}")
+        pieces: list[Piece] = []
+        for part in range(vp):
+            stage = RankStage(number % tp, tp, part * pp + number // tp, pp * vp, rows // tp)
+            parts = _read_buffers(folder, [c for c in content.buffers if c.name.startswith(f"{number}/{part}/")])
+            orders = _orders(folder, content.weights, stage, model, weights)
+            pieces += from_buffer(f"{folder} (rank {number}, part {part})", orders, parts)
+        yield pieces
 
-    content: Mapping[str, Any] = MappingProxyType({})
 
-    def __setstate__(self, state) -> None:
-        self.content = state if isinstance(state, dict) else {}
+class RankStage(NamedTuple):
+    """The part of the model in one of their buffers. rows: of the embedding on this rank, padding included"""
+
+    tp_rank: int
+    tp: int
+    stage: int
+    stages: int
+    rows: int
 
 
-def read_metadata(folder: Path, work: Path) -> list[Chunk]:
-    """List the chunks of all weights. Raises CheckpointError if `.metadata` is refused, or a file is missing or short."""
-    source, result = folder / METADATA, work / "chunks.json"
-    if not source.is_file():
-        raise CheckpointError(f"{folder} has no {METADATA}", "the save did not end, or a part of it was not copied")
+def _orders(
+    folder: Path, chunks: list[Chunk], stage: RankStage, model: schema.Model, weights: dict[str, Placement]
+) -> list[list[LocalParameter]]:
+    """The parameters of a stage in the orders of Megatron-Core's modules, without and with Transformer Engine."""
+    names = [_module_order(model, stage, apart, weights) for apart in (True, False)]
+    boxes = {}
+    for name in set(names[0]):
+        placed = weights[_tied(name, model)]
+        local = [size // stage.tp if dim == placed.cut.get("tp") else size for dim, size in enumerate(placed.shape)]
+        if name in ("embedding.word.weight", "output.weight"):
+            local[0] = stage.rows
+        boxes[name] = tuple(local), Box(*placed.box(tuple(local), {"tp": stage.tp_rank}))
+    values = _read_boxes(folder, chunks, {_tied(name, model): box for name, (_, box) in boxes.items()}, model, weights)
 
-    def in_child() -> None:
-        with source.open("rb") as file:
-            content = MetadataUnpickler(file).load()
-        try:
-            result.write_text(json.dumps(_chunks(content)))
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"it does not describe tensors ({error!r})") from None
+    def parameter(name: str) -> LocalParameter:
+        (local, box), source = boxes[name], _tied(name, model)
+        own, placed = values[source], weights[source]
+        real = Box.whole(box.extent).slices()
+        copy = source != name or ("tp" not in placed.cut and stage.tp_rank > 0)
+        return LocalParameter(
+            name,
+            local,
+            lambda x: torch.equal(x[real].to(own.dtype), own),
+            no_pieces if copy else lambda prefix, x: [Piece(prefix + name, placed.shape, box, x[real].contiguous())],
+        )
 
-    refused_in_child(source, work, in_child)
-    chunks = [
-        Chunk(name, tuple(shape), Box(tuple(offset), tuple(extent)), *where)
-        for name, shape, offset, extent, *where in json.loads(result.read_text())
+    return [[parameter(name) for name in order] for order in names]
+
+
+def _tied(name: str, model: schema.Model) -> str:
+    """The weight that a parameter is a copy of, or itself."""
+    tied = name == "output.weight" and not model.untie_embeddings_and_output_weights
+    return "embedding.word.weight" if tied else name
+
+
+def _module_order(model: schema.Model, stage: RankStage, norms_apart: bool, weights: dict[str, Placement]) -> list[str]:
+    """Our names of a stage's parameters in the order of Megatron-Core's modules.
+
+    norms_apart: norms are modules before the linear layers, otherwise parts of them (Transformer Engine)
+    """
+    modules = ["attention.output", "attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm"]
+    if norms_apart:
+        modules = ["attention_norm", *(module for module in modules if module != "attention_norm")]
+    modules += ["mlp_norm", "mlp.up", "mlp.down"]
+    each = model.num_layers // stage.stages
+    first, last = stage.stage == 0, stage.stage == stage.stages - 1
+    names = ["embedding.word", "embedding.position"] if first else []
+    names += [f"blocks.{n}.{module}" for n in range(each * stage.stage, each * (stage.stage + 1)) for module in modules]
+    names += ["final_norm"] if last else []
+    found = [full for name in names for kind in ("weight", "bias") if (full := f"{name}.{kind}") in weights]
+    own_output = "output.weight" in weights or stage.stages > 1
+    return found + ["output.weight"] * (last and own_output)
+
+
+def _read_boxes(
+    folder: Path, chunks: list[Chunk], boxes: dict[str, Box], model: schema.Model, weights: dict[str, Placement]
+) -> dict[str, torch.Tensor]:
+    """Boxes of our tensors, by name, in the checkpoint's number format. Raises CheckpointError if a part is missing."""
+    there = lambda piece: piece.name in boxes and piece.box.intersection(boxes[piece.name])
+    needed = [
+        chunk
+        for chunk in chunks
+        if any(map(there, pieces_of(chunk, torch.empty(chunk.box.extent, device="meta"), model, weights)))
     ]
-    if not chunks:
-        raise CheckpointError(f"{source} names no weights")
-    for chunk in chunks:
-        if not _FILE.fullmatch(chunk.file):
-            raise CheckpointError(f"{source} names {chunk.file[:80]!r}, which is no file of its folder")
-        path = folder / chunk.file
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing", f"{METADATA} says that {chunk.name} is in it")
-        if min(chunk.offset, chunk.length) < 0 or chunk.offset + chunk.length > path.stat().st_size:
-            raise CheckpointError(f"{path} is damaged: it ends before {chunk.name} does")
-        if not chunk.box.fits(chunk.shape) or chunk.box.size > chunk.length:  # at least one byte per element
-            raise CheckpointError(
-                f"{source} is damaged: {chunk.name} has {chunk.shape}, and a chunk {tuple(chunk.box)}"
-            )
-    return chunks
+    found: dict[str, torch.Tensor] = {}
+    filled = dict.fromkeys(boxes, 0)
+    for file in sorted({chunk.file for chunk in needed}):
+        for chunk, x in read_chunks(folder, [chunk for chunk in needed if chunk.file == file]):
+            for piece in filter(there, pieces_of(chunk, x, model, weights)):
+                box = boxes[piece.name]
+                own = found.setdefault(piece.name, torch.empty(box.extent, dtype=x.dtype))
+                common = piece.box.intersection(box)
+                own[common.relative_to(box).slices()] = piece.tensor[common.relative_to(piece.box).slices()]
+                filled[piece.name] += common.size
+    lacking = [name for name, box in boxes.items() if filled[name] != box.size]
+    if lacking:
+        raise CheckpointError(f"{folder} lacks parts of {', '.join(sorted(lacking)[:8])}")
+    return found
 
 
-def _chunks(metadata: Content) -> list[tuple]:
-    """(name, shape, offset, extent, file, offset in it, length) of each chunk of a weight, from the pickle's content."""
-    tensors, places = metadata.content["state_dict_metadata"], metadata.content["storage_data"]
-    where = {}
-    for index, info in places.items():
-        at = index.content.get("offset")
-        where[index.content["fqn"], None if at is None else tuple(at)] = info.content
-    found = {}
-    for name, tensor in tensors.items():
-        if "chunks" not in tensor.content or _NOT_WEIGHTS.fullmatch(name):
-            continue
-        for chunk in tensor.content["chunks"]:
-            offset, extent = (tuple(map(int, chunk.content[key])) for key in ("offsets", "sizes"))
-            info = where.get((name, offset)) or where.get((name, None))
-            if info is None:
-                raise ValueError(f"it does not say where {name} at {offset} lies")
-            if info.get("transform_descriptors"):
-                raise ValueError(f"{name} is packed ({info['transform_descriptors']}), which is not read here")
-            shape = tuple(map(int, tensor.content["size"]))
-            place = str(info["relative_path"]), int(info["offset"]), int(info["length"])
-            found[name, offset, extent] = (str(name).removeprefix("model."), shape, offset, extent, *place)
-    return list(found.values())
-
-
-# ---- chunks ----------------------------------------------------------------------------------------------------------
-
-
-def read_chunks(folder: Path, chunks: list[Chunk]) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Read chunks of one file, in order. Raises CheckpointError for a damaged file, and names it."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    path = folder / chunks[0].file
-    for group in _groups(chunks):
-        with tempfile.TemporaryDirectory(prefix="megatron-") as name:
-            result = Path(name) / "tensors.safetensors"
-
-            def in_child(group=group, result=result) -> None:
-                save_file({str(n): _chunk(path, chunk) for n, chunk in enumerate(group)}, result)
-
-            refused_in_child(path, Path(name), in_child)
-            with safe_open(result, framework="pt") as file:
-                for number, chunk in enumerate(group):
-                    yield chunk, file.get_tensor(str(number))
-
-
-def _groups(chunks: list[Chunk]) -> Iterator[list[Chunk]]:
-    """Consecutive chunks in groups of about 1 GiB."""
-    group: list[Chunk] = []
-    for chunk in chunks:
-        if group and sum(other.length for other in group) + chunk.length > _GROUP:
-            yield group
-            group = []
-        group.append(chunk)
-    yield group
-
-
-def _chunk(path: Path, chunk: Chunk) -> torch.Tensor:
-    """Read one chunk of a file. Raises ValueError if it does not match `.metadata`."""
-    with path.open("rb") as file:
-        file.seek(chunk.offset)
-        content = file.read(chunk.length)
-    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.extent:
-        raise ValueError(f"{chunk.name} at {chunk.box.offset} is not there with shape {chunk.box.extent}")
-    return tensor.detach().clone().contiguous()  # drops other data of its storage
+def _read_buffers(folder: Path, chunks: list[Chunk]) -> dict[str, torch.Tensor]:
+    """The buffers of a rank: kind -> its buckets, one after another."""
+    number = lambda chunk: int(chunk.name.rpartition("/")[2])
+    sizes = {number(chunk): chunk.shape[0] for chunk in chunks}
+    starts = dict(zip(sorted(sizes), accumulate((sizes[bucket] for bucket in sorted(sizes)), initial=0)))
+    buffers = {kind: torch.zeros(sum(sizes.values())) for kind in {chunk.kind for chunk in chunks}}
+    for file in sorted({chunk.file for chunk in chunks}):
+        for chunk, x in read_chunks(folder, [chunk for chunk in chunks if chunk.file == file]):
+            start = starts[number(chunk)] + chunk.box.offset[0]
+            buffers[chunk.kind][start : start + chunk.box.size] = x
+    return buffers
 
 
 # ---- names and shapes ------------------------------------------------------------------------------------------------
@@ -270,12 +300,15 @@ def _half(name: str) -> tuple[str, Optional[int]]:
 
 def pieces_of(chunk: Chunk, tensor: torch.Tensor, model: schema.Model, wanted: dict[str, Placement]) -> Iterator[Piece]:
     """The pieces of our tensors in a chunk. Raises CheckpointError if it does not fit the model."""
-    if not _STACKED.fullmatch(chunk.name):
-        yield from _in_tensor(chunk.name, chunk.shape, chunk.box, tensor, model, wanted)
-        return
-    inner = Box(chunk.box.offset[1:], chunk.box.extent[1:])
-    for number, (name, shape) in enumerate(_by_layer(chunk)):
-        yield from _in_tensor(name, shape, inner, tensor[number], model, wanted)
+    for part, x in chunk.parts(tensor):
+        if _STACKED.fullmatch(part.name):
+            inner = Box(part.box.offset[1:], part.box.extent[1:])
+            boxes = [(name, shape, inner, x[number]) for number, (name, shape) in enumerate(_by_layer(part))]
+        else:
+            boxes = [(part.name, part.shape, part.box, x)]
+        for name, shape, box, values in boxes:
+            for piece in _in_tensor(name, shape, box, values, model, wanted):
+                yield piece._replace(name=PREFIX[chunk.kind] + piece.name) if chunk.kind else piece
 
 
 def _in_tensor(

@@ -335,7 +335,7 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
 
 def compare(export: Export, reader: Reader, folder: Path) -> str:
     """Read the export as `from-megatron` does; returns a notice. Raises CheckpointError if it is another model."""
-    found = open_classic(folder, None, None, None, log=lambda text: None)
+    found = open_classic(folder, None, None, None, optimizer=False, log=lambda text: None)
     ours, theirs = export.model, found.model
     differ = [f"{name} {getattr(theirs, name)}" for name in _SAME if getattr(ours, name) != getattr(theirs, name)]
     if found.vocab_size != export.vocab_size:

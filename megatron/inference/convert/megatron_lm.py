@@ -3,7 +3,7 @@
 chunks.
 
 `megatron_pickle` reads each file in a separate process, one after another. A file holds a box of each logical tensor, so
-nothing is merged: the boxes of one of their files become one of our files.
+nothing is merged: the boxes of one of their files become one of our files. `megatron_optimizer` has the optimizer's state.
 
 QKV is stored [g, q + 2, d, h] since format version 2, which is our order too; [3, heads, d, h] in version 0, and
 [heads, d, 3, h] in version 1.
@@ -18,19 +18,31 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 import torch
+from safetensors.torch import load_file
 
 from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.imported import ModelImport, check_complete
-from megatron.inference.convert.megatron_pickle import extract
+from megatron.inference.convert.megatron_optimizer import (
+    ALIGNMENT,
+    LEAVE_OUT,
+    LocalParameter,
+    from_buffer,
+    from_groups,
+    no_pieces,
+    state_notices,
+    with_moments,
+)
+from megatron.inference.convert.megatron_pickle import extract, extract_buffers
 from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
+BUFFERS = "distrib_optim.pt"  # of --use-distributed-optimizer, beside them
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 
 IN_LAYER = {  # of legacy models, then of Megatron-Core
@@ -102,30 +114,41 @@ class RankFile(NamedTuple):
 
 
 def open_classic(
-    source: Path, step: Optional[int], vocab_size: Optional[int], heads: Optional[int], log: Callable[[str], None]
+    source: Path,
+    step: Optional[int],
+    vocab_size: Optional[int],
+    heads: Optional[int],
+    optimizer: bool,
+    log: Callable[[str], None],
 ) -> ModelImport:
     """Open a checkpoint for import, file by file.
 
     vocab_size: tokens without padding; heads: number of attention heads, if the saved arguments lack it
+    optimizer: import the optimizer's state, if there is any
     Raises CheckpointError if a file is refused or a tensor is missing.
     """
     parts = find_parts(source, step)
     sizes = max(part.tp for part in parts) + 1, max(part.pp for part in parts) + 1
-    with _facts_and_tensors(parts[0]) as (facts, shapes, _):
-        model, vocab_size, notices = settings_of(facts, shapes, sizes, vocab_size, heads)
-    wanted = GPTFacts(model, vocab_size).weights
+    with _opened(parts[0], optimizer) as first:
+        model, vocab_size, notices = settings_of(first.facts, first.shapes, sizes, vocab_size, heads)
+        facts = first.facts if first.has_state else None
+    notices += state_notices(first.facts, optimizer, has_state=facts is not None)
+    weights = GPTFacts(model, vocab_size).weights
+    wanted = with_moments(weights) if facts else weights
 
     def shards() -> Iterator[list[Piece]]:
         seen: set[str] = set()
         for part in parts:
             log(f"reading {part.path}")
-            with _facts_and_tensors(part) as (facts, shapes, get):
-                pieces = list(_pieces(part, facts, shapes, get, model, wanted, sizes))
+            with _opened(part, facts is not None) as file:
+                parameters = list(_parameters(file, model, weights, sizes))
+                pieces = list(_state_pieces(file, parameters) if facts else _weight_pieces(file, parameters))
                 seen |= {piece.name for piece in pieces}
                 yield pieces
         check_complete(source, wanted, seen)
 
-    return ModelImport(model, vocab_size, f"Megatron-LM in {parts[0].path.parent.parent.resolve()}", notices, shards)
+    origin = f"Megatron-LM in {parts[0].path.parent.parent.resolve()}"
+    return ModelImport(model, vocab_size, origin, notices, shards, facts)
 
 
 def find_parts(source: Path, step: Optional[int]) -> list[RankFile]:
@@ -153,18 +176,39 @@ def find_parts(source: Path, step: Optional[int]) -> list[RankFile]:
     return sorted(parts, key=lambda part: (part.pp, part.tp))
 
 
+class OpenFile(NamedTuple):
+    """The content of a rank's file.
+
+    shapes: of the model's weights by key, in the order of the module. get: the tensor of a key
+    numbered: keys of the optimizer's state. buffers: the file with the distributed optimizer's state, or None
+    """
+
+    part: RankFile
+    facts: dict
+    shapes: dict[str, tuple[int, ...]]
+    get: Callable[[str], torch.Tensor]
+    numbered: list[str]
+    buffers: Optional[Path]
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.numbered) or self.buffers is not None
+
+
 @contextlib.contextmanager
-def _facts_and_tensors(
-    part: RankFile,
-) -> Iterator[tuple[dict, dict[str, tuple[int, ...]], Callable[[str], torch.Tensor]]]:
-    """(facts, name -> shape, get(name)) of one file, read by a child process."""
+def _opened(part: RankFile, optimizer: bool) -> Iterator[OpenFile]:
+    """One file, read by a child process. optimizer: also the optimizer's state"""
     from safetensors import safe_open
 
+    buffers = part.path.with_name(BUFFERS)
     with tempfile.TemporaryDirectory(prefix="megatron-") as name:
-        extract(part.path, Path(name))
+        extract(part.path, Path(name), optimizer)
         facts = json.loads((Path(name) / "facts.json").read_text())
         with safe_open(Path(name) / "tensors.safetensors", framework="pt") as file:
-            yield facts, {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, file.get_tensor
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in facts["keys"]}
+            numbered = sorted(set(file.keys()) - set(shapes))
+            found = buffers if optimizer and buffers.exists() else None
+            yield OpenFile(part, facts, shapes, file.get_tensor, numbered, found)
 
 
 def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
@@ -183,35 +227,75 @@ def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
     raise CheckpointError(f"tensor {theirs} is not known")
 
 
-def _pieces(
-    part: RankFile, facts: dict, shapes, get, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int]
-) -> Iterator[Piece]:
-    """The pieces of our tensors in one of their files."""
+def _parameters(
+    file: OpenFile, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int]
+) -> Iterator[LocalParameter]:
+    """The parameters in one of their files, in the order of the module."""
     tp, pp = sizes
-    chunks = max(1, facts["chunks"])
+    part, chunks = file.part, max(1, file.facts["chunks"])
     if model.num_layers % (pp * chunks):
         raise CheckpointError(f"{model.num_layers} layers on {pp} x {chunks} pipeline stages of unknown sizes")
     a_stage = model.num_layers // (pp * chunks)
-    for key in shapes:
+    for key, shape in file.shapes.items():
         found = our_name(key.partition("/")[2])
-        if found is None:
-            continue
-        layer, name = found
+        if found is None and not key.endswith(".weight"):
+            continue  # state of fp8, a buffer
+        matches = lambda values, key=key: torch.equal(values.to((own := file.get(key)).dtype), own)
+        layer, name = found or (None, "output.weight")
         if layer is not None:
             stage = int(key.partition("/")[0]) * pp + part.pp
             name = f"blocks.{stage * a_stage + layer}.{name}"
         elif name == "output.weight" and not model.untie_embeddings_and_output_weights:
-            continue  # the last stage's copy of the embedding
+            yield LocalParameter(key, shape, matches, no_pieces)  # the last stage's copy of the embedding
+            continue
         if name not in wanted:
             raise CheckpointError(f"{part.path}: {key} would be {name}, which this model does not have")
-        placed = wanted[name]
-        if "tp" not in placed.cut and part.tp > 0:
-            continue  # each rank has a copy
-        local = _reshaped(name, get(key).float(), model, placed, tp, float(facts["version"] or 0))
-        box = Box(*placed.box(tuple(local.shape), {"tp": part.tp}))
+        copy = "tp" not in wanted[name].cut and part.tp > 0
+        pieces = _pieces_of(file, name, model, wanted[name], tp)
+        yield LocalParameter(key, shape, matches, no_pieces if copy else pieces)
+
+
+def _pieces_of(
+    file: OpenFile, name: str, model: schema.Model, placed: Placement, tp: int
+) -> Callable[[str, torch.Tensor], list[Piece]]:
+    """The function that makes pieces of a parameter or its moments: (prefix of our name, their tensor) -> pieces."""
+
+    def pieces(prefix: str, x: torch.Tensor) -> list[Piece]:
+        local = _reshaped(name, x, model, placed, tp, float(file.facts["version"] or 0))
+        box = Box(*placed.box(tuple(local.shape), {"tp": file.part.tp}))
         if any(n != full for d, (n, full) in enumerate(zip(local.shape, placed.shape)) if d != placed.cut.get("tp")):
-            raise CheckpointError(f"{part.path}: {key} has shape {tuple(local.shape)}, expected {placed.shape}")
-        yield Piece(name, placed.shape, box, local[Box.whole(box.extent).slices()].contiguous())
+            raise CheckpointError(f"{file.part.path}: {name} has shape {tuple(local.shape)}, expected {placed.shape}")
+        return [Piece(prefix + name, placed.shape, box, local[Box.whole(box.extent).slices()].contiguous())]
+
+    return pieces
+
+
+def _weight_pieces(file: OpenFile, parameters: list[LocalParameter]) -> Iterator[Piece]:
+    for parameter in parameters:
+        yield from parameter.pieces("", file.get(parameter.key).float())
+
+
+def _state_pieces(file: OpenFile, parameters: list[LocalParameter]) -> Iterator[Piece]:
+    """Main weights and moments in place of the model's weights."""
+    if not file.has_state:
+        raise CheckpointError(f"{file.part.path} has no optimizer state, unlike the first file", do=LEAVE_OUT)
+    if file.buffers is None:
+        numbered = {key: file.get(key) for key in file.numbered}
+        own = {
+            piece.name: piece for piece in from_groups(str(file.part.path), parameters, file.facts["groups"], numbered)
+        }
+        yield from own.values()
+        yield from (piece for piece in _weight_pieces(file, parameters) if piece.name not in own)  # of fp32 training
+        return
+    with tempfile.TemporaryDirectory(prefix="megatron-") as name:
+        extract_buffers(file.buffers, Path(name))
+        buffers = load_file(Path(name) / "tensors.safetensors")
+        coalesced = json.loads((Path(name) / "facts.json").read_text())["coalesced"]
+    slack = ALIGNMENT if coalesced else 128 * max(1, file.facts["args"].get("data_parallel_size") or 1)
+    for chunk in range(file.facts["chunks"]):
+        own = [parameter for parameter in parameters if parameter.key.startswith(f"{chunk}/")]
+        buffer = {key.partition("/")[2]: flat for key, flat in buffers.items() if key.startswith(f"{chunk}/")}
+        yield from from_buffer(f"{file.buffers} ({chunk})", [own], buffer, slack)
 
 
 def _reshaped(
@@ -263,7 +347,6 @@ def settings_of(
         positions=named.get((None, "embedding.position.weight")),
     )
     vocab_size, notices = _vocabulary_of(args, words[0] * sizes[0], vocab_size)
-    notices.append(f"weights of iteration {facts['iteration']}; optimizer state is not converted")
     return model, vocab_size, notices
 
 

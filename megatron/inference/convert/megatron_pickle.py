@@ -4,6 +4,12 @@
 These are the only pickles that this suite opens, with torch's weights-only reader, which builds tensors and plain
 containers. Classes of Megatron-LM and numpy are replaced by empty shells; a file with any other class is refused. The
 process writes tensors.safetensors and facts.json, and ends, so that a malicious file can affect only this process.
+
+    tensors.safetensors   CHUNK/NAME of the model's weights; KIND/NUMBER of the optimizer's state ("optimizer" below), or
+                          BUFFER/KIND of a distributed optimizer's file
+    facts.json            args, iteration, version, chunks, keys (of the weights, in the order of the module), schedule,
+                          scale (of the loss), updates (different counts of the optimizer's updates), groups (numbers of
+                          the optimizer's parameters)
 """
 
 import argparse
@@ -34,9 +40,17 @@ class Shell:
         pass
 
 
-def extract(source: Path, folder: Path) -> None:
-    """Extract `source` into `folder` in a child process. Raises CheckpointError with the reason if it is refused."""
-    refused_in_child(source, folder, lambda: _write(_load(source), folder))
+def extract(source: Path, folder: Path, optimizer: bool = False) -> None:
+    """Extract `source` into `folder` in a child process. Raises CheckpointError with the reason if it is refused.
+
+    optimizer: also the optimizer's state
+    """
+    refused_in_child(source, folder, lambda: _write(load(source), folder, optimizer))
+
+
+def extract_buffers(source: Path, folder: Path) -> None:
+    """Extract the buffers of a `distrib_optim.pt`, as `extract` does: BUFFER/KIND -> flat tensor."""
+    refused_in_child(source, folder, lambda: _write_buffers(load(source), folder))
 
 
 def refused_in_child(source: Path, folder: Path, read: Callable[[], None]) -> None:
@@ -63,7 +77,7 @@ def refused_in_child(source: Path, folder: Path, read: Callable[[], None]) -> No
         raise CheckpointError(f"{source} was refused: {(folder / 'refused').read_text()}")
 
 
-def _load(source: Path) -> dict[str, Any]:
+def load(source: Path) -> Any:
     """The content of a pickle, limited to tensors, containers, numbers and strings."""
     unknown = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     bad = [name for name in unknown if name != "argparse.Namespace" and not name.startswith(_SHELLS)]
@@ -72,27 +86,98 @@ def _load(source: Path) -> dict[str, Any]:
     allowed = [argparse.Namespace, *((Shell, name) for name in unknown if name != "argparse.Namespace")]
     with torch.serialization.safe_globals(allowed):
         content = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    if not isinstance(content, dict):
+    if not isinstance(content, (dict, list)):
         raise ValueError("it holds no dictionary")
     return content
 
 
-def _write(content: dict[str, Any], folder: Path) -> None:
-    tensors = {}
+def _write(content: dict[str, Any], folder: Path, optimizer: bool) -> None:
+    tensors, keys = {}, []
     chunks = [key for key in content if key == "model" or (str(key).startswith("model") and str(key)[5:].isdigit())]
     for number, key in enumerate(sorted(chunks, key=lambda key: int(key[5:] or 0))):
         for name, tensor in _flat(content[key], "", _DEPTH):
             tensors[f"{number}/{name}"] = tensor.detach().clone().contiguous()
+            keys.append(f"{number}/{name}")
+    facts = facts_of(content) | dict(chunks=len(chunks), keys=keys, groups=[])
+    if optimizer:
+        facts["groups"], state = _numbered(content.get("optimizer"))
+        tensors |= state
     save_file(tensors, folder / "tensors.safetensors")
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def facts_of(content: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and strings of a checkpoint that describe its run."""
     args = content.get("args")
     args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
-    simple = (int, float, str, bool, type(None))
-    facts = dict(iteration=content.get("iteration"), version=content.get("checkpoint_version"))
-    facts = {key: value if isinstance(value, simple) else None for key, value in facts.items()}
-    plain = lambda value: isinstance(value, simple)
-    kept = lambda value: plain(value) or (isinstance(value, (list, tuple)) and all(map(plain, value)))
+    kept = lambda value: _plain(value) or (isinstance(value, (list, tuple)) and all(map(_plain, value)))
+    facts: dict[str, Any] = dict(iteration=content.get("iteration"), version=content.get("checkpoint_version"))
+    facts = {key: value if _plain(value) else None for key, value in facts.items()}
     facts["args"] = {str(name): value for name, value in args.items() if kept(value)}
-    (folder / "facts.json").write_text(json.dumps(facts | dict(chunks=len(chunks))))
+    facts["schedule"] = _numbers(content.get("opt_param_scheduler") or content.get("lr_scheduler"))
+    facts["scale"] = _numbers(next(_values(content.get("optimizer"), {"grad_scaler"}), None))
+    steps = {_number(step) for step in _values(content.get("optimizer"), {"step", "common_step"})}
+    return facts | dict(updates=sorted(steps - {None}))
+
+
+def _write_buffers(content: Any, folder: Path) -> None:
+    tensors = {}
+    content = content[0] if isinstance(content, list) and len(content) == 1 else content
+    for number, formats in content.items():
+        if not isinstance(number, int):
+            continue
+        if len(formats) != 1:
+            raise ValueError("it holds parameters of several number formats, or none")
+        for kind, values in next(iter(formats.values())).items():
+            parts = values if isinstance(values, list) else [values]  # before February 2024, a list of buckets
+            if all(isinstance(part, torch.Tensor) for part in parts):
+                tensors[f"{number}/{kind}"] = torch.cat([part.detach().flatten() for part in parts])
+    save_file(tensors, folder / "tensors.safetensors")
+    (folder / "facts.json").write_text(json.dumps(dict(coalesced=bool(content.get("buckets_coalesced")))))
+
+
+def _numbered(optimizer: Any) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
+    """(numbers of the parameters of each group, KIND/NUMBER -> tensor) of an optimizer's state; both empty without one."""
+    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else {}
+    if not inner.get("state"):
+        return [], {}
+    groups = [list(group["params"]) for group in inner["param_groups"]]
+    tensors = {}
+    for number, kinds in inner["state"].items():
+        for kind, tensor in kinds.items() if isinstance(kinds, dict) else ():
+            if isinstance(tensor, torch.Tensor) and kind != "step":
+                tensors[f"{kind}/{number}"] = tensor.detach().clone().contiguous()
+    mains = optimizer.get("fp32_from_fp16_params") or optimizer.get("fp32_from_fp16") or [[] for _ in groups]
+    for group, own in zip(groups, mains):
+        for number, tensor in zip(group, own):
+            tensors[f"param/{number}"] = tensor.detach().clone().contiguous()
+    return groups, tensors
+
+
+def _values(content: Any, names: set[str]) -> Iterator[Any]:
+    """The values of all keys of these names in nested containers."""
+    for key, value in content.items() if isinstance(content, dict) else ():
+        if key in names:
+            yield value
+        else:
+            yield from _values(value, names)
+    for value in content if isinstance(content, (list, tuple)) else ():
+        yield from _values(value, names)
+
+
+def _numbers(content: Any) -> dict[str, Any]:
+    items = content.items() if isinstance(content, dict) else ()
+    return {str(name): number for name, value in items if (number := _number(value)) is not None}
+
+
+def _number(value: Any) -> Any:
+    """An int or float, also out of a tensor of one element; None for anything else."""
+    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str, bool, type(None)))
 
 
 def _flat(content: Any, prefix: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
