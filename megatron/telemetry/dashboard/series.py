@@ -132,8 +132,9 @@ class Series:
             elif record["kind"] == "step":
                 steps.append(record)
             else:
-                self._take_steps(steps)
-                steps = []
+                if record["kind"] in ("run", "rewind"):  # these take steps back
+                    self._take_steps(steps)
+                    steps = []
                 self._take(record["kind"], int(record["iteration"]), record)
         self._take_steps(steps)
 
