@@ -113,8 +113,11 @@ class Prometheus:
                 take(record)
 
     def count_event(self, event: dict[str, Any]) -> None:
+        """Count an event. One of a complete checkpoint is also its time."""
         with self._lock:
             self._add("events", 1, event=event["event"], level=event["level"])
+            if event["event"] == "save" and event["iteration"] is not None:
+                self._saved = Saved(event["iteration"], event["time"])
 
     def collect(self) -> Iterator:
         """All values, as prometheus-client asks for them."""
@@ -170,9 +173,6 @@ class Prometheus:
     def _take_memory(self, record: dict) -> None:
         if record.get("bytes") is not None:
             self._set("memory_peak_bytes", record["bytes"])
-
-    def _take_save(self, record: dict) -> None:
-        self._saved = Saved(record["iteration"], time.time())
 
     def _take_rewind(self, record: dict) -> None:
         self._set("iteration", record["iteration"])
