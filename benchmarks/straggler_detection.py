@@ -101,12 +101,15 @@ def seconds_of(phase: str, count: int = 5000) -> float:
 
 
 def seconds_of_a_look(seconds: float = 2.0) -> float:
-    """CPU seconds of a look of the thread that notices pauses, with its share of the threads' switches."""
-    times = HostTimes()
-    begun = time.process_time()
-    with RankTimes.measuring(times):
-        time.sleep(seconds)
-    return (time.process_time() - begun) * PULSE / seconds
+    """CPU seconds of a look of the thread that notices pauses: of a sleep with it, without that of other threads."""
+
+    def sleep(waits: bool) -> float:
+        with RankTimes.measuring(HostTimes(waits)):
+            begun = time.process_time()
+            time.sleep(seconds)
+            return time.process_time() - begun
+
+    return max(0.0, sleep(True) - sleep(False)) * PULSE / seconds
 
 
 if __name__ == "__main__":

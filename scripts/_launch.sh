@@ -12,6 +12,7 @@
 set -euo pipefail
 
 ARGUMENTS=("$@")
+NAME_DATA=(--data-path --input-dir --train-data-path --data-args-path --per-split-data-args-path --mock-data) # flags
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -38,7 +39,7 @@ launch() { # GPUs and device that the flags are made for, then flags of pretrain
     elif [ -n "${SHRINK:-}" ]; then
         look -m megatron.tools.shrink
     else
-        given --data-path --input-dir --train-data-path --mock-data --config -c ||
+        given "${NAME_DATA[@]}" --config -c ||
             fail 4 "there is no data to train on" \
                 "DATA_PATH=PREFIX bash $0 (what preprocess_data.py wrote, without .bin)" \
                 "or, for a trial on synthetic samples: bash $0 --mock-data"
@@ -71,7 +72,7 @@ finetune_on_task() { # task, perhaps a set of its validation files, flags of fin
     out=${OUT:-runs/finetune}/$task
     run_tool_on_ranks megatron.tasks.main --task "$task" --data-path "$data" \
         --pretrained-checkpoint "${CHECKPOINTS:-checkpoints/gpt_345M}" --save "$out" --load "$out" \
-        --micro-batch-size 8 --log-interval 50 ${flags[@]+"${flags[@]}"} "$@"
+        --micro-batch-size 8 --log-interval 50 ${flags[@]+"${flags[@]}"} --then "$@"
 }
 
 # ---- words of the command line ---------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ given() { # is one of these flags among FLAGS? _ is -, and the last word counts:
 
 add_environment() { # paths that belong to a site, not to a command line that is kept
     local words data=${DATA_PATH:-${DATA:-}} # DATA: Colossal-AI's name
-    if [ -n "$data" ] && ! given --data-path --input-dir --train-data-path --mock-data; then
+    if [ -n "$data" ] && ! given "${NAME_DATA[@]}"; then
         read -ra words <<<"$data"
         FLAGS+=(--data-path "${words[@]}")
     fi
@@ -105,7 +106,7 @@ add_environment() { # paths that belong to a site, not to a command line that is
 }
 
 add_mock_data() { # for what needs no data
-    given --data-path --input-dir --train-data-path --mock-data --config -c || FLAGS+=(--mock-data)
+    given "${NAME_DATA[@]}" --config -c || FLAGS+=(--mock-data)
 }
 
 # ---- one process, before anything is started -------------------------------------------------------------------------
@@ -173,8 +174,14 @@ choose_ranks() { # sets NPROC, ranks of this node: what somebody said, or so man
     gpu | auto) NPROC=$(count_devices) ;; # torchrun's words
     0 | *[!0-9]*) fail 2 "NPROC=$NPROC (or LOCAL_WORLD_SIZE) is neither a number nor gpu" ;;
     esac
-    [ -z "${NPROC:-}" ] || return 0
     devices=$(count_devices)
+    if [ -n "${NPROC:-}" ]; then
+        [ -z "${GPUS:-}" ] || [ "$NPROC" -le "$devices" ] ||
+            fail 2 "NPROC=$NPROC is more ranks than GPUS=$GPUS has GPUs, $devices" "each rank needs one: change one of the two"
+        [ "$NPROC" = "${LOCAL_WORLD_SIZE:-$NPROC}" ] ||
+            echo "note: NPROC=$NPROC counts, and LOCAL_WORLD_SIZE=$LOCAL_WORLD_SIZE has no effect" >&2
+        return
+    fi
     NPROC=$1
     [ "$NPROC" -ge 1 ] && [ "$NPROC" -le "$devices" ] || NPROC=$devices
 }

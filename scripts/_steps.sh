@@ -34,7 +34,7 @@ read_flags() { # the words given to a script that has set RUN, its folder, TRAIN
 check_flags() { # those of the training, before anything is done or removed; TRAINS: the script that gets them
     local said shape=(--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64)
     [ ${#flags[@]} -eq 0 ] || said=$(python "$TRAINS" "${shape[@]}" "${flags[@]}" --print-config 2>&1 >/dev/null) || {
-        printf '%s\n' "$said" "  (flags of $(basename "$0"): --help; all others go to $TRAINS)" >&2
+        printf '%s\n' "$said" "  (flags of $(basename "$0"): --text, --document-separator, --train-iters, --fresh, --help; all others go to $TRAINS)" >&2
         exit 2
     }
 }

@@ -6,4 +6,4 @@
 #   CHECKPOINTS=... bash scripts/evaluate_gpt_345M.sh --task LAMBADA --valid-data lambada_test.jsonl
 #   CHECKPOINTS=... bash scripts/evaluate_gpt_345M.sh --task WIKITEXT103 --valid-data wiki.test.tokens
 source "$(dirname "$0")/_launch.sh"
-run_tool_on_ranks megatron.tools.evaluate --load "${CHECKPOINTS:-checkpoints/gpt_345M}" --micro-batch-size 8 "$@"
+run_tool_on_ranks megatron.tools.evaluate --load "${CHECKPOINTS:-checkpoints/gpt_345M}" --micro-batch-size 8 --then "$@"

@@ -100,6 +100,11 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("pretrain_gpt", f"{MOCK} --config twice.yaml", "twice.yaml:2: num_layers is given twice (also in line 1)"),
     ("pretrain_gpt", f"{MOCK} --config list.yaml", "list.yaml: expected lines of `key: value`"),
     ("pretrain_gpt", f"{MOCK} --override colour --load ck", "--override colour: this setting needs no override, or"),
+    (
+        "pretrain_gpt",
+        "--mock-data --load ck-megatron --use-checkpoint-args",
+        "ck-megatron/iter_0000100 is in Megatron-LM's own format",
+    ),
     ("preprocess_data", "", "missing: --input, --output-prefix"),
     ("preprocess_data", f"{PRE} --worker 3", "unknown flag --worker; did you mean --workers?"),
     ("preprocess_data", f"{PRE} --num-layers 3", "--num-layers is a setting of pretraining; this command has no use"),
@@ -113,8 +118,8 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("evaluate", "", "missing: --load"),
     (
         "evaluate",
-        "--load ck --data-path tokens --num-layers 2",
-        "--num-layers is a setting of pretraining; leave it out: it is read from the checkpoint",
+        "--load ck --data-path tokens --hidden-dropout 0",
+        "--hidden-dropout is a setting of pretraining; leave it out: it is read from the checkpoint",
     ),
     ("generate", "--load ck", "there is no text to continue"),
     ("generate", "--load ck --prompts-file nope", "unknown flag --prompts-file; did you mean --prompt-file?"),
@@ -380,7 +385,7 @@ def is_one_message(text: str) -> bool:
 
 def contents(folder) -> dict:
     """Size of every file that a mistake must not touch: all but logs, and lists of lines that were set aside."""
-    said = ("metrics.jsonl", "x.rejected.jsonl")
+    said = ("metrics.jsonl", "events.jsonl", "x.rejected.jsonl")
     return {path: path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name not in said}
 
 

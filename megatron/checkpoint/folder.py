@@ -22,11 +22,11 @@ from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
 from megatron.checkpoint.reader import Reader, Strictness
 from megatron.checkpoint.store import Parts, Piece, commit, single_part, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
+from megatron.settings.from_checkpoint import foreign_format, megatron_format_problem
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
 
 AllGatherObject = Callable[[Any], list]
-RELEASE = "release"  # Megatron-LM's directory name for weights from a converter, in place of an iteration
 NEW_RUN = "check --load; for a new run, give the same new folder as --save and --load, or --auto-resume"
 
 
@@ -131,30 +131,8 @@ def _only(path: CheckpointPath, step: Optional[int]) -> Choice:
     return Choice((path,))
 
 
-def megatron_format_problem(folder: CheckpointPath) -> Optional[str]:
-    """How to convert a checkpoint in Megatron-LM's format: the folder's `release`, or the folder itself; else None."""
-    return next(filter(None, map(_foreign_format, (folder / RELEASE, folder))), None)
-
-
-def _foreign_format(path: CheckpointPath) -> Optional[str]:
-    """How to convert a checkpoint in one of Megatron-LM's two formats; None for any other."""
-    if (path / "index.json").exists():
-        return None
-    if any(path.glob("mp_rank_*")):
-        return (
-            f"{path} is in Megatron-LM's own format; convert it with python -m megatron.tools.checkpoint "
-            f"from-megatron {path.parent} OUT"
-        )
-    if any(path.glob("*.distcp")):
-        return (
-            f"{path} is in torch's distributed format; if it is Megatron-LM's, convert it with python -m "
-            f"megatron.tools.checkpoint from-megatron {path.parent} OUT"
-        )
-    return None
-
-
 def _visible_damage(path: CheckpointPath) -> Optional[str]:
-    if problem := _foreign_format(path):
+    if problem := foreign_format(path):
         return problem
     try:
         with Reader(path) as reader:

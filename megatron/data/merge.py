@@ -51,6 +51,9 @@ def merge(
     started = time.perf_counter()
     output_prefix = bare_prefix(output_prefix)
     prefixes = find_prefixes(inputs, output_prefix)
+    named = [bare_prefix(one) for one in inputs if not os.path.isdir(one)]
+    if named != [prefix for prefix in prefixes if prefix in named]:
+        log("note: datasets are joined in the order of their names, each of them once")
     refuse_damage(prefixes)
     identity = common_identity(prefixes)
     dtype, sizes = common_dtype(prefixes)

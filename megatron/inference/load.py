@@ -173,6 +173,12 @@ def open_tokenizer(loaded: Loaded, given: Mapping[str, Any] = NONE, log=lambda t
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {loaded.vocab_size}",
             do="give the tokenizer that the model was trained with",
         )
+    asked = given.get("vocab_size")
+    if asked and tokenizer.name != "NullTokenizer" and asked not in (tokenizer.vocab_size, loaded.vocab_size):
+        raise SettingsError(
+            f"--vocab-size {asked}: the vocabulary has {tokenizer.vocab_size} tokens, the model {loaded.vocab_size}",
+            do="leave it out",
+        )
     learned = loaded.record.get("vocabulary")  # unknown for imported models and checkpoints of earlier versions
     if learned not in (None, tokenizer.fingerprint):
         raise SettingsError(

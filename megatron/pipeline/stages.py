@@ -207,6 +207,15 @@ def _uneven(p: Parallel, num_layers: int, chunks: int) -> list[str]:
     return []
 
 
+def problems_of_list(text: str, num_layers: int) -> list[str]:
+    """Messages about --pipeline-stage-layers for any number of ranks.
+
+    >>> problems_of_list("1,1", 4)
+    ['--pipeline-stage-layers 1,1 is 2 layers, and --num-layers is 4; 2,2 would work']
+    """
+    return _wrong_list(text, num_layers, len(_numbers(text) or ()), 1)
+
+
 def _wrong_list(text: str, num_layers: int, pp: int, chunks: int) -> list[str]:
     counts, number = _numbers(text), pp * chunks
     if counts is None:

@@ -11,6 +11,7 @@ from typing import Optional
 from megatron.errors import SettingsError
 from megatron.model.recipe import recipe_of
 from megatron.optimizer.kinds import knows_matrices
+from megatron.pipeline import stages
 from megatron.planner import target
 from megatron.planner.arithmetic import least_devices
 from megatron.planner.layout import Job, Layout
@@ -83,6 +84,8 @@ def _searched(
     config: schema.Config, cluster: Cluster, source: str, space: Space, held: Sequence[str] = ()
 ) -> SearchResult:
     job, remark = target.job_of(config, cluster)
+    if space.stage_layers and (wrong := stages.problems_of_list(space.stage_layers, job.facts.num_layers)):
+        raise SettingsError(wrong[0])
     started = time.perf_counter()
     searched = search(job, cluster, space)
     count = job.facts.parameters

@@ -55,9 +55,11 @@ def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
     resolved = rules.filled(config, cluster.world_size)
     try:
         layout = Layout.of(resolved, cluster.world_size)
-    except SettingsError as error:  # of a schedule file
-        return Inspection([*violations, str(error)], file_problems(config), [])
-    job, remark = target.job_of(resolved, cluster, layout.dp)
+        job, remark = target.job_of(resolved, cluster, layout.dp)
+    except SettingsError as error:  # of a schedule file, or of a vocabulary
+        return Inspection(
+            [*violations, f"{error.what}; {error.do}" if error.do else str(error)], file_problems(config), []
+        )
     return Inspection(
         violations + checkpoint_problems(resolved),
         file_problems(config),
@@ -242,7 +244,7 @@ def _folders(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
 def _nothing_to_load(c: schema.Checkpoint, metrics: Optional[Path]) -> list[str]:
     """The problem of a `--load` folder without a checkpoint."""
     if any(location(c.load).glob("release")):
-        from megatron.checkpoint.folder import megatron_format_problem  # imports torch
+        from megatron.settings.from_checkpoint import megatron_format_problem  # needs packages that may be missing
 
         if problem := megatron_format_problem(location(c.load)):
             return [problem]

@@ -128,7 +128,10 @@ def installed_gpu() -> Optional[Device]:
 
 
 def vocabulary_of(config: Config) -> tuple[int, str]:
-    """(tokens before padding, a remark or ""): from the tokenizer if its files are here, else from the flags."""
+    """(tokens before padding, a remark or ""): from the tokenizer if its files are here, else from the flags.
+
+    Raises SettingsError if the flags have fewer tokens than the tokenizer.
+    """
     t = config.tokenizer
     numbers = t.tokenizer_type == "NullTokenizer" or (
         t.tokenizer_type is None and not (t.vocab_file or t.tokenizer_model)
@@ -138,14 +141,14 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
     files = [path for path in (t.vocab_file, t.merge_file, t.tokenizer_model) if path]
     if numbers and t.vocab_size or files and all(Path(path).exists() or cached(path) for path in files):
         from megatron.settings.rules import tokenizer_type
-        from megatron.tokenizer import build_tokenizer, unused_rows
+        from megatron.tokenizer import build_tokenizer, rows_of
 
+        kind = t.tokenizer_type or tokenizer_type(t, config.data)
         try:
-            kind = t.tokenizer_type or tokenizer_type(t, config.data)
             built = build_tokenizer(replace(t, tokenizer_type=kind), lambda text: None)
-            return max(t.vocab_size or 0, built.vocab_size), unused_rows(t.vocab_size, built.vocab_size)
         except (Failure, ImportError) as error:
             return t.vocab_size or GPT2_VOCABULARY, f"the tokenizer cannot be used: {str(error).splitlines()[0]}"
+        return rows_of(replace(t, tokenizer_type=kind), built.vocab_size)
     if t.vocab_size:
         return t.vocab_size, ""
     missing = next((path for path in files if not Path(path).exists()), None)

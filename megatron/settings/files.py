@@ -9,6 +9,8 @@ from typing import Optional
 from megatron.errors import UsageError
 from megatron.settings.python_file import compose_python
 
+NULL: list[str] = []  # the words of a key that is null; an empty list is another one
+
 
 def compose(path: str):
     """Parse a file to its root, a mapping of PyYAML's nodes; None if the file is empty.
@@ -47,7 +49,7 @@ def read_text(path: str, flag: str = "") -> str:
 def read_settings(root, path: str) -> list[tuple[str, Optional[list[str]], int]]:
     """The settings of a file's root as [(key, words, line)], in order; a mapping under a key is a group and is flattened.
 
-    `null` omits a key; a key without a value has None for its words. Raises UsageError for a key that is given twice.
+    `null` omits a key, whose words are `NULL`; a key without a value has None. Raises UsageError for a key given twice.
     """
     import yaml
 
@@ -76,6 +78,8 @@ def _unfold(mapping, path: str, seen: dict[str, int], yaml) -> list[tuple[str, O
         seen[key] = line
         if isinstance(node, yaml.SequenceNode):
             rows.append((key, [str(item.value) for item in node.value], line))
-        elif node.style is not None or node.value not in ("null", "~"):
+        elif node.style is None and node.value in ("null", "~"):
+            rows.append((key, NULL, line))
+        else:
             rows.append((key, [node.value] if node.style or node.value else None, line))
     return rows

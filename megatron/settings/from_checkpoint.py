@@ -9,15 +9,23 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import DataError
-from megatron.settings.schema import GROUPS, ON_RESUME
+from megatron.errors import DataError, SettingsError
+from megatron.settings.schema import GROUPS, ON_RESUME, from_record
+from megatron.settings.statements import Statement
 from megatron.storage.durable import Damaged, read_sealed
-from megatron.storage.urls import location
+from megatron.storage.urls import UrlPath, location
 
 # Settings of the model that are not its shape or arithmetic; the command sets the model type.
 OF_TRAINING = ("model_type", "model_name_or_path", "label_smoothing", "z_loss_coeff", "init_method_std")
+
+RELEASE = "release"  # Megatron-LM's directory name for weights from a converter, in place of an iteration
+
+# Settings that others give if they are not given -> the property with their value
+FILLED_BY = dict(ffn_hidden_size="ffn_size", kv_channels="head_dim", num_query_groups="query_groups")
+FILLED_BY |= dict(max_position_embeddings="position_table")
 
 FILES = ("vocab_file", "merge_file", "tokenizer_model")  # of a tokenizer
 PATHS = dict(tokenizer=FILES, data=("data_path", "train_data_path", "valid_data_path", "test_data_path"))
@@ -38,13 +46,37 @@ def saved_record(folder: str, step: Optional[int] = None) -> tuple[str, dict[str
         if wanted not in saved and step is not None:
             raise Damaged(f"{folder} has no checkpoint of iteration {step}")
         if not saved:
-            raise Damaged(f"{folder} holds no checkpoint")
+            others = (place / name for name in names if name.startswith("iter_"))
+            problems = (megatron_format_problem(place), *map(foreign_format, others))
+            raise Damaged(next(filter(None, problems), f"{folder} holds no checkpoint"))
         place = place / saved[wanted if wanted in saved else max(saved)]
     _, index = read_sealed(place / "index.json")
     _, record = read_sealed(place / str(index.get("state_file", "state.json")))
     if not isinstance(record.get("config"), dict) or not isinstance(record["config"].get("model"), dict):
         raise Damaged(f"{place} does not say what model it is")
     return str(place), record
+
+
+def megatron_format_problem(folder: Path | UrlPath) -> Optional[str]:
+    """How to convert a checkpoint in Megatron-LM's format: the folder's `release`, or the folder itself; else None."""
+    return next(filter(None, map(foreign_format, (folder / RELEASE, folder))), None)
+
+
+def foreign_format(path: Path | UrlPath) -> Optional[str]:
+    """How to convert a checkpoint in one of Megatron-LM's two formats; None for any other."""
+    if (path / "index.json").exists():
+        return None
+    if any(path.glob("mp_rank_*")):
+        return (
+            f"{path} is in Megatron-LM's own format; convert it with python -m megatron.tools.checkpoint "
+            f"from-megatron {path.parent} OUT"
+        )
+    if any(path.glob("*.distcp")):
+        return (
+            f"{path} is in torch's distributed format; if it is Megatron-LM's, convert it with python -m "
+            f"megatron.tools.checkpoint from-megatron {path.parent} OUT"
+        )
+    return None
 
 
 def _tracked(place) -> Optional[int]:
@@ -99,6 +131,29 @@ def _from(record: Mapping[str, Any], word: str) -> str:
     return f", whose run was started in {record.get('folder') or 'an unknown folder'}"
 
 
+def refuse_another_shape(shape: Mapping[str, Statement], chosen: Mapping[str, Statement]) -> None:
+    """Raise SettingsError if a setting of the model differs from that of the checkpoint to load.
+
+    A checkpoint that cannot be read is reported when it is loaded.
+    """
+    step = chosen["ckpt_step"].value if "ckpt_step" in chosen else None
+    try:
+        place, record = saved_record(str(chosen["load"].value), step)
+    except (Damaged, OSError):
+        return
+    model = from_record(record["config"]).model
+    saved = {name: getattr(model, FILLED_BY.get(name, name)) for name in shape}
+    for own in (
+        record["config"].get("extra", {}).values()
+    ):  # of an encoder-decoder, --num-layers gives those of the encoder
+        saved["num_layers"] = own.get("encoder_num_layers") or saved.get("num_layers")
+    plain = lambda value: re.sub(r"[\s()\[\]]", "", value) if isinstance(value, str) else value  # (127, 0) is 127,0
+    other = {one.words: saved[name] for name, one in shape.items() if plain(one.value) != plain(saved[name])}
+    if wrong := [f"{words}: {value} in the checkpoint" for words, value in other.items()]:
+        hint = "leave settings of the model out: they come from the checkpoint"
+        raise SettingsError(f"{place} holds another model", "\n  ".join(wrong), hint)
+
+
 def settings_of_shape(groups: Mapping[str, type]) -> dict[str, str]:
     """A recipe's own settings that change its model's shape -> their group."""
     return {
@@ -122,7 +177,7 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
 
     own:   `settings_of_shape`
     given: names of settings that the user gave. If one is of the tokenizer, the checkpoint's tokenizer is not used, unless
-           it only gives the new path of one of its files
+           it only gives the new path of one of its files, or beside files the number of rows
     """
     config = located(record)
     shape = {name: value for name, value in config["model"].items() if name not in OF_TRAINING}
@@ -132,7 +187,7 @@ def shape_of(record: Mapping[str, Any], own: Mapping[str, str], given: set[str])
         del shape["num_layers"]  # the sum of encoder and decoder layers, of which the user may give one
     tokenizer = {name: value for name, value in config.get("tokenizer", {}).items() if value is not None}
     own_files = {name for name in FILES if tokenizer.get(name)}
-    if given & set(config.get("tokenizer", {})) <= own_files:
+    if given & set(config.get("tokenizer", {})) <= own_files | ({"vocab_size"} if own_files else set()):
         refuse_lost(record, "tokenizer", given)
         shape |= tokenizer if any(tokenizer.values()) else _numbers(record.get("vocab_size"))
     return {name: value for name, value in shape.items() if value is not None and name not in given}

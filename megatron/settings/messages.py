@@ -23,6 +23,8 @@ def unknown(word, flags: Collection[str]) -> str:
     near = _near(word.flag, flags)
     hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
     where = f"{word.where}: " if word.where else ""
+    if near == [word.flag]:  # a flag of Megatron-LM, in a command that trains nothing
+        return f"{where}{spell(word.flag)} is for training; this command has no use for it"
     return f"{where}unknown {'flag' if on_command else 'key'} {spell(word.flag)}{hint}"
 
 

@@ -62,14 +62,16 @@ def parse_with_record(
     description: str = "",
     common: tuple[str, ...] = COMMON,
     defaults: Defaults = NONE,
+    serves_training: bool = False,
 ) -> tuple[dict[str, object], dict[str, Statement]]:
     """Parse a command line into (one frozen dataclass per group, setting -> the statement that set its value).
 
-    `common` names the fields that `--help` shows. `--help`, `--help-all` and `--print-config` print and exit with 0;
-    the last one then raises UsageError if a value is out of range. Raises UsageError with all problems together.
+    `common` names the fields that `--help` shows; serves_training: see `SettingsReader`. `--help`, `--help-all` and
+    `--print-config` print and exit with 0; the last one then raises UsageError if a value is out of range. Raises
+    UsageError with all problems together.
     """
     settings = settings_of(groups)
-    reader, prog = SettingsReader(groups), prog or _command()
+    reader, prog = SettingsReader(groups, serves_training), prog or _command()
     reader.read_command(argv)
     asked = {flag for flag, _ in reader.line.words}
     if asked & {"-h", "--help", "--help-all"}:
@@ -107,6 +109,10 @@ def parse_with_record(
         sys.exit(0)
     if plan:
         refuse_another_model(plan, made["model"])
+    if shape := {name: chosen[name] for name in sorted(reader.shape & set(chosen))}:
+        from megatron.settings.from_checkpoint import refuse_another_shape
+
+        refuse_another_shape(shape, chosen)
     return made, chosen
 
 

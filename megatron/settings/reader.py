@@ -8,12 +8,12 @@ sources are the command line, files of settings (also PaddleFleetX's), a preset 
 import os
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from megatron.errors import did_you_mean
-from megatron.settings import messages, schema
+from megatron.settings import files, messages, schema
 from megatron.settings.dialects.commands import (
     CHINESE,
     PROFILER,
@@ -23,10 +23,10 @@ from megatron.settings.dialects.commands import (
     defaults_of_paddlenlp,
     profiler_options,
 )
-from megatron.settings.dialects.megatron_lm import answer
+from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
 from megatron.settings.plan_file import GivenPlan, read_plan
 from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
-from megatron.settings.spelling import BadValue, dashed, spellings_of
+from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
 
@@ -41,6 +41,9 @@ IMPLIED = {
 # (a flag that others override, setting) -> what it means without them
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
+
+# Settings of the model that a checkpoint decides. A command that loads one compares them with it.
+SHAPE = {one.name for one in fields(schema.Model) if one.metadata.get("on_resume") in schema.ON_RESUME[:2]}
 
 # a setting that names data -> the settings that it replaces
 INSTEAD_OF_FILES = dict(
@@ -64,12 +67,18 @@ class Word(NamedTuple):
 
 
 class SettingsReader:
-    """Collects the statements of all sources, and all problems."""
+    """Collects the statements of all sources, and all problems.
 
-    def __init__(self, groups: Mapping[str, type]):
+    serves_training: the command line is also that of a training, whose settings are named in a note, as those of files are
+    """
+
+    def __init__(self, groups: Mapping[str, type], serves_training: bool = False):
         self.spellings, self.groups = spellings_of(groups), set(groups)
         self.trains = set(schema.GROUPS) <= set(groups)
         self.purpose = next((one for one in ("task", "generate", "evaluate") if one in groups), "train" * self.trains)
+        own = {spelling.setting.name for spelling in self.spellings.values()}
+        self.shape = SHAPE - own if self.purpose in ("generate", "evaluate") else set()
+        self.serves_training = serves_training
         self.statements: list[Statement] = []
         self.turn = 0
         self.line = CommandLine()
@@ -85,7 +94,7 @@ class SettingsReader:
         self.line = split(argv, self.spellings)
         self.problems += self.line.problems
         self.notes += self.line.notes
-        overrides = self._read_files(self.line.values("--config", "-c"), self.line.overrides())
+        overrides = self._read_files(self.line.values("--config", "-c"), self.line.values("-o"))
         for flag, words in self.line.words:
             if flag == THEN:
                 self.turn += 1
@@ -97,12 +106,14 @@ class SettingsReader:
             elif flag not in OWN:
                 self.read(Word(flag, words, SaidBy.COMMAND))
         self._read_preset()
+        self._read_vocabulary_of_fleetx()
 
     def read(self, word: Word) -> None:
         """Read one word. A word that no reader takes is unknown."""
         readers = (
             self._of_setting,
             self._of_profiler,
+            self._of_data_file,
             self._of_another_command,
             self._of_megatron_lm,
             self._of_paddlenlp,
@@ -110,8 +121,17 @@ class SettingsReader:
         if not any(reader(word) for reader in readers):
             self.problems.append(messages.unknown(word, self.spellings))
 
+    def _spelling(self, flag: str) -> Optional[Spelling]:
+        """The setting of a flag: of this command in all spellings that pretraining has, or compared with the checkpoint."""
+        own = self.spellings.get(flag)
+        theirs = None if own or self.trains else spellings_of(schema.GROUPS).get(flag)
+        if theirs is None or (self.shape and theirs.setting.name in self.shape):
+            return own or theirs
+        shared = self.spellings.get(dashed(theirs.setting.name))
+        return replace(theirs, setting=shared.setting) if shared else None
+
     def _of_setting(self, word: Word) -> bool:
-        spelling = self.spellings.get(word.flag)
+        spelling = self._spelling(word.flag)
         if spelling is None:
             return False
         try:
@@ -126,6 +146,11 @@ class SettingsReader:
                 self.statements.append(replace(implied, withdraws=statement.switch_off or statement.withdraws))
         return True
 
+    def _knows(self, flag: str) -> bool:
+        """Whether some reader takes a flag."""
+        known = self._spelling(flag) or flag in spellings_of(schema.GROUPS) or answer(flag, [])
+        return bool(known) or any(answer_of_paddlenlp(flag, []))
+
     def _of_profiler(self, word: Word) -> bool:
         """PaddleNLP's `--profiler_options "batch_range=[10,20];..."`."""
         if word.flag not in map(with_dashes, PROFILER) or not self.trains:
@@ -139,17 +164,30 @@ class SettingsReader:
             self.notices.setdefault("the tables have all times, of the host and the device", []).extend(idle)
         return True
 
+    def _of_data_file(self, word: Word) -> bool:
+        """Megatron-LM's `--data-args-path FILE` and `--per-split-data-args-path FILE`."""
+        if word.flag not in DATA_FILES or not self.trains:
+            return False
+        if len(word.words) != 1:
+            self.problems.append(f"{word} takes one file, got {len(word.words)}")
+            return True
+        where = f"{word.where or word.flag} {word.words[0]}"
+        try:
+            for flag, words in data_in_file(word.flag, word.words[0]):
+                self.read(word._replace(flag=flag, words=words, where=where))
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{where}: {getattr(error, 'strerror', None) or error}")
+        return True
+
     def _of_another_command(self, word: Word) -> bool:
         if self.trains or word.flag not in spellings_of(schema.GROUPS):
             return False
-        if word.source == SaidBy.COMMAND:
-            shape = (
-                self.purpose in ("generate", "evaluate")
-                and spellings_of(schema.GROUPS)[word.flag].setting.group == "model"
-            )
-            why = "leave it out: it is read from the checkpoint" if shape else "this command has no use for it"
-            if shape and spellings_of(schema.GROUPS)[word.flag].setting.name == "model_name_or_path":
-                why = f"a trained model is given by --load {' '.join(word.words)}"
+        if word.source == SaidBy.COMMAND and not self.serves_training:
+            why = "this command has no use for it"
+            if self.shape and spellings_of(schema.GROUPS)[word.flag].setting.group == "model":
+                why = "leave it out: it is read from the checkpoint"
+                if word.flag == "--model-name-or-path":
+                    why = f"a trained model is given by --load {' '.join(word.words)}"
             self.problems.append(f"{word.flag} is a setting of pretraining; {why}")
         else:  # a file may serve several commands
             self.notices.setdefault("settings of training, which this command does not do", []).append(str(word))
@@ -167,24 +205,24 @@ class SettingsReader:
 
     def _of_paddlenlp(self, word: Word) -> bool:
         """A PaddleNLP flag that this suite does not have."""
-        idle, refused = answer_of_paddlenlp(word.flag) if self.trains else ("", "")
+        idle, refused = answer_of_paddlenlp(word.flag, word.words) if self.purpose else ("", "")
         if idle:
             self.notices.setdefault(idle, []).append(str(word))
         elif refused:
             self.problems.append(f"{word} {refused}")
         return bool(idle or refused)
 
-    def _read_files(self, paths: list[str], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
+    def _read_files(self, paths: list[tuple[str, int]], overrides: list[tuple[str, int]]) -> dict[str, list[Word]]:
         """Read the files. Returns each `Section.key=value` of -o -> its words, which the caller reads in order.
 
-        overrides: each with its turn
+        paths, overrides: each with its turn
         """
-        from megatron.settings import files
         from megatron.settings.dialects import fleetx
 
         entries: fleetx.Entries = {}
         placed: dict[str, list[Word]] = {word: [] for word, _ in overrides}
-        for path in paths:
+        turns: dict[str, int] = {}  # the key of a file of PaddleFleetX -> its turn
+        for path, self.turn in paths:
             if not (path.endswith(".py") and Path(path).is_file() and self._read_colossalai(path)):
                 root = files.compose(path)
                 if root is None:
@@ -192,6 +230,7 @@ class SettingsReader:
                 if root is not None and fleetx.is_fleetx(root):
                     below, own = entries, fleetx.read(path)
                     entries = fleetx.over(below, own)
+                    turns |= dict.fromkeys(own, self.turn)
                     self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
                 elif root is not None:
                     self._read_plain(files.read_settings(root, path), path, getattr(root, "helpers", ()))
@@ -206,15 +245,17 @@ class SettingsReader:
             below, own = said.get(turn, {}), fleetx.override({}, key, value)
             said[turn], entries = fleetx.over(below, own), fleetx.over(entries, own)
             self.replaced += map(fleetx.in_words, fleetx.replaced(below, own))
-        translated = fleetx.translate(entries, self.purpose)
+        translated = fleetx.translate(entries, self.purpose, bool(self.shape))
         self.emptied = [f"{one.where} {text}" for one, text in fleetx.dropped(entries)]
-        self.notes += self.emptied
+        self.notes += self.emptied + translated.remarks
         self.of_fleetx = translated.given if entries and paths else {}
         for flag, words, one in translated.flags:
             by = [word for word in placed if f"{one.key}.".startswith(word.partition("=")[0] + ".")]
             on_command = one.where.startswith(fleetx.COMMAND)
             read = self._of_key(flag[2:], words, SaidBy.COMMAND if on_command else SaidBy.FILE, one.where)
+            self.turn = turns.get(one.key, 0)
             placed[by[-1]].append(read) if on_command else self.read(read)
+        self.turn = 0
         for sentence, one in translated.notes:
             self.notices.setdefault(sentence, []).append(one.where)
         self.problems += [fleetx.problem_text(one, why) for one, why in translated.problems]
@@ -241,11 +282,19 @@ class SettingsReader:
         self, rows: list[tuple[str, Optional[list[str]], int]], path: str, helpers: Collection[str]
     ) -> None:
         """Read (key, words, line) of a file. helpers: Python names that other lines use; they need not be settings."""
+        from megatron.settings.dialects import fleetx
+
         if empty := [f"{key} (line {line})" for key, words, line in rows if words is None]:
             self.notes.append(f"{path}: without a value, and left out as by null: {', '.join(empty)}")
         for key, words, line in rows:
-            if words is not None and (key not in helpers or dashed(key) in self.spellings):
+            if key in helpers and dashed(key) not in self.spellings:
+                continue
+            if words is not None and words is not files.NULL:
                 self.read(self._of_key(key, words, SaidBy.FILE, f"{path}:{line}"))
+            elif key not in {*self.groups, *fleetx.SECTIONS} and not self._knows(dashed(key)):
+                self.problems.append(
+                    messages.unknown(Word(dashed(key), [], SaidBy.FILE, f"{path}:{line}"), self.spellings)
+                )
 
     def _read_colossalai(self, path: str) -> bool:
         """Translate and read a Python file of Colossal-AI; False if it is none."""
@@ -270,7 +319,7 @@ class SettingsReader:
 
     def _of_key(self, key: str, words: list[str], source: SaidBy, where: str) -> Word:
         """A key of a file as a word; a list becomes one word for a setting of text: split: [969, 30, 1]"""
-        spelling = self.spellings.get(dashed(key))
+        spelling = self._spelling(dashed(key))
         one = spelling and spelling.setting.kind is str and not spelling.setting.many and len(words) > 1
         return Word(dashed(key), [",".join(words)] if one else words, source, where)
 
@@ -288,10 +337,21 @@ class SettingsReader:
         else:
             if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):
                 values = {**values, "tokenizer_model": name}
-            self.say(values, SaidBy.PRESET, f"preset {name}")
+            self.say(values, SaidBy.PRESET, f"preset {name}", chosen.turn)
 
-    def say(self, values: Mapping[str, Any], source: SaidBy, where: str) -> None:
-        """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped."""
+    def _read_vocabulary_of_fleetx(self) -> None:
+        """Take GPT-2's vocabulary from the cache for a file of PaddleFleetX, which has no other, if none is given."""
+        said = {name for name, one in self.chosen().items() if one.value}
+        others = {*VOCABULARY, "tokenizer_type"} - {"vocab_size"}
+        if self.purpose == "train" and self.of_fleetx and not said & others and (folder := cached("gpt2")):
+            self.notes.append(f"the vocabulary is GPT-2's of {folder}, which PaddleFleetX trains with")
+            self.say(dict(tokenizer_model="gpt2"), SaidBy.PRESET, "PaddleFleetX's vocabulary")
+
+    def say(self, values: Mapping[str, Any], source: SaidBy, where: str, turn: Optional[int] = None) -> None:
+        """Add statements for values of a preset, a recipe, a checkpoint or a plan. Unknown names are skipped.
+
+        turn: default: the last one
+        """
         for name, value in values.items():
             spelling = self.spellings.get(dashed(name))
             if spelling is None:
@@ -302,7 +362,9 @@ class SettingsReader:
                 self.problems.append(f"{where}: {name} {bad}")
             else:
                 words, default = f"{spelling.flag} {spelling.setting.word(value)} ({where})", spelling.setting.default
-                common = dict(turn=self.turn, default=None if spelling.setting.required else default)
+                common = dict(
+                    turn=self.turn if turn is None else turn, default=None if spelling.setting.required else default
+                )
                 self.statements.append(Statement(name, value, source, spelling.flag, words, where, **common))
 
     def say_defaults(self, defaults: Mapping[str, Any], recipe: str) -> None:
@@ -325,12 +387,16 @@ class SettingsReader:
         self._note_other_defaults()
         chosen, contradictions = resolve(self.statements)
         self.problems += contradictions
+        lists: dict[str, str] = {}  # flags for several values that are given twice
         for one, by in overruled(self.statements, chosen):
             if by.decides and one.flag != by.flag:
                 self.notices.setdefault(f"overridden by {by.words}", []).append(one.words)
             else:
                 self.replaced.append((one.words, by.words))
-        self.notes += messages.replaced(self.replaced)
+                setting = self.spellings[one.flag].setting if one.flag in self.spellings else None
+                if setting and setting.many and setting.kind is str and one.flag == by.flag:
+                    lists[one.flag] = f"several values follow one {one.flag}, as in Megatron-LM: {one.flag} A B"
+        self.notes += [*messages.replaced(self.replaced), *lists.values()]
         for one in self.statements:
             by, why = chosen.get(one.name), GIVES_WAY.get((one.flag, one.name))
             if why and by and not one.withdraws and by.is_given and by.flag != one.flag and by.value != one.value:

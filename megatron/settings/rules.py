@@ -17,7 +17,7 @@ from types import MappingProxyType, SimpleNamespace
 from megatron.settings import batch, schema
 from megatron.settings.presets import where_to_put
 from megatron.settings.rank_env import launch_command
-from megatron.settings.statements import Statement
+from megatron.settings.statements import Statement, in_users_words
 from megatron.storage.urls import UrlPath, local_folder, location
 
 
@@ -43,21 +43,10 @@ def of_given_values(sentences: list[str], s: SimpleNamespace) -> list[str]:
     return [sentence for sentence in sentences if not any(flag.search(sentence) for flag in flags)]
 
 
-def in_given_words(sentences: list[str], settings: schema.Config) -> list[str]:
-    """Replace `--flag value` in the sentences by what the user wrote: `--tp 8`, or
-    `--logging-freq 0 (-o Engine.logging_freq)`. Text after a semicolon is advice, and is unchanged.
-    """
-    parted = [sentence.partition("; ") for sentence in sentences]
-    for name, words in settings.given_words.items():
-        plain = re.compile(rf"{re.escape(f'{_flag(name)} {settings.said(name).value}')}(?![\w-]|[.,]\w| \()")
-        parted = [(plain.sub(lambda _, words=words: words, wrong, count=1), *advice) for wrong, *advice in parted]
-    return ["".join(parts) for parts in parted]
-
-
 def remarks(settings: schema.Config, world_size: int, more: Iterable["Rule"] = ()) -> list[str]:
     """Sentences about settings that work but are probably not intended, from this module and from `more` remarks."""
     s = record(settings, world_size)
-    return in_given_words([rule.message(s) for rule in (*REMARKS, *more) if rule.broken(s)], settings)
+    return [in_users_words(rule.message(s), settings.statements) for rule in (*REMARKS, *more) if rule.broken(s)]
 
 
 def tokenizer_type(t: schema.TokenizerSettings, data: schema.Data) -> str | None:
@@ -325,7 +314,7 @@ RULES = (
         lambda s: "--torch-compile arranges products for weight gradients: drop it, or --gradient-accumulation-fusion",
     ),
     Rule(
-        lambda s: s.device == "cpu" and s.distributed_backend == "nccl",
+        lambda s: s.world > 1 and s.device == "cpu" and s.distributed_backend == "nccl",
         lambda s: (
             "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; leave the flag out (gloo)"
         ),
@@ -476,6 +465,12 @@ RULES = (
 )
 
 REMARKS = (
+    Rule(  # the same --load and --save resume a run from its second start on
+        lambda s: _starts_anew(s) and s.settings.given("load").value != s.save,
+        lambda s: (
+            f"{s.settings.given('load').words} holds no checkpoint: training starts from --pretrained-checkpoint {s.load}"
+        ),
+    ),
     Rule(
         lambda s: s.skip_train,
         lambda s: (
@@ -625,6 +620,12 @@ def either(values: Iterable[int]) -> str:
 
 _TOKENIZER_NEEDS = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": ("vocab_size",)}
 _TOKENIZER_NEEDS |= dict.fromkeys(schema.WORD_PIECE, ("vocab_file",))
+
+
+def _starts_anew(s) -> bool:
+    """Whether a --load without a checkpoint gave way to --pretrained-checkpoint."""
+    load = s.settings.said("load")
+    return load is not None and load.words == "--pretrained-checkpoint" and s.settings.given("load") is not None
 
 
 def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:

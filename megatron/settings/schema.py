@@ -374,12 +374,17 @@ class Data:
     """Datasets, and the order of their samples."""
 
     data_path: Optional[list[str]] = setting(
-        "dataset prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder: all its datasets, by size",
+        "dataset prefix (a path or an s3:// URL), or weight prefix weight prefix ...; a folder: all its datasets, by "
+        "size; --data-args-path FILE reads these words from a file",
         None,
         "--input-dir",
         on_resume="refused",
     )
-    train_data_path: Optional[list[str]] = setting("dataset or blend for training only", None, on_resume="refused")
+    train_data_path: Optional[list[str]] = setting(
+        "dataset or blend for training only; --per-split-data-args-path FILE reads those of each split from JSON",
+        None,
+        on_resume="refused",
+    )
     valid_data_path: Optional[list[str]] = setting("dataset or blend for validation only", None)
     test_data_path: Optional[list[str]] = setting("dataset or blend for testing only", None)
     split: str = setting("proportions of train,valid,test in each dataset", "969,30,1", on_resume="refused")
@@ -995,9 +1000,7 @@ class Config:
     def given(self, name: str) -> Optional[Statement]:
         """The user's statement of a setting, on the command line or in a file, even if a derived value replaced it."""
         statement = self.said(name)
-        while statement is not None and statement.source == SaidBy.DERIVED:
-            statement = statement.earlier
-        return statement if statement is not None and statement.is_given else None
+        return statement and statement.by_user
 
     @property
     def given_words(self) -> dict[str, str]:

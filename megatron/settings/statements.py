@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolve settings that are given in several places, such as a file and the command line.
 
-Each setting of a command line, a file, a preset, a checkpoint or a plan becomes a `Statement`. `resolve` picks one for
-each setting: the source of the highest precedence counts, in it the last turn, and in that the last flag.
+Each setting of a command line, a file, a preset, a checkpoint or a plan becomes a `Statement`. `resolve` picks one for each
+setting: the last turn of the command line counts, in it the source of the highest precedence, and in that the last flag. A
+turn ends at `--then`; a file and a preset belong to the turn that names them.
 
     --bf16                        precision is bf16
     --bf16 --bf16 false           precision has its default
@@ -12,11 +13,16 @@ each setting: the source of the highest precedence counts, in it the last turn, 
 `Config.said` returns the result. Later decisions use it, rather than comparing a value with its default.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Optional
+
+from megatron.errors import Failure
 
 
 class SaidBy(IntEnum):
@@ -38,7 +44,7 @@ class Statement:
     flag         the spelling that was used, with dashes: --tp
     words        as messages show it: "--tp 8", "--lr 0.1 (run.yaml:3)"
     where        its place, if not the command line: "run.yaml:3", "preset gpt2-medium"
-    turn         the number of --then before it on the command line
+    turn         the number of --then before it, or before the file or preset that it is from, on the command line
     yields       more specific spellings override it: --use-distributed-optimizer yields to --sharding-stage 2, not to 0
     switch_off   it switches something off (`--x false`, `--no-x`), and contradicts no flag before or after it
     withdraws    it excludes a value without giving one: --bf16 false
@@ -73,9 +79,17 @@ class Statement:
 
     @property
     def is_request(self) -> bool:
-        """Whether the user asks for a change. Defaults in a file and `--bf16 false` are no requests."""
-        on_command = self.source == SaidBy.COMMAND and not isinstance(self.value, bool)
+        """Whether the user asks for a change. Defaults in a file, `--bf16 false` and `--use-sharding false` are none."""
+        on_command = self.source == SaidBy.COMMAND and not isinstance(self.value, bool) and not self.decides
         return self.is_given and (self.value != self.default or on_command)
+
+    @property
+    def by_user(self) -> Optional["Statement"]:
+        """This statement, or of a derived value the user's statement that it replaced; None if the user made none."""
+        statement = self
+        while statement is not None and statement.source == SaidBy.DERIVED:
+            statement = statement.earlier
+        return statement if statement is not None and statement.is_given else None
 
 
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -84,6 +98,42 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 def words_of(given: Mapping[str, Statement], name: str, value: object) -> str:
     """A setting and its value as the user gave them: `--top-p 1.5 (-o Generation.top_p)`."""
     return given[name].words if name in given else f"--{name.replace('_', '-')} {value}"
+
+
+def in_users_words(text: str, said: Mapping[str, Statement]) -> str:
+    """A message in the user's words. `--flag value` becomes what the user wrote, and a flag alone gets the place of its
+    value in a file. Text after a semicolon is advice, and is unchanged.
+
+    >>> split = Statement("split", "1,2", SaidBy.FILE, "--split", "--split 1,2 (run.yaml:3)", "run.yaml:3")
+    >>> in_users_words("--split leaves nothing for test; raise --split", dict(split=split))
+    '--split (run.yaml:3) leaves nothing for test; raise --split'
+    """
+    parted = [line.partition("; ") for line in text.split("\n")]
+    for name, one in said.items():
+        if (given := one.by_user) is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        value = " ".join(map(str, one.value)) if isinstance(one.value, list) else str(one.value)
+        valued = re.compile(rf"{re.escape(f'{flag} {value}')}(?![\w-]|[.,]\w| \()")
+        parted = [
+            (valued.sub(lambda _, words=given.words: words, wrong, count=1), *advice) for wrong, *advice in parted
+        ]
+        if given.where and given.where not in text and not valued.search(text):
+            alone = re.compile(rf"{flag}(?![\w=-]| [\dA-Z(])")
+            place = f"{flag} ({given.where})"
+            parted = [(alone.sub(lambda _, place=place: place, wrong, count=1), *advice) for wrong, *advice in parted]
+    return "\n".join("".join(parts) for parts in parted)
+
+
+@contextmanager
+def failing_in_users_words(said: Mapping[str, Statement]) -> Iterator[None]:
+    """Put the failures that are raised inside into the user's words."""
+    try:
+        yield
+    except Failure as failure:
+        failure.what = in_users_words(failure.what, said)
+        failure.why = failure.why and in_users_words(failure.why, said)
+        raise
 
 
 def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list[str]]:
@@ -95,7 +145,7 @@ def resolve(statements: Iterable[Statement]) -> tuple[dict[str, Statement], list
     4
     """
     by_name: dict[str, list[Statement]] = {}
-    for statement in sorted(statements, key=lambda one: (one.source, one.turn)):  # a stable sort
+    for statement in sorted(statements, key=_precedence):  # a stable sort
         rivals = by_name.setdefault(statement.name, [])
         if statement.withdraws:
             rivals[:] = [other for other in rivals if not _withdrawn(other, statement)]
@@ -144,6 +194,12 @@ def overruled(statements: Iterable[Statement], chosen: Mapping[str, Statement]) 
 def given_values(group: type, said: Mapping[str, Statement]) -> dict[str, Any]:
     """The given settings of a group -> their values, even if these are the defaults."""
     return {one.name: said[one.name].value for one in fields(group) if one.name in said}
+
+
+def _precedence(one: Statement) -> tuple[float, int]:
+    """The turn and the source. Defaults and implications come before all turns, derived values after them."""
+    before_all = one.source == SaidBy.RECIPE or one.source == SaidBy.PRESET and one.yields
+    return -1 if before_all else math.inf if one.source == SaidBy.DERIVED else one.turn, one.source
 
 
 def _withdrawn(other: Statement, by: Statement) -> bool:

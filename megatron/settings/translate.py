@@ -105,7 +105,7 @@ def _one(dialect: Dialect, source: TheirSetting, given, known: Mapping[str, Spel
         out.idle.append((source, "it has no value"))
     elif section is not None and section.value.lower() == "false" and section is not source:
         out.idle.append((source, f"{section.key} is false"))
-    elif value == "auto" and not dialect.base:
+    elif value == "auto" and not dialect.base and f"{source.key}=auto" not in dialect.table:
         out.lost.append((source, "auto: the program that starts DeepSpeed fills it in; say it here by its flag"))
     elif source.key not in dialect.presence:
         try:

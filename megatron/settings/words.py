@@ -28,15 +28,11 @@ class CommandLine:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def values(self, *flags: str) -> list[str]:
-        """The words of some flags, "" for a flag without any."""
-        return [word for flag, words in self.words if flag in flags for word in words or [""]]
-
-    def overrides(self) -> list[tuple[str, int]]:
-        """The words of -o, each with the number of --then before it."""
+    def values(self, *flags: str) -> list[tuple[str, int]]:
+        """The words of some flags, "" for a flag without any, each with the number of --then before it."""
         turns = [self.words[:place].count((THEN, [])) for place in range(len(self.words))]
         pairs = zip(self.words, turns, strict=True)
-        return [(word, turn) for (flag, words), turn in pairs if flag == "-o" for word in words or [""]]
+        return [(word, turn) for (flag, words), turn in pairs if flag in flags for word in words or [""]]
 
 
 def split(argv: list[str], flags: Collection[str]) -> CommandLine:

@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megatron.data.blend import Blend, parse_blend
 from megatron.data.contamination import Contained
 from megatron.data.formats import datasets_of, open_tokens
 from megatron.data.vocabulary import refuse_another_identity, refuse_other_vocabulary
@@ -66,12 +67,18 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
     contained, notices = training_contents(loaded.config.data, options.train_data)
     if contained and tokenizer is None:  # the words of items are needed
         contained, notices = None, [f"scores are of all items together: {lost}"]
+    if _blend(options).weights:
+        notices = ["the weights of --data-path have no effect: each dataset is evaluated on its own", *notices]
     return Evaluation(options, loaded, length, axis, contained, tokenizer, progress), [*clamped, *notices]
 
 
 def prefixes_of(options) -> list[str]:
     """The prefixes of the token files to score."""
-    return [prefix for word in options.data_path or () for prefix in datasets_of(word)]
+    return [prefix for word in _blend(options).prefixes for prefix in datasets_of(word)]
+
+
+def _blend(options) -> Blend:
+    return parse_blend(options.data_path, "--data-path", open_folders=False) if options.data_path else Blend([], None)
 
 
 def evaluate(work: Evaluation) -> list[dict]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import check_shares, on_ranks
@@ -25,7 +25,7 @@ from megatron.settings import rank_env
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.settings.statements import Statement, given_values, words_of
+from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ IDLE = {
 }
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], serves_training: bool = False) -> None:
+    """Evaluate. serves_training: name settings of training in a note, rather than refuse them."""
     rank_env.adopt_launcher()
     groups, given = parse_with_record(
         argv,
@@ -76,20 +77,23 @@ def main(argv: list[str]) -> None:
         prog="python -m megatron.tools.evaluate",
         description="Evaluate a trained model.",
         common=tuple(EvaluateOptions.__dataclass_fields__),
+        serves_training=serves_training,
     )
     settings = groups["evaluate"]
-    check(settings, given)
-    for sentence in idle_flags(settings, given, IDLE) if rank_env.ranks().rank == 0 else ():
-        print(f"note: {sentence}", file=sys.stderr)
-    tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-    parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    on_ranks(
-        parallel, settings.device, lambda context: evaluate(settings, given_values(TokenizerSettings, given), context)
-    )
+    with failing_in_users_words(given):
+        check(settings, given)
+        for sentence in idle_flags(settings, given, IDLE) if rank_env.ranks().rank == 0 else ():
+            print(f"note: {sentence}", file=sys.stderr)
+        tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
+        parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        on_ranks(parallel, settings.device, lambda context: evaluate(settings, given, context))
 
 
-def evaluate(settings: EvaluateOptions, given: Mapping[str, Any], context) -> None:
-    """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results."""
+def evaluate(settings: EvaluateOptions, given: Mapping[str, Statement], context) -> None:
+    """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results.
+
+    given: setting -> who gave it
+    """
     from megatron.inference.load import load_model
     from megatron.tasks import zeroshot
 
@@ -103,10 +107,11 @@ def evaluate(settings: EvaluateOptions, given: Mapping[str, Any], context) -> No
         settings.load, device=context.device, precision=settings.precision, step=settings.ckpt_step, mesh=context.mesh
     )
     progress = ProgressLine if context.mesh.dp.rank == 0 else lambda unit: lambda done, total: None
-    work, notices = zeroshot.prepare(settings, loaded, given, context.mesh.dp, progress)
+    tokenizer = given_values(TokenizerSettings, given)
+    work, notices = zeroshot.prepare(settings, loaded, tokenizer, context.mesh.dp, progress)
     say(f" > {loaded.path}, iteration {loaded.iteration}")
     for notice in [*loaded.notices, *notices]:
-        say(f"note: {notice}", sys.stderr)
+        say(f"note: {in_users_words(notice, given)}", sys.stderr)
     results = zeroshot.evaluate(work)
     for result in results:
         name = result.pop("name")
@@ -130,7 +135,10 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
     if settings.valid_data and not (settings.task or settings.data_path):
         named = words_of(given, "valid_data", settings.valid_data)
         raise UsageError(f"{named} needs --task: WIKITEXT103 (perplexity), or LAMBADA (--cloze-eval)")
-    if bool(settings.data_path) == bool(settings.task):
+    if settings.data_path and settings.task:
+        both = f"--data-path {' '.join(settings.data_path)} and --task {settings.task}"
+        raise UsageError(f"{both}: one of them is evaluated", do="leave one out")
+    if not settings.data_path and not settings.task:
         raise UsageError("what to evaluate on is not clear", "give --data-path, or --task with --valid-data")
     if settings.task and not settings.valid_data:
         raise UsageError(f"--task {settings.task} needs --valid-data")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
@@ -24,7 +24,7 @@ from megatron.settings import rank_env
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
-from megatron.settings.statements import Statement, given_values, words_of
+from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,12 @@ class GenerateOptions:
     num_samples: int = setting("continuations of each prompt", 1)
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
-    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting("default: as trained", None)
-    use_cache: bool = setting("keep keys and values of earlier tokens; off: compute them again (slow, same text)", True)
+    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
+        "default: as trained", None, "--bf16=bf16", "--fp16=fp16"
+    )
+    use_cache: bool = setting(
+        "keep keys and values of earlier tokens; off: compute them again (slow, same text)", True, "--recompute=false"
+    )
     json: bool = setting("one JSON object a line: prompt, text, tokens", False)
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
     pipeline_model_parallel_size: Optional[int] = setting("ranks that share the layers (default: 1)", None, "--pp")
@@ -84,30 +88,31 @@ def main(argv: list[str]) -> None:
         common=COMMON,
     )
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
-    check(settings, given)
-    sampling.check(given)
-    sampling, notes = sampling.normalized()
-    search.check(sampling, given)
-    notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
-    here = rank_env.ranks()
-    for note in notes if here.rank == 0 else ():
-        print(f"note: {note}", file=sys.stderr)
-    piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
-    prompts = None if piped else read_prompts(settings)
+    with failing_in_users_words(given):
+        check(settings, given)
+        sampling.check(given)
+        sampling, notes = sampling.normalized()
+        search.check(sampling, given)
+        notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
+        here = rank_env.ranks()
+        for note in notes if here.rank == 0 else ():
+            print(f"note: {note}", file=sys.stderr)
+        piped = settings.prompt_file == "-" and here.rank > 0  # standard input is the first rank's
+        prompts = None if piped else read_prompts(settings)
 
-    parallel = Parallel(
-        tensor_model_parallel_size=settings.tensor_model_parallel_size,
-        pipeline_model_parallel_size=settings.pp,
-        distributed_timeout_minutes=settings.distributed_timeout_minutes,
-    )
+        parallel = Parallel(
+            tensor_model_parallel_size=settings.tensor_model_parallel_size,
+            pipeline_model_parallel_size=settings.pp,
+            distributed_timeout_minutes=settings.distributed_timeout_minutes,
+        )
 
-    def work(context) -> None:
-        from megatron.mpu.collectives import broadcast_object
+        def work(context) -> None:
+            from megatron.mpu.collectives import broadcast_object
 
-        texts = broadcast_object(prompts, context.mesh.world)
-        write(settings, sampling, search, given_values(TokenizerSettings, given), texts, context)
+            texts = broadcast_object(prompts, context.mesh.world)
+            write(settings, sampling, search, given, texts, context)
 
-    on_ranks(parallel, settings.device, work)
+        on_ranks(parallel, settings.device, work)
 
 
 def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
@@ -134,9 +139,17 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
 
 
 def write(
-    settings: GenerateOptions, sampling: Sampling, search: Search, given: Mapping[str, Any], texts: list[str], context
+    settings: GenerateOptions,
+    sampling: Sampling,
+    search: Search,
+    given: Mapping[str, Statement],
+    texts: list[str],
+    context,
 ) -> None:
-    """Continue texts on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints."""
+    """Continue texts on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints.
+
+    given: setting -> who gave it
+    """
     from megatron.inference.generation import generate
     from megatron.inference.load import load_model, open_tokenizer
     from megatron.inference.prompts import no_sentinels, source_of, targets_of
@@ -162,7 +175,7 @@ def write(
             raise SettingsError(
                 f"--decoder-{flag}-id {value} is of encoder-decoders, and {settings.load} holds none", do="leave it out"
             )
-    tokenizer = open_tokenizer(loaded, given)
+    tokenizer = open_tokenizer(loaded, given_values(TokenizerSettings, given))
     notes, pp = list(loaded.notices), context.mesh.pp
     if sampling.top_k > tokenizer.vocab_size:
         notes.append(
@@ -183,7 +196,7 @@ def write(
         return
     seconds = time.perf_counter() - start
     for note in [*notes, *cut_off(rooms, answers, sampling)]:
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {in_users_words(note, given)}", file=sys.stderr)
     show(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
     count = sum(map(len, answers))
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)

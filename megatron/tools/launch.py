@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import uuid
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Optional
@@ -46,6 +46,7 @@ from megatron.guard.command import config_of
 from megatron.guard.exits import FOR_ANOTHER, judge
 from megatron.guard.resume_command import COMMAND, last_checkpoint, module_command
 from megatron.guard.stacks import spans
+from megatron.settings.messages import replaced
 
 MODULE = "megatron.tools.launch"
 SECOND_CTRL_C = 2.0  # seconds that ranks have to end after the second Ctrl-C
@@ -130,9 +131,22 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
         problem += did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
         raise UsageError(problem, do="flags of the launcher stand before the script, and --help lists them")
 
+    heard: list[tuple[str, str]] = []  # (flag, its words) of each option, as often as it is given
+    values_of = parser._get_values
+
+    def hear(action: Action, words: list[str]) -> object:
+        if action.option_strings:
+            flag = max(action.option_strings, key=len).replace("_", "-")
+            heard.append((flag, " ".join([flag, *words])))
+        return values_of(action, words)
+
+    parser._get_values = hear
     parser.add_argument("--gpus", "--devices", help="GPUs for the ranks, one each: 2,3 (PaddlePaddle's flag)")
     parser.prog, parser.description, parser.error = f"python -m {MODULE}", "Start the ranks of a job.", refuse
     args = parser.parse_args(argv)
+    last = dict(heard)
+    for note in replaced([(words, last[flag]) for flag, words in heard if words != last[flag]]):
+        print(f"note: {note}", file=sys.stderr)
     if args.log_dir is not None and (args.redirects, args.tee) == ("0", "0"):
         args.redirects, args.tee = (
             "3",
@@ -144,7 +158,7 @@ def parse(parser: ArgumentParser, argv: list[str]) -> Namespace:
             do=f"say --master-addr {place[1]} --master-port {place[2]}",
         )
     if args.gpus is not None:
-        use_gpus(args, parser.get_default("nproc_per_node"))
+        use_gpus(args, "--nproc-per-node" in last)
     if re.fullmatch(r"0+|-\d+", str(args.nproc_per_node)):
         raise UsageError(
             f"--nproc-per-node {args.nproc_per_node}: give the number of ranks on this machine, or gpu, cpu, auto"
@@ -181,14 +195,14 @@ def instead_of(flag: str, argv: list[str]) -> str:
     return ""
 
 
-def use_gpus(args: Namespace, default: object) -> None:
-    """Apply --gpus 2,3: one rank for each of these devices. default: that of --nproc-per-node."""
+def use_gpus(args: Namespace, counted: bool) -> None:
+    """Apply --gpus 2,3: one rank for each of these devices. counted: --nproc-per-node is given, too."""
     names = [name.strip() for name in args.gpus.split(",")]
     if not args.gpus.strip():
         raise UsageError("--gpus is empty (a shell variable that is not set?)", do="--gpus 0,1,2,3")
     if not all(name.isdecimal() for name in names) or len(set(names)) < len(names):
         raise UsageError(f"--gpus {args.gpus}: numbers of different GPUs are wanted", do="--gpus 0,1,2,3")
-    if args.nproc_per_node not in (default, str(len(names)), "gpu", "auto"):
+    if counted and args.nproc_per_node not in (str(len(names)), "gpu", "auto"):
         count = f"{len(names)} ranks, one for each"
         raise UsageError(f"--gpus {args.gpus} is {count}, and --nproc-per-node {args.nproc_per_node} another number")
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -19,6 +19,7 @@ from megatron.model.arguments import parse_with_options
 from megatron.settings import schema
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
+from megatron.settings.statements import failing_in_users_words
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,12 @@ def main(argv: list[str]) -> None:
     config, asked = parse_with_options(argv, PlanOptions, _what())
     if asked.task_type and asked.task_type.rpartition(".")[2].upper() != "GPT":
         raise UsageError(f"--task-type {asked.task_type}: only GPT is planned")
-    _check(asked)
-    if asked.calibrate:
-        _calibrate(asked.calibrate)
-        config = config.derive("--calibrate", calibration=asked.calibrate)
-    _search(config, asked)
+    with failing_in_users_words(config.statements):
+        _check(asked)
+        if asked.calibrate:
+            _calibrate(asked.calibrate)
+            config = config.derive("--calibrate", calibration=asked.calibrate)
+        _search(config, asked)
 
 
 def _what() -> str:

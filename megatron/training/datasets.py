@@ -16,26 +16,18 @@ from megatron.model.recipe import Recipe
 from megatron.mpu.initialize import RankContext
 from megatron.settings import schema
 from megatron.settings.batch import batch_size, total_iterations, total_samples
-from megatron.tokenizer import build_tokenizer, unused_rows
+from megatron.settings.statements import in_users_words
+from megatron.tokenizer import build_tokenizer, rows_of
 from megatron.training.state import State
 
 
 def build_vocabulary(config: schema.Config, log) -> tuple[Optional[Any], int]:
     """Build the tokenizer: (tokenizer or None, vocabulary size without padding)."""
-    settings = config.tokenizer
-    tokenizer = build_tokenizer(settings, log)
-    if (
-        settings.vocab_size
-        and settings.vocab_size < tokenizer.vocab_size
-        and settings.tokenizer_type != "NullTokenizer"
-    ):
-        raise SettingsError(
-            f"--vocab-size {settings.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}",
-            do="leave --vocab-size out, or give at least the tokenizer's size",
-        )
-    if remark := unused_rows(settings.vocab_size, tokenizer.vocab_size):
-        log(f"note: {remark}")
-    return tokenizer, max(settings.vocab_size or 0, tokenizer.vocab_size)
+    tokenizer = build_tokenizer(config.tokenizer, log)
+    rows, remark = rows_of(config.tokenizer, tokenizer.vocab_size)
+    if remark:
+        log(f"note: {in_users_words(remark, config.statements)}")
+    return tokenizer, rows
 
 
 def verify_data(data: schema.Data, context: RankContext, log) -> None:

@@ -7,6 +7,7 @@ from megatron.model.recipe import Recipe, module_of
 from megatron.mpu.cpu_threads import choose_waiting
 from megatron.settings import rank_env
 from megatron.settings.schema import Config
+from megatron.settings.statements import failing_in_users_words
 from megatron.telemetry.notify import event_problem
 from megatron.telemetry.own_code import refuse_another_module
 from megatron.telemetry.prometheus import refused_port
@@ -25,7 +26,7 @@ def start(argv: list[str], recipe: Recipe) -> None:
             f"--model-type {config.model.model_type}: this command trains {recipe.model_type}",
             do="leave it out, or run the script of that model",
         )
-    with debugging(config.logging.debug):
+    with debugging(config.logging.debug), failing_in_users_words(config.statements):
         if config.batch.train_epochs is not None:
             from megatron.data.epochs import in_samples
 

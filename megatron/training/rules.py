@@ -24,6 +24,7 @@ from megatron.pipeline import stages
 from megatron.settings import batch, rules, schema
 from megatron.settings.effects import EFFECTS, without_effect
 from megatron.settings.rules import Rule, divisors, either, said, tokenizer_type
+from megatron.settings.statements import in_users_words
 
 # For recipes that do not divide sequences among ranks.
 WHOLE_SEQUENCES = (
@@ -70,7 +71,7 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
     violations += rules.of_given_values(others, s)
     violations = violations or linear_kinds.problems(settings.model, lambda: _tables(settings)) or expert_problems(s)
-    return rules.in_given_words(violations, settings)
+    return [in_users_words(sentence, settings.statements) for sentence in violations]
 
 
 def expert_problems(s: SimpleNamespace) -> list[str]:

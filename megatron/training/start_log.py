@@ -148,8 +148,8 @@ def crowded(context: RankContext) -> list[str]:
 
 
 def left_out(batch: schema.Batch, state: State, dp: int) -> list[str]:
-    """A note about the last samples of --train-epochs, which fill no batch."""
-    if batch.train_epochs is None or batch.skip_train:
+    """A note about the last samples of --train-samples or --train-epochs, which fill no batch."""
+    if batch.train_samples is None or batch.skip_train:
         return []
     rest = samples_left_out(batch, dp, state.consumed_samples)
     return [f"the last {rest} of {batch.train_samples:,} samples fill no batch, and are left out"] * (rest > 0)

@@ -150,7 +150,7 @@ def test_an_error_of_fsync_that_is_swallowed_turns_it_red(monkeypatch, tmp_path)
 
 
 def test_a_careless_reader_of_pickles_turns_it_red(monkeypatch, tmp_path):
-    monkeypatch.setattr(megatron_pickle, "_load", lambda source: torch.load(source, weights_only=False))
+    monkeypatch.setattr(megatron_pickle, "load", lambda source: torch.load(source, weights_only=False))
     assert got("pickles/from-megatron", tmp_path).startswith("executed: ")
 
 

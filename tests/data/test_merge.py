@@ -64,6 +64,14 @@ def test_prefixes_instead_of_folders(parts, tmp_path, monkeypatch):
     assert contents("merged") == contents(whole)
 
 
+@pytest.mark.parametrize("names, is_named", [("p_10 p_9", False), ("p_9 p_10", True), ("p_10 p_10", True)])
+def test_another_order_than_the_one_that_was_given_is_named(names, is_named, parts, tmp_path, capsys):
+    given = [str(parts[0] / f"{name}_text_document") for name in names.split()]
+    merge_datasets.main(["--input", *given, "--output-prefix", str(tmp_path / "merged")])
+    note = "note: datasets are joined in the order of their names, each of them once\n"
+    assert (note in capsys.readouterr().out) == is_named
+
+
 def test_output_inside_of_the_input_is_not_its_own_input(parts):
     folder, whole = parts
     for _ in range(2):

@@ -462,8 +462,14 @@ def test_unknown_keys_are_errors_everywhere(command, tmp_path):
         "Offline_Eval.batch",
         "Data.Eval.x.y",
     ):
-        for argv, place in ways(tmp_path, key, "1", "null", {}):
-            assert any(f"{place} is no known key" in told for told in Read(command, argv).problems), argv
+        for text in ("1", "null"):
+            for argv, place in ways(tmp_path, key, text, "null", {}):
+                assert any(f"{place} is no known key" in told for told in Read(command, argv).problems), argv
+    no_blank = Read(command, ["-o", "Engine={max_steps:4}"]).problems  # YAML reads one key without a value
+    assert no_blank and no_blank[0].startswith("-o Engine.max_steps:4 is no known key; did you mean Engine.max_steps?")
+    sections = "Global Engine.mix_precision Data.Eval.sampler Profiler.summary Model.loss Optimizer.lr Compress.Prune"
+    empty = a_file(tmp_path, "empty.yaml", dict.fromkeys(sections.split(), "null"))
+    assert not Read(command, ["-c", empty]).problems
 
 
 def test_no_key_is_missing_here():

@@ -165,6 +165,30 @@ def test_words_of_the_other_commands_have_a_hint(flag, instead):
         parse([f"--{flag}", "x"], dict(generate=GenerateOptions, sampling=Sampling, search=Search))
 
 
+@pytest.mark.parametrize("flag", ["to_static", "continue_training"])
+def test_what_is_not_there_may_be_switched_off(flag, capsys):
+    shape = "--num-layers 2 --hidden-size 8 --num-attention-heads 2".split()
+    for no in ("false", "0"):
+        parse_pretrain([*shape, f"--{flag}", no])
+        assert f"--{flag.replace('_', '-')} has no effect: it asks for nothing" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="is not supported"):
+        parse_pretrain([*shape, f"--{flag}", "true"])
+
+
+@pytest.mark.parametrize("words, name, value", [
+    ("--mp_degree 2", "tensor_model_parallel_size", 2),
+    ("--max_seq_len 12", "seq_length", 12),
+    ("--micro-batch-size 4", "micro_batch_size", 4),
+    ("--fp16 --bf16 false", "precision", "fp16"),
+])  # fmt: skip
+def test_a_setting_of_another_command_has_all_of_its_spellings(words, name, value):
+    from megatron.settings.parse import parse
+    from megatron.tools.evaluate import EvaluateOptions
+
+    made = parse(["--load", "x", *words.split()], dict(evaluate=EvaluateOptions))
+    assert getattr(made["evaluate"], name) == value
+
+
 def test_an_evaluation_without_its_task_names_the_file():
     from megatron.tools import evaluate
 

@@ -68,14 +68,58 @@ def test_megatrons_command_line_as_it_is_written(checkpoint, tmp_path, capsys):
     tasks.main([*task, *f"{shape} {more}".split()])
     heard = capsys.readouterr()
     assert "validation results on WIKITEXT103" in heard.out
-    assert (
-        "note: settings of training, which an evaluation does not do: --log-interval 10, --no-load-optim\n" in heard.err
-    )
+    idle = "settings of training, which this command does not do"
+    assert f"note: --log-interval, --no-load-optim have no effect: {idle}\n" in heard.err
     with pytest.raises(SettingsError, match="holds another model\n  --num-layers 7: [0-9]+ in the checkpoint"):
         tasks.main([*task, "--num-layers", "7"])
     for wrong in ("--num-layers seven", "--log-intervall 3", "orphan"):
         with pytest.raises(UsageError, match=wrong.split()[-1] if wrong == "orphan" else wrong.split()[0]):
             tasks.main([wrong, *task] if wrong == "orphan" else [*task, *wrong.split(), "--lr", "1"])
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("-c plain.yaml", "--num-layers 7 (plain.yaml:2): 2 in the checkpoint"),
+        ("-c window.yaml", "--window-size 4,0 (window.yaml:1): None in the checkpoint"),
+        ("-c fleetx.yaml", "--num-layers 7 (fleetx.yaml:1: Model.num_layers): 2 in the checkpoint"),
+        ("-c plain.yaml -o num_layers=2 --hidden-size 64", "--hidden-size 64: 32 in the checkpoint"),
+        ("--normalization LayerNorm --num-query-groups 2", "--num-query-groups 2: 4 in the checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("main", [tool.main, generate.main])
+def test_a_model_that_the_checkpoint_does_not_hold_is_refused(main, words, sentence, checkpoint, tmp_path, monkeypatch):
+    """Also where a file for pretraining states it; where it is stated rightly, there is nothing to say."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.yaml").write_text("lr: 1.0e-3\nnum_layers: 7\n")
+    (tmp_path / "window.yaml").write_text("window_size: [4, 0]\nnum_layers: 2\n")
+    (tmp_path / "fleetx.yaml").write_text("Model: {num_layers: 7}\nEngine: {max_steps: 5}\n")
+    what = ["--data-path", "x"] if main is tool.main else ["--prompt", "x"]
+    with pytest.raises(SettingsError, match="holds another model") as refused:
+        main([*words.split(), *what, "--load", str(checkpoint)])
+    assert refused.value.why.splitlines()[0] == sentence
+
+
+def test_weights_of_a_blend_are_named(checkpoint, tmp_path, capsys):
+    """As a file for pretraining has them: each dataset is evaluated on its own."""
+    one, two = (write_tokens(tmp_path / name, [np.arange(40) + 20]) for name in ("one", "two"))
+    plain = f"--data-path {one} {two}"
+    results = []
+    for words in (plain, plain.replace(one, f"0.3 {one}").replace(two, f"0.7 {two}")):
+        run(checkpoint, *words.split())
+        heard = capsys.readouterr()
+        assert ("the weights of --data-path have no effect" in heard.err) == ("0.3" in words)
+        results.append([line for line in heard.out.splitlines() if "results on" in line])
+    assert len(results[0]) == 2 and results[0] == results[1]
+
+
+def test_generation_with_megatrons_words(checkpoint, capsys):
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    generate.main(
+        [*f"--load {checkpoint} --prompt a --greedy --tokens-to-generate 3 {shape} --bf16 --recompute".split()]
+    )
+    heard = capsys.readouterr()
+    assert heard.out.startswith("a") and "has no effect" not in heard.err
 
 
 def test_a_misspelt_task_names_the_one_that_is_near(checkpoint):
@@ -203,6 +247,8 @@ def test_a_tokenizer_flag_at_its_default_wins_over_the_checkpoints(new_checkpoin
     words = ["--task", "WIKITEXT103", "--valid-data", str(path)]
     with pytest.raises(SettingsError, match="the tokenizer has 329 ids, the model 283"):
         run(checkpoint, *words)
+    with pytest.raises(SettingsError, match="--vocab-size 7: the vocabulary has 283 tokens, the model 283"):
+        run(checkpoint, *words, "--vocab-extra-ids", "0", "--vocab-size", "7")
     run(checkpoint, *words, "--vocab-extra-ids", "0")
     assert "validation results on WIKITEXT103" in capsys.readouterr().out
     generate.main(["--load", str(checkpoint), "--device", "cpu", "--prompt", "the cat", "--vocab-extra-ids", "0"])

@@ -133,6 +133,11 @@ def test_the_command_of_llmacc_keeps_it(words, capsys):
         ("--data-parallel-size 3", "no layout of 8 ranks is possible with --data-parallel-size 3"),
         ("--tp 3", "no layout of 8 ranks is possible with --tp 3"),
         ("--pp 2 --tp 8", "no layout of 8 ranks is possible with --pp 2, --tp 8"),
+        (
+            "--pipeline-stage-layers 3,4",
+            "--pipeline-stage-layers 3,4 is 7 layers, and --num-layers is 8; 4,4 would work",
+        ),
+        ("--pipeline-stage-layers 3;5", "--pipeline-stage-layers 3;5 must be numbers with commas"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(words, reason):

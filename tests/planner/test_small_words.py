@@ -81,3 +81,12 @@ def test_the_end_of_training_is_said_once(capsys):
     said = capsys.readouterr().out
     pattern = r"^\[after training is done\] datetime: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$"
     assert len(re.findall(pattern, said, re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("save, told", [("out", True), ("gone", False)])
+def test_a_load_without_a_checkpoint_beside_a_pretrained_one_is_told(save, told):
+    """With the same folder to --load and --save the next start resumes; with another it never does."""
+    config = parse_pretrain([*TINY.split(), "--load", "gone", "--save", save])
+    start = "--load gone holds no checkpoint: training starts from --pretrained-checkpoint base"
+    assert (start in remarks(config.derive("--pretrained-checkpoint", load="base"), 1)) == told
+    assert start not in remarks(config, 1)

@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import CheckpointError, UsageError
+from megatron.inference.sampling import Sampling, Search
 from megatron.planner.shrink import original, shrunk_jobs_of
-from megatron.settings.parse import parse_pretrain
+from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import GROUPS
 from megatron.settings.spelling import spellings_of
+from megatron.tools import evaluate, generate
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
 SCRIPTS = {path.stem: path for path in model_scripts()}
@@ -220,6 +222,27 @@ def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
         importlib.import_module(module).main(words)
 
 
+@pytest.mark.parametrize(
+    "name, words, wanted",
+    [
+        ("inference_gpt_345M", "--max_dec_len 4 --topp 0.5", dict(tokens_to_generate=4, top_p=0.5, temperature=0.8)),
+        (
+            "inference_gpt_345M",
+            "--num_beams 2 --prompt-file p",
+            dict(num_beams=2, top_p=0, prompt=None, prompt_file="p"),
+        ),
+        ("evaluate_gpt_345M", "--data-path x --batch_size 2", dict(micro_batch_size=2)),
+    ],
+)
+def test_words_after_a_script_of_a_tool_win(name, words, wanted):
+    """In the spelling of another suite, too, and where the script's own words have no place beside them."""
+    python, dash_m, module, *said = shlex.split(bash(name, *words.split(), PRINT="1").stdout)
+    groups = [generate.GenerateOptions, Sampling, Search] if "generate" in module else [evaluate.EvaluateOptions]
+    made = parse(said, {group.__name__: group for group in groups})
+    values = {name: value for group in made.values() for name, value in vars(group).items()}
+    assert {name: values[name] for name in wanted} == wanted
+
+
 def test_an_evaluation_is_shared_between_ranks():
     done = bash("evaluate_gpt_345M", "--data-path", "held_out", PRINT="1", NPROC="8")
     assert done.stdout.startswith(
@@ -343,6 +366,16 @@ def test_several_machines_over_ssh(tiny, tmp_path):
 def test_a_number_of_processes_that_is_none(tiny):
     done = bash(tiny(), "--mock-data", NPROC="all", PRINT="1")
     assert done.returncode == 2 and "NPROC=all (or LOCAL_WORLD_SIZE) is neither a number nor gpu" in done.stderr
+
+
+def test_two_numbers_of_processes(tiny):
+    """More ranks than GPUs are refused; of two numbers for the same the one that does not count is named."""
+    done = bash(tiny(), "--mock-data", NPROC="4", GPUS="0,1", PRINT="1")
+    assert done.returncode == 2 and "NPROC=4 is more ranks than GPUS=0,1 has GPUs, 2" in done.stderr
+    done = bash(tiny(), "--mock-data", NPROC="2", LOCAL_WORLD_SIZE="4", PRINT="1")
+    assert "--nproc-per-node 2" in done.stdout and "NPROC=2 counts, and LOCAL_WORLD_SIZE=4 has no effect" in done.stderr
+    done = bash(tiny(), "--mock-data", "--nproc-per-node", "4")
+    assert done.returncode == 2 and "bash scripts take NPROC=N" in done.stderr
 
 
 @pytest.mark.parametrize(

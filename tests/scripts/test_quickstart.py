@@ -24,7 +24,7 @@ def test_from_corpus_to_report(copy, quickstart):
 def test_a_misspelt_flag_ends_before_the_first_step(copy, bash):
     done = bash("scripts/quickstart.sh", "--txt", "FILE", check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: unknown flag --txt") and "flags of quickstart.sh: --help" in done.stderr
+    assert done.stderr.startswith("error: unknown flag --txt") and "flags of quickstart.sh: --text" in done.stderr
 
 
 def test_it_goes_on_where_it_stopped(copy, bash, quickstart):

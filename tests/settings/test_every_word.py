@@ -15,8 +15,10 @@ import pytest
 
 from megatron.errors import UsageError
 from megatron.model.arguments import parse_any
+from megatron.settings import from_checkpoint
 from megatron.settings.parse import parse, parse_pretrain
-from megatron.settings.schema import GROUPS, TokenizerSettings, setting
+from megatron.settings.reader import SHAPE as DECIDED
+from megatron.settings.schema import GROUPS, Model, TokenizerSettings, setting
 from megatron.tasks import finetune
 from megatron.tools.evaluate import EvaluateOptions
 from megatron.tools.plan import PlanOptions
@@ -164,8 +166,8 @@ def meant(first: Word, second: Word, same_source: bool, default):  # noqa: C901
 
 
 @pytest.mark.parametrize("group, field", SETTINGS, ids=NAMES)
-def test_the_last_word_counts(group, field, tmp_path):
-    """Two words of each spelling with each other, on the line, and over a file."""
+def test_the_last_word_counts(group, field, tmp_path, capsys):
+    """Two words of each spelling with each other, on the line, and over a file. A note names the one that is replaced."""
     shape = [part for name, value in SHAPE.items() for part in (f"--{name}", value)]
     few = {}
     for word in words_of(group, field):
@@ -173,9 +175,12 @@ def test_the_last_word_counts(group, field, tmp_path):
     path = tmp_path / "run.yaml"
     for first, second in permutations(few.values(), 2):
         allowed = meant(first, second, True, start_of(field))
+        capsys.readouterr()
         try:
             found = value_of(parse_pretrain([*shape, *first.line, *second.line]), field.name)
             assert found in allowed, (first, second, found)
+            if first.value not in (..., found) and not first.yields:
+                assert first.flag in capsys.readouterr().err, (first, second, "no note")
         except UsageError as error:
             assert not allowed and first.flag in str(error) and second.flag in str(error), (first, second)
         if first.words:
@@ -216,9 +221,8 @@ def test_three_words_in_every_order():
                 assert found != last[0].not_value, line
 
 
-FOREIGN = [
-    name for name in NAMES if name not in {f.name for f in (*fields(EvaluateOptions), *fields(TokenizerSettings))}
-]
+OWN_OF_EVALUATE = {f.name for f in (*fields(EvaluateOptions), *fields(TokenizerSettings))}
+FOREIGN = [name for name in NAMES if name not in OWN_OF_EVALUATE | DECIDED]
 
 
 @pytest.mark.parametrize("name", FOREIGN)
@@ -232,6 +236,26 @@ def test_a_tool_names_what_it_has_no_use_for(name, tmp_path, capsys):
     path.write_text(f"load: x\n{name}: 1\n")
     parse(["--config", str(path)], groups)
     assert f"{path}:2: {name}" in capsys.readouterr().err
+
+
+def test_a_tool_compares_what_is_said_of_a_model(tmp_path, capsys, monkeypatch):
+    """Every word for a setting that a checkpoint decides arrives at the comparison with it, from the line and a file."""
+    groups = dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings)
+    compared = []
+    monkeypatch.setattr(from_checkpoint, "refuse_another_shape", lambda shape, chosen: compared.append(shape))
+    path = tmp_path / "run.yaml"
+    for field in fields(Model):
+        for word in words_of(Model, field) if field.name in DECIDED - OWN_OF_EVALUATE else ():
+            path.write_text(f"{word.flag[2:].replace('-', '_')}: {' '.join(word.line[1:]) or 'true'}\n")
+            for line in (word.line, ["--config", str(path)]):
+                compared.clear()
+                parse(["--load", "x", *line], groups)
+                [found] = compared or [{}]
+                if word.value is not ...:
+                    assert found[field.name].value == word.value, line
+                else:
+                    assert not found, line
+    assert not capsys.readouterr().err
 
 
 FILES_AND_SHAPES = """task backbone pooling pretrained_checkpoint encoder_num_layers decoder_num_layers

@@ -253,8 +253,48 @@ def test_a_long_megatron_command_line_is_understood(capsys):
 
 def test_every_megatron_flag_is_answered():
     spellings = spellings_of(GROUPS)
-    silent = [n for n in NAMES if n.replace("_", "-") not in spellings and not megatron_lm.answer(n)]
+    known = {*spellings, *megatron_lm.DATA_FILES}
+    silent = [n for n in NAMES if n.replace("_", "-") not in known and not megatron_lm.answer(n)]
     assert len(NAMES) > 1000 and not silent
+
+
+def test_data_in_files(tmp_path, monkeypatch, capsys):
+    """Megatron-LM's two files: words as on its command line, and JSON with a list, a text or nothing for each split."""
+    monkeypatch.chdir(tmp_path)
+    Path("blend.txt").write_text("0.3 one\n0.7\ttwo\n")
+    Path("splits.json").write_text('{"train": [1, "one", 2, "two"], "valid": "three", "test": null}')
+    assert read("--data-args-path blend.txt").data.data_path == ["0.3", "one", "0.7", "two"]
+    data = read("--per_split_data_args_path splits.json").data
+    assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (
+        ["1", "one", "2", "two"],
+        ["three"],
+        None,
+    )
+    Path("run.yaml").write_text("data_args_path: blend.txt\n")
+    config = read("--config run.yaml")
+    assert config.data.data_path[1] == "one" and config.given("data_path").where == "run.yaml:1 blend.txt"
+    read("--data-args-path blend.txt --data-path three")
+    assert "--data-path 0.3 one 0.7 two (--data-args-path blend.txt) is overridden by --data-path three" in (
+        capsys.readouterr().err
+    )
+    for text, words in (
+        ('{"train": ["one"], "vaild": ["two"]}', "'vaild' where {\"train\""),
+        ("[1]", "list where {"),
+        ("0.3 one", "Extra data"),
+        ('{"train": []}', "no dataset is in it"),
+    ):
+        Path("splits.json").write_text(text)
+        assert f"--per-split-data-args-path splits.json: {words}" in refused("--per-split-data-args-path splits.json")
+    assert "--data-args-path none.txt: No such file" in refused("--data-args-path none.txt")
+    assert "--data-args-path takes one file, got 2" in refused("--data-args-path blend.txt blend.txt")
+
+
+def test_a_flag_of_training_is_not_its_own_suggestion(tmp_path):
+    with pytest.raises(UsageError, match="^--encoder-num-layers is for training; this command has no use for it"):
+        parse(["--encoder-num-layers", "2"], {"kinds": Kinds})
+    (tmp_path / "t5.yaml").write_text("encoder_num_layers: 2\n")
+    with pytest.raises(UsageError, match="t5.yaml:1: encoder_num_layers is for training"):
+        parse(["--config", str(tmp_path / "t5.yaml")], {"kinds": Kinds})
 
 
 def test_the_tables_say_one_thing_about_each_flag():
@@ -370,12 +410,41 @@ def test_layers(tmp_path):
     assert parse_pretrain(f"--config {file} --preset gpt2 --fp16".split()).precision.precision == "fp16"
 
 
+@pytest.mark.parametrize(
+    "line, layers, hidden, lr",
+    [
+        ("--num-layers 5 --lr 1 --config {plain}", 5, 16, 1),  # the command line, anywhere in its turn
+        ("--config {plain} --num-layers 5 --lr 1", 5, 16, 1),
+        ("--num-layers 5 --lr 1 --then --config {plain}", 3, 16, 0.5),
+        ("--config {plain} --then --num-layers 5 --lr 1", 5, 16, 1),
+        ("--num-layers 5 --lr 1 --then --config {plain} --num-layers 7", 7, 16, 0.5),
+        ("--num-layers 5 --max_lr 1 --then -c {theirs}", 4, 64, 0.25),  # PaddleFleetX's, with another spelling
+        ("--num-layers 5 --max_lr 1 --then -c {theirs} -o Model.num_layers=9", 9, 64, 0.25),
+        ("--max_lr 1 -c {theirs} --then --num-layers 5", 5, 64, 1),
+        ("-c {theirs} --lr 1 --then --config {plain}", 3, 16, 0.5),
+        ("--num-layers 5 --then --model-name-or-path gpt2-medium", 24, 1024, None),
+        ("--model-name-or-path gpt2-medium --then --num-layers 5", 5, 1024, None),
+        ("--num-layers 5 --hidden-size 8 --then --config {plain} --model-name-or-path gpt2-medium", 3, 16, 0.5),
+    ],
+)
+def test_a_file_and_a_shape_belong_to_their_turn(line, layers, hidden, lr, tmp_path):
+    """Scripts put --then between their own flags and the words of their caller."""
+    plain, theirs = tmp_path / "plain.yaml", tmp_path / "theirs.yaml"
+    plain.write_text("num_layers: 3\nhidden_size: 16\nlr: 0.5\n")
+    theirs.write_text("Model: {num_layers: 4, hidden_size: 64}\nOptimizer: {lr: {max_lr: 0.25}}\n")
+    config = parse_pretrain(f"--num-attention-heads 4 {line.format(plain=plain, theirs=theirs)}".split())
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (layers, hidden, lr)
+
+
 def test_keys_without_a_value_are_named(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("seed:\nlr: 1e-4\nsave: null\nload: ~\ndata:\n")
     assert read(f"--config {file}").logging.seed == 1234
     [note] = [line for line in capsys.readouterr().err.splitlines() if "without a value" in line]
     assert note == f"note: {file}: without a value, and left out as by null: seed (line 1), data (line 5)"
+    for nothing in ("", "null", "~"):
+        file.write_text(f"lr: 1e-4\nnum_layer: {nothing}\n")
+        assert f"{file}:2: unknown key num_layer; did you mean num_layers?" in refused(f"--config {file}")
 
 
 def test_a_folder_as_model_name_is_loaded(tmp_path):

@@ -309,6 +309,14 @@ def test_words_that_others_of_their_source_replace_are_named(line, told, tmp_pat
     assert told.format(**paths) in notes and notes.count("the last value of a setting counts:") == bool(told), notes
 
 
+def test_a_list_that_is_given_twice_says_how_to_give_several(capsys):
+    shape = "--num-layers 2 --hidden-size 8 --num-attention-heads 2"
+    parse_pretrain(f"{shape} --data-path a --data-path b c --seed 1 --seed 2".split())
+    [replaced, hint] = [line for line in capsys.readouterr().err.splitlines() if "--data-path" in line]
+    assert "--data-path a is overridden by --data-path b c" in replaced
+    assert hint == "note: several values follow one --data-path, as in Megatron-LM: --data-path A B"
+
+
 def test_epochs(read):
     config, told = read(
         "-o Engine.run_mode=epoch -o Engine.num_train_epochs=3 -o Engine.eval_freq=2 -o Engine.save_load.save_epoch=1"
@@ -457,11 +465,16 @@ def test_a_task_that_nobody_knows_is_named(glue):
         (generate.main, "-o Generation.top_p=1.5", "--top-p 1.5 (-o Generation.top_p): has to be between 0 and 1"),
         (generate.main, "-o Generation.num_return_sequences=0", "--num-samples 0 (-o Generation.num_return_sequences)"),
         (evaluate.main, "--data-path x -o Offline_Eval.batch_size=0", "--batch-size 0 (-o Offline_Eval.batch_size)"),
+        (
+            evaluate.main,
+            "-o Offline_Eval.cloze_eval=1",
+            "--task LAMBADA (-o Offline_Eval.cloze_eval) needs --valid-data",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_as_it_was_written(main, words, text, tmp_path):
     (tmp_path / "own.yaml").write_text(BASE)
-    with pytest.raises(SettingsError) as refused:
+    with pytest.raises((SettingsError, UsageError)) as refused:
         main(["-c", str(tmp_path / "own.yaml"), "--load", "x", *words.split()])
     assert refused.value.what.startswith(text)
 
@@ -493,3 +506,60 @@ def test_generation_by_beams(tmp_path):
     made["search"].check(made["sampling"])
     assert (made["search"].num_beams, made["search"].length_penalty) == (4, 0)  # PaddleNLP's default
     assert (made["sampling"].top_k, made["sampling"].top_p, made["sampling"].tokens_to_generate) == (0, 0, 20)
+
+
+def test_a_length_penalty_has_another_formula(tmp_path, capsys):
+    line = "-o Generation.decode_strategy=beam_search -o Generation.num_beams=4 -o Generation.length_penalty="
+    for value in ("0.6", "0", "0.0"):
+        (tmp_path / "g.yaml").write_text("Model: {module: GPTGenerationModule}\n")
+        groups = dict(generate=GenerateOptions, sampling=Sampling, search=Search)
+        parse(["-c", str(tmp_path / "g.yaml"), "--load", "x", *f"{line}{value}".split()], groups)
+        told = "-o Generation.length_penalty divides a text's score by its length n to this power; PaddleFleetX"
+        assert (told in capsys.readouterr().err) == (value == "0.6")
+
+
+def test_a_wrong_format_is_one_problem(read):
+    with pytest.raises(UsageError) as refused:
+        read("-o Engine.mix_precision.dtype=float32")
+    text = "-o Engine.mix_precision.dtype: 'float32' is not supported; there is: float16, bfloat16"
+    assert str(refused.value).splitlines()[0] == text
+
+
+@pytest.mark.parametrize("more, named", [("", True), ("--tokenizer-model other", False), ("--mock-data", False)])
+def test_its_vocabulary_is_gpt2s_of_the_cache(more, named, read, tmp_path, monkeypatch):
+    """PaddleFleetX's GPTDataset asks for no other, and its files name none."""
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path))
+    assert read(more)[0].tokenizer.tokenizer_model == ("other" if "other" in more else None)
+    (tmp_path / "gpt2").mkdir()
+    config, told = read(more)
+    assert config.tokenizer.tokenizer_model == ("gpt2" if named else "other" if "other" in more else None)
+    assert ("the vocabulary is GPT-2's of" in told) == named and config.tokenizer.vocab_size == 50304
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        ("-o Model.hidden_size=33 -o Model.num_attention_heads=4", "--hidden-size 33 (-o Model.hidden_size)"),
+        (
+            "-o Data.Train.dataset.input_dir=gone",
+            "--train-data-path (-o Data.Train.dataset.input_dir): there is no gone.idx",
+        ),
+        ("-o Engine.save_load.ckpt_dir=gone", "--load gone (-o Engine.save_load.ckpt_dir) holds no checkpoint"),
+        ("-o Model.virtual_pp_degree=2 -o Distributed.pp_degree=1", "size (-o Distributed.pp_degree) of at least 2"),
+        ("-o Model.vocab_size=7 {vocabulary}", "--vocab-size 7 (-o Model.vocab_size) is smaller than the tokenizer's"),
+    ],
+)
+def test_problems_of_a_dry_run_are_named_as_they_were_written(words, text, read, tmp_path, capsys):
+    """Rules, missing files and the vocabulary are checked in different places."""
+    import pretrain_gpt
+
+    (tmp_path / "vocab.json").write_text(
+        '{"a": 0, "b": 1, "c": 2, "d": 3, "e": 4, "f": 5, "ab": 6, "<|endoftext|>": 7}'
+    )
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    vocabulary = f"--vocab-file {tmp_path}/vocab.json --merge-file {tmp_path}/merges.txt"
+    small = "--num-layers 2 --world-size 256 --device cpu --dry-run"
+    line = f"-c {tmp_path}/own.yaml {small} {words.format(vocabulary=vocabulary)}"
+    with pytest.raises(SettingsError) as refused:
+        pretrain_gpt.main(line.split())
+    assert text in str(refused.value)

@@ -14,7 +14,10 @@ from megatron.errors import SettingsError, UsageError
 from megatron.guard import command
 from megatron.guard.resume_command import resumed
 from megatron.model.arguments import parse_any
+from megatron.settings import from_checkpoint, reader
 from megatron.settings.from_checkpoint import shape_of
+from megatron.settings.parse import said
+from megatron.tools.generate import GenerateOptions
 from tests.models import mlp_language_model
 
 SHAPE = (
@@ -78,6 +81,7 @@ def test_files_of_the_tokenizer_may_have_moved():
     assert taken("vocab_file") == {"tokenizer_type", "merge_file"}
     assert taken("vocab_file", "merge_file") == {"tokenizer_type"}
     assert taken("tokenizer_model") == taken("tokenizer_type") == set()  # it is another one
+    assert taken("vocab_size") == {"tokenizer_type", "vocab_file", "merge_file"}  # the rows of the embedding
 
 
 def test_a_shape_that_is_given_stays_as_it_was(saved):
@@ -178,3 +182,29 @@ def test_what_from_hf_advises_trains(tmp_path, capsys):
     found = record["config"]["model"]
     assert (found["num_layers"], found["hidden_size"], found["num_attention_heads"]) == (2, 16, 2)
     assert (found["seq_length"], record["vocab_size"], record["state"]["iteration"]) == (16, 60, 1)
+
+
+@pytest.mark.parametrize(
+    "line, is_refused",
+    [
+        ("--num-layers 3", False),  # those of the encoder
+        ("--num-layers 5", True),  # of both together
+        ("--window-size (4,0) --ffn-hidden-size 32 --max-position-embeddings 16", False),
+        ("--window-size 5,0", True),
+        ("--kv-channels 4 --num-query-groups 2 --swiglu false", False),
+        ("--swiglu", True),
+    ],
+)
+def test_what_is_said_of_a_model_is_compared_with_its_record(line, is_refused, monkeypatch):
+    """A model of 3 encoder and 2 decoder layers. What it was made with, or has by default, is no other model."""
+    model = dict(num_layers=5, hidden_size=8, num_attention_heads=2, seq_length=16, window_size="4,0")
+    record = dict(config=dict(model=model, extra=dict(t5=dict(encoder_num_layers=3, decoder_num_layers=2))))
+    monkeypatch.setattr(from_checkpoint, "saved_record", lambda folder, step: ("there", record))
+    chosen = said(["--load", "x", *line.split()], dict(generate=GenerateOptions))
+    shape = {name: one for name, one in chosen.items() if name in reader.SHAPE}
+    assert len(shape) == line.count("--")
+    if is_refused:
+        with pytest.raises(SettingsError, match="there holds another model"):
+            from_checkpoint.refuse_another_shape(shape, chosen)
+    else:
+        from_checkpoint.refuse_another_shape(shape, chosen)

@@ -246,7 +246,8 @@ def test_the_end_of_a_run_that_failed(command, tmp_path, capsys):
         "warning: hook " in (said := capsys.readouterr().out) and "FailsAtTheEnd, end at iteration 0: KeyError" in said
     )
     with pytest.raises(Failure, match="FailsAtTheEnd, end at iteration 1: KeyError"):
-        pretrain_gpt.main(command(f"--train-iters 1 {hooks('FailsAtTheEnd')}"))
+        pretrain_gpt.main(command(f"--train-iters 1 {hooks('Recorder', 'FailsAtTheEnd')}"))
+    assert ENDS[1:] == [(0, "")]
 
 
 @pytest.mark.parametrize(

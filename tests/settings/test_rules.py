@@ -91,7 +91,7 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--tp 3", 3, "--num-attention-heads 8 is not a multiple of --tp 3; nearest: 6 or 9 heads"),
         (
             "--device cpu --distributed-backend nccl",
-            1,
+            2,
             "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; leave",
         ),
         # not yet
@@ -166,6 +166,11 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--z-loss-coeff -1", 1, "--z-loss-coeff -1.0 must be at least 0"),
         ("--final-logit-softcapping -1", 1, "--final-logit-softcapping -1.0 must be above 0"),
         ("--max-position-embeddings 16", 1, "--seq-length 32 is longer than --max-position-embeddings 16"),
+        (  # as in Megatron-LM, though rotary positions have no table
+            "--max-position-embeddings 16 --position-embedding-type rope",
+            1,
+            "--seq-length 32 is longer than --max-position-embeddings 16; lower the one, or raise the other to 32",
+        ),
         (
             "--position-embedding-type rope --rotary-percent 0.4",
             1,

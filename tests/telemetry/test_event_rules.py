@@ -66,6 +66,12 @@ def test_slow_steps_are_told_once_until_they_are_over():
     assert judged(steps(count=900, **{f"at{number}": dict(seconds=1.25) for number in range(200, 900)})) == []
 
 
+def test_slow_steps_do_not_become_the_usual_ones():
+    """Also not after more intervals than are remembered."""
+    slow = {f"at{number}": dict(seconds=20.0) for number in [*range(300, 3000), *range(3300, 3400)]}
+    assert [kind for kind, _ in judged(steps(seconds=5.0, count=3400, **slow))] == ["slow_steps"] * 2
+
+
 def test_a_hiccup_of_tiny_steps_is_no_event():
     slow = {f"at{number}": dict(seconds=0.5) for number in range(2000, 2010)}
     assert judged(steps(seconds=0.01, count=4000, **slow)) == []

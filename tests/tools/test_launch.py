@@ -299,6 +299,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_end(start, monkeypatch):
         (["--gpus", "2,x", "rank.py"], "--gpus 2,x: numbers of different GPUs are wanted"),
         (["--gpus", "2,2", "rank.py"], "--gpus 2,2: numbers of different GPUs are wanted"),
         (["--gpus", "2,3", "--nproc-per-node", "4", "rank.py"], "--gpus 2,3 is 2 ranks, one for each, and --nproc"),
+        (["--nproc-per-node=1", "--gpus", "2,3", "rank.py"], "and --nproc-per-node 1 another number"),  # its default
     ],
 )
 def test_mistakes_of_the_launchers_own_flags(words, text, tmp_path, monkeypatch):
@@ -325,6 +326,18 @@ def test_paddles_words_for_gpus(words, tmp_path, monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and config_from_args(args)[0].nproc_per_node == 2
 
 
+def test_a_flag_of_the_launcher_that_is_given_twice(tmp_path, monkeypatch, capsys):
+    """The last one counts, and a note names the other, in any spelling; the script's own flags are the script's."""
+    (tmp_path / "rank.py").touch()
+    monkeypatch.chdir(tmp_path)
+    from torch.distributed.run import get_args_parser
+
+    words = "--nproc_per_node 4 --node-rank=0 --nproc-per-node 2 --node_rank 0 rank.py --nproc-per-node 3"
+    assert launch.parse(get_args_parser(), words.split()).nproc_per_node == "2"
+    told = "note: the last value of a setting counts: --nproc-per-node 4 is overridden by --nproc-per-node 2\n"
+    assert capsys.readouterr().err == told
+
+
 def test_a_folder_for_logs_alone_takes_the_output_of_all_ranks(tmp_path, monkeypatch):
     """As PaddlePaddle's --log_dir: a file for each, and what the first one prints is seen as well."""
     (tmp_path / "rank.py").touch()
@@ -345,10 +358,11 @@ def test_a_folder_for_logs_alone_takes_the_output_of_all_ranks(tmp_path, monkeyp
 
 
 def test_ranks_that_cannot_be_started(start, tmp_path):
-    """A wrong number of them, which torch notices late; the later flag counts."""
+    """A wrong number of them, which torch notices late; the later flag counts, with a note."""
     code, said = start("--nproc-per-node", "gpux", "rank.py", "exits").end()
-    assert (code, said[0]) == (3, "error: the ranks cannot be started: Unsupported nproc_per_node value: gpux")
-    assert len(said) <= 3 and not list(tmp_path.glob("launch-*"))
+    assert said[0].startswith("note: ") and said[0].endswith(" 2 is overridden by --nproc-per-node gpux")
+    assert (code, said[1]) == (3, "error: the ranks cannot be started: Unsupported nproc_per_node value: gpux")
+    assert len(said) <= 4 and not list(tmp_path.glob("launch-*"))
 
 
 def test_ctrl_c_while_training_saves_and_says_how_to_go_on(root, start, tmp_path):

@@ -38,6 +38,21 @@ def saved(folder):
     return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
 
 
+@pytest.mark.parametrize(
+    "flags, rest, samples",
+    [
+        ("--train-samples 7", 1, 7),  # three steps of two
+        ("--train-samples 8", 0, 8),
+        ("--train-samples 11 --global-batch-size 4 --micro-batch-size 2 --rampup-batch-size 2 2 4", 3, 11),  # 2 + 2 + 4
+    ],
+)
+def test_samples_that_fill_no_batch_are_named(prefix, flags, rest, samples, capsys):
+    pretrain(f"--data-path {prefix} --lr 1e-2 {flags}")
+    told = capsys.readouterr()
+    note = f"note: the last {rest} of {samples} samples fill no batch, and are left out"
+    assert (note in told.out + told.err) == bool(rest) and ("fill no batch" in told.out + told.err) == bool(rest)
+
+
 def test_a_run_of_epochs(prefix, tmp_path, capsys):
     """Five epochs of 7 samples and 3 tokens are 36 samples, as is written out here; two make a step."""
     samples = len(range(0, 5 * TOKENS - LENGTH, LENGTH))

@@ -107,13 +107,15 @@ RULES = (
     ),
     Rule(
         lambda s: (
-            s.position_embedding_type == "learned_absolute"
+            (s.position_embedding_type == "learned_absolute" or s.settings.given("max_position_embeddings"))
             and s.max_position_embeddings
             and s.seq_length > s.max_position_embeddings
         ),
         lambda s: (
             f"--seq-length {s.seq_length} is longer than --max-position-embeddings {s.max_position_embeddings}; "
-            f"lower the one, raise the other to {s.seq_length}, or use --position-embedding-type rope"
+            f"lower the one, or raise the other to {s.seq_length}"
+            + ", or use --position-embedding-type rope"
+            * (s.position_embedding_type == "learned_absolute")
         ),
     ),
     Rule(

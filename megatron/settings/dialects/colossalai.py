@@ -25,6 +25,10 @@ model.type=gpt2_large                           --model-name-or-path gpt2-large
 model.type=gpt2_xl                              --model-name-or-path gpt2-xl
 model.type=gpt3                                 --model-name-or-path gpt3-175B
 model.checkpoint=true                           --recompute-granularity full
+model.hidden_size                               --hidden-size
+model.depth                                     --num-layers
+model.num_heads                                 --num-attention-heads
+model.max_position_embeddings                   --max-position-embeddings
 model.num_chunks                                --num-virtual-stages-per-pipeline-rank
 parallel.pipeline|parallel.pipeline.size        --pipeline-model-parallel-size
 parallel.tensor.size                            --tensor-model-parallel-size

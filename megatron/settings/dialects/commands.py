@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from megatron.settings.dialects.programs import INSTEAD, OURS
 from megatron.settings.dialects.table import VARIABLE, Computed, Default, Dialect, NoEffect, epochs_unless, sentence
-from megatron.settings.spelling import YES
+from megatron.settings.spelling import NO, YES
 
 PROFILER, TABLES = ("-p", "--profiler_options"), ("state", "sorted_key", "timer_only")
 
@@ -76,6 +76,7 @@ PADDLENLP = Dialect(
 --warmup_rate            --lr-warmup-fraction
 --grad_clip              --clip-grad
 --logging_freq           --log-interval
+--tokenizer_name_or_path  --tokenizer-model
 --eval_freq              --eval-interval
 --adam_epsilon           --adam-eps
 --use_amp=true           --fp16; --amp-level O1; --initial-loss-scale 32768
@@ -103,8 +104,8 @@ PADDLENLP = Dialect(
     },
     idle={
         "gradients are added in place anyway": "--enable_addto",
-        "text is not read while training": "--tokenizer_name_or_path",
-        "kernels are chosen by what is installed; fused or not, the result is the same": "--fuse_transformer",
+        "kernels are chosen by what is installed; fused or not, the result is the same": """--fuse_transformer --fuse
+            --fuse_mt""",
         "each machine makes the index maps that it does not find (--data-cache-path)": "--share_folder",
     },
     lost={
@@ -163,14 +164,18 @@ def here_for(script: str) -> str:
     return "pretrain_gpt.py" if script in PADDLENLP.programs else OURS.get(script) or INSTEAD.get(script, "")
 
 
-def answer_of_paddlenlp(flag: str) -> tuple[str, str]:
+def answer_of_paddlenlp(flag: str, words: list[str]) -> tuple[str, str]:
     """(why it has no effect, why it is refused) for a PaddleNLP flag, with dashes, that is no flag here; "" if neither.
 
-    >>> answer_of_paddlenlp("--micro-bsz")
+    >>> answer_of_paddlenlp("--micro-bsz", ["8"])
     ('', 'has another name here: --micro-batch-size')
+    >>> answer_of_paddlenlp("--to-static", ["false"])
+    ('it asks for nothing', '')
     """
     key = "--" + flag[2:].replace("-", "_")
     lost, row = sentence(PADDLENLP.lost, key), PADDLENLP.table.get(key)
+    if lost and len(words) == 1 and words[0].lower() in NO:
+        return "it asks for nothing", ""
     refused = f"is not supported: {lost}" if lost else f"has another name here: {row}" if row else ""
     return sentence(PADDLENLP.idle, key) or "", refused
 

@@ -8,6 +8,7 @@ A key becomes one flag, or several keys become flags together, or it is noted or
 depends on the command that reads it. Any other key is unknown, and an error.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
@@ -54,6 +55,7 @@ SAME = dict(
         Global: device
         Offline_Eval: eval_path overlapping_eval batch_size""",
 )
+SHAPE = [f"Model.{name}" for name in "num_layers hidden_size num_attention_heads ffn_hidden_size".split()]
 # Other keys, and single values of them (in lower case; true or false for switches).
 OTHERS = dict(
     train="""
@@ -69,7 +71,7 @@ OTHERS = dict(
         Data.Train.sampler.shuffle=true                  --dataloader-type cyclic
         Distributed.schedule_mode                        --pipeline-schedule
         Distributed.schedule_mode=1f1b                   --pipeline-schedule 1f1b
-        Distributed.schedule_mode=f-then-b               --pipeline-schedule gpipe
+        Distributed.schedule_mode=f-then-b|fthenb        --pipeline-schedule gpipe
         Distributed.sharding.comm_overlap                --overlap-grad-reduce
         Optimizer.name=adamw|fusedadamw                  --optimizer adam
         Optimizer.beta1                                  --adam-beta1
@@ -190,6 +192,8 @@ TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate")}
 KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(
     f"{JOINT} {COMPRESSION}".split()
 )
+PATTERNS = " ".join([*IDLE.values(), *REFUSED.values(), TEACHER]).split()
+PARTS = {key[: dot.start()] for key in (*KNOWN, *PATTERNS) for dot in re.finditer(r"\.", key)} | {*SECTIONS}
 
 
 def problem_text(one: TheirSetting, why: str) -> str:
@@ -317,11 +321,13 @@ class Translated:
 
     given: Entries
     purpose: str
+    compared: bool = False
     flags: list[tuple[str, list[str], TheirSetting]] = field(default_factory=list)
     notes: list[tuple[str, TheirSetting]] = field(default_factory=list)
     problems: list[tuple[TheirSetting, str]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     emptied: Entries = field(default_factory=dict)  # keys and sections that are null
+    remarks: list[str] = field(default_factory=list)  # on keys that have another meaning here
 
     def word(self, key: str, default: str = "") -> str:
         """The value in lower case."""
@@ -360,9 +366,12 @@ class Translated:
         self.take(key)
 
 
-def translate(entries: Entries, purpose: str = "train") -> Translated:
-    """Translate entries for the command that reads them: train, task (fine-tuning), generate, evaluate, or another."""
-    out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose)
+def translate(entries: Entries, purpose: str = "train", compared: bool = False) -> Translated:
+    """Translate entries for the command that reads them: train, task (fine-tuning), generate, evaluate, or another.
+
+    compared: the command compares SHAPE with a checkpoint
+    """
+    out = Translated({key: one for key, one in entries.items() if one.words is not None}, purpose, compared)
     out.emptied = {key: one for key, one in entries.items() if one.words is None}
     if purpose in TABLES:
         _module(out)
@@ -371,6 +380,9 @@ def translate(entries: Entries, purpose: str = "train") -> Translated:
         joint(out)
     for key in [key for key in out.given if key not in out.taken]:
         _single(out, key)
+    for key, one in out.emptied.items():
+        if one.where and not owners_of(key) and re.sub(r"^Data\.(Eval|Test)\b", "Data.Train", key) not in PARTS:
+            out.problems.append((one, f"is no known key{did_you_mean(key, KNOWN, 0.8)}"))
     if another:  # report nothing else about a file for another command
         out.notes, out.problems = [], another
     return out
@@ -387,7 +399,9 @@ def _single(out: Translated, key: str) -> None:
     table, one, owners = TABLES.get(out.purpose), out.given[key], owners_of(key)
     if not owners:
         return out.refuse(key, f"is no known key{did_you_mean(key, KNOWN, 0.8)}")
-    if table is None or out.purpose not in owners and not table.knows(key):
+    if out.compared and key in SHAPE:
+        table = TABLES["train"]
+    elif table is None or out.purpose not in owners and not table.knows(key):
         return out.note(BELONGS[owners[0]], key)
     words, values = one.words, table.values(key)
     if {"true", "false"} & set(values):
@@ -509,6 +523,7 @@ def _precision(out: Translated) -> None:
         return out.note(f"mixed precision is off: {off} is not true", half, level, scale, *lists)
     known, word = out.word(half, "float16"), out.word(level, "o2")
     if known not in formats:
+        out.take(level, scale, *lists)
         return out.refuse(half, f"'{known}' is not supported; there is: float16, bfloat16")
     out.say("--precision", [formats[known]], half, *(switches or [level]))
     if word in ("o1", "o2"):
@@ -679,6 +694,9 @@ def _strategy(out: Translated) -> None:
     else:
         out.say("--num-beams", None, beams, strategy)
         out.say("--length-penalty", None if penalty in out.given else ["0"], penalty, strategy)
+        if out.word(penalty, "0").strip("0.") and penalty in out.given:
+            why = "divides a text's score by its length n to this power; PaddleFleetX by (n + 5) / 6 to this power"
+            out.remarks.append(f"{out.given[penalty].where} {why}")
     out.note("beam search draws nothing", *drawn)
     out.take(*[count] * (out.word(count) == "1"))
     out.note("beam search gives the best text alone", count)

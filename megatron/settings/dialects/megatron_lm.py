@@ -9,8 +9,12 @@ alternative. The tables below list both; a name may be a pattern (`--moe-*`), an
     Answer(refused=False, sentence='there is one implementation of the model')
 """
 
+import json
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
+
+DATA_FILES = ("--data-args-path", "--per-split-data-args-path")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,27 @@ def answer(flag: str, words: list[str] | tuple[str, ...] = ()) -> Answer | None:
     # The flag's negation: neither of the two has an effect.
     other = negation(name)
     return _judge(False, _IGNORED[other], name, words) if other in _IGNORED else None
+
+
+def data_in_file(flag: str, path: str) -> list[tuple[str, list[str]]]:
+    """The flags that a file of --data-args-path (the words of --data-path) or --per-split-data-args-path (JSON: the words
+    of each split, as a list or a text) stands for. Raises ValueError for other contents, OSError if it cannot be read.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    if flag == DATA_FILES[0]:
+        words = {"": text.split()}
+    else:
+        words = json.loads(text)
+        if not isinstance(words, dict) or (
+            unknown := [name for name in words if name not in ("train", "valid", "test")]
+        ):
+            what = f"'{unknown[0]}'" if isinstance(words, dict) else type(words).__name__
+            raise ValueError(f'{what} where {{"train": [...], "valid": [...], "test": [...]}} is expected')
+        words = {f"{name}-": one.split() if isinstance(one, str) else one or [] for name, one in words.items()}
+    found = [(f"--{name}data-path", [str(word) for word in one]) for name, one in words.items() if one]
+    if not found:
+        raise ValueError("no dataset is in it")
+    return found
 
 
 def negation(name: str) -> str:
@@ -213,7 +238,7 @@ layer dropping and curricula of DeepSpeed are not part of this suite
 long sequences are split by --context-parallel-size, and --cp-comm-type p2p, allgather or a2a
     --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
     --sequence-parallel-size
-this is a flag of torchrun: put it before the name of the script
+this is a flag of torchrun: put it before the name of the script; bash scripts take NPROC=N, NNODES=N and the like in front
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-* --standalone --max-restarts
 there is tensor and bucket; state is cut into equal ranges of one buffer by both
     --shard-strategy
@@ -328,7 +353,7 @@ this belongs to text generation: python -m megatron.tools.generate --help
 every step has a full batch, across epochs; --full-validation evaluates the last part too
     --no-drop-last
 say --data-path, or --train-data-path, --valid-data-path and --test-data-path; long lists go into --config FILE.yaml
-    --data-args-path --per-split-data-args-path --per-dataset-sequences-path --train-data --train-doc-idx-path
+    --per-dataset-sequences-path --train-data --train-doc-idx-path
     --train-sample-idx-path --train-shuffle-idx-path --num-tokens-from-file
 the document boundary of NullTokenizer is --vocab-size
     --null-tokenizer-eod-id --null-tokenizer-pad-id
