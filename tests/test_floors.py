@@ -51,7 +51,7 @@ PURE = (  # what settings are checked and launches are planned with: no torch
 # Commands whose work needs no torch at all; all others import it only after their settings were found good.
 WITHOUT_TORCH = (
     "preprocess_data merge_datasets tools.get_sample_data tools.train_tokenizer tools.flag_docs "
-    "tools.report tools.supervise tools.status tools.create_pretraining_data pipeline.check "
+    "tools.report tools.supervise tools.status tools.dashboard tools.create_pretraining_data pipeline.check "
     "tools.openwebtext.cleanup_dataset tools.openwebtext.cleanup_fix_dataset corpus.filters"
 ).split()
 

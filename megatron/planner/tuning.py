@@ -97,6 +97,7 @@ def _quiet(config: schema.Config) -> schema.Config:
         log_progress=False,
         progress_bar=False,
         metrics_file=None,
+        metrics_port=None,
         tensorboard_dir=None,
         visualdl_dir=None,
         wandb_project=None,

@@ -208,6 +208,7 @@ EFFECTS: dict[str, Needs] = {
         "--timing-log-level above 0, and --tensorboard-dir or --wandb-project",
         lambda s: s.timing_log_level and (s.tensorboard_dir or s.wandb_project),
     ),
+    "metrics_host": Needs("--metrics-port", lambda s: s.metrics_port is not None),
     "event_level": Needs("--on-event or --webhook", lambda s: s.on_event or s.webhook),
     # planner and profiling
     "max_global_batch_size": OPEN_LAYOUT,

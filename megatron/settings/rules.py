@@ -458,6 +458,10 @@ RULES = (
         lambda s: f"--collate-fn {s.collate_fn}: it is a module and a function in it, as in my_data:collate",
     ),
     Rule(lambda s: s.wandb_exp_name and not s.wandb_project, lambda s: "--wandb-exp-name needs --wandb-project"),
+    Rule(
+        lambda s: s.metrics_port is not None and not 0 <= s.metrics_port < 1 << 16,
+        lambda s: f"--metrics-port {s.metrics_port}: ports are from 1 to 65535; 0 chooses a free one",
+    ),
 )
 
 REMARKS = (

@@ -925,6 +925,17 @@ class Logging:
     visualdl_dir: Optional[str] = setting("folder for VisualDL logs (PaddlePaddle's TensorBoard)", None)
     wandb_project: Optional[str] = setting("project name for Weights & Biases", None)
     wandb_exp_name: Optional[str] = setting("run name for Weights & Biases", None)
+    metrics_port: Optional[int] = setting(
+        "port where rank 0 serves its current loss, speed, memory etc. to Prometheus, at /metrics; 0: a free one, which "
+        "the log names (docs/watching.md)",
+        None,
+        on_resume="irrelevant",
+    )
+    metrics_host: str = setting(
+        "address to listen on for --metrics-port; 0.0.0.0: all networks of the machine, without a password",
+        "127.0.0.1",
+        on_resume="irrelevant",
+    )
     peak_tflops: Optional[float] = setting(
         "peak TFLOP/s of a rank's device, for MFU (default: of known GPUs; CPUs have no MFU)", None
     )

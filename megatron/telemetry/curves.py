@@ -2,10 +2,11 @@
 """Curves of a run as SVG pictures, for light and dark pages."""
 
 import base64
-import itertools
 import math
 from collections.abc import Callable
 from typing import Optional
+
+import numpy as np
 
 from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, SOFT, VIOLET, new_figure, plain, svg_of
 from megatron.telemetry.run_record import LOSS, History, own_sums
@@ -152,27 +153,29 @@ def smooth(points: Points, share: float = SHARE) -> Points:
     >>> smooth([(1, 2.0), (2, 4.0), (3, 9.0)], share=1.0)
     [(1, 2.0), (2, 5.0), (3, 8.5)]
     """
-    values = [value for _, value in points]
-    sums = [0.0, *itertools.accumulate(values)]
-    half, count = half_window(len(points), share), len(points)
+    values = running_mean(np.array([value for _, value in points], dtype=float), half_window(len(points), share))
+    return [(at, value) for (at, _), value in zip(points, values.tolist(), strict=True)]
+
+
+def running_mean(values: np.ndarray, half: int) -> np.ndarray:
+    """`smooth` of values alone, with a window of 2 x `half` + 1 of them."""
+    count, place = len(values), np.arange(len(values))
     window = min(count, 2 * half + 1)
-    slope, middle, mean = _line(values[count - window :])
-    result = []
-    for place, (at, _) in enumerate(points):
-        if place >= count - half:
-            result.append((at, mean + slope * (place - (count - window) - middle)))
-        else:
-            reach = min(half, place)
-            low, high = place - reach, place + reach + 1
-            result.append((at, (sums[high] - sums[low]) / (high - low)))
-    return result
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    reach = np.minimum(half, place)
+    low, high = place - reach, np.minimum(place + reach + 1, count)
+    means = (sums[high] - sums[low]) / (high - low)
+    if half and count:
+        slope, middle, mean = _line(values[count - window :])
+        means[count - half :] = mean + slope * (place[count - half :] - (count - window) - middle)
+    return means
 
 
-def _line(values: list[float]) -> tuple[float, float, float]:
+def _line(values: np.ndarray) -> tuple[float, float, float]:
     """(slope, middle, mean) of the straight line through values at 0, 1, 2 ... by least squares."""
-    middle, mean = (len(values) - 1) / 2, sum(values) / max(1, len(values))
-    spread = sum((at - middle) ** 2 for at in range(len(values)))
-    return sum((at - middle) * value for at, value in enumerate(values)) / (spread or 1.0), middle, mean
+    middle, mean = (len(values) - 1) / 2, float(values.mean())
+    away = np.arange(len(values)) - middle
+    return float(away @ values) / (float(away @ away) or 1.0), middle, mean
 
 
 def thin(points: Points) -> tuple[list[int], list[float]]:

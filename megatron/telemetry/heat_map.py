@@ -34,15 +34,25 @@ def usable(records: Sequence[dict]) -> list[dict]:
 
 def excess(records: Sequence[dict], stages: Sequence[int]) -> np.ndarray:
     """How much longer the own time of a rank was than that of its peers, as a share of that: [ranks, records]."""
-    own, stages = sum(times_of(records, part) for part in OWN), np.asarray(stages)
-    usual = np.empty_like(own)
+    return against_peers(sum(times_of(records, part) for part in OWN), stages)
+
+
+def against_peers(times: np.ndarray, stages: Sequence[int]) -> np.ndarray:
+    """How much longer than its peers each rank took, as a share of their time. times: seconds [ranks, records]"""
+    usual, stages = np.empty_like(times), np.asarray(stages)
     for stage in np.unique(stages):
         ranks = np.flatnonzero(stages == stage)
         if len(ranks) == 1:
-            usual[ranks] = np.median(own[ranks])
+            usual[ranks] = np.median(times[ranks])
         else:
-            usual[ranks] = np.array([median_of_others(column) for column in own[ranks].T]).T
-    return own / np.maximum(usual, 1e-9) - 1
+            usual[ranks] = np.array([median_of_others(column) for column in times[ranks].T]).T
+    return times / np.maximum(usual, 1e-9) - 1
+
+
+def stages_of(run: dict, ranks: int) -> list[int]:
+    """The pipeline stage of each rank of a run, from its record: the axis pp is the slowest one."""
+    pp = int((run.get("mesh") or {}).get("pp") or 1)
+    return [rank * pp // ranks for rank in range(ranks)]
 
 
 def heat_map(records: Sequence[dict], stages: Sequence[int]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One record per step -> the log (console.py), metrics.jsonl, TensorBoard, Weights & Biases.
+"""One record per step -> the log (console.py), metrics.jsonl, TensorBoard, Weights & Biases, Prometheus.
 
     with Metrics(config.logging, run, header=run_record(config, mesh.logged_sizes), active=mesh.rank == 0) as metrics:
         ...
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional
 
+from megatron.errors import Failure
 from megatron.settings.schema import Logging
 from megatron.storage.urls import local_folder
 from megatron.telemetry.console import Console
@@ -32,8 +33,9 @@ from megatron.telemetry.log_lines import (
     short_name,
 )
 from megatron.telemetry.progress_log import ProgressLog
-from megatron.telemetry.run_folder import METRICS, point_to
-from megatron.telemetry.run_record import JsonLines, now
+from megatron.telemetry.prometheus import Prometheus
+from megatron.telemetry.run_folder import METRICS, last_saved, point_to
+from megatron.telemetry.run_record import JsonLines, launches_in, now
 from megatron.telemetry.step_metrics import Interval, RunSizes, StepMetrics, step_record, step_tags
 from megatron.telemetry.timers import Timers, spans, table
 from megatron.telemetry.trackers import TensorBoard, VisualDL, WeightsAndBiases
@@ -64,13 +66,13 @@ class Metrics:
         listeners: Sequence[Callable[[dict], None]] = (),
     ):
         self.run, self.active, self.log_interval = run, active, logging.log_interval
-        self.timers, self.settings, self.listeners = timers, logging, listeners
+        self.timers, self.settings, self.listeners = timers, logging, [*listeners]
         self.interval, self.epoch = Interval(), Interval()
         self._started, self._mean = 0, Interval()  # steps of this start, and those in its mean throughput
         self._unlogged: Optional[StepMetrics] = None  # the last step, until a line includes it
         self._mark, self._carried = time.perf_counter(), 0.0
         self._startup: Optional[dict[str, float]] = None  # times before the first step, until that step is done
-        self.json, self.trackers, self.progress = None, [], None
+        self.json, self.prometheus, self.trackers, self.progress = None, None, [], None
         self.console = console or Console(logging.console, bar=logging.progress_bar, active=active)
         if not files:
             self.console.forget()
@@ -86,6 +88,8 @@ class Metrics:
             self.console.forget()
         header = header or dict(kind="run", iteration=iteration, time=now())
         path = metrics_path(logging, save)
+        if logging.metrics_port is not None:
+            self._serve(header, launches_in(path) if path else 0, save)
         if path:
             self.json = JsonLines(path)
             self.json.write(header)
@@ -103,6 +107,16 @@ class Metrics:
         self.iteration = iteration
         if logging.log_progress and save:
             self.progress = ProgressLog(local_folder(save), run.ranks, self._operations(consumed_samples))
+
+    def _serve(self, header: dict, restarts: int, save: Optional[str]) -> None:
+        """Serve current values to Prometheus (--metrics-port)."""
+        name, saved = local_folder(save).name if save else "", None
+        if restarts and save:
+            with contextlib.suppress(OSError, Failure):  # the next save gives the age
+                saved = last_saved(save)
+        self.prometheus = Prometheus(self.settings, self.run, header, name=name, restarts=restarts, saved=saved)
+        self.listeners.append(self.prometheus.write)
+        self.log(f" > metrics for Prometheus: {self.prometheus.url}")
 
     def _point_to(self, path: Path, save: Optional[str]) -> None:
         """Write the path of the metrics into the run's folder, for tools that only know the folder."""
@@ -245,6 +259,11 @@ class Metrics:
         """Write a record of an event after an iteration, for the report only."""
         self._write(dict(kind=kind, iteration=iteration, time=now()) | facts)
 
+    def count_event(self, event: dict) -> None:
+        """Count an event of events.jsonl for Prometheus."""
+        if self.prometheus:
+            self.prometheus.count_event(event)
+
     # -- time --------------------------------------------------------------------------------------------------------
 
     def start(self, startup: Optional[dict[str, float]] = None) -> None:
@@ -360,9 +379,9 @@ class Metrics:
 
     def close(self) -> None:
         self.console.close()
-        for output in [*self.trackers, *filter(None, [self.json])]:
+        for output in [*self.trackers, *filter(None, [self.json, self.prometheus])]:
             output.close()
-        self.json, self.trackers = None, []
+        self.json, self.prometheus, self.trackers = None, None, []
 
     def __enter__(self) -> "Metrics":
         return self

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from megatron.storage.urls import location
 from megatron.telemetry.run_record import records
@@ -53,18 +53,49 @@ def _saves_into(metrics: Path, folder: Path) -> bool:
     return bool(save) and Path(save).resolve() == folder.resolve()
 
 
+def unique_names(places: list[str]) -> list[str]:
+    """Names of runs: the last parts of their paths, as many as make all of them different.
+
+    >>> unique_names(["/runs/a", "/runs/b"]), unique_names(["/x/run", "s3://y/run"])
+    (['a', 'b'], ['x/run', 'y/run'])
+    """
+    parts, shown = [place.split("/") for place in places], 1
+    while len({tuple(part[-shown:]) for part in parts}) < len(set(places)):
+        shown += 1
+    return ["/".join(part[-shown:]) for part in parts]
+
+
 def last_state(folder: str) -> Optional[dict]:
     """The state.json of the newest complete checkpoint of a folder, or of a prefix in an object store."""
-    checkpoints = [
-        path for path in location(folder).glob("iter_*") if NAME.fullmatch(path.name) and (path / "index.json").exists()
-    ]
-    for path in sorted(checkpoints, key=lambda path: int(NAME.fullmatch(path.name)[1]), reverse=True):
+    for path in _checkpoints(folder):
         try:
             state = json.loads((path / "state.json").read_bytes())
             return state if isinstance(state, dict) else None
         except (OSError, ValueError):  # damaged: `checkpoint verify` reports how
             return None
     return None
+
+
+class Saved(NamedTuple):
+    """A checkpoint: its iteration, and the time of writing in Unix seconds."""
+
+    iteration: int
+    time: float
+
+
+def last_saved(folder: str) -> Optional[Saved]:
+    """The newest complete checkpoint of a folder, or of a prefix in an object store."""
+    for path in _checkpoints(folder):
+        return Saved(int(NAME.fullmatch(path.name)[1]), (path / "index.json").stat().st_mtime)
+    return None
+
+
+def _checkpoints(folder: str) -> list[Path]:
+    """The complete checkpoints, newest first."""
+    found = [
+        path for path in location(folder).glob("iter_*") if NAME.fullmatch(path.name) and (path / "index.json").exists()
+    ]
+    return sorted(found, key=lambda path: int(NAME.fullmatch(path.name)[1]), reverse=True)
 
 
 NAME = re.compile(r"iter_(\d+)")

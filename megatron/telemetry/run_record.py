@@ -12,17 +12,18 @@ the kill is skipped.
 
 import json
 import math
+import mmap
 import os
 import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "triton", "flash-attn", "apex")
 
@@ -151,10 +152,13 @@ LOSS, TASK_LOSS = "lm loss", "loss"
 OF_EVERY_EVALUATION = {
     *("kind", "split", "iteration", "consumed_samples", "time", "final", "first_sample", "samples", "seconds", LOSS)
 }
+RATES = {  # keys of a step that repeat its throughput in other units
+    *("samples_per_second", "steps_per_second", "samples_per_second_per_data_rank", "tokens_per_second_per_data_rank")
+}
 OF_EVERY_STEP = {  # keys of a step other than the means of the stages' sums
     *("kind", "iteration", "consumed_samples", "batch_size", "learning_rate", "grad_norm", "loss_scale", "skipped"),
     *("seconds", "ledger", "tokens_per_second", "tflops_per_rank", "mfu", "spike", "decoupled_learning_rate"),
-    *("samples_per_second", "steps_per_second", "samples_per_second_per_data_rank", "tokens_per_second_per_data_rank"),
+    *RATES,
 }
 
 
@@ -196,13 +200,37 @@ def read_history(path: Path) -> History:
 def records(path: Path) -> Iterator[Optional[dict]]:
     """The records of a metrics file in the order of writing; None for a damaged line."""
     with Path(path).open("rb") as lines:
-        for line in filter(bytes.strip, lines):
-            try:
-                record = json.loads(line)
-                _ = record["kind"], int(record["iteration"])
-            except (ValueError, KeyError, TypeError):
-                record = None
-            yield record
+        yield from map(parse_record, filter(bytes.strip, lines))
+
+
+def parse_record(line: bytes, loads: Callable[[bytes], Any] = json.loads) -> Optional[dict]:
+    """The record of a line of a metrics file; None for a damaged line. loads: as `json.loads`"""
+    try:
+        record = loads(line)
+        _ = record["kind"], int(record["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record
+
+
+LAUNCH = b'{"kind": "run"'  # how the line of a launch begins
+
+
+def count_launches(text: bytes | mmap.mmap) -> int:
+    """The number of launches in the text of a metrics file."""
+    count, found = 0, text.find(LAUNCH)
+    while found >= 0:
+        count, found = count + 1, text.find(LAUNCH, found + 1)
+    return count
+
+
+def launches_in(path: Path) -> int:
+    """The number of launches that wrote to a metrics file of any length; 0 without the file."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            return count_launches(text)
+    except (OSError, ValueError):  # missing or empty
+        return 0
 
 
 def _drop_after(records: list[dict], iteration: int) -> None:

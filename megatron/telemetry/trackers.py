@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves for TensorBoard, VisualDL and Weights & Biases, under Megatron-LM's tags.
+"""Curves for TensorBoard, VisualDL and Weights & Biases, under Megatron-LM's tags. prometheus.py serves current values.
 
 A tracker has `scalars(values, iteration, consumed_samples)` and `close()`. The libraries are imported by the constructors.
 """
@@ -19,9 +19,11 @@ def missing_tracker(logging: Logging) -> Optional[SettingsError]:
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
         ("--visualdl-dir", logging.visualdl_dir, "visualdl"),
         ("--wandb-project", logging.wandb_project, "wandb"),
+        ("--metrics-port", logging.metrics_port is not None, "prometheus-client"),
     ):
-        if wanted and package not in sys.modules and importlib.util.find_spec(package) is None:
-            return _missing(flag, package, ModuleNotFoundError(f"No module named '{package}'"))
+        module = package.replace("-", "_")
+        if wanted and module not in sys.modules and importlib.util.find_spec(module) is None:
+            return missing_package(flag, package, ModuleNotFoundError(f"No module named '{module}'"))
     return None
 
 
@@ -33,7 +35,7 @@ class TensorBoard:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         except ImportError as error:
-            raise _missing("--tensorboard-dir", "tensorboard", error) from None
+            raise missing_package("--tensorboard-dir", "tensorboard", error) from None
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self.writer = EventFileWriter(folder, flush_secs=20)
 
@@ -56,7 +58,7 @@ class VisualDL:
         try:
             from visualdl import LogWriter
         except ImportError as error:
-            raise _missing("--visualdl-dir", "visualdl", error) from None
+            raise missing_package("--visualdl-dir", "visualdl", error) from None
         self.writer = LogWriter(logdir=folder)
 
     def scalars(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
@@ -74,7 +76,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise _missing("--wandb-project", "wandb", error) from None
+            raise missing_package("--wandb-project", "wandb", error) from None
         self.run = wandb.init(project=project, name=name or None, dir=folder, config=settings)
 
     def scalars(self, values: dict[str, float], iteration: int, consumed_samples: int) -> None:
@@ -84,7 +86,7 @@ class WeightsAndBiases:
         self.run.finish()
 
 
-def _missing(flag: str, package: str, error: ImportError) -> SettingsError:
+def missing_package(flag: str, package: str, error: ImportError) -> SettingsError:
     return SettingsError(
         f"{flag} needs the package {package}", why=str(error), do=f"pip install {package}, or leave {flag} out"
     )

@@ -27,6 +27,8 @@ PACKAGES = {  # package: what it is for
     "safetensors": "checkpoints",
     "orjson": "fast JSON in preprocessing",
     "tensorboard": "--tensorboard-dir",
+    "prometheus-client": "--metrics-port",
+    "starlette": "python -m megatron.tools.dashboard",
     "transformers": "benchmarks and tests against Hugging Face",
 }
 

@@ -27,7 +27,7 @@ from megatron.telemetry.events import count_restarts, read_events
 from megatron.telemetry.figures import count, duration, seconds, several
 from megatron.telemetry.report_compare import figures, page_of
 from megatron.telemetry.report_page import Section, page
-from megatron.telemetry.run_folder import METRICS, find_metrics
+from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
 from megatron.telemetry.run_record import LOSS, History, read_history
 from megatron.training import report_facts
 
@@ -324,13 +324,10 @@ def run_names(places: list[Path]) -> list[str]:
     >>> run_names([Path("runs/a"), Path("runs/b/metrics.jsonl")]), run_names([Path("x/run"), Path("y/run")])
     (['a', 'b'], ['x/run', 'y/run'])
     """
-    paths = [(place.parent if place.name == METRICS else place.with_suffix("")).resolve().parts for place in places]
+    paths = [str((place.parent if place.name == METRICS else place.with_suffix("")).resolve()) for place in places]
     if len(set(paths)) < len(paths):
         raise UsageError("a run is named twice", do="name each run once")
-    shown = 1
-    while len({path[-shown:] for path in paths}) < len(paths):
-        shown += 1
-    return ["/".join(path[-shown:]) for path in paths]
+    return unique_names(paths)
 
 
 def write(text: str, output: str | Path) -> None:

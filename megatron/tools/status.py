@@ -35,11 +35,11 @@ from megatron.telemetry import figures
 from megatron.telemetry.events import count_restarts, read_events, slow_now
 from megatron.telemetry.figures import WIDE, WIDTH, count, duration, sentence, several, shortened, since
 from megatron.telemetry.run_folder import METRICS, POINTER, find_metrics, last_state
+from megatron.telemetry.run_record import LAUNCH, count_launches
 
 TAIL = 1 << 16  # bytes at the end of a metrics file that are read
 PATIENCE = 60.0  # seconds without a sign of life that are normal, even for short steps
 START = 1800.0  # the same before the first step of a launch
-LAUNCH = b'{"kind": "run"'
 
 
 @dataclass(frozen=True)
@@ -272,9 +272,7 @@ def read(path: Path) -> Recorded:
             at = text.rfind(LAUNCH)
             start = max(at, len(text) - TAIL, 0)
             tail, launch = text[start:], text[max(at, 0) : text.find(b"\n", max(at, 0)) + 1] if at >= 0 else b"{}"
-            launches, found = 0, text.find(LAUNCH)
-            while found >= 0:
-                launches, found = launches + 1, text.find(LAUNCH, found + 1)
+            launches = count_launches(text)
     except (OSError, ValueError):  # missing or empty
         return Recorded({}, 0, [])
     records = [record for record in map(_record, tail.splitlines()) if record]

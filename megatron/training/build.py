@@ -152,6 +152,7 @@ def build_run(
             facts,
             state,
             console,
+            events,
             recipe.perplexities,
             listeners=[alarm, record_rules(config, recipe, events, losses, lengths, vocab_size)] if alarm else (),
             code=code,
@@ -193,7 +194,7 @@ def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -
         raise refusal
     for rank, reason in enumerate(reasons):
         if reason:
-            error = SettingsError(f"rank {rank}, on another machine: {reason.what}", reason.why, reason.do)
+            error = SettingsError(f"rank {rank}, on its machine: {reason.what}", reason.why, reason.do)
             error.about = reason.about
             raise error
 
@@ -330,11 +331,12 @@ def build_metrics(
     facts: Facts,
     state: State,
     console: Console,
+    events: EventLog,
     perplexities: tuple[str, ...] = ("lm loss",),
     listeners: Sequence[Callable[[dict], None]] = (),
     **extra,
 ) -> Metrics:
-    """Open the log of a run, on rank 0.
+    """Open the log of a run, on rank 0. It counts the events.
 
     perplexities: as in `Recipe`; listeners: as of `Metrics`; extra: further fields of the run's record
     """
@@ -354,7 +356,7 @@ def build_metrics(
     header = run_record(
         config, context.mesh.logged_sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **extra
     )
-    return Metrics(
+    metrics = Metrics(
         config.logging,
         rates,
         header=header,
@@ -367,6 +369,8 @@ def build_metrics(
         console=console,
         listeners=listeners,
     )
+    events.listeners.append(metrics.count_event)
+    return metrics
 
 
 def record_rules(

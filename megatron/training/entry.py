@@ -10,6 +10,7 @@ from megatron.settings.schema import Config
 from megatron.settings.statements import failing_in_users_words
 from megatron.telemetry.notify import event_problem
 from megatron.telemetry.own_code import refuse_another_module
+from megatron.telemetry.prometheus import refused_port
 from megatron.telemetry.trackers import missing_tracker
 from megatron.training.rules import layout_is_open, resolve
 
@@ -60,7 +61,7 @@ def train(config: Config, recipe: Recipe) -> None:
         return print_topology(config)
     from megatron.planner.room import check_room
 
-    refusal = check_room(config, recipe)
+    refusal = check_room(config, recipe) or refused_port(config.logging)
     from megatron.training.loop import pretrain
 
     pretrain(config, recipe, planned_memory(config) if config.logging.log_memory_interval else (), refusal)

@@ -176,11 +176,10 @@ def ranks(history: History) -> tuple[list[tuple[str, str]], Rows]:
     count = len(records[-1]["seconds"]["data"]) if records else 0
     if count < 2:
         return [], []
-    pp = int((history.run.get("mesh") or {}).get("pp") or 1)
-    stages = [rank * pp // count for rank in range(count)]  # the axis pp is the slowest one
+    stages = heat_map.stages_of(history.run, count)
     values = heat_map.excess(records, stages)
     shown = heat_map.shown_ranks(values)
-    peers = "the other ranks of its stage" if pp > 1 else "the other ranks"
+    peers = "the other ranks of its stage" if stages[-1] else "the other ranks"
     pictures = [
         (
             f"Own time of each rank against {peers} (red: longer, the others wait; blue: shorter)",

@@ -155,7 +155,7 @@ def test_all_machines_end_where_one_has_too_little(run_ranks):
     """The other one would wait for it until --distributed-timeout-minutes."""
     other, own = run_ranks(2, start_on_two_machines, timeout=60)
     assert own.startswith("training needs at least 0.0 GB of this machine's memory")
-    assert other == f"rank 1, on another machine: {own}"
+    assert other == f"rank 1, on its machine: {own}"
 
 
 class Wrong(gpt_variant.VariantFacts):

@@ -44,7 +44,7 @@ ALWAYS = """
     auto_parallel parallel_plan dry_run preflight allow_memory_overcommit
     profile
     log_interval timing_log_level progress_bar log_throughput log_params_norm log_num_zeros_in_grad
-    metrics_file tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed
+    metrics_file metrics_port tensorboard_dir visualdl_dir wandb_project wandb_exp_name peak_tflops seed
     debug console log_file log_ranks hooks on_event webhook event_rules straggler_detection
 """.split()
 
@@ -166,6 +166,7 @@ CASES = {
         "--timing-log-level 1",
         "2: --timing-log-level 1",
     ),
+    "metrics_host": ("--metrics-host 0.0.0.0", "", "--metrics-port 9400"),
     "event_level": ("--event-level error", "", "--on-event true"),
     "throughput_ignore_steps": ("--throughput-ignore-steps 3", "", "--log-throughput"),
     "log_straggler": ("--log-straggler", "--no-straggler-detection", ""),

@@ -223,14 +223,22 @@ def test_tensorboard_has_megatrons_tags_over_iterations_and_samples(tmp_path, cl
 
 
 @pytest.mark.parametrize(
-    "flag, package", [("tensorboard_dir", "tensorboard"), ("visualdl_dir", "visualdl"), ("wandb_project", "wandb")]
+    "flag, package, value",
+    [
+        ("tensorboard_dir", "tensorboard", "folder"),
+        ("visualdl_dir", "visualdl", "folder"),
+        ("wandb_project", "wandb", "name"),
+        ("metrics_port", "prometheus-client", 0),
+    ],
 )
-def test_a_missing_library_is_named_with_its_flag(flag, package, tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+def test_a_missing_library_is_named_with_its_flag(flag, package, value, tmp_path, monkeypatch):
+    module = package.replace("-", "_")
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=f"--{flag.replace('_', '-')} needs the package {package}"):
-        Metrics(Logging(**{flag: str(tmp_path)}), RunSizes(4, 16))
+        Metrics(Logging(**{flag: value}), RunSizes(4, 16))
 
 
 def test_visualdl_gets_the_curves(monkeypatch, clock, tmp_path):

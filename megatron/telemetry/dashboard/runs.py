@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs that a dashboard shows, and what its page asks for, as values for JSON.
+
+runs = Runs(["runs", "s3://bucket/team/a"])
+while True:
+    if runs.refresh():              # reads what the files have more
+        runs.summaries(), runs.charts(runs.ids, View(axis="tokens")), runs.events(runs.ids)
+"""
+
+import dataclasses
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+import numpy as np
+
+from megatron.errors import DataError, Failure
+from megatron.storage.urls import UrlPath, location
+from megatron.telemetry import heat_map
+from megatron.telemetry.dashboard.series import OWN_TIME, Curve, Series
+from megatron.telemetry.dashboard.tail import Tail
+from megatron.telemetry.events import events_path, parse_events
+from megatron.telemetry.figures import count
+from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
+from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History
+
+Place = Union[Path, UrlPath]
+LOOK, SEARCH, REMOTE = 5.0, 5.0, 10.0  # seconds between looks at a run's state, for new runs, at an object store
+MOST_EVENTS = 500  # of a run that the page gets
+PARTS = 200  # columns of the heat map of ranks
+
+
+class Chart(NamedTuple):
+    """A chart of one column of the steps. unit: how the page writes its values; noisy: whether a running mean helps."""
+
+    title: str
+    column: str
+    unit: str = ""
+    noisy: bool = True
+
+
+CHARTS = (  # after the losses
+    Chart("Throughput of all ranks", "tokens_per_second", "tokens/s"),
+    Chart("Gradient norm before clipping", "grad_norm"),
+    Chart("Learning rate", "learning_rate", noisy=False),
+    Chart("Time of a step", "seconds", "s"),
+    Chart("MFU", "mfu", "%"),
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """How curves are drawn. between: the part of the axis; width: pixels; window: steps of the running mean."""
+
+    axis: str = "iteration"
+    between: Optional[tuple[float, float]] = None
+    width: int = 600
+    window: int = 1
+
+
+class News(NamedTuple):
+    """What a look at a run's files has found: lines, each with whether they are those of another file, and its state."""
+
+    lines: list[bytes]
+    again: bool
+    events: list[bytes]
+    events_again: bool
+    state: dict[str, Any]
+
+
+class WatchedRun:
+    """A run whose files are read as they grow."""
+
+    def __init__(self, place: Place, metrics: Place):
+        self.place, self.metrics = place, metrics
+        self.name, self.id = "", ""
+        self.series, self.tail = Series(), Tail(metrics)
+        self.events: list[dict] = []
+        self._events_tail = Tail(events_path(metrics))
+        self.state: dict[str, Any] = {}
+        self.error = ""
+        self.version = 0  # grows with every change
+        self._next_read, self._next_look = 0.0, 0.0
+
+    def refresh(self, look: Optional[Callable[[Path], Any]], now: float, lock: threading.Lock) -> bool:
+        """Read what is new in the files; whether there was anything. lock: held while values change, not while it reads."""
+        if now < self._next_read:
+            return False
+        if isinstance(self.place, UrlPath):
+            self._next_read = now + REMOTE
+        try:
+            news, error = self._read(look, now), ""
+        except Exception as failure:  # whatever is in its files, the other runs go on
+            told = isinstance(failure, (OSError, Failure))
+            news, error = None, str(failure) if told else f"{type(failure).__name__}: {failure}"
+        if not news and error == self.error:
+            return False
+        with lock:
+            self.error = error
+            self.version += 1
+            if news:
+                self._take(news)
+        return True
+
+    def _read(self, look: Optional[Callable[[Path], Any]], now: float) -> Optional["News"]:
+        """What is new; None: nothing."""
+        news = News(*self.tail.read(), *self._events_tail.read(), self.state)
+        whole = self.tail.share >= 1
+        if not whole:
+            self._next_read = 0.0
+        if look and whole and isinstance(self.place, Path) and now >= self._next_look:
+            began = time.monotonic()
+            try:
+                state = dataclasses.asdict(look(self.place))
+            except Exception as failure:  # the lines that were read must not be lost
+                state = dict(state="unreadable", why=str(failure))
+            news = news._replace(state=state)
+            self._next_look = now + max(LOOK, 20 * (time.monotonic() - began))
+        moved = any(news.state.get(name) != self.state.get(name) for name in ("state", "why"))
+        return news if news.lines or news.again or news.events or news.events_again or moved else None
+
+    def _take(self, news: "News") -> None:
+        if news.again:
+            self.series = Series()
+        self.series.add(news.lines)
+        if news.events_again:
+            self.events = []
+        self.events.extend(parse_events(b"".join(news.events)))
+        self.state = news.state
+
+    def summary(self) -> dict[str, Any]:
+        """What the list of runs shows."""
+        run, series = self.series.run, self.series
+        model, mesh = (run.get("config") or {}).get("model") or {}, run.get("mesh") or {}
+        words = []
+        if run.get("parameters"):
+            words.append(f"{count(run['parameters'])} parameters")
+        if model.get("num_layers"):
+            words.append(f"{model['num_layers']} layers of width {model.get('hidden_size')}")
+        ranks = math.prod(size for size in mesh.values() if isinstance(size, int))
+        if mesh:
+            words.append(f"{ranks} rank{'s' * (ranks > 1)}")
+        last = series.last_step.get(series.loss)
+        state = self.state.get("state")
+        if state in (None, "unreadable"):  # what the curves need may be there all the same
+            state = _state_of(series)
+        return dict(
+            id=self.id,
+            name=self.name,
+            place=str(self.place),
+            about=", ".join(words),
+            read=round(self.tail.share, 3),
+            written=self.tail.written,
+            error=self.error,
+            version=self.version,
+            iteration=series.iteration,
+            loss=last if isinstance(last, (int, float)) else None,
+            restarts=self.state.get("restarts") or max(0, len(series.starts) - 1),
+            warnings=self.state.get("warnings") or 0,
+            errors=self.state.get("errors") or 0,
+            damaged_lines=series.damaged_lines,
+            state=state,
+            why=self.state.get("why") or "" if state else "",
+            slow=list(self.state.get("slow") or ()),
+            iterations=self.state.get("iterations"),
+            tokens_per_second=self.state.get("tokens_per_second") or series.last_step.get("tokens_per_second"),
+            seconds_left=self.state.get("seconds_left"),
+            checkpoint_age=self.state.get("checkpoint_age"),
+            has_ranks=any(table.rows for table in series.ranks.values()),
+        )
+
+    def all_events(self) -> list[dict]:
+        """The events of events.jsonl; of runs without this file, those that their metrics tell of."""
+        events = self.events or [event for record in self.series.events if (event := _as_event(record))]
+        return sorted(events, key=lambda event: event["time"])[-MOST_EVENTS:]
+
+
+def _state_of(series: Series) -> str:
+    last = series.events[-1] if series.events else {}
+    if last.get("kind") == "end":
+        return "done" if last.get("code") == 0 else "failed"
+    return ""
+
+
+def _as_event(record: dict) -> Optional[dict]:
+    """A record of metrics.jsonl in the form of an event."""
+    kind, at = record["kind"], record["iteration"]
+    level, message = "info", ""
+    if kind == "run":
+        kind, message = "start", f"training starts at iteration {at}"
+    elif kind == "save":
+        message = f"checkpoint of iteration {at} was written"
+    elif kind == "spike":
+        level, message = "warning", str(record.get("why") or "a spike")
+    elif kind == "rewind":
+        kind, level, message = "rollback", "warning", f"training went back to iteration {at}"
+    elif kind == "end":
+        level = "info" if record.get("code") in (0, 9) else "error"
+        message = f"ended after iteration {at} with exit code {record.get('code')}: {record.get('why') or 'done'}"
+    try:
+        when = datetime.fromisoformat(str(record.get("time"))).timestamp()
+    except ValueError:
+        return None
+    return dict(time=when, event=kind, level=level, iteration=at, rank=None, message=message)
+
+
+@dataclass
+class Runs:
+    """The runs of folders, or of folders that they are in; new ones are found while the dashboard is open.
+
+    look: the state of a run's folder, a dataclass (`tools.status.look_at`). pictures: of its pipeline, (caption, data URL).
+    lock: to hold while asking for values, where another thread calls `refresh`.
+    """
+
+    names: list[str]
+    look: Optional[Callable[[Path], Any]] = None
+    pictures: Optional[Callable[[History, Path], list[tuple[str, str]]]] = None
+    runs: dict[str, WatchedRun] = field(default_factory=dict)  # by id, in the order of the page
+    version: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _next_search: float = 0.0
+
+    def __post_init__(self):
+        """Find the runs. Raises DataError for a name without any."""
+        for name in self.names:
+            place = location(name)
+            if not (place.exists() or place.is_dir()):
+                raise DataError(
+                    f"{name}: no such folder", do="name the --save folders of runs, or the folder they are in"
+                )
+            if not runs_at(place):
+                raise DataError(
+                    f"{name}: no metrics.jsonl in it, nor in a folder in it",
+                    "a run writes it next to its checkpoints (--save), or to --metrics-file",
+                )
+        self._search()
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self.runs)
+
+    def refresh(self, now: Optional[float] = None) -> bool:
+        """Read what the files of all runs have more, and find new runs; whether anything changed."""
+        now = time.monotonic() if now is None else now
+        changed = False
+        if now >= self._next_search:
+            changed = self._search()
+            self._next_search = now + (REMOTE if any("://" in name for name in self.names) else SEARCH)
+        for run in self.runs.values():
+            changed |= run.refresh(self.look, now, self.lock)
+        self.version += changed
+        return changed
+
+    def _search(self) -> bool:
+        found: dict[str, tuple[Place, Place]] = {}
+        for name in self.names:
+            try:
+                found |= {str(metrics.resolve()): (place, metrics) for place, metrics in runs_at(location(name))}
+            except (OSError, Failure):  # seen before, and the next search may see it again
+                continue
+        known = {str(run.metrics.resolve()): run for run in self.runs.values()}
+        new = found.keys() - known.keys()
+        if not new:
+            return False
+        everything = [*known.values(), *(WatchedRun(*found[key]) for key in found if key in new)]
+        names = unique_names([str(run.place.resolve()) for run in everything])
+        with self.lock:
+            for number, (run, name) in enumerate(zip(everything, names, strict=True)):
+                run.name, run.id = name, run.id or str(number)
+            self.runs = {run.id: run for run in everything}
+        return True
+
+    # -- what the page asks for ----------------------------------------------------------------------------------------
+
+    def summaries(self) -> list[dict[str, Any]]:
+        return [run.summary() for run in self.runs.values()]
+
+    def chosen(self, ids: Iterable[str]) -> list[WatchedRun]:
+        """The runs of these ids, without unknown ones."""
+        return [self.runs[id] for id in ids if id in self.runs]
+
+    def charts(self, ids: Iterable[str], view: View) -> list[dict[str, Any]]:
+        """The charts that these runs have data for, each with the curves of all of them."""
+        runs = self.chosen(ids)
+        drawn = []
+        for chart in _charts_of(runs):
+            curves = [curve for run in runs for curve in _curves(run, chart, view)]
+            if any(len(curve["x"]) for curve in curves):
+                drawn.append(dict(id=chart.column, title=chart.title, unit=chart.unit, curves=curves))
+        return drawn
+
+    def events(self, ids: Iterable[str], axis: str = "iteration") -> list[dict[str, Any]]:
+        """The events of these runs, the last ones first, with their place on the axis."""
+        events = []
+        for run in self.chosen(ids):
+            own = run.all_events()
+            at = run.series.place(np.array([_number(event.get("iteration")) for event in own]), axis)
+            events += [event | dict(run=run.id, at=place) for event, place in zip(own, at.tolist(), strict=True)]
+        return sorted(events, key=lambda event: -event["time"])
+
+    def ranks(self, id: str, what: str = "", axis: str = "iteration") -> dict[str, Any]:
+        """The time of each rank in a part of the steps, for a heat map: [ranks][parts of the axis].
+
+        ranks: those of the rows, of many those that differ most; seconds: of a step; excess: how much longer than its
+        peers, as a share of their time
+        """
+        [run] = self.chosen([id]) or [None]
+        tables = run.series.ranks if run else {}
+        if not tables:
+            return dict(names=[], name="", x=[], ranks=[], all_ranks=0, seconds=[], excess=[])
+        name = what if what in tables else OWN_TIME if OWN_TIME in tables else next(iter(tables))
+        x, table = run.series.place(tables[name].iterations, axis), tables[name].seconds
+        if len(x) > PARTS:
+            first = np.unique(np.linspace(0, len(x), PARTS, endpoint=False).astype(int))
+            lengths = np.diff(np.append(first, len(x)))
+            x, table = x[np.append(first[1:], len(x)) - 1], np.add.reduceat(table, first, axis=0) / lengths[:, None]
+        seconds, number = table.T, tables[name].ranks
+        excess = heat_map.against_peers(seconds, heat_map.stages_of(run.series.run, number))
+        shown = heat_map.shown_ranks(excess)
+        return dict(
+            names=list(tables),
+            name=name,
+            x=_places(x),
+            ranks=shown,
+            all_ranks=number,
+            seconds=seconds[shown].astype(np.float32, order="C"),
+            excess=excess[shown].astype(np.float32, order="C"),
+        )
+
+    def pictures_of(self, id: str) -> list[dict[str, str]]:
+        """The pictures of a run's pipeline."""
+        found = self.chosen([id])
+        if not (found and self.pictures and found[0].series.run):
+            return []
+        [run] = found
+        local = run.place if isinstance(run.place, Path) else Path()
+        return [dict(caption=caption, url=url) for caption, url in self.pictures(run.series.history, local)]
+
+
+def _charts_of(runs: list[WatchedRun]) -> list[Chart]:
+    """Losses and figures of evaluations first, then the charts of every run, then other sums that models log."""
+    losses = dict.fromkeys(run.series.loss for run in runs)
+    charts = [Chart("Loss" if name == LOSS else name, name, "nats a token" * (name == LOSS)) for name in losses]
+    charts += CHARTS
+    charts.append(Chart("Peak memory of rank 0", MEMORY, "bytes"))
+    figures = dict.fromkeys(name for run in runs for name in run.series.history.figures if not name.endswith(" ppl"))
+    sums = dict.fromkeys(name for run in runs for name in run.series.steps.names if name not in OF_EVERY_STEP)
+    charts += [Chart(name, name) for name in {**figures, **sums} if name not in losses]
+    scales = [run.series.steps["loss_scale"] for run in runs if run.series.steps.has("loss_scale")]
+    moves = any(np.nanmin(scale) < np.nanmax(scale) for scale in scales)
+    return charts + [Chart("Loss scale", "loss_scale", noisy=False)] * moves
+
+
+MEMORY = "memory"
+
+
+def _curves(run: WatchedRun, chart: Chart, view: View) -> list[dict[str, Any]]:
+    series = run.series
+    if chart.column == MEMORY:
+        return [_as_json(run.id, "steps", series.memory_curve(view.axis, view.between, view.width))]
+    curves = []
+    if series.steps.has(chart.column):
+        window = view.window if chart.noisy else 1
+        curve = series.curve(chart.column, view.axis, view.between, view.width, window)
+        curves.append(_as_json(run.id, "steps", curve))
+    points = series.evaluation(chart.column, view.axis, view.between)
+    if len(points.x) and chart.column not in OF_EVERY_STEP:
+        curves.append(_as_json(run.id, "validation", points))
+    return curves
+
+
+def _as_json(run: str, kind: str, curve: Curve) -> dict[str, Any]:
+    return dict(run=run, kind=kind, x=_places(curve.x), y=curve.y.astype(np.float32)) | (
+        {} if curve.smooth is None else dict(smooth=curve.smooth.astype(np.float32))
+    )
+
+
+def _places(x: np.ndarray) -> np.ndarray:
+    """Places on an axis, as short as they can be written: whole numbers, or milliseconds."""
+    return x.astype(np.int64) if np.array_equal(x, np.rint(x)) else np.round(x, 3)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+# -- finding runs --------------------------------------------------------------------------------------------------------
+
+
+def runs_at(place: Place) -> list[tuple[Place, Place]]:
+    """(folder, metrics file) of the run of a folder, or of the runs in the folders in it.
+
+    A file of --metrics-file, which may lie beside those of other runs, stands for the folder itself.
+    """
+    if metrics := metrics_at(place):
+        return [(metrics.parent if metrics == place and metrics.name == METRICS else place, metrics)]
+    inside = sorted(place.iterdir(), key=_numbers_by_size) if place.is_dir() else []
+    return [(folder, metrics) for folder in inside if (metrics := metrics_at(folder))]
+
+
+def _numbers_by_size(path: Place) -> list:
+    """A key for sorting: run 2 before run 10."""
+    return [(word.isdigit(), int(word) if word.isdigit() else word) for word in re.split(r"(\d+)", path.name) if word]
+
+
+def metrics_at(place: Place) -> Optional[Place]:
+    """The metrics file of a run's folder, or the file itself."""
+    if place.name.endswith(".jsonl"):
+        return place if place.is_file() else None
+    if isinstance(place, UrlPath):
+        return place / METRICS if (place / METRICS).is_file() else None
+    return find_metrics(place) if place.is_dir() else None

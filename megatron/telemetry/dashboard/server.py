@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The web server of the dashboard: its page, its values as JSON, and news as server-sent events.
+
+serve(Runs(["runs"]), listen("127.0.0.1", 8050))     # until Ctrl-C
+"""
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import math
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Optional
+
+import orjson
+
+from megatron.errors import Failure, UsageError
+from megatron.telemetry.dashboard.runs import Runs, View
+from megatron.telemetry.dashboard.series import AXES
+
+PAGE = Path(__file__).parent / "page"
+EVERY = 1.0  # seconds between looks at the files
+LOOK = 0.25  # seconds between looks of an open stream whether anything changed
+PING = 15.0  # seconds after which a quiet stream says that it is alive; proxies close silent ones
+JSON = "application/json"
+WIDEST, LONGEST = 4000, 1 << 20  # pixels of a chart; steps of a running mean
+# Everything comes from this server; uPlot sets styles by script, which this allows.
+POLICY = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises UsageError if the port is taken, or the address is not of this machine."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OverflowError:
+        raise UsageError(f"--port {port}: ports are from 1 to 65535; 0 chooses a free one") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise Failure(
+                f"--port {port}: another process listens on this port of {host}",
+                do=f"give another one, or 0 for a free one; ss -ltnp 'sport = :{port}' shows the process",
+            ) from None
+        do = "--host 127.0.0.1 for this machine alone, 0.0.0.0 for all its networks"
+        if error.errno == errno.EACCES:
+            do = "ports below 1024 are those of the system: give a larger one"
+        raise UsageError(
+            f"--host {host} --port {port}: cannot listen there", error.strerror or str(error), do
+        ) from None
+
+
+def serve(runs: Runs, listener: socket.socket) -> None:
+    """Answer requests until Ctrl-C."""
+    import uvicorn
+
+    local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    board = Board(runs)
+    config = uvicorn.Config(app(board, local), log_level="warning", timeout_graceful_shutdown=5, lifespan="on")
+    server = uvicorn.Server(config)
+    board.stopping = lambda: server.should_exit
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+
+
+def app(board: "Board", local: bool = True):
+    """The application. local: only answer to names of this machine, so that no web site can read it through a browser."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.gzip import GZipMiddleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
+
+    # "[": an address of IPv6, which the middleware cuts at its first colon
+    names = ["localhost", "127.0.0.1", "[", "testserver"] if local else ["*"]
+    answers = dict(
+        runs=board.runs, charts=board.charts, events=board.events, ranks=board.ranks, pictures=board.pictures
+    )
+    routes = [Route(f"/api/{name}", board.answer(ask)) for name, ask in answers.items()]
+    routes += [Route("/api/live", board.live), Mount("/", StaticFiles(directory=PAGE, html=True))]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=names), Middleware(Headers)]
+    middleware += [Middleware(GZipMiddleware, minimum_size=1000, compresslevel=4)]
+    return Starlette(routes=routes, middleware=middleware, lifespan=board.watching)
+
+
+class Headers:
+    """Adds headers to every answer: nothing from elsewhere, and no copy in a cache."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        async def with_headers(message):
+            if message["type"] == "http.response.start":
+                own = {
+                    "content-security-policy": POLICY,
+                    "cache-control": "no-cache",
+                    "x-content-type-options": "nosniff",
+                }
+                message["headers"] += [(name.encode(), value.encode()) for name, value in own.items()]
+            await send(message)
+
+        await self.app(scope, receive, with_headers)
+
+
+class Board:
+    """Reads the runs in the background, and answers from them. One thread at a time uses them.
+
+    stopping: whether open streams should end
+    """
+
+    def __init__(self, runs: Runs, stopping: Callable[[], bool] = lambda: False):
+        self.watched, self.stopping = runs, stopping
+
+    @contextlib.asynccontextmanager
+    async def watching(self, app) -> AsyncIterator[None]:
+        """Keep reading as long as the server runs."""
+        reader = asyncio.create_task(self._read())
+        try:
+            yield
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    async def _read(self) -> None:
+        from starlette.concurrency import run_in_threadpool
+
+        while True:
+            whole = await run_in_threadpool(self._refresh)
+            await asyncio.sleep(EVERY if whole else 0.02)
+
+    def _refresh(self) -> bool:
+        """Read what is new; whether all files were read to their end."""
+        self.watched.refresh()
+        return all(run.tail.share >= 1 or run.error for run in self.watched.runs.values())
+
+    def answer(self, ask: Callable[[Any], Any]):
+        """A route that answers with the value of `ask(query)` as JSON."""
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import Response
+
+        async def route(request):
+            try:
+                return Response(await run_in_threadpool(self._json, ask, request.query_params), media_type=JSON)
+            except BadQuery as error:
+                return Response(orjson.dumps(dict(error=str(error))), 400, media_type=JSON)
+
+        return route
+
+    def _json(self, ask: Callable[[Any], Any], query=None) -> bytes:
+        with self.watched.lock:
+            return orjson.dumps(ask(query), option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def _state(self) -> tuple[int, bytes]:
+        """(version, JSON) of the state of all runs."""
+        with self.watched.lock:
+            return self.watched.version, orjson.dumps(self.runs())
+
+    # -- the routes ----------------------------------------------------------------------------------------------------
+
+    def runs(self, query=None) -> dict[str, Any]:
+        return dict(version=self.watched.version, runs=self.watched.summaries())
+
+    def charts(self, query) -> dict[str, Any]:
+        view = View(
+            _axis(query),
+            _between(query),
+            int(min(WIDEST, max(50, _number(query, "width", 600)))),
+            int(min(LONGEST, max(1, _number(query, "window", 1)))),
+        )
+        return dict(version=self.watched.version, charts=self.watched.charts(query.getlist("run"), view))
+
+    def events(self, query) -> list[dict]:
+        return self.watched.events(query.getlist("run"), _axis(query))
+
+    def ranks(self, query) -> dict[str, Any]:
+        return self.watched.ranks(query.get("run", ""), query.get("name", ""), _axis(query))
+
+    def pictures(self, query) -> list[dict[str, str]]:
+        return self.watched.pictures_of(query.get("run", ""))
+
+    async def live(self, request):
+        """A stream with the state of all runs, whenever one changes."""
+        from starlette.concurrency import run_in_threadpool
+        from starlette.responses import StreamingResponse
+
+        async def news() -> AsyncIterator[bytes]:
+            while not self.stopping():
+                (seen, state), quiet = await run_in_threadpool(self._state), 0.0
+                yield b"data: " + state + b"\n\n"
+                while self.watched.version == seen and not self.stopping():
+                    await asyncio.sleep(LOOK)
+                    quiet += LOOK
+                    if quiet % PING == 0:
+                        yield b": still here\n\n"
+
+        return StreamingResponse(news(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+
+
+class BadQuery(ValueError):
+    """A request that asks for nothing sensible."""
+
+
+def _axis(query) -> str:
+    axis = query.get("axis", AXES[0])
+    if axis not in AXES:
+        raise BadQuery(f"axis={axis}: one of {', '.join(AXES)}")
+    return axis
+
+
+def _number(query, name: str, default: float) -> float:
+    text = query.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadQuery(f"{name}={text}: not a finite number")
+    return value
+
+
+def _between(query) -> Optional[tuple[float, float]]:
+    if "from" not in query or "to" not in query:
+        return None
+    return _number(query, "from", 0.0), _number(query, "to", 0.0)
