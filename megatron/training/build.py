@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import __version__, fused_kernels
+from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
 from megatron.data.vocabulary import refuse_other_vocabulary
 from megatron.errors import SettingsError, StorageError
@@ -62,6 +63,37 @@ from megatron.training.start_log import crowded, end_of_document, left_out, log_
 from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pending, Run, State
 
 
+@dataclass(frozen=True)
+class Model:
+    """The model chunks of a rank, with their vocabulary and optimizer."""
+
+    tokenizer: Any  # None for a vocabulary without text
+    vocab_size: int
+    dtype: torch.dtype  # of the weights
+    facts: Facts
+    selection: Selection  # of trained parameters
+    pipeline: Pipeline
+    stages: list[torch.nn.Module]
+    optimizer: DistributedOptimizer
+
+    @property
+    def vocabulary(self) -> Optional[str]:
+        return self.tokenizer and self.tokenizer.fingerprint
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state in which a run starts, fresh or from a checkpoint, and the messages about it."""
+
+    state: State
+    record: Optional[dict[str, Any]]  # of the checkpoint; None without one
+    code: dict[str, Any]  # of this run, on rank 0
+    lengths: Lengths
+    notices: list[str]
+    warnings: list[str]
+    changed: Optional[ResumeChanges] = None  # if the run resumes: it does not with --finetune
+
+
 def build_run(
     config: schema.Config,
     recipe: Recipe,
@@ -74,109 +106,72 @@ def build_run(
     refusal: the reason why this rank cannot train
     """
     heartbeat, events = heartbeat or Heartbeat(), events or EventLog(active=False)
+    context, console = join(config, heartbeat, refusal)
+    events.log = log = console.log
+    watch = build_watch(config, context, heartbeat, events)
+    heartbeat.beat("model")
+    config = pick_precision(config, context)
+    tokenizer, vocab_size = build_vocabulary(config, log)
+    # Open it first: a locked or read-only folder is reported before the slow work.
+    checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
+    refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
+    model = build_model(config, recipe, context, tokenizer, vocab_size)
+    heartbeat.beat("load")
+    start = load_start(config, recipe, context, model, events)
+    heartbeat.beat("index")
+    datasets, batches = build_data(config, recipe, context, model, start.state, log)
+    config, start = follow_checkpoint(config, context, model, start)
+    log_start(config, recipe, context, model, start, datasets, batches[0], log)
+    losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
+    alarm = Alarm(events, heartbeat, os.environ.get(SUPERVISOR)) if context.is_rank_zero else None
+    passes = build_passes(config, context, model, losses, start.state, log)
+    requests = build_requests(config, recipe, context, tokenizer, vocab_size, log)
+    return Run(
+        config=config,
+        context=context,
+        vocab_size=vocab_size,
+        stages=model.stages,
+        losses=losses,
+        passes=passes,
+        optimizer=model.optimizer,
+        lengths=start.lengths,
+        loaders=Loaders(*batches, requests),
+        checkpoints=Checkpoints(checkpoint_manager, best_manager(config, losses.measures, context, log)),
+        metrics=build_metrics(config, recipe, context, model, start, console, events, losses, alarm),
+        events=events,
+        alarm=alarm,
+        watch=watch,
+        ranks=RankWatch(context, config.logging, events.rules if events else {}),
+        state=start.state,
+        profiler=build_profiler(config, context, log),
+        origin=origin_of(start.code, tokenizer, untrained(model.selection, model.facts, model.stages)),
+        pending=Pending(defers_host_sync(config, context, model.optimizer)),
+        saved_hooks=(start.record.get("hooks") or {}) if start.changed else None,
+    )
+
+
+def join(config: schema.Config, heartbeat: Heartbeat, refusal: Optional[SettingsError]) -> tuple[RankContext, Console]:
+    """Join the job, and open this rank's console. Raises SettingsError if any rank has a refusal."""
     heartbeat.beat("join")
     context = initialize.join_job(config.parallel, config.kernels)
     raise_on_all_ranks(refusal, context)
     console = build_console(config.logging, context)
     console.keep_only(f"[{now()}] {shlex.join(sys.argv)}")
-    log = console.log
-    events.log = log
-    watch = build_watch(config, context, heartbeat, events)
-    heartbeat.beat("model")
+    return context, console
+
+
+def pick_precision(config: schema.Config, context: RankContext) -> schema.Config:
+    """The settings with the number format that `--precision auto` stands for on this device."""
     precision = initialize.pick_precision(config.precision.precision, context)
     config = config.derive("--precision auto", precision=precision)
     if context.device.type == "cpu":
         keep_memory()
-    tokenizer, vocab_size = build_vocabulary(config, log)
-    # Open it first: a locked or read-only folder is reported before the slow work.
-    checkpoint_manager = open_checkpoint_manager(config.checkpoint, context, log, events)
-    refuse_other_vocabulary(all_paths(config.data, log), tokenizer)
+    return config
+
+
+def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int) -> Model:
+    """Build this rank's stages without memory for weights, then the optimizer, which allocates them."""
     dtype = weight_format(config.precision)
-    facts, selection, pipeline, stages = build_model(config, recipe, context, vocab_size, dtype)
-    optimizer = build_optimizer(config, context, stages, dtype)
-    heartbeat.beat("load")
-    state = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
-    state, record, notices = load(
-        config, context, optimizer, state, tokenizer and tokenizer.fingerprint, vocab_size, events
-    )
-    code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
-    later = check_later_checkpoints(config, state.iteration, context.all_gather_object)
-    heartbeat.beat("index")
-    if config.data.verify_data:
-        verify_data(config.data, context, log)
-    datasets = build_datasets(config, recipe, tokenizer, vocab_size, context, log, state)
-    train, valid, test = build_batches(config, recipe, context, datasets, tokenizer, vocab_size)
-    lengths, changed = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size), ResumeChanges()
-    resumes = bool(record) and not config.checkpoint.finetune
-    if resumes:
-        config, lengths, changed = resume(config, record, context.mesh.dp.size, tokenizer and tokenizer.fingerprint)
-        notices += changed.notes
-    log(summary(config, context, facts, state, stages, pipeline, loaded=bool(record)))
-    if resumes:
-        notices += [*check_samples(config, record, train, context), *code_notes(record.get("code"), code)]
-        log(resumed(config, record, state, lengths, context.mesh.logged_sizes))
-        notices += nothing_left(config.batch, state, context.mesh.dp.size)
-    notices += (
-        left_out(config.batch, state, context.mesh.dp.size)
-        + fused_kernels.describe_kernels(context.device.type, dtype)
-        + describe_kernel(config, facts, context.device.type)
-    )
-    notices += crowded(context) + end_of_document(config, recipe, tokenizer, vocab_size)
-    world = context.mesh.world_size
-    warnings = [*idle(config, world, datasets).values(), *changed.warnings, *later]
-    log_notices(log, [*remarks(config, world), *notices], warnings)
-    losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
-    alarm = Alarm(events, heartbeat, os.environ.get(SUPERVISOR)) if context.is_rank_zero else None
-    learns = needs_gradient(stages, pipeline, context.mesh, context.all_gather_object)
-    raise_on_all_ranks(refusal_of_schedule(pipeline, optimizer, learns), context)
-    return Run(
-        config=config,
-        context=context,
-        vocab_size=vocab_size,
-        stages=stages,
-        losses=losses,
-        passes=Passes(
-            pipeline,
-            build_p2p_communicator(config, context, dtype, pipeline, facts),
-            learns,
-            recorder_of(config, context, pipeline, state, log),
-            StageOutputs(losses.names),
-        ),
-        optimizer=optimizer,
-        lengths=lengths,
-        loaders=Loaders(train, valid, test, build_requests(config, recipe, context, tokenizer, vocab_size, log)),
-        checkpoints=Checkpoints(checkpoint_manager, best_manager(config, losses.measures, context, log)),
-        metrics=build_metrics(
-            config,
-            context,
-            facts,
-            state,
-            console,
-            events,
-            recipe.perplexities,
-            listeners=[alarm, record_rules(config, recipe, events, losses, lengths, vocab_size)] if alarm else (),
-            code=code,
-            **(dict(resumed=changed.to_record()) if resumes else {}),
-            criterion=losses.measures and losses.measures.criterion,
-        ),
-        events=events,
-        alarm=alarm,
-        watch=watch,
-        ranks=RankWatch(context, config.logging, events.rules if events else {}),
-        state=state,
-        profiler=Profiler(
-            config, context.mesh.rank, context.device, log, partial(collectives.barrier, context.mesh.world)
-        ),
-        origin=origin_of(code, tokenizer, untrained(selection, facts, stages)),
-        pending=Pending(defers_host_sync(config, context, optimizer)),
-        saved_hooks=(record.get("hooks") or {}) if resumes else None,
-    )
-
-
-def build_model(
-    config: schema.Config, recipe: Recipe, context: RankContext, vocab_size: int, dtype: torch.dtype
-) -> tuple[Facts, Selection, Pipeline, list[torch.nn.Module]]:
-    """Build (facts, selection of trained parameters, pipeline, this rank's stages), without memory for weights."""
     facts, selection = recipe.facts(config, vocab_size), Selection.of(config.optimizer)
     selection.check(facts.weights)
     pipeline = build_pipeline(config, context)
@@ -184,7 +179,78 @@ def build_model(
     stages = build_stages(build, pipeline, context.mesh, selection)
     refuse_idle(config.optimizer, facts)
     check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
-    return facts, selection, pipeline, stages
+    optimizer = build_optimizer(config, context, stages, dtype)
+    return Model(tokenizer, vocab_size, dtype, facts, selection, pipeline, stages, optimizer)
+
+
+def load_start(config: schema.Config, recipe: Recipe, context: RankContext, model: Model, events: EventLog) -> Start:
+    """Load the checkpoint of `--load`, if there is one, into the optimizer. All ranks call it."""
+    fresh = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
+    state, record, notices = load(config, context, model.optimizer, fresh, model.vocabulary, model.vocab_size, events)
+    code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
+    warnings = check_later_checkpoints(config, state.iteration, context.all_gather_object)
+    lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
+    return Start(state, record, code, lengths, notices, warnings)
+
+
+def build_data(config: schema.Config, recipe: Recipe, context: RankContext, model: Model, state: State, log):
+    """Build the datasets of the splits, and a loader for each: (datasets, loaders)."""
+    if config.data.verify_data:
+        verify_data(config.data, context, log)
+    datasets = build_datasets(config, recipe, model.tokenizer, model.vocab_size, context, log, state)
+    return datasets, build_batches(config, recipe, context, datasets, model.tokenizer, model.vocab_size)
+
+
+def follow_checkpoint(
+    config: schema.Config, context: RankContext, model: Model, start: Start
+) -> tuple[schema.Config, Start]:
+    """The settings and the start of a run that resumes: the schedule may be the checkpoint's (--resume-schedule)."""
+    if not start.record or config.checkpoint.finetune:
+        return config, start
+    config, lengths, changed = resume(config, start.record, context.mesh.dp.size, model.vocabulary)
+    notices, warnings = start.notices + changed.notes, changed.warnings + start.warnings
+    return config, replace(start, lengths=lengths, changed=changed, notices=notices, warnings=warnings)
+
+
+def log_start(
+    config: schema.Config,
+    recipe: Recipe,
+    context: RankContext,
+    model: Model,
+    start: Start,
+    datasets,
+    train: Optional[MicroBatchLoader],
+    log,
+) -> None:
+    """Log the sizes of the run, the point from which it resumes, and all notices and warnings. All ranks call it."""
+    state, record, mesh, notices = start.state, start.record, context.mesh, list(start.notices)
+    log(summary(config, context, model.facts, state, model.stages, model.pipeline, loaded=bool(record)))
+    if start.changed:
+        notices += [*check_samples(config, record, train, context), *code_notes(record.get("code"), start.code)]
+        log(resumed(config, record, state, start.lengths, mesh.logged_sizes))
+        notices += nothing_left(config.batch, state, mesh.dp.size)
+    notices += left_out(config.batch, state, mesh.dp.size)
+    notices += fused_kernels.describe_kernels(context.device.type, model.dtype)
+    notices += describe_kernel(config, model.facts, context.device.type)
+    notices += crowded(context) + end_of_document(config, recipe, model.tokenizer, model.vocab_size)
+    warnings = [*idle(config, mesh.world_size, datasets).values(), *start.warnings]
+    log_notices(log, [*remarks(config, mesh.world_size), *notices], warnings)
+
+
+def build_passes(
+    config: schema.Config, context: RankContext, model: Model, losses: Losses, state: State, log
+) -> Passes:
+    """Build the schedule's messages between stages. Raises SettingsError if a rank cannot run a schedule file."""
+    pipeline = model.pipeline
+    learns = needs_gradient(model.stages, pipeline, context.mesh, context.all_gather_object)
+    raise_on_all_ranks(refusal_of_schedule(pipeline, model.optimizer, learns), context)
+    return Passes(
+        pipeline,
+        build_p2p_communicator(config, context, model.dtype, pipeline, model.facts),
+        learns,
+        recorder_of(config, context, pipeline, state, log),
+        StageOutputs(losses.names),
+    )
 
 
 def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -> None:
@@ -327,34 +393,39 @@ def recorder_of(
 
 def build_metrics(
     config: schema.Config,
+    recipe: Recipe,
     context: RankContext,
-    facts: Facts,
-    state: State,
+    model: Model,
+    start: Start,
     console: Console,
     events: EventLog,
-    perplexities: tuple[str, ...] = ("lm loss",),
-    listeners: Sequence[Callable[[dict], None]] = (),
-    **extra,
+    losses: Losses,
+    alarm: Optional[Alarm],
 ) -> Metrics:
-    """Open the log of a run, on rank 0. It counts the events.
-
-    perplexities: as in `Recipe`; listeners: as of `Metrics`; extra: further fields of the run's record
-    """
+    """Open the log of a run, on rank 0. It counts the events."""
+    state, facts, mesh = start.state, model.facts, context.mesh
     name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
     rates = RunSizes(
-        state.train_iters(config.batch, context.mesh.dp.size),
+        state.train_iters(config.batch, mesh.dp.size),
         facts.sample_tokens,
-        ranks=context.mesh.world_size,
-        data_ranks=context.mesh.dp.size,
+        ranks=mesh.world_size,
+        data_ranks=mesh.dp.size,
         flops_per_token=facts.flops(),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
-        perplexities=perplexities,
+        perplexities=recipe.perplexities,
     )
-    extra |= {"supervisor": os.environ[SUPERVISOR]} if SUPERVISOR in os.environ else {}
-    peak = dict(flops=rates.peak_flops, of=peak_source(config, context, name))
     header = run_record(
-        config, context.mesh.logged_sizes, state.iteration, device=name, parameters=facts.parameters, peak=peak, **extra
+        config,
+        mesh.logged_sizes,
+        state.iteration,
+        device=name,
+        parameters=facts.parameters,
+        peak=dict(flops=rates.peak_flops, of=peak_source(config, context, name)),
+        code=start.code,
+        **(dict(resumed=start.changed.to_record()) if start.changed else {}),
+        criterion=losses.measures and losses.measures.criterion,
+        **({"supervisor": os.environ[SUPERVISOR]} if SUPERVISOR in os.environ else {}),
     )
     metrics = Metrics(
         config.logging,
@@ -367,14 +438,14 @@ def build_metrics(
         files=context.is_rank_zero,
         timers=build_timers(config.logging, context),
         console=console,
-        listeners=listeners,
+        listeners=[alarm, record_rules(config, recipe, events, losses, start, model.vocab_size)] if alarm else (),
     )
     events.listeners.append(metrics.count_event)
     return metrics
 
 
 def record_rules(
-    config: schema.Config, recipe: Recipe, events: EventLog, losses: Losses, lengths: Lengths, vocab_size: int
+    config: schema.Config, recipe: Recipe, events: EventLog, losses: Losses, start: Start, vocab_size: int
 ) -> RecordRules:
     """The rules that judge the records of a run."""
     loss, criterion = next(iter(losses.sums)), losses.measures.criterion if losses.measures else {}
@@ -383,9 +454,15 @@ def record_rules(
         events.record,
         loss=loss,
         guess=math.log(vocab_size) if loss in recipe.perplexities else math.inf,
-        warmup=lengths.warmup,
+        warmup=start.lengths.warmup,
         figure=(criterion["figure"], criterion["smaller_is_better"]) if criterion.get("figure") else None,
     )
+
+
+def build_profiler(config: schema.Config, context: RankContext, log) -> Profiler:
+    """Build the profiler of `--profile`."""
+    barrier = partial(collectives.barrier, context.mesh.world)
+    return Profiler(config, context.mesh.rank, context.device, log, barrier)
 
 
 def build_timers(settings: schema.Logging, context: RankContext) -> Optional[Timers]:
