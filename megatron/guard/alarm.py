@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread on the first rank for what the training thread cannot notice: no step ends, or the supervisor was killed."""
+"""A thread on rank 0 that reports problems of the training thread: no step ends, or the supervisor was killed."""
 
 import threading
 import time
@@ -15,14 +15,14 @@ from megatron.guard.supervisor_mark import lost_supervisor
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import EventLog
 
-LOOK = 1.0  # seconds between two looks
-PAUSES = ("evaluate", "save", "replay")  # phases between steps: a beat is progress, and more patience is due
-LONGER = 5  # times as much patience there
-REMEMBERED = 50  # steps whose median duration is the usual one
+LOOK = 1.0  # seconds between two checks
+PAUSES = ("evaluate", "save", "replay")  # phases between steps: each beat is progress, and they may take longer
+LONGER = 5  # these phases may take so many times longer
+REMEMBERED = 50  # last steps, whose median duration is the usual one
 
 
 class Alarm:
-    """Watches the steps of a run, as a listener of its records. It judges no launch before its first step.
+    """Listens to the records of a run, and reports if no step ends for too long. Starts with the first step of a launch.
 
     supervisor: path of the mark of the job's supervisor (`supervisor_mark`), if it has one
     """
@@ -47,7 +47,7 @@ class Alarm:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, after a last look at the supervisor."""
+        """End the thread, after a last check of the supervisor."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -57,12 +57,12 @@ class Alarm:
         before = time.monotonic()
         while not self._over.wait(LOOK):
             now = time.monotonic()
-            self.look(min(now - before, 2 * LOOK))  # a process that was suspended is not blamed for that time
+            self.look(min(now - before, 2 * LOOK))  # does not count the time in which the process was suspended
             self.look_at_supervisor()
             before = now
 
     def look(self, seconds: float) -> None:
-        """Judge the time without a step. seconds: since the last look"""
+        """Record an event if no step has ended for too long. seconds: since the last check"""
         pausing = self.heartbeat.phase in PAUSES
         progress = (self.steps, self.heartbeat.at if pausing else None)
         if progress != self._progress:

@@ -44,7 +44,7 @@ class Change(NamedTuple):
 
 
 def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
-    """All changes that may matter, dangerous ones first. Settings that only one side has do not count."""
+    """All changes that may matter, dangerous ones first. Ignores settings that only one side has."""
     result, now = [], config.to_record()
     before = {**saved, **saved.get("extra", {})}
     here = {**now, **now["extra"]}
@@ -86,7 +86,7 @@ def overridden(config: Config) -> set[str]:
 
 
 def same_vocabulary(record: Mapping[str, Any], vocabulary: Optional[str]) -> bool:
-    """Whether a checkpoint's run had the vocabulary of this fingerprint; None: this run has numbers alone."""
+    """Whether a checkpoint has the vocabulary of this fingerprint. None: this run's tokens are plain numbers."""
     return vocabulary is not None and record.get("vocabulary") == vocabulary
 
 
@@ -100,7 +100,7 @@ def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
 def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool = False) -> None:
     """Raise SettingsError for every dangerous change that `--override` does not name.
 
-    same_words: the vocabulary files hold the same, whatever their paths
+    same_words: the vocabulary files have the same contents, whatever their paths
     """
     refuse_another_model(config, saved)
     dangerous = [change for change in changes(config, saved) if change.dangerous]
@@ -117,7 +117,7 @@ def refuse_another_run(config: Config, saved: dict[str, dict], same_words: bool 
 
 
 def _reshapes(config: Config, change: Change) -> bool:
-    """Whether weights have another shape by a change, so that --override cannot make them fit."""
+    """Whether a change alters the shape of weights, so that --override cannot make them fit."""
     if change.what == MODEL or not hasattr(config.model, change.name):
         return False
     try:
@@ -177,7 +177,7 @@ def _with_other_samples(config: Config, refused: list[Change]) -> list[str]:
 def change_messages(config: Config, saved: dict[str, dict], same_words: bool = False) -> list[str]:
     """A sentence for each change that does not stop the run.
 
-    Defaults of the schedule that were not given are reported by their effect instead: `resumed_schedule.drift`.
+    Changed defaults of the schedule are not listed here: `resumed_schedule.drift` reports their effect.
     """
     logged = [change for change in changes(config, saved) if config.given(change.name) or change.name not in FOLLOWING]
     return [f"{change}{_because(config, change, same_words)}" for change in logged]
@@ -200,7 +200,7 @@ def refuse_other_samples(config: Config, wrong: Collection[int], lengths: str = 
     """Raise SettingsError when samples at these places are not those of the earlier run.
 
     Returns a warning instead where `--override` allows it, or where nothing is trained (--skip-train).
-    lengths: the lengths of training that keep the samples, as `--train-iters 20 to 31`, where this one does not
+    lengths: the lengths of training that keep the samples, such as `--train-iters 20 to 31`, if this length does not
     """
     if not wrong:
         return []
@@ -230,7 +230,7 @@ def _refuse(config: Config, refused: list[Change], what: str, do: str) -> None:
 
 
 def _whence(config: Config, change: Change) -> str:
-    """Which flag to change where nobody gave the setting itself."""
+    """The flag to change if the setting itself was not given."""
     length = config.given("seq_length")
     if change.name != "max_position_embeddings" or config.given(change.name) or not length:
         return ""
@@ -238,7 +238,7 @@ def _whence(config: Config, change: Change) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as in JSON, in which checkpoints keep settings."""
+    """The value after a round trip through JSON: checkpoints contain settings as JSON."""
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -142,7 +142,7 @@ def with_ranks(words: list[str], ranks: int) -> list[str]:
 
 
 def _put(words: list[str], flags: tuple[str, ...], value: int) -> list[str]:
-    """The command with a launcher's flag set to this value, where it is given; the training's own flags do not change."""
+    """The command with a new value for a launcher's flag, if it has that flag. Flags of the training do not change."""
     at, result, skip = script_at(words), [], False
     for number, word in enumerate(words):
         name, equals, _ = word.partition("=")
@@ -161,7 +161,7 @@ def _number(text: Optional[str]) -> Optional[int]:
 
 
 def config_of(words: list[str]) -> Optional[Config]:
-    """The job's settings, as given; None when they cannot be read: the job itself reports why."""
+    """The job's settings, as given; None if they cannot be read: then the job itself reports the reason."""
     at = script_at(words)
     recipe = ["--model-type", words[at]] if words[at - 1] == "-m" else []  # a module is its recipe's name
     try:
@@ -189,7 +189,7 @@ def expanded(words: list[str]) -> list[str]:
 
 
 def is_foreign(words: list[str]) -> bool:
-    """Whether the training script is a user's shell script. Those of `scripts/` all run _launch.sh there.
+    """Whether the training script is a user's shell script. All scripts in `scripts/` run _launch.sh.
 
     Raises SettingsError when it cannot be read, or does not pass on the arguments that a supervisor adds.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the disk has room for the next checkpoints. Needs no torch."""
+"""Check whether the disk has room for the next checkpoints. Needs no torch."""
 
 import shutil
 from pathlib import Path
@@ -19,7 +19,7 @@ class Shortage(NamedTuple):
 
 
 def shortage(folder: Optional[str], checkpoints: float) -> Optional[Shortage]:
-    """The shortage of a folder for so many more checkpoints of the size of its newest one; None if they fit.
+    """Check whether a folder has room for more checkpoints of the size of its newest one; None if they fit.
 
     Also None for an object store, and for a folder without a checkpoint.
     """
@@ -29,7 +29,7 @@ def shortage(folder: Optional[str], checkpoints: float) -> Optional[Shortage]:
     try:
         files = [path.stat().st_size for path in (place / f"iter_{newest:07d}").rglob("*") if path.is_file()]
         free = shutil.disk_usage(place).free
-    except OSError:  # it was just deleted, for a newer one
+    except OSError:  # it was just deleted, to make room for a newer one
         return None
     needed = round(checkpoints * sum(files))
     return Shortage(str(place), free, needed, checkpoints) if free < needed else None

@@ -52,7 +52,7 @@ def guarded(settings: Guard, config: Optional[Config] = None) -> Iterator[Heartb
 def peer_lost(
     error: Optional[BaseException], heartbeat: Optional[Heartbeat] = None, config: Optional[Config] = None
 ) -> Optional[PeerLost]:
-    """PeerLost for an error that means it: a collective that timed out, or a broken connection. None for other errors."""
+    """Convert an error to PeerLost if a collective timed out or a connection broke. None for other errors."""
     if type(error) is not RuntimeError and "Dist" not in type(error).__name__:
         return None
     text = str(error)

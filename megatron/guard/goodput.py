@@ -21,7 +21,7 @@ class Attempt:
     ended: float = 0.0
     cause: str = ""
     code: int = 0
-    first_step: int = 0  # the step it began with; 0: it reached none
+    first_step: int = 0  # the step that it began with; 0: it did not reach one
     last_step: int = 0  # the last step that it completed
     phases: dict = field(default_factory=dict)  # phase -> seconds, on rank 0
     first_step_seconds: float = 0.0
@@ -35,13 +35,13 @@ class Attempt:
 
     @property
     def setup(self) -> float:
-        """Time from launch to the first step; the whole attempt, if it made none."""
+        """Time from launch to the first step; the whole attempt if it did not reach one."""
         other = sum(self.phases.get(name, 0.0) for name in OTHER)
         return max(0.0, self.wall - self.silent - self.ending - self.stepping - other)
 
     @property
     def startup(self) -> dict[str, float]:
-        """`setup` by phase, as far as rank 0 reported it; the rest is the launcher's, before and after the ranks."""
+        """`setup` by phase, as far as rank 0 reported it. The rest is the launcher's, before and after the ranks."""
         parts = {words: self.phases.get(phase, 0.0) for phase, words in STARTUP.items()}
         return {"launcher": max(0.0, self.setup - sum(parts.values())), **parts}
 
@@ -154,7 +154,7 @@ def account(attempts: list[Attempt], outcome: str, code: int, wall: float, check
 
 
 def _again(attempt: Attempt, later: Optional[Attempt], made: int) -> int:
-    """Steps of an attempt that the later one made again."""
+    """Steps of an attempt that a later one repeated."""
     return 0 if later is None else min(made, max(0, attempt.last_step - later.first_step + 1))
 
 

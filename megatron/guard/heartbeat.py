@@ -8,8 +8,8 @@
 
 The file is one JSON object of a fixed length, rewritten in place, followed by the name of the process group of the last
 collective. Without a folder nothing is written, but the time of each phase is still counted. SIGUSR2 makes a rank write
-the stacks of its threads to a file next to the heartbeat, whatever it hangs in. A supervisor on another machine cannot
-send signals: it leaves a file in the folder (`ask`), which a thread of the rank checks for. Needs no torch.
+the stacks of its threads to a file next to the heartbeat, even when it hangs. A supervisor on another machine cannot send
+signals: it creates a file in the folder (`ask`), and a thread of the rank checks for this file. Needs no torch.
 """
 
 import contextlib
@@ -228,7 +228,7 @@ def read_beat(path: Path, tries: int = 50) -> Optional[Beat]:
             raw = path.read_bytes()
             group = raw[SIZE - GROUP :].decode("ascii", "replace").strip(" \n\0")
             record = json.loads(raw[: SIZE - GROUP])
-            if record.pop("same", record["count"]) == record["count"]:  # else its ends are of two beats
+            if record.pop("same", record["count"]) == record["count"]:  # else it was read during a change
                 return Beat(**record, group=group)
         except OSError:
             return None
@@ -247,7 +247,7 @@ def process_start_ticks(pid: int) -> int:
 
 
 def age() -> float:
-    """Seconds since this process was started; 0 where the system does not tell."""
+    """Seconds since this process was started; 0 if the system does not report it."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     ticks = process_start_ticks(os.getpid())
     if clock is None or not ticks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools on several ranks: they join, work and leave together, and a rank that is lost does not keep the others waiting."""
+"""Run a tool on several ranks: they join, work and leave together, and do not wait for a rank that is lost."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from megatron.settings.schema import Guard, Kernels, Parallel
 
 
 def check_shares(tp: int, pp: int) -> None:
-    """Raise SettingsError where the ranks of this job cannot be groups that have a model each, before torch is loaded."""
+    """Raise SettingsError, before torch is loaded, if the ranks cannot be divided into groups with one model each."""
     world = rank_env.ranks().world_size
     for name, size in dict(tensor=tp, pipeline=pp).items():
         if size < 1:
@@ -35,5 +35,5 @@ def on_ranks(parallel: Parallel, device: str, work: Callable[[Any], Any]) -> Non
         try:
             work(context)
             leave_job(context)
-        finally:  # who has failed leaves alone
+        finally:  # a rank that failed does not wait for the others
             parallel_state.use_mesh(None)

@@ -45,7 +45,7 @@ def nobody() -> Collection[int]:
 def descendants(pid: int, spared: Callable[[], Collection[int]] = nobody) -> list[int]:
     """All descendants of a process, parents before children, without zombies.
 
-    spared: returns those to leave out, with their descendants; called after all were listed
+    spared: returns the processes to leave out, with their descendants. It is called after all were listed
     """
     children = defaultdict(list)
     for entry in Path("/proc").glob("[0-9]*"):

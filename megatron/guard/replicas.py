@@ -110,7 +110,7 @@ def _shared(placement: Placement) -> tuple[str, ...]:
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
-    """A 64-bit checksum of a tensor's bits: each word times an odd number of its own, so that the order counts."""
+    """A 64-bit checksum of a tensor's bits: each word times a different odd number, so that the order matters."""
     words = values.reshape(-1).view(WORDS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for at, part in enumerate(words.split(1 << 22)):  # a few int64 copies of a part, not of the whole

@@ -43,7 +43,7 @@ def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str
         if has_flag(words, flag):
             words = with_flag(words, flag, "false")
     words = without(words, "--ckpt-step")
-    if finetunes and config_of(words) is None:  # its shape was that of the checkpoint that it started from
+    if finetunes and config_of(words) is None:  # its sizes came from the checkpoint that it started from
         words = with_flag(words, "--use-checkpoint-args")
     return words
 

@@ -9,7 +9,7 @@
     >>> print(recent.spike(5.0, 1.2, threshold=8))
     loss 5 is 65.6 deviations above the median 3.02 of the last 40 steps
 
-A few outliers hardly move the median and the median absolute deviation, as they do mean and variance. Pure: the window
+A few outliers move mean and variance, but hardly the median and the median absolute deviation. Pure: the window
 is part of a run's state and of its checkpoints, so a resumed run judges as an uninterrupted one.
 """
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, Optional
 
-ENOUGH = 32  # steps before any is judged
-FLOOR = 0.01  # least deviation, as a share of the median: an almost constant curve may start to move
+ENOUGH = 32  # steps before the first one is judged
+FLOOR = 0.01  # smallest deviation, as a share of the median: an almost constant curve may start to move
 
 
 class Spike(NamedTuple):
@@ -76,7 +76,7 @@ def robust_score(value: float, values: tuple[float, ...]) -> tuple[float, float]
 
 
 def usual(values: tuple[float, ...]) -> tuple[float, float]:
-    """(median, deviation) of values. The deviation is 1.4826 x MAD: the standard deviation, where they are normal."""
+    """(median, deviation) of values. The deviation is 1.4826 x MAD, the standard deviation of a normal distribution."""
     middle = median(values)
     spread = 1.4826 * median(abs(other - middle) for other in values)
     return middle, max(spread, FLOOR * abs(middle), 1e-12)

@@ -103,7 +103,7 @@ class Standstill:
 
     @property
     def place(self) -> Optional[Frame]:
-        """The innermost line of this suite's code, communication apart; first of a thread that loads data."""
+        """The innermost line of this suite's code, except communication. A thread that loads data takes precedence."""
         stacks = self.stacks
         if self.beat.phase == "data":
             loading = [stack for stack in stacks if any(frame.function == "micro_batch" for frame in stack)]

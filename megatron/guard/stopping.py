@@ -32,7 +32,7 @@ class Stop(NamedTuple):
 
 
 class UnbrokenPipe:
-    """An output that survives the loss of its reader: Ctrl-C ends `| tee log` as well, and a checkpoint is to be saved."""
+    """An output that ignores the loss of its reader: Ctrl-C also ends `| tee log`, but the run still saves a checkpoint."""
 
     def __init__(self, output):
         self.output = output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file by which others see whether the supervisor of a job still exists. Needs no torch.
+"""A file that shows whether the supervisor of a job still runs. Needs no torch.
 
 The supervisor writes it to its --log-dir, refreshes it while it works, and records its own end in it. Ranks get its path
 in their environment (`SUPERVISOR`).
@@ -30,7 +30,7 @@ class Mark:
     machine: str
     host: str
     began: float  # Unix seconds
-    ended: Optional[str] = None  # how; None: it works, or was killed
+    ended: Optional[str] = None  # how it ended; None: it still works, or was killed
 
     @classmethod
     def own(cls) -> "Mark":
@@ -43,7 +43,7 @@ class Mark:
         return f"process {self.pid} on {self.host}"
 
     def write(self, path: Path) -> None:
-        """Write it in one piece."""
+        """Replace the file in one operation, so that readers never see a part of it."""
         aside = path.with_name(f".{path.name}.{self.pid}")
         aside.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
         os.replace(aside, path)

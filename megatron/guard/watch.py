@@ -129,7 +129,7 @@ class Watch:
         return StepVerdict.ROLLBACK
 
     def refuses(self, recent: Recent, figures: torch.Tensor) -> torch.Tensor:
-        """A flag on the device: True where `judge` will return anything but UPDATE. figures: fp64 [loss, norm] there."""
+        """A flag on the device: True where `judge` will return anything but UPDATE. figures: fp64 [loss, norm]"""
         refused = ~torch.isfinite(figures).all()
         if self.settings.on_spike != "continue":
             measures = [*zip(*recent.measures(), strict=True)]
@@ -143,7 +143,7 @@ class Watch:
         self.events.record("spike", message, iteration=step, **facts, **more)
 
     def _overflow(self, step: int, loss: float, norm: float) -> StepVerdict:
-        """Skip a step of fp16. The loss scale falls; where that cannot help, or does not for long, it is a warning."""
+        """Skip a step of fp16: the loss scale falls. Warn if that cannot help, or does not for many steps."""
         self.overflows += 1
         why = f"loss {loss}, gradient norm {norm}"
         if not math.isfinite(loss):

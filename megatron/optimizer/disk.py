@@ -33,7 +33,7 @@ class DiskState(OwnedState):
 
     reduced:  gradients of the rank's whole shard
     memory:   fp32 main weights, if the model holds them already
-    copies:   copies of the state in the file: 2 for pieces that outlast steps (`keep`)
+    copies:   copies of the state in the file: 2 for pieces that remain valid during later steps (`keep`)
     Raises StorageError when the file cannot be created in the folder.
     """
 

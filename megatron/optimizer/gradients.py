@@ -5,12 +5,14 @@ There are two modes, by ZeRO stage. `keep` (0, 1): one buffer of all units accum
 each unit is reduced once a step. Otherwise a unit has a buffer from the first gradient of a pass to the last. Then the
 buffer is reduce-scattered and freed, and the rank keeps only its shard of the sum.
 
-When a unit is reduced is said by the list of a step (`pipeline/sharding.py`), which `messages.py` runs: after the last
-gradient of a micro-batch, or of the step. With overlap that is inside the backward pass, and is waited for later.
+The list of ops of a step (`pipeline/sharding.py`), which `messages.py` runs, says when a unit is reduced: after the last
+gradient of a micro-batch, or of the step. With overlap the reduction starts inside the backward pass, and the rank waits
+for it later.
 
 Buffers are fp32, or bf16 with `--grad-reduce-in-bf16`: then micro-batches and ranks are added in bf16, as in Megatron-LM.
-The shard of `keep` is what the reduction leaves, in the same format. Otherwise it adds the micro-batches in the format of
-`--main-grads-dtype`. Updates read bf16 gradients in fp32, so a copy of the shard in fp32 would change nothing.
+With `keep`, the shard is the result of the reduction and has the same format. Otherwise the shard adds up the micro-batches
+in the format of `--main-grads-dtype`. Updates read bf16 gradients in fp32, so a copy of the shard in fp32 would change
+nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +74,7 @@ class GradientBuffers:
 
     owned:      this rank's range of each unit
     dtype:      number format of the buffers, and so of reductions
-    main_dtype: that of the shard, unless `keep`
+    main_dtype: number format of the shard, unless `keep`
     arrived:    called with a unit when one of its parameters has got a gradient
     """
 
@@ -169,7 +171,7 @@ class GradientBuffers:
         self.arrived(tally)
 
     def complete(self, tally: UnitGradients) -> bool:
-        """Whether all parameters of a unit have the gradients that its next reduction is for."""
+        """Whether all gradients for the next reduction of a unit have arrived."""
         return min(tally.arrived.values()) >= (self.num_microbatches if self.keep else tally.reductions + 1)
 
     def start(self, tally: UnitGradients) -> None:
@@ -208,14 +210,14 @@ class GradientBuffers:
     # ---- at the end of a step --------------------------------------------------------------------------------------
 
     def sum_all(self) -> None:
-        """Sum over ranks that hold the same shards; where that is all of them and nothing overlaps, of all gradients."""
+        """Sum gradients over the ranks that hold the same shards. With `together` it is the only reduction of the step."""
         self.reduce_rest()
         if self.together or not self.in_place:
             for name, where in self._spans():
                 collectives.all_reduce(self.reduced[where], self.axis(name))
 
     def reduce_rest(self) -> None:
-        """Reduce what no list has reduced, and wait for all reductions."""
+        """Reduce the units that no list has reduced, and wait for all reductions."""
         for tally in self.tallies.values():
             if self.together:
                 tally.zero_rest()

@@ -93,7 +93,7 @@ _FORMATS = dict(exp_avg="exp_avg_dtype", momentum_buffer="exp_avg_dtype", exp_av
 
 
 def format_of(settings: Optimizer, name: str) -> str:
-    """The number format of a state tensor. A state of a user's own optimizer is fp32, unless it has a name of these.
+    """The number format of a state tensor. State of a user-defined optimizer is fp32, unless it has one of these names.
 
     >>> format_of(Optimizer(exp_avg_dtype="bf16"), "exp_avg"), format_of(Optimizer(exp_avg_dtype="bf16"), "square")
     ('bf16', 'fp32')
@@ -115,8 +115,8 @@ def state_bytes(settings: Optimizer, matrix: bool = False) -> tuple[int, ...]:
 def gradient_bytes(settings: Optimizer, stage: int) -> tuple[int, int]:
     """Bytes of a gradient while it is accumulated and reduced, and in a rank's shard of the sum.
 
-    The shard of ZeRO 2 and 3 adds the micro-batches in the format of --main-grads-dtype. That of other stages is what the
-    reduction leaves.
+    The shard of ZeRO 2 and 3 adds the micro-batches in the format of --main-grads-dtype. With other stages the shard is the
+    result of the reduction.
 
     >>> gradient_bytes(Optimizer(grad_reduce_in_bf16=True), 1), gradient_bytes(Optimizer(grad_reduce_in_bf16=True), 2)
     ((2, 2), (2, 4))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of data parallelism in a step: gathers of weights and reductions of gradients, as the schedule lists them.
 
-`Messages` puts them into the passes of a rank (`pipeline/sharding.py`), proves the list, and runs it: between passes for
-the executor, inside a pass where a piece of it begins. Of that it hears in three ways:
+`Messages` inserts them between the passes of a rank (`pipeline/sharding.py`), verifies the list, and runs it. The executor
+calls it between passes. Inside a pass, messages run where a piece of the pass begins; three kinds of hooks report this:
 
 - a layer's forward pre-hook, and the hook of the last layer's output: pieces of a forward pass;
 - the gradient of a layer's output: pieces of a backward pass;
 - the gradient of a parameter: pieces of passes that reduce gradients.
 
-The first two are needed, and registered, only where weights are gathered inside passes. A layer that comes out of turn
-(one that is recomputed for another, or used twice) gathers its weights on the spot, and keeps them until the list frees
-them. A model that runs in somebody's own loop, without a schedule, has lists of single passes.
+The first two are registered only if weights are gathered inside passes. A layer that runs out of order (one that is
+recomputed for another, or used twice) gathers its weights immediately, and keeps them until the list frees them. In a
+custom training loop, without a schedule, each pass has a list.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ from megatron.pipeline.sharding import (
 class Messages:
     """Lists and runs the messages of a rank.
 
-    chunks: its model chunks. first: whether the first of them is the first stage of the pipeline
+    chunks: the rank's model chunks. first: whether the first chunk is the first stage of the pipeline
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Messages:
         self.listed = self.unlisted  # of the step that runs
         self.running: Optional[Op] = None  # a pass
         self.inside: Sequence[Op] = ()  # its pieces, and the messages between them
-        self.at, self.places = 0, {}  # what of it comes next; where its pieces are
-        self.on_the_spot: set[str] = set()  # units that a layer out of turn has gathered
-        self.alone = None  # of a pass of somebody's own loop: the messages behind it, and its context
+        self.at, self.places = 0, {}  # index of the next op of `inside`; indices of the pieces
+        self.on_the_spot: set[str] = set()  # units that a layer has gathered out of order
+        self.alone = None  # in a custom training loop: the messages after the pass, and its context
         self.late: list[UnitGradients] = []  # gradients that were not complete when the list reduced them
         gradients.arrived = self._arrived
         self.gathers = how.zero == 3 or how.gather_ahead  # inside passes
@@ -156,7 +156,7 @@ class Messages:
 
     @contextmanager
     def passing(self, op: Op, inside: Sequence[Op]) -> Iterator[None]:
-        """Around a pass: run the messages that stand inside it."""
+        """A context around a pass that runs the messages inside it."""
         self.running, self.inside, self.at = op, inside, 0
         self.places = {group_of(one): place for place, one in enumerate(inside) if one.kind not in MESSAGES}
         yield
@@ -175,11 +175,11 @@ class Messages:
                 self.run(op)
 
     def _reach(self, group: Group) -> None:
-        """Run the messages before a piece of the pass that runs, unless it is behind or is not listed."""
+        """Run the messages before a piece of the present pass. Does nothing for a piece that is done or not listed."""
         self._run_until(self.places.get(group, -1) + 1)
 
     def _arrived(self, tally: UnitGradients) -> None:
-        """A parameter has got a gradient: the piece has begun, and may be reduced."""
+        """Called when a parameter has got a gradient: its piece has begun, and may now be reduced."""
         group = self.groups[tally.own.unit.name]
         if self.running is None or self.running.kind not in "BW" or group[1] in (IN, TIED):
             return
@@ -188,7 +188,7 @@ class Messages:
             self._run_until(self.at + 1)
 
     def _may_run(self, op: Op) -> bool:
-        """Whether a message needs nothing that is still computed."""
+        """Whether everything that a message sends has been computed."""
         if op.kind != "R":
             return op.kind == "r"
         tallies = [self.gradients.tallies[unit.name] for unit in self.units[group_of(op)] if not unit.frozen]
@@ -219,7 +219,7 @@ class Messages:
             self._register_layer(chunk.get_submodule(name), (number, str(place)), following)
 
     def _begin_alone(self, op: Op) -> None:
-        """Begin a pass of somebody's own loop, with the messages of a step that has this micro-batch alone."""
+        """Begin a pass in a custom training loop, with the messages of a step that has only this micro-batch."""
         passes = [op] if op.kind == "F" and not torch.is_grad_enabled() else [op._replace(kind=kind) for kind in "FB"]
         key = "alone", *passes
         if key not in self.lists:

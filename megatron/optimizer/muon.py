@@ -7,7 +7,7 @@ matrix, however ranks shard it. Momentum is updated in shards; then, unit by uni
     shard -- gathered over shards --> unit -- gathered over tp --> tensors -- boxes --> q | k | v | ...
     each orthogonalised by one of these ranks -- reduce-scattered over tp, then over shards --> directions
 
-Of experts, `etp` has the place of tp; a rank orthogonalises no matrices of experts that other ranks of `ep` hold.
+For experts, `etp` replaces tp, and a rank only orthogonalises matrices of experts with its own `ep` coordinate.
 Directions replace gradients, and the update is again one of flat ranges. AdamW updates all other weights (tables, output
 layer, vectors).
 """
@@ -35,9 +35,9 @@ Coefficients = Sequence[tuple[float, float, float]]
 
 
 class Share(NamedTuple):
-    """The part of a parameter that the ranks of an axis hold together: all of it, or of experts those of this rank's `ep`.
+    """The part of a parameter that the ranks of an axis hold together: all, or the experts of one `ep` rank.
 
-    placed: that part by itself, with the matrices that it is made of
+    placed: the placement of this part as a tensor of its own, with the matrices in it
     boxes:  the part of each rank of the axis, without padding
     """
 
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, slot: Slot, places: Sequence[dict[str, int]]) -> "Share":
-        """places: the coordinates of these ranks. Raises SettingsError where other ranks hold a part of a matrix."""
+        """The share of ranks with the coordinates `places`. Raises SettingsError if others hold a part of a matrix."""
         shape, placed = tuple(slot.parameter.shape), slot.placement
         if not placed.matrices:
             return cls(placed, [])
@@ -68,11 +68,11 @@ class Share(NamedTuple):
 
 
 class UnitWork(NamedTuple):
-    """Who computes which directions of a unit.
+    """The assignment of a unit's matrices to ranks.
 
-    parts:  the axis whose ranks hold parts of each matrix: `tp`, or of experts `etp`
-    shares: of each slot
-    mine:   of each slot the numbers of the matrices that this rank orthogonalises
+    parts:  the axis whose ranks hold parts of each matrix: `tp`, or `etp` for experts
+    shares: the `Share` of each slot
+    mine:   for each slot, the numbers of the matrices that this rank orthogonalises
     """
 
     parts: Axis

@@ -32,7 +32,7 @@ def build_states(
     memory_of:  (ranges, whether every rank keeps the model's weights whole) -> fp32 model weights that also serve as main
                 weights
     whole:      every rank keeps the model's weights whole
-    copies:     copies of the state in a file: 2 for pieces that outlast steps (`OwnedState.keep`)
+    copies:     copies of the state in a file: 2 for pieces that remain valid during later steps (`OwnedState.keep`)
     """
     states: list[OwnedState] = []
     on_host, on_disk, others = divide(owned, settings.host_share, settings.nvme_offload_fraction)

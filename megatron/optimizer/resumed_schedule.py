@@ -3,8 +3,8 @@
 
 Some lengths of the schedule depend on other settings unless flags set them. The decay ends with the training, a warm-up by
 --lr-warmup-fraction is a share of the decay, weight decay grows over the whole training, and the batch grows with the
-ranks. So a command that only extends the training changes all upcoming learning rates. `drift` reports that, and `follow`
-takes the checkpoint's schedule if --resume-schedule asks for it.
+ranks. So a command that only extends the training changes all upcoming learning rates. `drift` reports such changes, and
+`follow` uses the checkpoint's schedule if --resume-schedule asks for it.
 
     trained 10 steps, then --train-iters 20:   command      warm-up and decay of 20 steps, from step 11 on
                                                checkpoint   the rest of the decay of 10 steps: --min-lr

@@ -29,7 +29,7 @@ MASK = 0xFFFFFFFF
 
 
 def parts_of(stretches: Sequence[slice], kind: str) -> Iterator[slice]:
-    """Cut ranges into those that are widened at a time, on a device of this kind."""
+    """Cut ranges into the parts that are widened one at a time, on a device of this kind."""
     size = WIDENED["cpu" if kind == "cpu" else "cuda"]
     for stretch in stretches:
         for start in range(stretch.start, stretch.stop, size):
@@ -83,7 +83,7 @@ class Noise:
         return table[number].unsqueeze(-1)
 
     def _table(self, what: str, size: int, device: torch.device) -> torch.Tensor:
-        """Uniform int32 numbers below 2^16, at least `size` of them. The first do not depend on how many there are."""
+        """Uniform int32 numbers below 2^16, at least `size` of them. The first numbers do not depend on `size`."""
         table = self.tables.get((what, device))
         if table is None or len(table) < size:
             numbers = torch.arange(1 << (size - 1).bit_length(), device=device)
@@ -121,7 +121,7 @@ class Widened:
     def store(
         self, states: Sequence[torch.Tensor], values: Sequence[torch.Tensor], fill: Callable[[torch.Tensor], bool]
     ) -> None:
-        """Round the values of states, which are overwritten, into those that are bf16.
+        """Round fp32 values into the states that are bf16. The values are overwritten.
 
         fill: fills the elements' int32 words; returns False to round to the nearest number
         """
@@ -130,7 +130,7 @@ class Widened:
         random = bool(narrow) and fill(words)
         for state, wide in narrow:
             if random:
-                wide.view(torch.int32).add_(words).bitwise_and_(~WORD)  # bf16 holds what is left
+                wide.view(torch.int32).add_(words).bitwise_and_(~WORD)  # exact in bf16
             state.copy_(wide)
 
 

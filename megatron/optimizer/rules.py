@@ -88,7 +88,7 @@ def idle_of(settings: Optimizer) -> dict[str, Needs]:
 
 
 def _keeps(s: SimpleNamespace, name: str) -> bool:
-    """Whether the optimizer keeps state whose format this setting is."""
+    """Whether this setting is the format of state that the optimizer keeps."""
     return name in formats_of(s.settings.optimizer)
 
 

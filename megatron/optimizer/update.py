@@ -93,8 +93,8 @@ class UpdateRule:
             in each step until it knows
     scales: this rule multiplies gradients by `scale`, a number or an fp32 scalar, as it reads them. Other rules get scaled
             gradients
-    prepares: `prepare` replaces gradients, which then are fp32 for a whole rank; others are widened part by part
-    widened_scale: the same for bf16 gradients, which are multiplied when they are widened
+    prepares: `prepare` replaces gradients: then all of a rank's are fp32. Otherwise they are widened part by part
+    widened_scale: the scale of bf16 gradients, which are multiplied when they are widened
     noise:  random words for rounding this step's bf16 state; None: round to the nearest number
     """
 
@@ -107,7 +107,7 @@ class UpdateRule:
         self.state = tuple(dict.fromkeys(name for matrix in (False, True) for name in state_of(settings, matrix)))
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The number format of a state tensor, of which rules get fp32 copies."""
+        """The number format of a state tensor. Rules get fp32 copies of it."""
         return DTYPES[format_of(self.settings, name)]
 
     def state_of(self, group: Group) -> tuple[str, ...]:

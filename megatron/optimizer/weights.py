@@ -5,8 +5,8 @@
 pass and freed after it, and again around its backward pass. Other units (embedding, final norm, output layer) are used
 throughout a chunk: they stay from the start of a micro-batch's forward pass to the end of its backward pass.
 
-When that happens is said by the list of a step (`pipeline/sharding.py`), which `messages.py` runs. NCCL runs the operations
-of a group in order, so waiting for one waits for all earlier ones. Gathers therefore start in the order of use.
+The list of ops of a step (`pipeline/sharding.py`), which `messages.py` runs, says when that happens. NCCL runs the
+operations of a group in order, so waiting for one waits for all earlier ones. Gathers therefore start in the order of use.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class UnitParameters:
 
 
 class ParameterBuffers:
-    """Memory of all parameters: filled, and freed.
+    """Memory of all parameters of a rank, which gathers fill.
 
     axis_of:  axis name -> the axis on this rank
     piece_of: unit -> this rank's shard of it, in `dtype` on `device`
@@ -68,13 +68,13 @@ class ParameterBuffers:
 
     @torch.no_grad()
     def fill(self, unit: FlatUnit, values: torch.Tensor) -> None:
-        """Fill a unit's parameters from `values`, all of them, if they are kept whole."""
+        """Fill a unit's parameters from `values`, if parameters are kept whole."""
         if self.keep:
             self.memory[unit.name].flat.copy_(values)
             self.memory[unit.name].ready = True
 
     def invalidate(self, frozen: bool = True) -> None:
-        """Note that shards have changed: parameters are to be gathered again. frozen: also those of frozen units."""
+        """Mark parameters to be gathered again, because their shards have changed. frozen: include frozen units."""
         for memory in self.memory.values():
             if frozen or not memory.unit.frozen:
                 self.free(memory)
@@ -118,14 +118,14 @@ class ParameterBuffers:
             memory.under_way, memory.ready = None, True
 
     def need(self, *needed: UnitParameters) -> None:
-        """Have parameters gathered."""
+        """Gather the parameters of units, and wait for them."""
         for memory in needed:
             self.start(memory)
         for memory in needed:
             self.finish(memory)
 
     def free(self, memory: UnitParameters) -> None:
-        """Free a unit's parameters; kept ones are to be gathered again."""
+        """Free a unit's parameters, or mark them to be gathered again if they are kept."""
         self.finish(memory)
         memory.ready = False
         if not self.keep:

@@ -8,18 +8,18 @@
 | 2     | full, gathered once a step       | shard, reduce-scattered each micro-batch | shard                    |
 | 3     | shard, gathered around each use  | shard, reduce-scattered each micro-batch | shard                    |
 
-In stage 0 the shard axis has size 1: its shard is the whole unit. The others differ in when `weights.py` gathers and
-`gradients.py` reduces: that is a list of ops, which `messages.py` makes and runs. A step is
+In stage 0 the shard axis has size 1: its shard is the whole unit. The other stages differ in the times at which
+`weights.py` gathers and `gradients.py` reduces. These follow a list of ops, which `messages.py` builds and runs. A step is
 
     `messages.plan` -> passes and messages, by `pipeline.execute` -> `reduce_grads` -> `step`
 
-In a loop of one's own, without `execute`, each pass has a list, and ZeRO 0 and 1 reduce after all passes.
+In a custom training loop, without `execute`, each pass has a list, and ZeRO 0 and 1 reduce after all passes.
 
 Gradients are *sums* of token losses over the global batch, times the loss scale of the caller. `step` gets one factor for
 them, so that averaging, un-scaling and clipping are one pass over the buffer.
 
-Frozen parameters (`Placement.frozen`) have weights only: these are kept or gathered as others are, and the last two columns
-are empty. `buffers.py` handles buffers with a placement.
+Frozen parameters (`Placement.frozen`) have weights only: these are kept or gathered like others, and the last two columns
+do not apply. `buffers.py` handles buffers with a placement.
 """
 
 import math
@@ -214,7 +214,7 @@ class DistributedOptimizer:
 
     @property
     def reduced(self) -> torch.Tensor:
-        """This rank's shard of the summed gradients: fp32, or bf16 where they are reduced so."""
+        """This rank's shard of the summed gradients: fp32, or bf16 if they are reduced in bf16."""
         return self.gradients.reduced
 
     def memory(self) -> dict[str, int]:
@@ -393,8 +393,8 @@ class DistributedOptimizer:
     def copy_main_params_to_model_params(self, read: bool = True) -> None:
         """Copy main weights to the model's weights.
 
-        read: a checkpoint has filled all of them and the buffers. Otherwise only those are copied that the last step
-            changed and did not copy itself.
+        read: a checkpoint has filled all weights and buffers. Otherwise copy only the weights that the last step has
+              changed and not yet copied.
         """
         if read:
             self.buffers.commit()
@@ -413,7 +413,7 @@ class DistributedOptimizer:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def of_any_format(self) -> set[str]:
-        """Names of tensors whose format a run may change: frozen weights have the model's, moments that of a setting."""
+        """Names of tensors that may have another format in a checkpoint: frozen weights and moments."""
         names = {slot.name for unit in self.units for slot in unit.slots}
         return names | {f"optimizer.{moment}.{name}" for moment in self.rule.state for name in names}
 
@@ -425,7 +425,7 @@ class DistributedOptimizer:
         fp32 weights have the names of the parameters; moments have a prefix such as `optimizer.exp_avg.`. Frozen weights
         have the model's number format, and buffers their own. State in files is mapped until the pieces are freed.
 
-        unique: return elements that several tensor parallel ranks or tied stages hold on one of them only, for saving
+        unique: for saving: one of the tensor parallel ranks or tied stages that hold the same elements returns them
         shared: data parallel ranks that hold the same elements each return a part of them
         stable: return state in files as `StablePiece`s, which keep their content during later steps, until stable pieces
             are requested again

@@ -24,13 +24,13 @@ STATES = (  # description, bytes per parameter
 
 
 def least_devices(size: float, memory: float) -> tuple[int, int]:
-    """(fewest devices of `memory` bytes that hold `size` bytes, fewest that are a power of two)."""
+    """The fewest devices of `memory` bytes that hold `size` bytes, and the fewest that are a power of two."""
     least = max(1, math.ceil(size / memory))
     return least, 2 ** (least - 1).bit_length()
 
 
 def states(parameters: float, memory: float, width: int = WIDTH) -> str:
-    """The number of devices that hold a training's state, then a table of its parts in GB and GiB."""
+    """The number of devices that hold the state of a training, then a table of its parts in GB and GiB."""
     rows = []
     for what, each in STATES:
         size = parameters * each

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the machine at hand for the planner: matrix products, attention, memory, ops, collectives.
 
-`python -m megatron.tools.plan --calibrate FILE` calls it and writes what it finds; `--calibration FILE` uses that.
+`python -m megatron.tools.plan --calibrate FILE` calls it and writes the results; `--calibration FILE` uses them.
 """
 
 import os
@@ -25,12 +25,12 @@ from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster, layer_seconds
 from megatron.settings.schema import Kernels, Model
 
-SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products: the last is taken as the best
+SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products: the last one is the reference
 SHAPE = dict(cpu=(512, 512, 8), cuda=(2048, 4096, 32))  # sequence, hidden size, heads of the block that is measured
 
 
 def measure(log, ranks: int = 1) -> Device:
-    """Figures of one rank's device: the GPU, or this machine's cores divided by `ranks`."""
+    """Measure one rank's device: the GPU, or this machine's cores divided by `ranks`."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     found = target.installed_gpu() if kind == "cuda" else None
     figures: dict = vars(found or target.this_cpu(None, ranks)).copy()

@@ -39,7 +39,7 @@ class SearchResult:
     source: str  # of the cluster's speeds
     remarks: list[str]
     seconds: float
-    kept: list[str]  # given flags that the search kept
+    kept: list[str]  # flags of the user that the search kept
 
 
 def search_layouts(config: schema.Config) -> SearchResult:
@@ -63,7 +63,7 @@ def with_margin(config: schema.Config, cluster: Cluster) -> Cluster:
 
 
 def tolerance(cluster: Cluster) -> float:
-    """The share of a time by which plans must differ to be told apart: the error of predictions in published runs."""
+    """The relative difference below which two times count as equal: the error of predictions in published runs."""
     if not cluster.device.assumed:
         return 0.05  # of calibrated CPUs: docs/benchmarks.md#the-planner-against-measured-steps
     known = [one for parallel in (False, True) if (one := cluster.device.accuracy(parallel)) and one.runs >= FEW]
@@ -158,7 +158,7 @@ NARROWING |= {"context_parallel_size", "cp_comm_type", "micro_batch_size", "glob
 
 
 def kept(config: schema.Config) -> list[str]:
-    """The given flags of a layout, which a search keeps. Raises SettingsError for flags that it cannot keep."""
+    """The layout flags that the user gave, which a search keeps. Raises SettingsError for flags that it cannot keep."""
     given = [one for name in sorted(LAYOUT) if (one := config.given(name))]
     if odd := [one.words for one in given if one.name not in NARROWING and one.is_request]:
         raise SettingsError(

@@ -5,8 +5,7 @@
     (80.0, 312.0)
 
 Memory, bandwidth and links are from data sheets, per device and direction (NVLink; one 200 or 400 Gbit/s adapter per
-device). The share of them that a training reaches was fitted to published runs (`reached.py`); `plan --calibrate`
-measures it.
+device). The share that training reaches was fitted to published runs (`reached.py`); `plan --calibrate` measures it.
 """
 
 import json
@@ -38,10 +37,10 @@ GIB = 2**30
 class Device:
     """One rank's device.
 
-    flops:         FLOP/s that large matrix products reach, by precision; rows: half of that is reached with this many rows,
-                   columns or terms of a sum
+    flops:         FLOP/s that large matrix products reach, by precision; rows: a product with this many rows, columns or
+                   terms of a sum reaches half of that
     attention:     FLOP/s that the forward pass of a flash kernel reaches, by precision, of the pairs that it computes
-    attention_tokens:    half of that is reached with sequences of this length
+    attention_tokens:    sequences of this length reach half of that
     attention_backward:  time of its backward pass over that of its forward pass
     bandwidth:     bytes/s of reads or writes of its memory
     unfused:       elementwise traffic as a multiple of that of fused kernels
@@ -129,13 +128,13 @@ TABLE = {
 }
 
 
-DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|sxm\d?|hbm\d?e?")  # in the names that drivers report
+DECORATION = re.compile(r"nvidia|tesla|geforce|amd|instinct|oam|sxm\d?|hbm\d?e?")  # words in names that drivers report
 
 
 def find(name: str) -> Device:
-    """A device of the table by its name, a part of it that matches one model only, or the name from its driver.
+    """Find a device of the table by its name, by a part of the name that only one model has, or by its driver's name.
 
-    Of several memory sizes the largest. Raises UsageError with the known names.
+    Of several memory sizes, returns the largest. Raises UsageError with the known names.
 
     >>> find("h100").name, find("A100").name, find("NVIDIA A100-SXM4-40GB").name
     ('H100-80GB', 'A100-80GB', 'A100-40GB')

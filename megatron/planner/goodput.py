@@ -21,7 +21,7 @@ NOTICED = 60.0  # seconds until a failure is noticed and processes start again: 
 
 @dataclass(frozen=True)
 class Saving:
-    """Seconds that a save stalls training, that a restart takes, and between interruptions of the job on average."""
+    """Seconds by which a save stalls training, seconds of a restart, and mean seconds between interruptions of the job."""
 
     stall: float
     restart: float
@@ -38,7 +38,9 @@ class Saving:
 
 
 def saving_of(config: Config, plan: Plan, cluster: Cluster, hours: float) -> Saving:
-    """hours: mean time between failures of a node. Drives have an assumed speed, and all nodes use theirs together."""
+    """The cost of saves and failures of a plan. hours: mean time between failures of a node. The speed of drives is
+    assumed; all nodes write together.
+    """
     job, layout = plan.job, plan.layout
     trained, frozen = job.selection.sizes(job.facts.weights)
     nodes = max(1, cluster.world_size // cluster.local_size)

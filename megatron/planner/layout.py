@@ -47,7 +47,7 @@ class Job:
     moments:  bytes per weight of each optimizer moment
     matrix_moments: the same for a matrix of a linear layer, if the optimizer treats those separately
     gradients: bytes of a gradient while it is accumulated and reduced
-    main_gradients: and in the shards of ZeRO 2 and 3
+    main_gradients: bytes of a gradient in the shards of ZeRO 2 and 3
     ns_steps: Newton-Schulz steps that orthogonalize matrices
     selection: the trained weights
     """
@@ -128,7 +128,7 @@ class Layout:
     disk:          fraction in files
     overlap:       data parallel communication overlaps with computation
     cp:            ranks that share each sequence
-    by_heads:      they exchange rows for heads in every layer (--cp-comm-type a2a); otherwise, and if layers differ,
+    by_heads:      these ranks exchange rows for heads in every layer (--cp-comm-type a2a). Otherwise, and if layers differ,
                    the planner assumes that all layers gather keys and values
     ep, etp:       ranks that hold different experts, and parts of each; None: as many as tp
     """
@@ -152,7 +152,7 @@ class Layout:
     by_heads: bool = False
     ep: int = 1
     etp: Optional[int] = None
-    parallel: Optional[Parallel] = None  # the settings that it was read from, which may be more detailed
+    parallel: Optional[Parallel] = None  # the settings that this layout was read from; they may be more detailed
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> "Layout":

@@ -19,12 +19,12 @@ Held = tuple[tuple[int, ...], tuple[int, ...]]  # per chunk: passes between F an
 
 
 def most_held(schedule: str, pp: int, num_microbatches: int, chunks: int, rank: int) -> tuple[Held, ...]:
-    """The counts at a rank's fullest moments; none of them is below another in every place."""
+    """The counts of held activations at a rank's fullest moments. No entry is smaller than another one in every place."""
     if schedule == "gpipe":
         return (((num_microbatches,) * chunks, (0,) * chunks),)
     if is_file(schedule):
         return _most_held(schedule, pp, num_microbatches, chunks, rank)
-    if pp > LARGE and SCHEDULES[schedule].stages is v_shaped:  # needs a simulation, which takes long
+    if pp > LARGE and SCHEDULES[schedule].stages is v_shaped:  # needs a simulation, which is slow
         place = min(LARGE - 1, rank * LARGE // pp)
         few = _most_held(schedule, LARGE, min(max(1, num_microbatches * LARGE // pp), 3 * LARGE + 3), chunks, place)
         return tuple(tuple(tuple(-(-n * pp // LARGE) for n in side) for side in held) for held in few)
@@ -106,8 +106,8 @@ class ShardingTimes:
     """The ZeRO stage and the times of one chunk's messages, in the unit of the passes; equal on all ranks.
 
     A chunk's messages are counted as one each: with ZeRO 1 and 2 a gather before its first pass, with ZeRO 3 one for each
-    pass; a reduction after its last pass, with ZeRO 2 and 3 after each. A pass that is shorter than the messages beside it
-    takes as long as these.
+    pass; a reduction after its last pass, with ZeRO 2 and 3 after each. A pass that is shorter than the messages during it
+    takes as long as they do.
 
     gather, reduce:                time of one message
     gather_overlap, reduce_overlap:  share of it that overlaps its pass; 0: without --overlap-param-gather and

@@ -42,7 +42,7 @@ class MemoryReport:
 def state(job: Job, layout: Layout, rank: int, place: Optional[Sizes] = None) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of permanent state (on the device, on the host): weights, gradients, optimizer state.
 
-    place: index on each axis that shards; default: the last, which has most, because matrices come first
+    place: index on each axis that shards; default: the last index, whose rank has most, because matrices come first
     """
     place = {axis: size - 1 for axis, size in layout.data_sizes.items()} if place is None else place
     return _state(rank_units(job, layout, rank), job, layout, place, job.device == "cuda")
@@ -82,7 +82,7 @@ def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
 
 
 def _spared(units: Units, job: Job, layout: Layout, place: Sizes) -> int:
-    """Bytes of optimizer state that matrices need less than other weights."""
+    """Bytes of optimizer state that matrices save in comparison with other weights."""
     if job.matrix_moments is None:
         return 0
     elements = units.total(lambda unit: unit.in_matrices(place, layout.data_sizes))

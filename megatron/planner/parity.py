@@ -140,7 +140,7 @@ def laid_out(config: schema.Config, layout: TestedLayout) -> schema.Config:
     parallel = replace(parallel, data_parallel_size=None, dp_degree=None, pipeline_timeline=None)
     # Otherwise Muon's products would differ by rounding to bf16.
     exact = dict(muon_fp32_matmul_prec="highest") if knows_matrices(config.optimizer) else {}
-    if config.precision.precision == "fp32":  # so would gradients that are added in another order and rounded
+    if config.precision.precision == "fp32":  # gradients that are added in another order and rounded would differ too
         exact |= dict(exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32", grad_reduce_in_bf16=False, main_grads_dtype="fp32")
     quiet = dict(
         checkpoint=schema.Checkpoint(),
@@ -199,7 +199,7 @@ def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
 
 
 def replaced(config: schema.Config, layouts: Sequence[TestedLayout]) -> list[str]:
-    """The given flags of a layout, in their words, whose value is another one in some of these layouts."""
+    """The layout flags, as the user gave them, whose values differ in some of these layouts."""
     own, words = config.parallel, []
     others = [replace(_parallel(config, layout), data_parallel_size=layout.dp, dp_degree=None) for layout in layouts]
     for name, value in vars(own).items():
@@ -286,9 +286,9 @@ class LayoutDifference:
 
 
 def compare(reference: Trace, other: Trace) -> LayoutDifference:
-    """The differences relative to the reference. For a parameter, the RMS of its error over its own RMS, or over the RMS
-    of all parameters if that is larger: Adam moves a parameter by the learning rate however small its gradient, so a
-    parameter whose gradient is only rounding (a key's bias, which softmax ignores) has noise of that size.
+    """The differences from the reference, relative to it. For a parameter: the RMS of its error over its own RMS, or over
+    the RMS of all parameters if that is larger. Adam moves a parameter by the learning rate even if its gradient is tiny.
+    So a parameter whose gradient is only rounding (a key's bias, which softmax ignores) has noise of that size.
     """
     assert set(reference.weights) == set(other.weights), set(reference.weights) ^ set(other.weights)
     everything = _rms(torch.cat([weight.flatten() for weight in reference.weights.values()]))

@@ -30,8 +30,8 @@ class Inspection:
     """The problems of a command, and its job and layout.
 
     settings:  invalid settings; files: named files that are missing or damaged
-    memory:    why it does not fit into the device
-    resolved:  the settings with derived values; None, as job and layout are, if they do not describe a layout
+    memory:    the reason why the job does not fit into the device
+    resolved:  the settings with derived values; None, like job and layout, if the settings do not describe a layout
     """
 
     settings: list[str]
@@ -72,7 +72,7 @@ def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
 
 
 def checkpoint_problems(resolved: schema.Config) -> list[str]:
-    """Why a run with these settings cannot resume from the checkpoint in --load, as far as settings show."""
+    """The reasons why a run cannot resume from the checkpoint in --load, as far as the settings show them."""
     c = resolved.checkpoint
     try:
         record = saved_record(c.load, c.ckpt_step)[1] if c.load and not c.finetune else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published speeds and peaks of memory of other suites' runs (`published_runs.csv`), beside the planner's predictions.
+"""Compare published speeds and memory peaks of other suites' runs (`published_runs.csv`) with the planner's predictions.
 
-The constants of `reached.py` are fitted to a third of llm-foundry's runs, which a hash selects. All other runs judge them,
-those of other kinds of suites apart. fp8 runs are listed, not compared: this suite has no fp8.
+The constants of `reached.py` are fitted to a third of llm-foundry's runs, which a hash selects. All other runs test them;
+suites of other kinds are evaluated separately. fp8 runs are listed, not compared: this suite has no fp8.
 
     >>> run = runs()[0]
     >>> run.source, run.gpu, run.gpus, run.measured
@@ -211,8 +211,8 @@ class PublishedRun:
         return self.predicted / self.tokens_per_second - 1
 
     def memory(self) -> float:
-        """Predicted bytes of the fullest rank, as FSDP keeps state: it casts a shard of fp32 weights before each gather,
-        where this suite keeps a copy in bf16, and gradients arrive in bf16, where they arrive in fp32 here.
+        """Predicted bytes of the fullest rank if state is kept as in FSDP. FSDP casts a shard of fp32 weights before each
+        gather, while this suite keeps a copy in bf16. Its gradients arrive in bf16, while they arrive in fp32 here.
         """
         reports = [memory_report(self.job, self.layout, self.device, rank) for rank in {0, self.pp - 1}]
         return max(one.total - _kept_here(one.device) * (self.zero == 3) for one in reports)
@@ -251,12 +251,12 @@ def runs() -> list[PublishedRun]:
     return [PublishedRun(**{names.get(k, k): read(names.get(k, k), text) for k, text in row.items()}) for row in rows]
 
 
-# What the runs say of the predictions --------------------------------------------------------------------------------
+# Errors of the predictions -------------------------------------------------------------------------------------------
 
 
 def judges(family: str, gpu: str, all_runs: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """The runs of a GPU that judge the predictions of a kind of layout: those to which no constant was fitted. Layouts with
-    data parallelism alone are compared with eager FSDP, others with every suite that has some.
+    """The runs of a GPU that test the predictions for a kind of layout. No constant was fitted to them. Layouts with only
+    data parallelism are compared with eager FSDP, other layouts with every suite that published such runs.
     """
     return [
         run

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trainings reach of a GPU's data sheet, with the source of each constant, and how far predictions were off.
+"""The share of a GPU's data sheet that training reaches: constants with their sources, and the errors of predictions.
 
 This suite was never measured on a GPU. Its times are predicted with the speeds of another kind of suite: FSDP with
 PyTorch's eager ops (`KIND`). Suites with fused kernels are faster, as docs/planning.md#published-runs shows.
 
 The constants were fitted together to a third of llm-foundry's published runs, which a hash selects (`published.is_fitted`;
-`python benchmarks/published.py --fit` repeats it). All other published runs judge them.
+`python benchmarks/published.py --fit` repeats it). All other published runs test them.
 """
 
 from typing import NamedTuple, Optional
@@ -13,10 +13,10 @@ from typing import NamedTuple, Optional
 KIND = "eager FSDP"
 
 AMPERE, HOPPER = "Ampere", "Hopper"
-# Devices that take the shares of H100; the others take those of A100. Published bf16 runs exist for A100 and H100 alone.
+# Devices that use the shares of H100; all others use those of A100. Published bf16 runs exist only for A100 and H100.
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200", "B200", "MI300X")
 
-# Constant: fitted value, and whether something else says so.
+# Constants, fitted unless noted otherwise.
 LINEAR = {AMPERE: 0.885, HOPPER: 0.737}  # of the peak, for large matrix products
 ROWS = 64.0  # rows, columns or terms of a sum with which half of that is reached: assumed; 20 to 100 fit equally well
 ATTENTION = {AMPERE: 0.522, HOPPER: 0.287}  # of the peak, for a long sequence in a flash kernel's forward pass
@@ -27,7 +27,7 @@ EXPOSED = 0.71  # share of FSDP's messages that passes do not hide
 
 
 def generation(name: str) -> str:
-    """The generation whose shares a device takes."""
+    """The generation whose shares a device uses."""
     return HOPPER if name.startswith(HOPPER_NAMES) else AMPERE
 
 
@@ -44,9 +44,9 @@ class Accuracy(NamedTuple):
         return f"error {self.median:.0%}, worst {self.worst:.0%}"
 
 
-FEW = 10  # runs, below which a median says little
+FEW = 10  # number of runs below which a median means little
 DATA, MODEL = "data parallel", "tensor or pipeline parallel"  # kinds of layouts
-# GPU, kind of layout: by `python -m megatron.tools.plan --published`. A test repeats it.
+# (GPU, kind of layout) -> errors, from `python -m megatron.tools.plan --published`. A test compares them.
 ACCURACY = {
     ("A100", DATA): Accuracy(0.03, 0.28, 66),
     ("A100", MODEL): Accuracy(0.04, 0.14, 23),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lay out a job that has lost ranks on the remaining ones, with the same global batch. Needs no torch.
 
-Tensor and pipeline parallel sizes are kept if a number of ranks allows it, and data parallel shrinks. Otherwise
-they get smaller: the planner takes the layout with the most ranks that fits in memory, and of those the one
-nearest to the previous one. A checkpoint loads into any layout.
+If possible, tensor and pipeline parallel sizes are kept and only the data parallel size shrinks. Otherwise they get smaller
+too: the planner chooses the layout with the most ranks that fits in memory, and among these the one nearest to the previous
+layout. A checkpoint loads into any layout.
 """
 
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ def _layouts(words: list[str], config: Config, ranks: int) -> Iterator[list[str]
 
 
 def fits(config: Config, ranks: int, enough: float) -> bool:
-    """Whether a rank's memory suffices: the device's, or what the job needed before (`enough`) if that was more."""
+    """Whether a rank's memory suffices: the device's, or the memory that the job needed before (`enough`), if larger."""
     cluster, _ = cluster_of(_on(config, ranks))
     return needed(config, ranks) <= max(enough, cluster.device.usable_bytes)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check, before ranks join, that memory suffices for the certain minimum of a training. Otherwise the kernel or the device
-would end it in its first steps, without naming the setting that is too large.
+"""Check, before ranks join, that memory suffices for the minimum that training needs. Otherwise the kernel or the device
+would end the job in its first steps, without naming the setting that is too large.
 
 The check uses a lower bound (`memory.certain`): conservative estimates would refuse jobs that train. Each rank decides from
 the same settings, for all ranks of its node together, before any of them allocates memory. On one machine all ranks
@@ -31,8 +31,8 @@ OVERCOMMIT = "--allow-memory-overcommit"
 
 
 def check_room(config: Config, recipe: Recipe, log: Callable[[str], None] = print) -> Optional[SettingsError]:
-    """The error of a memory that is too small, with remedies, for all ranks to raise (`training.build`). Raised here if all
-    ranks are on this machine. With --allow-memory-overcommit only a note is logged.
+    """The error if a memory is too small, with remedies, for all ranks to raise (`training.build`). If all ranks are on
+    this machine, it is raised here. With --allow-memory-overcommit only a note is logged.
     """
     refusal, here = _refusal_of(config, recipe, log), rank_env.ranks()
     if refusal and here.world_size in (1, here.local_world_size):
@@ -60,8 +60,8 @@ def _refusal_of(config: Config, recipe: Recipe, log: Callable[[str], None]) -> O
 
 @dataclass(frozen=True)
 class Demand:
-    """The minimum that training needs of the memories of this rank. jobs: the possible ones; state_alone: the memory of a
-    step depends on texts, not on settings.
+    """The minimum that training needs of the memories of this rank. jobs: the possible jobs; state_alone: count only state,
+    because the memory of a step depends on texts.
     """
 
     jobs: tuple[Job, ...]
@@ -73,7 +73,9 @@ class Demand:
     def of(
         cls, config: Config, recipe: Recipe, device: str, here: rank_env.Ranks, tokens: Optional[int] = None
     ) -> Optional["Demand"]:
-        """tokens: of the vocabulary (default: those of its files). None if the model's facts cannot predict memory."""
+        """The demand of this rank; None if the facts cannot predict memory. tokens: vocabulary size (default: from its
+        files)
+        """
         try:
             layout = Layout.of(config, here.world_size)
             job = Job.of(config, recipe.facts(config, tokens or vocabulary_of(config)[0]), dp=layout.dp, device=device)

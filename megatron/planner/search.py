@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def order(self) -> tuple:
-        """Least time per sample first; of equal ones fewer features first, then less memory."""
+        """The sort key: least time per sample first, then fewest features, then least memory."""
         lay = self.layout
         return (round(self.per_sample, 12), lay.offload, lay.zero, lay.tp * lay.cp * lay.pp, lay.chunks, self.bytes)
 
@@ -99,8 +99,8 @@ def _state_features(zero: int, shard: int, weight_ranks: int, offload: float) ->
 
 
 def simplest(plans: Sequence[Plan], tolerance: float) -> tuple[Plan, int]:
-    """Of the plans that the tolerance does not tell from the fastest, at its batch: one without offload, with the fewest
-    features and the most free memory; and the number of these plans.
+    """The simplest plan that is as fast as the fastest within the tolerance, at the same batch: without offload, then with
+    the fewest features and the most free memory. Also returns the number of plans that are as fast.
     """
     fastest = min(plans, key=lambda plan: plan.order)
     most, batch = fastest.per_sample * (1 + tolerance), fastest.job.global_batch
@@ -219,13 +219,13 @@ class _Shortlist:
 
 
 class _Fastest:
-    """The fastest plans, and the fastest ones for each number of features, of which one may be as fast within an error."""
+    """The fastest plans, and the fastest for each number of features: simpler plans may be as fast within the error."""
 
     def __init__(self, size: int):
         self.all, self.by_features = _Shortlist(size), {}
 
     def limit(self, count: int) -> float:
-        """The cost from which a plan with this number of features is of no interest."""
+        """The cost above which a plan with this number of features is dropped."""
         return max(self.all.limit, self._simple(count).limit)
 
     def offer(self, count: int, cost: float, *entry) -> None:
@@ -444,7 +444,7 @@ def _plan(layout: Layout, job: Job, size: int, rank: int, cluster: Cluster) -> P
 def _state_choices(base: Layout, space: Space) -> Iterator[tuple[int, int, float]]:
     shards = [n for n in divisors(base.dp) if space.shard in (None, n)]
     for zero in [space.zero] if space.zero is not None else range(4):
-        # On one rank a requested stage divides nothing.
+        # On one rank, a requested ZeRO stage has nothing to divide.
         alone = base.weight_ranks == 1 and (space.zero or space.shard)
         for n in [1] if zero == 0 and space.shard in (None, 1) else shards if zero else []:
             shard = 1 if zero == 0 else n * base.cp

@@ -211,7 +211,7 @@ def _word(value) -> str:
 
 
 def _of_layers(words: Optional[list[str]], num_layers: int) -> Optional[list[str]]:
-    """One word for all layers, or one for each of fewer layers, so that all words occur if there are enough layers."""
+    """Shrink a setting with one word for all layers or one per layer. All words still occur if there are enough layers."""
     if words is None or len(words) == 1:
         return words
     different = list(dict.fromkeys(words))
@@ -263,7 +263,9 @@ def _like(counts: list[int], number: int) -> list[int]:
 
 
 def _recompute(r: Recompute, stage: int, num_layers: int, each: int) -> Recompute:
-    """stage: layers of the original's fullest stage; num_layers, each: the shrunk job's layers, in total and per stage."""
+    """The settings of recomputation. stage: layers of the original's fullest stage; num_layers, each: the shrunk job's
+    layers, in total and per stage.
+    """
     size, exempt = r.recompute_num_layers, r.exempt_layers
     if size:
         size = (each if size >= stage else max(1, each - 1)) if r.recompute_method == "block" else min(size, each)

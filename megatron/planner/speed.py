@@ -382,7 +382,7 @@ def _once(job: Job, layout: Layout, cluster: Cluster, rank: int) -> StepCommunic
 
 
 def _place(transfer: Transfer, layout: Layout) -> str:
-    """Whether a message gathers parameters or reduces gradients, unit by unit, or is sent after all of these."""
+    """Classify a message: it gathers parameters or reduces gradients, unit by unit, or is sent after all of these."""
     replicates, shards = zip(DATA_PARALLEL, EXPERT_DATA_PARALLEL)
     if transfer.axis in shards and transfer.what != "matrices":
         return "gather" if transfer.op == "all_gather" else "reduce"

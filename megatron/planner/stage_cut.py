@@ -27,8 +27,8 @@ Cut = tuple[int, ...]  # layers of each stage
 def fastest(job: Job, layout: Layout, cluster: Cluster) -> str:
     """Layers of each stage, as in --pipeline-stage-layers: never slower than even stages.
 
-    A local search, from even stages and from those balanced by cost: each round moves one layer between stages, and
-    continues from the few fastest cuts, until no move leads to a faster one.
+    A local search that starts from even stages and from stages balanced by cost. Each round moves one layer between stages
+    and continues with the few fastest cuts, until no move is faster.
     """
     layers, stages = job.facts.num_layers, layout.pp * layout.chunks
     timed = cache(lambda cut: (step(job, in_stages(layout, _words(cut)), cluster).seconds, cut))

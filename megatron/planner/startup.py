@@ -2,8 +2,8 @@
 """The process groups of a job, counted without creating any, and an estimate of the time until they are ready.
 
 The counts are exact: the groups that `Mesh` and `open_channels` create (tests/mpu/test_groups.py counts them in a run).
-Seconds come from a model. Its CPU figures were measured (`benchmarks/startup.py`, machine in docs/launching.md); its NCCL
-figures were not: they come from reports of users.
+Seconds come from a model. Its CPU figures were measured (`benchmarks/startup.py`, machine in docs/launching.md). Its NCCL
+figures were not measured: they come from reports of users.
 """
 
 import math

@@ -25,7 +25,9 @@ GPT2_VOCABULARY = 50257
 
 
 def cluster_of(config: Config, env: Mapping[str, str] = os.environ, ask: bool = False) -> tuple[Cluster, str]:
-    """(the cluster, a description of the source of its figures). ask: refuse to guess nodes of other than 8 ranks."""
+    """The cluster of the settings, and a description of the source of its figures. ask: refuse to guess nodes of other than
+    8 ranks.
+    """
     asked, here = config.planner, rank_env.ranks(env)
     world = asked.world_size or here.world_size
     said = asked.local_world_size or here.local_world_size
@@ -54,7 +56,7 @@ def ranks_of_node(world: int) -> int:
 
 
 def device_memory(asked: Planner, env: Mapping[str, str] = os.environ) -> Optional[float]:
-    """The given memory of a device in GB: the flag's, else the environment's. Raises UsageError."""
+    """The memory of a device in GB from the flag, or else from the environment. Raises UsageError."""
     text = env.get("DEVICE_MEMORY_GB")
     if asked.device_memory_gb is not None or not text:
         return asked.device_memory_gb
@@ -68,7 +70,7 @@ def device_memory(asked: Planner, env: Mapping[str, str] = os.environ) -> Option
 
 
 def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: int) -> tuple[Device, str]:
-    """elsewhere: the ranks are not on this machine."""
+    """The device of a rank. elsewhere: the ranks are not on this machine."""
     asked, wanted = config.planner, config.kernels.device
     if asked.calibration:
         device = devices.choose(None, memory, asked.calibration)
@@ -93,7 +95,7 @@ def _device(config: Config, memory: Optional[float], *, elsewhere: bool, local: 
 
 
 def device_by_flags(config: Config, env: Mapping[str, str] = os.environ) -> Device:
-    """The device as in `cluster_of`, but equal on all ranks: of this machine it only uses whether there is a GPU."""
+    """The device as in `cluster_of`, but equal on all ranks: all that it uses of this machine is whether it has a GPU."""
     asked, wanted = config.planner, config.kernels.device
     if asked.calibration:
         return devices.choose(None, None, asked.calibration)
@@ -130,7 +132,7 @@ def installed_gpu() -> Optional[Device]:
 
 
 def vocabulary_of(config: Config) -> tuple[int, str]:
-    """(tokens before padding, a remark or ""): from the tokenizer if its files are here, else from the flags.
+    """The vocabulary size before padding, and a remark or "": from the tokenizer if its files are here, else from flags.
 
     Raises SettingsError if the flags have fewer tokens than the tokenizer.
     """
@@ -159,6 +161,6 @@ def vocabulary_of(config: Config) -> tuple[int, str]:
 
 
 def job_of(config: Config, cluster: Cluster, dp: int = 1) -> tuple[Job, str]:
-    """(the job, a remark on its vocabulary)."""
+    """The job of the settings, and a remark on its vocabulary."""
     size, remark = vocabulary_of(config)
     return Job.of(config, facts_of(config, size), dp=dp, device=cluster.device.kind), remark

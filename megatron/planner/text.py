@@ -60,7 +60,7 @@ def choice(searched: SearchedPlans, tolerance: float) -> str:
 
 
 def trust(plan: Plan, cluster: Cluster) -> str:
-    """What predicted times of a plan rest on."""
+    """The basis of a plan's predicted times: speeds, and errors in published runs."""
     device = cluster.device
     if not device.assumed:
         return "times rest on speeds that were measured with --calibrate"
@@ -94,7 +94,7 @@ def devices(cluster: Cluster, source: str) -> str:
 
 
 def plans(searched: SearchedPlans, cluster: Cluster, most: int, width: int = WIDTH) -> str:
-    """The table of ranked plans. Columns that are idle in all rows are left out, in a narrow terminal also minor ones."""
+    """The table of ranked plans. Leaves out columns without effect in any row, and in a narrow terminal also minor ones."""
     rows = []
     for number, plan in enumerate(searched.plans[:most], 1):
         step, lay = plan.step, plan.layout

@@ -22,7 +22,7 @@ PARTIAL = dict(tp="norms and biases", ep="experts", etp="experts' biases", tied=
 
 @dataclass(frozen=True)
 class Transfer:
-    """The calls of one collective in a step. bytes: of all calls together; beside: they overlap with computation."""
+    """The calls of one collective in a step. bytes: sum over the calls; beside: whether they overlap with computation."""
 
     what: str
     op: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send

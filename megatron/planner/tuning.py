@@ -26,7 +26,7 @@ TRIED = 3  # number of layouts that --tune-steps times
 
 @contextlib.contextmanager
 def tuned(config: schema.Config, recipe: Recipe) -> Iterator[schema.Config]:
-    """The unresolved settings with the open ones chosen. All ranks together.
+    """Choose the open ones among unresolved settings. All ranks call it together.
 
     The ranks join here and leave after the training: a second process group could connect to addresses of the first.
     """

@@ -19,7 +19,7 @@ Points = list[tuple[int, float]]
 def plots(history: History) -> list[tuple[str, str]]:
     """(caption, SVG as a data URL) of a task's metrics, loss, learning rate, throughput, gradient norm, and other sums.
 
-    Curves without data are left out. Dotted lines mark resumed launches, and (red) spikes.
+    Curves without data are left out. Dotted lines mark resumed launches; red ones mark spikes.
     """
     steps = history.steps
     wanted: list[tuple[str, Optional[Callable]]] = [
@@ -144,7 +144,7 @@ def half_window(count: int, share: float) -> int:
 
 
 def smooth(points: Points, share: float = SHARE) -> Points:
-    """Mean over a window of about `share` of the curve, centred so that a falling curve is not delayed.
+    """The running mean of a curve, over a centred window of about `share` of it, so that a falling curve is not delayed.
 
     At the end, where half of the window is missing, it continues as the straight line through the last whole window: the
     mean of ever fewer points would follow the noise of the last one. At the start, where a curve falls faster than its

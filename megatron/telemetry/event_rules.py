@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for events: thresholds, levels, and events that are not wanted, from the file of `--event-rules`.
 
-    slow_steps: {threshold: 0.5, level: error}    # below half of the usual throughput: somebody has to look at once
+    slow_steps: {threshold: 0.5, level: error}    # below half of the usual throughput: an error, not only a warning
     high_grad_norm: 20                            # only the threshold
     loss_above_guess: off
     save: off                                     # every kind of event can be switched off
@@ -26,7 +26,7 @@ class EventRule:
     """When an event is recorded, and how urgent it is. None: there is no such limit for this kind."""
 
     threshold: Optional[float] = None
-    seconds: Optional[float] = None  # shortest time that is judged
+    seconds: Optional[float] = None  # shortest time to which the rule applies
     level: Optional[str] = None  # None: that of the kind
     off: bool = False
 
@@ -43,7 +43,7 @@ DEFAULTS = {
     "restart_storm": EventRule(3),  # restarts within an hour
     "disk_nearly_full": EventRule(2),  # checkpoints that have to fit
 }
-ABOVE = {"slow_rank": 1}  # thresholds that must be larger than this; others than 0
+ABOVE = {"slow_rank": 1}  # thresholds must be larger than this, all others larger than 0
 Rules = Mapping[str, EventRule]
 
 
@@ -95,13 +95,13 @@ def _rule(where: str, kind: Any, value: Any) -> EventRule:
 
 
 WINDOW = 200  # steps whose median is the reference
-ENOUGH = 32  # steps before any is judged
+ENOUGH = 32  # steps before the first one is judged
 INTERVAL = 10  # fewest steps whose throughput is judged together
 EARLIER = 5  # fewest intervals that are the reference for the next one
 
 
 class RecordRules:
-    """Judges the records of metrics.jsonl, in the order of writing. An event is recorded once, until its condition ends.
+    """Records events about the records of metrics.jsonl, in order. Each event is recorded once until its condition ends.
 
     record:  `EventLog.record`
     loss:    name of the loss of a language model; None: there is none
@@ -198,7 +198,7 @@ class RecordRules:
                 share=rate / usual,
                 steps=steps,
             )
-        if not slow:  # slow ones do not become the usual ones
+        if not slow:  # slow intervals must not become the reference
             self.rates.append(rate)
 
     def _judge_validation(self, evaluation: Mapping[str, Any]) -> None:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""events.jsonl: what happened to a run, one JSON object per line, next to metrics.jsonl.
+"""The events of a run in events.jsonl, next to metrics.jsonl: one JSON object per line.
 
     events = EventLog(events_path(metrics), log=console.log)
     events.record("spike", "loss 5 is 65.6 deviations above ...", iteration=40, what="loss", value=5.0)
     [event for event in read_events("runs/a") if event["level"] == "error"]
 
-Every event has the same first fields; those of its kind follow (`KINDS`):
+Every event starts with the same fields. The fields of its kind follow (`KINDS`):
 
     {"time": 1764220000.123, "event": "spike", "level": "warning", "iteration": 40, "rank": null, "host": "node7",
      "source": "run", "message": "loss 5 is ...", "what": "loss", "value": 5.0, ...}
 
 `time` is in Unix seconds, `iteration` the number of finished steps (null: not known, for example before the start), `rank`
-the rank that the event is about (null: all), `source` who wrote it: "run" (its first rank) or "supervisor". The file only
+the rank that the event is about (null: all), `source` the writer: "run" (its first rank) or "supervisor". The file only
 grows, and both append whole lines to it. A line that a crash tore is skipped by the reader.
 """
 
@@ -249,7 +249,7 @@ class EventLog:
         """Record an event.
 
         message: one sentence
-        level, logged: instead of the kind's own
+        level, logged: replace the values of the kind
         fields: as listed in `KINDS`
         """
         known, rule = KINDS[kind], self.rules.get(kind)
@@ -281,7 +281,7 @@ class EventLog:
         return {pid for outbox in self.outboxes for pid in outbox.processes()}
 
     def close(self, timeout: Optional[float] = None) -> None:
-        """Wait until the outboxes have sent their events, at most `timeout` seconds (None: as long as each wants)."""
+        """Wait until the outboxes have sent their events, at most `timeout` seconds (None: each outbox's own limit)."""
         for outbox in self.outboxes:
             outbox.close(*([] if timeout is None else [timeout]))
 

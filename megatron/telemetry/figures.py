@@ -14,7 +14,7 @@ WIDE = 100_000  # with --wide: nothing is cut or wrapped
 
 
 def count(number: float) -> str:
-    """A number of parameters, tokens or samples.
+    """Format a number of parameters, tokens or samples.
 
     >>> count(950), count(9_999), count(12_345), count(5_300_000), count(22.068e9), count(999_960_000)
     ('950', '9,999', '12.3 k', '5.3 M', '22.1 B', '1.0 B')
@@ -28,7 +28,7 @@ def count(number: float) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes.
+    """Format a number of bytes.
 
     >>> size(38.5e9), size(618e6), size(1536), size(40), size(0), size(2.664e12)
     ('38.50 GB', '618.0 MB', '1.5 kB', '40 B', '0', '2.66 TB')
@@ -40,7 +40,7 @@ def size(number: float) -> str:
 
 
 def part_of(used: float, whole: float) -> str:
-    """Two sizes in the unit of the second.
+    """Format two sizes in the unit of the second one.
 
     >>> part_of(39.04e9, 85.9e9), part_of(0.2e6, 1e6)
     ('39.0 of 85.9 GB', '0.2 of 1.0 MB')
@@ -59,7 +59,7 @@ def _unit(number: float) -> tuple[float, str, int]:
 
 
 def seconds(number: float) -> str:
-    """A duration in the most suitable unit.
+    """Format a duration in the most suitable unit.
 
     >>> seconds(3.6234), seconds(0.0123), seconds(2.5e-5), seconds(146.35), seconds(1800), seconds(90_000), seconds(9e5)
     ('3.62 s', '12.30 ms', '0.03 ms', '146.35 s', '30.0 min', '25.0 h', '10.4 days')
@@ -74,7 +74,7 @@ def seconds(number: float) -> str:
 
 
 def since(number: float) -> str:
-    """The age of something in the most suitable unit.
+    """Format an age in the most suitable unit.
 
     >>> since(119), since(600), since(9_000), since(200_000), since(-1)
     ('119 s', '10 min', '2 h', '2 d', '0 s')
@@ -86,7 +86,7 @@ def since(number: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """A duration in few characters.
+    """Format a duration in few characters.
 
     >>> [short_duration(seconds) for seconds in (42.4, 261, 7500, 900000, math.inf)]
     ['42s', '4m21s', '2h05m', '10d10h', '?']
@@ -102,7 +102,7 @@ def short_duration(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration as hours, minutes and seconds.
+    """Format a duration as hours, minutes and seconds.
 
     >>> duration(59.6), duration(3725), duration(200000)
     ('0:01:00', '1:02:05', '2d 07:33:20')
@@ -114,7 +114,7 @@ def duration(seconds: float) -> str:
 
 
 def several(number: int, what: str, many: str = "") -> str:
-    """A number with its noun, in the plural where needed.
+    """Format a number with its noun, in the plural if needed.
 
     >>> several(1, "run"), several(2, "run"), several(2, "launch", "launches")
     ('1 run', '2 runs', '2 launches')
@@ -123,7 +123,7 @@ def several(number: int, what: str, many: str = "") -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """One line of at most `width` characters.
+    """Shorten a text to one line of at most `width` characters.
 
     >>> shortened("a backend's long message", 12), shortened("short", 12)
     ('a backend...', 'short')
@@ -136,7 +136,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def sentence(text: str, width: int = WIDTH) -> str:
-    """A sentence wrapped to `width`, with its later lines indented by two more than the first.
+    """Wrap a sentence to `width`; later lines are indented by two more than the first.
 
     >>> print(sentence("  note: a sentence that does not fit", 24))
       note: a sentence that
@@ -149,7 +149,7 @@ def sentence(text: str, width: int = WIDTH) -> str:
 
 
 def labelled(label: str, text: str, width: int = WIDTH, indent: int = 24) -> str:
-    """A label and its text, all lines of which start at column `indent`.
+    """Format a label and its text. All lines of the text start at column `indent`.
 
     >>> print(labelled("InfiniBand", "none: NCCL uses TCP", width=24, indent=14))
       InfiniBand  none: NCCL
@@ -168,10 +168,10 @@ def table(
     width: int = WIDTH,
     spare: Sequence[str] = (),
 ) -> str:
-    """A table with columns as wide as they need to be, those in `left` aligned left, others right.
+    """Format a table with columns as wide as needed. Columns in `left` are aligned left, others right.
 
-    Where that is more than `width`, the columns in `spare` (by their heads, the first one first) are left out as needed,
-    then the longest texts are cut.
+    If the table is wider than `width`, columns in `spare` (given by their heads, the first one first) are left out as
+    needed. Then the longest texts are cut.
 
     >>> print(table([["tp2", "3.62 s", "yes"], ["pp4-zb-h1", "12.30 s", "-"]], ["layout", "a step", "offload"]))
     layout      a step  offload

@@ -14,8 +14,8 @@ from megatron.telemetry.drawing import BLUE, GREEN, INK, LINE, ORANGE, RED, SOFT
 from megatron.telemetry.rank_times import BACKWARD, DATA, FORWARD, OTHER, OWN, PARTS, STOPPED, UPDATE, WAITING
 from megatron.telemetry.stragglers import median_of_others
 
-HEIGHT, EACH = 1.3, 0.24  # inches: of a picture without ranks, of a rank
-COLUMNS, ROWS = 64, 32  # the most cells that are drawn; of more ranks those that differ most
+HEIGHT, EACH = 1.3, 0.24  # inches: height without ranks, height of a rank
+COLUMNS, ROWS = 64, 32  # maximal number of cells; of more ranks, those that differ most are drawn
 COLOURS = {DATA: ORANGE, FORWARD: BLUE, BACKWARD: GREEN, UPDATE: VIOLET, OTHER: SOFT, STOPPED: RED, WAITING: LINE}
 LONGEST = 1.0  # excess, as a share of the peers' time, of the strongest red; of the strongest blue it is half as much
 
@@ -26,19 +26,19 @@ def times_of(records: Sequence[dict], part: str) -> np.ndarray:
 
 
 def usable(records: Sequence[dict]) -> list[dict]:
-    """The records that have all parts, of as many ranks as the last one: a run may continue on other ranks."""
+    """The records with all parts and as many ranks as the last record: a run may resume on another number of ranks."""
     whole = [r for r in records if isinstance(r.get("seconds"), dict) and set(PARTS) <= r["seconds"].keys()]
     count = len(whole[-1]["seconds"][DATA]) if whole else 0
     return [record for record in whole if all(len(record["seconds"][part]) == count for part in PARTS)]
 
 
 def excess(records: Sequence[dict], stages: Sequence[int]) -> np.ndarray:
-    """How much longer the own time of a rank was than that of its peers, as a share of that: [ranks, records]."""
+    """The own time of each rank above that of its peers, as a share of the peers' time: [ranks, records]."""
     return against_peers(sum(times_of(records, part) for part in OWN), stages)
 
 
 def against_peers(times: np.ndarray, stages: Sequence[int]) -> np.ndarray:
-    """How much longer than its peers each rank took, as a share of their time. times: seconds [ranks, records]"""
+    """The time of each rank above that of its peers, as a share of the peers' time. times: seconds [ranks, records]"""
     usual, stages = np.empty_like(times), np.asarray(stages)
     for stage in np.unique(stages):
         ranks = np.flatnonzero(stages == stage)

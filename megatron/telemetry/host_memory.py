@@ -8,7 +8,7 @@ from typing import Optional
 
 
 def available_memory(otherwise: Optional[float] = 8e9) -> Optional[float]:
-    """Bytes of memory that this process could still take; `otherwise` where the system does not tell.
+    """Bytes of memory that this process can still allocate; `otherwise` if the system does not report them.
 
     Cached files count as free, swap does not.
     """
@@ -65,7 +65,7 @@ def _groups(
 
 
 def resident_memory() -> int:
-    """Bytes of resident memory of this process; 0 where the system does not tell."""
+    """Bytes of resident memory of this process; 0 if the system does not report them."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -74,7 +74,7 @@ def resident_memory() -> int:
 
 
 def most_resident_memory() -> int:
-    """Peak bytes of resident memory of this process; 0 where the system does not tell.
+    """Peak bytes of resident memory of this process; 0 if the system does not report them.
 
     Not getrusage, whose value is at least the memory of the parent at the time of the fork.
     """

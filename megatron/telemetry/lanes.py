@@ -7,8 +7,8 @@
     bars = recording.bars()
 
 A message is launched, travels, and is waited for: the time before the wait overlaps other work, the wait is *exposed*. On a
-CPU both are times of the host. On CUDA they are events on the compute stream, which the host reads after the steps; between
-launch and wait that stream computes, in the wait it is idle.
+CPU both are times of the host. On CUDA they are events on the compute stream, which the host reads after the steps. The
+stream computes between launch and wait, and is idle during the wait.
 
 The arrival of a message is not recorded: a wait for one that has arrived is short.
 """
@@ -35,7 +35,7 @@ class Bar(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank waited for it."""
+        """Seconds in which the rank waited for the message."""
         return self.end - self.wait
 
 
@@ -115,7 +115,7 @@ class _RecordedWork:
 
 
 class _HostClock:
-    """Marks are seconds."""
+    """The clock of the host. Its marks are seconds."""
 
     def __init__(self):
         self.base = time.perf_counter()
@@ -129,7 +129,7 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Marks are events on the current stream; the host does not wait for them before `finish`."""
+    """The clock of a CUDA device. Its marks are events on the current stream; the host waits for them only in `finish`."""
 
     def __init__(self):
         import torch

@@ -50,9 +50,9 @@ def read_lanes(path: Path) -> RankLanes:
 
 
 def draw_profiled(folder: Path, own: RankLanes, ranks: Iterable[int]) -> Path:
-    """Draw those of `ranks` that have a file of the same iterations in the folder.
+    """Draw the ranks among `ranks` whose files in the folder are of the same iterations.
 
-    Each rank does so after writing its own file, and draws again while it finds more files. So the last one draws all.
+    Each rank calls it after writing its own file, and draws again if there are more files by then: the last rank draws all.
     """
     target, drawn = folder / "timeline.svg", None
     while True:

@@ -15,7 +15,7 @@ def console_line(
     """Megatron-LM's line for the steps since the last one, followed by our rates.
 
     log_throughput: give TFLOP/s in Megatron-LM's words and place, whatever the device is.
-    Losses are means over the steps that were not skipped, left out without such a step; all else is of this step.
+    Losses are means over the steps that were not skipped, left out if there are none. All other values are of this step.
     """
     milliseconds = 1000 * interval.seconds / interval.steps
     losses = interval.means
@@ -102,7 +102,7 @@ def short_line(
 
 
 def _fitted(parts: list[tuple[int, str]], width: int) -> str:
-    """Parts in columns; narrower, and without those of the highest numbers, until they fit.
+    """Join parts to one line. To fit into `width`, it has narrower columns, and leaves out parts with the highest numbers.
 
     >>> _fitted([(0, "loss  7.1"), (1, "lr 1e-3"), (0, "ETA 4s")], 20)
     'loss 7.1  ETA 4s'

@@ -112,7 +112,7 @@ class Metrics:
         """Serve current values to Prometheus (--metrics-port)."""
         name, saved = local_folder(save).name if save else "", None
         if restarts and save:
-            with contextlib.suppress(OSError, Failure):  # the next save gives the age
+            with contextlib.suppress(OSError, Failure):  # the next save sets it
                 saved = last_saved(save)
         self.prometheus = Prometheus(self.settings, self.run, header, name=name, restarts=restarts, saved=saved)
         self.listeners.append(self.prometheus.write)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send events to somebody: a command (`--on-event`), or a URL that takes JSON (`--webhook`).
+"""Send events to a command (`--on-event`) or to a URL that accepts JSON (`--webhook`).
 
     log = open_events(config.logging, config.checkpoint.save)
     log.record("spike", ...)
     log.close()
 
 Each outbox has a thread and a bounded queue, so neither training nor another outbox ever waits for it. A webhook gets the
-event as it stands in events.jsonl, with `run` (the --save folder), and `text`, a line that chat programs show as it is.
+event as in events.jsonl, with two more fields: `run` (the --save folder) and `text`, a line for chat programs.
 """
 
 import json
@@ -29,15 +29,15 @@ from megatron.telemetry.event_rules import read_rules
 from megatron.telemetry.events import LEVELS, EventLog, events_path
 from megatron.telemetry.metrics import metrics_path
 
-ROOM = 256  # events that wait at most
-PAUSES = (1.0, 3.0, 9.0, 27.0)  # seconds before another try
+ROOM = 256  # maximal number of queued events
+PAUSES = (1.0, 3.0, 9.0, 27.0)  # seconds before each further try
 TIMEOUT = 10.0  # seconds for a try of the webhook
 PATIENCE = 60.0  # seconds for a command
 LAST = 8.0  # seconds that the end of a run waits for events that are not sent yet: less than a supervisor's patience
 
 
 class Undeliverable(Exception):
-    """A message that was not taken. again: whether another try may help."""
+    """An event could not be sent. again: whether another try may help."""
 
     def __init__(self, why: str, again: bool = True):
         super().__init__(why)
@@ -48,7 +48,7 @@ class Outbox:
     """Sends events in a thread of its own.
 
     send:   sends an event, or raises Undeliverable
-    level:  least level of the events to send; the end of a run is always sent
+    level:  lowest level of the events to send; the end of a run is always sent
     lost:   called with (number of events, reason) after some could not be sent
     """
 
@@ -84,7 +84,7 @@ class Outbox:
             self.dropped += 1
 
     def close(self, timeout: float = LAST) -> None:
-        """Send what waits, for at most `timeout` seconds; the rest is lost."""
+        """Send the queued events for at most `timeout` seconds; the rest are lost."""
         if self.thread is None:
             return
         deadline = time.monotonic() + timeout
@@ -161,12 +161,12 @@ class EventCommand:
         self.running: set[int] = set()  # the process of the present command
 
     def __call__(self, event: dict) -> None:
-        """Run it to its end. Raises Undeliverable."""
+        """Run the command to its end. Raises Undeliverable."""
         names = ("level", "message", "iteration", "rank", "run")
         more = {f"EVENT_{name.upper()}": "" if event[name] is None else str(event[name]) for name in names}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         environment = {**os.environ, "EVENT": event["event"], **more}
-        with self.lock:  # nobody sees the process before it is in the set
+        with self.lock:  # so that `processes` cannot miss the process
             process = subprocess.Popen(self.words, shell=True, env=environment, start_new_session=True, **pipes)
             self.running.add(process.pid)
         with process:
@@ -183,7 +183,7 @@ class EventCommand:
 
 
 def webhook_url(given: str) -> str:
-    """The URL of --webhook: itself, or the first line of @FILE. Raises SettingsError if it is no http(s) URL."""
+    """The URL of --webhook, or with @FILE the first line of the file. Raises SettingsError if it is no http(s) URL."""
     url = given
     if given.startswith("@"):
         try:

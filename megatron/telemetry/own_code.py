@@ -18,7 +18,7 @@ from typing import Any, Optional
 from megatron.errors import SettingsError, UsageError
 from megatron.telemetry.run_record import git
 
-DIGITS = 12  # of a checksum, as many as of the commit
+DIGITS = 12  # of a checksum; as many as in the commit
 PACKAGE = "megatron"
 INSTALLED = ("site-packages", "dist-packages")
 
@@ -65,7 +65,7 @@ def checksum(content: bytes) -> str:
 def own_files(module: str, inside: str = "") -> dict[str, Path]:
     """Relative path -> file, of a module and of all modules that it imports from the same root folder.
 
-    Installed packages and this suite are left out, except its subpackage `inside`. Nothing is imported for it.
+    Installed packages and this suite are left out, except its subpackage `inside`. No module is imported.
     """
     start = file_of(module)
     if start is None:

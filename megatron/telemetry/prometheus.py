@@ -64,8 +64,7 @@ NO_VALUES = {"kind", "split", "iteration", "consumed_samples", "time", "final", 
 class Prometheus:
     """Serves the current values of a run. Takes the records of metrics.jsonl.
 
-    name: of the run, the label of all values. restarts: number of earlier launches. saved: the checkpoint of an earlier
-    launch.
+    name: name of the run, a label of all values. restarts: number of earlier launches. saved: the last checkpoint of these.
     """
 
     def __init__(
@@ -106,14 +105,14 @@ class Prometheus:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
 
     def write(self, record: dict[str, Any]) -> None:
-        """Take over the values of a record. Unknown kinds change nothing."""
+        """Update the values from a record. Unknown kinds change nothing."""
         with self._lock:
             take = getattr(self, f"_take_{record['kind']}", None)
             if take:
                 take(record)
 
     def count_event(self, event: dict[str, Any]) -> None:
-        """Count an event. One of a complete checkpoint is also its time."""
+        """Count an event. The event of a complete checkpoint also sets the time of the last one."""
         with self._lock:
             self._add("events", 1, event=event["event"], level=event["level"])
             if event["event"] == "save" and event["iteration"] is not None:
@@ -179,7 +178,7 @@ class Prometheus:
 
 
 def refused_port(logging: Logging) -> Optional[SettingsError]:
-    """The error of rank 0 if it cannot listen on --metrics-port, before ranks join, for all of them to raise."""
+    """The error if rank 0 cannot listen on --metrics-port; else None. Checked before ranks join, for all to raise it."""
     if logging.metrics_port is None or rank_env.ranks().rank:
         return None
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank spends its steps: seconds in each part of a step, and seconds in which it waits for other ranks.
+"""Measure the seconds that a rank spends in each part of a step, and the seconds in which it waits for other ranks.
 
     times = HostTimes()             # DeviceTimes on a GPU
     with RankTimes.measuring(times):
@@ -7,13 +7,13 @@
         times.end_step()
     times.take()                    # seconds by part, of the steps since the last call
 
-A moment counts in one part only, the innermost: a collective inside a forward pass counts as waiting. The sum of the other
-parts is the rank's *own time*. Ranks leave a collective together, so the slow one is the one that waits least.
+Each moment counts in one part only, the innermost: a collective inside a forward pass counts as waiting. The sum of the
+other parts is the rank's *own time*. Ranks leave a collective together, so the slow rank is the one that waits least.
 
-On a CPU a part is measured by the clock of the host. A process that is stopped in a wait keeps the others waiting; a thread
-that wakes up late tells (`_Pulse`). On CUDA it is the time between two events on the compute stream, which
-also covers an idle device. Events are read two steps later, so the host never waits for them. Evaluations and saves do not
-count. Output only: training never depends on these values. Needs no torch.
+On a CPU a part is measured by the clock of the host. A process that is stopped during a wait keeps other ranks waiting; a
+thread (`_Pulse`) detects this, because it wakes up late. On CUDA it is the time between two events on the compute stream,
+which also covers an idle device. Events are read two steps later, so the host never waits for them. Evaluations and saves
+do not count. Output only: training never depends on these values. Needs no torch.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ DATA, FORWARD, BACKWARD, UPDATE, OTHER, STOPPED, WAITING = PARTS = (
     "backward",
     "update",  # own work in the reduction of gradients, and the update
     "other",  # between the other parts, and between steps: log, hooks, garbage collection
-    "stopped",  # in a wait, but the process did not run (on a CPU)
+    "stopped",  # the process did not run during a wait (on a CPU)
     "waiting",  # for other ranks: collectives and pipeline messages
 )
 OWN = PARTS[:-1]
@@ -55,8 +55,8 @@ PART_OF = {  # phase -> part; the other phases are inside one of these
     "send B": WAITING,
 }
 BEHIND = 2  # last steps whose events are not read yet
-PULSE = 0.1  # seconds between two looks at whether the process runs
-LATE = 0.025  # seconds by which such a look is late if it does not
+PULSE = 0.1  # seconds between two checks that the process runs
+LATE = 0.025  # seconds of delay of a check after which it did not run
 
 
 class RankTimes:
@@ -113,7 +113,7 @@ class RankTimes:
         return taken
 
     def host_times(self) -> dict[str, float]:
-        """Seconds of the main thread on a core and in the queue for one since the last call, if they mean something."""
+        """Seconds of the main thread on a core and in the queue for one since the last call; 0 if they are not measured."""
         return {CPU: 0.0, QUEUE: 0.0}
 
     def exclude_host_time(self, begins: bool) -> None:
@@ -129,8 +129,8 @@ class HostTimes(RankTimes):
     def __init__(self, waits: bool = True):
         super().__init__()
         self.waits, self.usage = waits, ThreadUsage()
-        self.counted = self.usage.read()  # where counting began
-        self.left, self.depth = self.counted, 0  # where the outermost part began that does not count
+        self.counted = self.usage.read()  # the start of counting
+        self.left, self.depth = self.counted, 0  # the start of the outermost part that does not count
         self.stopped = 0.0  # seconds of waits in which the process did not run
 
     @contextlib.contextmanager
@@ -239,7 +239,7 @@ class ThreadUsage:
 
 
 class _Pulse:
-    """A context with a thread that sleeps, and notices when it wakes up late: then the process was stopped or frozen."""
+    """A context with a thread that sleeps. If it wakes up late, the process was stopped or frozen."""
 
     def __init__(self, times: HostTimes):
         self.times, self.over = times, False
@@ -256,7 +256,7 @@ class _Pulse:
         while not self.over:
             time.sleep(PULSE)  # an Event would take several times as long to wake up from
             (_, queue), now = usage.read(), time.perf_counter()
-            late = now - began - PULSE - (queue - queued)  # other programs on the cores do not count
+            late = now - began - PULSE - (queue - queued)  # time in the queue for a core does not count
             if late > LATE:
                 self.times.was_stopped(began + PULSE, late)
             queued, began = queue, now

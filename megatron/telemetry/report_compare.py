@@ -4,7 +4,7 @@
     figures({"a": read_history(...), "b": read_history(...)})     # the output of --json
     page_of({"a": ..., "b": ...}, "a and b")                      # HTML
 
-The others are compared with the first run.
+All other runs are compared with the first one.
 """
 
 import itertools
@@ -33,8 +33,8 @@ from megatron.telemetry.report_page import Grid, Section, page
 from megatron.telemetry.run_record import LOSS, History, own_sums
 
 COLOURS = (BLUE, ORANGE, GREEN, VIOLET, RED, INK, SOFT)
-DASHES = ("-", "--", ":", "-.")  # where there are more runs than colours
-ALWAYS = ("code commit", "--seed")  # listed even where they are the same
+DASHES = ("-", "--", ":", "-.")  # dashes if there are more runs than colours
+ALWAYS = ("code commit", "--seed")  # listed even if they are the same
 LAST = 20  # steps in the mean that is the final training loss of a run
 PLACES = (  # settings of paths and names, which do not affect training
     *("--save", "--load", "--metrics-file", "--log-file", "--tensorboard-dir", "--wandb-project", "--wandb-exp-name"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the metrics of a run from its --save folder.
 
-They are in the folder itself, unless --metrics-file puts them elsewhere. A launch then writes the path to metrics_file.txt
-in the folder: one line, relative to the folder, so that both may be moved together.
+The metrics are in the folder itself unless --metrics-file is given. A launch then writes their path to metrics_file.txt in
+the folder: one line, relative to the folder, so that both may be moved together.
 """
 
 import json
@@ -54,7 +54,7 @@ def _saves_into(metrics: Path, folder: Path) -> bool:
 
 
 def unique_names(places: list[str]) -> list[str]:
-    """Names of runs: the last parts of their paths, as many as make all of them different.
+    """Short and unique names of runs: the last parts of their paths, as many as necessary.
 
     >>> unique_names(["/runs/a", "/runs/b"]), unique_names(["/x/run", "s3://y/run"])
     (['a', 'b'], ['x/run', 'y/run'])

@@ -11,7 +11,7 @@ work. A rank is slow if its excess is large in the sum of the windows, and in se
 Excess has a sign, so ranks that are slow in turns, as on a busy machine, are not named. Time in the queue for a core counts
 only if it stays on one rank for long.
 
-A rank that is alone on its stage has no peers, as unequal stages are a matter of the plan. It is compared with all ranks,
+A rank that is alone on its stage has no peers, because stages may differ on purpose. It is compared with all ranks,
 but only by its waits for data and by the time in which its process did not run. A stage is compared with its own past.
 Pure: equal rows give equal findings. Needs no torch.
 """
@@ -40,16 +40,16 @@ from megatron.telemetry.rank_times import (
 
 SHARE = 0.25  # excess over the peers' own time from which a rank is slow, or a stage against its past
 COST = 0.10  # part of a step that a slow rank or stage costs at least
-LEAST = 0.002  # seconds of a step: smaller differences are noise
-DATA_SHARE, LEAST_DATA = 0.25, 0.01  # part of a step, and seconds, from which waits of all ranks for data are named
+LEAST = 0.002  # seconds of a step; smaller differences are noise
+DATA_SHARE, LEAST_DATA = 0.25, 0.01  # part of a step, and seconds, from which waits of all ranks for data are reported
 CALM = 4  # windows without excess until a rank has recovered; twice as many each time that it is slow again
 MOST_CALM = 64
 ENOUGH, REFERENCE = 8, 64  # windows of the past for comparisons: at least, at most
-UNEQUAL = 1.5  # ratio of two stages that is worth a note
+UNEQUAL = 1.5  # ratio of the times of stages from which a note is logged
 
 
 class Rule(NamedTuple):
-    """In how many of the last windows a difference must be large."""
+    """A difference must be large in at least `over` of the last `windows` windows."""
 
     windows: int
     over: int
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
 
 RANK = Rule(windows=4, over=2)
 PAUSES = Rule(windows=8, over=2)  # a rank that stops now and then
-BUSY = Rule(windows=24, over=16)  # of `LONG` windows, where other programs use the cores: the load stays on one rank
+BUSY = Rule(windows=24, over=16)  # in windows of `LONG`, if other programs use the cores: the load stays on one rank
 LONG = 2.5  # seconds
 STEADY = Rule(windows=4, over=3)  # for all ranks at once
 
@@ -72,7 +72,7 @@ WORDS = {
 
 
 class Finding(NamedTuple):
-    """What was found: an event (events.py) and its fields. `unequal_stages` is no event, but a note for the log."""
+    """A detected problem: an event (`events.py`) and its fields, or with `unequal_stages` a note for the log."""
 
     kind: str
     message: str
@@ -81,7 +81,7 @@ class Finding(NamedTuple):
 
 
 class _Slow:
-    """Something that is slow at present. calm: whether it is not, in a window."""
+    """A rank, stage, network or loader that is slow at present. calm: whether it is not slow in a window."""
 
     def __init__(self, what: str, calm: Callable[["_Window"], bool], needed: int):
         self.what, self.calm, self.needed, self.windows = what, calm, needed, 0
@@ -95,7 +95,7 @@ class StragglerDetector:
     """Compares the times of all ranks, window by window.
 
     stages: pipeline stage of each rank
-    names:  of the ranks in messages, such as "rank 3 (node7)"
+    names:  names of the ranks in messages, such as "rank 3 (node7)"
     device: on "cpu", rows have the CPU time of the ranks
     share:  excess over the peers from which a rank is slow. data_share: part of a step in which all wait for data
     """
@@ -116,13 +116,13 @@ class StragglerDetector:
         self.unfinished = 0.0, 0, 0.0  # rows, steps and seconds of the next long window
         self.past: deque[_Window] = deque(maxlen=REFERENCE)  # windows in which nothing was slow
         self.slow: dict[tuple[str, Optional[int]], _Slow] = {}  # (kind of event, rank or stage)
-        self.times: dict[tuple[str, Optional[int]], int] = {}  # how often it was
+        self.times: dict[tuple[str, Optional[int]], int] = {}  # how often it was slow
         self.noted_stages = False
-        self.count = 0  # of windows so far
+        self.count = 0  # number of windows so far
         self.recovered_at = np.zeros(len(self.stages), dtype=int)  # the window in which each rank recovered
 
     def observe(self, rows: np.ndarray, steps: int) -> list[Finding]:
-        """Add a window. rows: seconds of each rank in its steps, [ranks, COLUMNS]. Returns what has changed."""
+        """Add a window. rows: seconds of each rank in its steps, [ranks, COLUMNS]. Returns all changes."""
         rows, self.count = np.asarray(rows, dtype=float), self.count + 1
         window = self._window(rows, steps)
         self.windows.append(window)
@@ -206,7 +206,7 @@ class StragglerDetector:
         return DATA if excess[DATA] > whole / 2 else max(compute, key=mine.get)
 
     def _cause(self, rank: int, last: list["_Window"]) -> str:
-        """Why a rank is slow, as far as the CPU time of its process tells."""
+        """The reason why a rank is slow, as far as the CPU time of its process shows it."""
         if self.device != "cpu":
             return ""
         excess, stalled, queue = (
@@ -228,7 +228,7 @@ class StragglerDetector:
     # ---- all ranks -------------------------------------------------------------------------------------------------
 
     def _data_of_all(self) -> Iterable[Finding]:
-        """Whether all ranks wait for data."""
+        """Report if all ranks wait for data."""
         last, key = self._last(), ("slow_data", None)
         over = [window.data_of_all > max(self.data_share * window.step, LEAST_DATA) for window in last]
         if sum(over) < STEADY.over or key in self.slow:
@@ -243,7 +243,7 @@ class StragglerDetector:
         yield Finding(*key[:1], message, None, dict(seconds=wait, step_seconds=step, steps=_steps(last)))
 
     def _stages(self) -> Iterable[Finding]:
-        """A stage that takes longer than before, while others do not; or, once, that stages are unequal."""
+        """Report a stage that takes longer than before while others do not, and once that stages are unequal."""
         last = self._last()
         if len(self.peers.groups) == 1 or len(last) < STEADY.windows or len(self.past) < ENOUGH:
             return
@@ -281,7 +281,7 @@ class StragglerDetector:
         return Finding("slow_stage", message, None, dict(stage=stage, seconds=now, median=before, steps=steps))
 
     def _network(self) -> Iterable[Finding]:
-        """Whether all ranks wait longer for messages than before, and compute as before."""
+        """Report if all ranks wait longer for messages than before, but compute as fast as before."""
         last, key = self._last(), ("slow_network", None)
         if len(self.stages) == 1 or len(self.past) < ENOUGH or self.slow:
             return
@@ -347,7 +347,7 @@ class _Window:
         self.own, self.step = own, _median(own + self[WAITING])
         self.stalled = (compute - cpu - queue).clip(min=0.0) if on_cpu else np.zeros_like(own)
         without_queue = np.maximum(own - queue, data + np.minimum(cpu, compute))
-        alone = data + self.stalled  # what is compared of ranks that have no peers
+        alone = data + self.stalled  # the time by which ranks without peers are compared
         self.excess, self.reference = _excess(without_queue, alone, peers)
         self.excess_with_queue, self.reference_with_queue = _excess(own, alone + queue, peers)
         self.any_slow = bool(_large(self.excess, self.reference, share).any())
@@ -384,13 +384,13 @@ def median_of_others(values: np.ndarray) -> np.ndarray:
     order = np.argsort(values, kind="stable")
     ordered, places = values[order], np.empty(count, dtype=int)
     places[order] = np.arange(count)
-    # Among the count - 1 others, a number at or after a value's own place is the next one of all.
+    # Without the value itself, the others at or after its place move down by one.
     low, high = (count - 2) // 2, (count - 1) // 2
     return (ordered[low + (places <= low)] + ordered[high + (places <= high)]) / 2
 
 
 def _excess(own: np.ndarray, alone: np.ndarray, peers: Peers) -> tuple[np.ndarray, np.ndarray]:
-    """(excess over the peers, own time without it): of own times, or of `alone` for ranks without peers."""
+    """(excess over the peers, own time without that excess), from own times, or from `alone` for ranks without peers."""
     excess = np.where(peers.alone, alone - peers.medians(alone), own - peers.medians(own))
     return excess, np.where(peers.alone, own - excess.clip(min=0.0), own - excess)
 

@@ -6,9 +6,9 @@
         ...
     timers("tokenize").mean(skip=2), timers("tokenize").sum, timers("tokenize").history
 
-Timers of one level never count the same moment twice: one that starts inside another of its level pauses the other until
-it ends. So those of level 1 add up to at most the time of a step; those of level 2 measure parts of them. A clock is read
-only where a timer runs. Needs no torch: the synchronization with the device and with other ranks is passed in.
+Timers of one level never count the same moment twice: a timer that starts inside another one of its level pauses that one
+until it ends. So timers of level 1 add up to at most the time of a step. Timers of level 2 measure parts of them. A clock
+is read only where a timer runs. Needs no torch: the synchronization with the device and with other ranks is passed in.
 """
 
 import time
@@ -26,7 +26,7 @@ class Timed(NamedTuple):
 
     name: str
     level: int
-    apart: bool = False  # not part of a step: logged by itself, and timers of a step do not run inside
+    apart: bool = False  # not part of a step: logged separately, and timers of a step do not run inside it
 
 
 class _Lane:

@@ -59,9 +59,9 @@ def load(
     vocab_size: Optional[int] = None,
     events: Optional[EventLog] = None,
 ) -> tuple[State, Optional[dict[str, Any]], list[str]]:
-    """Fill the optimizer's state from `--load`. Damaged checkpoints that are passed over become events.
+    """Fill the optimizer's state from `--load`. Records an event for each damaged checkpoint that is passed over.
 
-    vocabulary: fingerprint of this run's vocabulary; None: it consists of numbers only
+    vocabulary: fingerprint of this run's vocabulary; None: its tokens are plain numbers
     vocab_size: tokens of this run, without padding; None: not checked, for a checkpoint that this run wrote
     Returns the state from which to resume, the checkpoint's record (None without a checkpoint), and notices for the user.
     """
@@ -157,7 +157,7 @@ def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_ob
     """Raise CheckpointError if `--save` holds later checkpoints of a run from which this one does not resume.
 
     Both would be in one folder, and the next load would choose the one with the higher number. The same holds for mirror
-    and copies. Returns a warning if this run was told to start from an earlier one in that folder.
+    and copies. Returns a warning if this run starts from an earlier checkpoint of that folder.
     """
     settings = config.checkpoint
     if settings.save is None:

@@ -11,7 +11,7 @@ from megatron.settings import schema
 from megatron.telemetry.event_rules import rule_of
 from megatron.telemetry.events import EventLog
 
-QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended as somebody wanted
+QUIET = (0, Preempted.code, Interrupted.code)  # exit codes of runs that ended as requested
 
 
 def record_start(run) -> None:
@@ -46,7 +46,7 @@ def record_shortage(events: EventLog, settings: schema.Checkpoint, iteration: in
 
 @contextlib.contextmanager
 def recorded_drift(events: EventLog, iteration: int) -> Iterator[None]:
-    """A context of a comparison of replicas, which raises NumericsError if they differ."""
+    """A context around a comparison of replicas that records an event if it raises NumericsError."""
     try:
         yield
     except NumericsError as error:

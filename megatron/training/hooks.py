@@ -120,7 +120,7 @@ class Hook:
         """Called after each checkpoint."""
 
     def end(self, run: RunFacts) -> None:
-        """Called once, when training has ended: with its last step, because it was stopped, or because of a failure.
+        """Called once when training has ended: after its last step, after a stop, or after a failure.
 
         `run.code` is the exit code, and `run.why` the reason of an early end. After a failure (a code other than 0 and 9)
         other ranks may be gone: do not communicate with them.
@@ -155,7 +155,7 @@ class Hooks:
                 _guarded(f"hook {name}, {place} at iteration {run.state.iteration}", method, *given)
 
     def end(self, run, error: Optional[BaseException] = None) -> None:
-        """Call `end` of all hooks, once. error: of a failed or stopped run, for which errors of hooks are only logged."""
+        """Call `end` of all hooks, once. error: of a failed or stopped run; then errors of hooks are only logged."""
         called, self.called["end"] = self.called["end"], []
         error = peer_lost(error) or error
         why = first_line(error) if error is not None else run.watch.stop.why if run.watch.stop else ""
@@ -184,7 +184,7 @@ class Hooks:
                 )
         overridden = [place for place in PLACES if getattr(type(hook), place) is not getattr(Hook, place)]
         defined = [getattr(type(hook), method) is not getattr(Hook, method) for method in STATE]
-        if not overridden and not any(defined) and type(hook) is not Hook:  # Hook itself is one that is switched off
+        if not overridden and not any(defined) and type(hook) is not Hook:  # Hook itself: switched off
             others = [method for method in dir(type(hook)) if not hasattr(Hook, method) and not method.startswith("_")]
             has = f" ({', '.join(others)})" if others else ""
             raise SettingsError(

@@ -44,7 +44,7 @@ def pretrain(
     refusal: the reason why this rank cannot train, which all ranks then raise
     """
     events = open_events(config.logging, config.checkpoint.save, active=rank_env.ranks().rank == 0)
-    # The heartbeat tells of the end before the last events are sent: a supervisor does not wait for them.
+    # The heartbeat reports the end before the last events are sent, so a supervisor does not wait for them.
     with recorded_end(events), guarded(config.guard, config) as heartbeat:
         makers = hook_makers(config, recipe.hooks)  # report unknown names first
         run = build_run(config, recipe, heartbeat, refusal, events)

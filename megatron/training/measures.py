@@ -78,7 +78,7 @@ class Measures:
 
     @property
     def criterion(self) -> dict[str, Any]:
-        """The figure by which evaluations are compared, for the record of a run."""
+        """The figure by which evaluations are compared, as it is written to the record of a run."""
         return dict(figure=self.best_by, smaller_is_better=self.smaller_is_better)
 
     def values(self, batch, output: torch.Tensor) -> torch.Tensor:
@@ -164,7 +164,7 @@ def judges(run) -> bool:
 
 
 def early_end_reason(run) -> Optional[str]:
-    """The reason to end training early, or None. It depends only on the state, so a resumed run has it too."""
+    """The reason to end training early, or None. It depends only on the state, so a resumed run ends too."""
     measures, state, wanted = run.losses.measures, run.state, run.config.batch.stop_at_loss
     if wanted is not None and state.valid_loss is not None and state.valid_loss <= wanted:
         return f"--stop-at-loss {wanted:g}: the last evaluation had {state.valid_loss:.6g}"

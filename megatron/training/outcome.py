@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outcome of a step's passes: a few numbers, computed on the device, which decide about its update.
 
-The host reads a copy of them. It does so before the update if that costs nothing (on a CPU) or if they are needed
-immediately; otherwise during the next step, while the device continues. The update then uses the device's own numbers: the
-factor of the gradients, and a flag that skips it.
+The host reads a copy of them. It reads them before the update if that costs nothing (on a CPU) or if they are needed
+immediately. Otherwise it reads them during the next step, while the device continues. The update then uses the device's own
+numbers: the factor of the gradients, and a flag that skips it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +66,7 @@ class Outcome:
     figures: InitVar[Figures]
     skip: Optional[torch.Tensor] = None
     num_zeros: Optional[int] = None  # zeros in the gradient, if they are logged at this step
-    repeated: bool = False  # the passes were repeated to find a cause, so gradients of a later step are lost
+    repeated: bool = False  # the passes were repeated to find a cause, and gradients of a later step are lost
 
     def __post_init__(self, figures: Figures):
         self._norm, self._scale = figures.norm, figures.scale

@@ -125,7 +125,7 @@ class _Sums:
         self.windows, self.count, self.rows = windows, 0, None
 
     def add(self, rows: np.ndarray) -> bool:
-        """Add the rows of a window. Whether there are enough now."""
+        """Add the rows of a window. Returns whether there are enough windows now."""
         self.rows = rows if self.rows is None else self.rows + rows
         self.count += 1
         return self.count >= self.windows
@@ -138,7 +138,7 @@ class _Sums:
 
 
 def report(run, finding: Finding, iteration: int, hosts) -> None:
-    """Log what was found, and record it as an event, unless the rules switch that kind off."""
+    """Log a finding and record it as an event, unless the rules switch its kind off."""
     if rule_of(run.events.rules, finding.fields.get("what", finding.kind)).off:
         return
     if finding.kind == "unequal_stages":
@@ -154,7 +154,7 @@ def report(run, finding: Finding, iteration: int, hosts) -> None:
 
 
 def rank_name(rank: int, host_and_place: tuple[str, dict[str, int]]) -> str:
-    """A rank in messages.
+    """The name of a rank in messages.
 
     >>> rank_name(3, ("node7", {"tp": 1, "pp": 0, "shard": 0}))
     'rank 3 (node7: tp 1)'

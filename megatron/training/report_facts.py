@@ -18,8 +18,8 @@ from megatron.telemetry.figures import count, seconds, several, size
 from megatron.telemetry.run_record import History
 
 Rows = list[tuple[str, str]]
-SHOWN = 40  # events in the table: the last ones
-WIDEST = 16  # ranks of a pipeline that is drawn
+SHOWN = 40  # maximal number of events in the table: the last ones
+WIDEST = 16  # maximal number of pipeline ranks that are drawn
 
 
 def group(history: History, name: str) -> dict:
@@ -32,7 +32,7 @@ def group(history: History, name: str) -> dict:
 
 
 def judged(history: History) -> tuple[str, str, str]:
-    """The best value of the figure that a task is judged by, what it is, and a remark."""
+    """The best value of the selection figure of a task, the name of the figure, and a remark."""
     name = history.figures[0]
     points = validation_points(history.evals, name)
     at, best = (min if history.smaller_is_better else max)(points, key=lambda point: point[1])
@@ -79,7 +79,7 @@ def _learning_rate(o: dict, b: dict) -> str:
 
 
 def _batch(history: History, b: dict) -> str:
-    """The size of the steps as they were, and how a rank goes through one."""
+    """The batch sizes of the recorded steps, and the micro-batch size."""
     sizes = sorted({step["batch_size"] for step in history.steps if step.get("batch_size")})
     if not sizes:
         return ""
@@ -127,7 +127,7 @@ def schedule_plot(history: History) -> list[tuple[str, str]]:
 
 
 def data(history: History) -> Rows:
-    """The blend, with the part of what was trained on that each dataset has had, as its weight says."""
+    """The blend: for each dataset, its share of the samples trained on, according to its weight."""
     from megatron.data.blend import parse_blend
 
     d = group(history, "data")
@@ -152,7 +152,7 @@ def data(history: History) -> Rows:
 
 
 def memory(history: History) -> Rows:
-    """The most that the first rank has taken."""
+    """The peak memory of the first rank."""
     found = [record for record in history.memory if record.get("bytes")]
     if not found:
         return []
@@ -171,7 +171,7 @@ def memory(history: History) -> Rows:
 
 
 def ranks(history: History) -> tuple[list[tuple[str, str]], Rows]:
-    """(pictures, rows) about the times of the ranks; nothing of a single one."""
+    """(pictures, rows) about the times of the ranks; empty for a single rank."""
     records = heat_map.usable(history.ranks)
     count = len(records[-1]["seconds"]["data"]) if records else 0
     if count < 2:
@@ -205,7 +205,7 @@ def ranks(history: History) -> tuple[list[tuple[str, str]], Rows]:
 
 
 def events(history: History, recorded: Sequence[dict] = ()) -> Rows:
-    """What happened, in order, saves in a row together; the last events of a long run. recorded: of events.jsonl"""
+    """The events in order, consecutive saves in one row; of a long run the last ones. recorded: events of events.jsonl"""
     rows = [*_events_of_metrics(history, until=recorded[0]["time"] if recorded else math.inf), *_recorded(recorded)]
     if history.interleaved:
         told = f"{several(history.interleaved, 'step')} of another run, which wrote to the same metrics file"
@@ -215,7 +215,7 @@ def events(history: History, recorded: Sequence[dict] = ()) -> Rows:
 
 
 def _recorded(events: Sequence[dict]) -> Rows:
-    """The events of events.jsonl; those in a row of a kind that is only information together."""
+    """The events of events.jsonl. Consecutive events of one kind share a row if they are only information."""
     rows = []
     for (kind, level), group_of in itertools.groupby(events, key=lambda event: (event["event"], event["level"])):
         row = list(group_of)
@@ -230,7 +230,7 @@ def _recorded(events: Sequence[dict]) -> Rows:
 
 
 def _events_of_metrics(history: History, until: float) -> Rows:
-    """Starts, saves, spikes and ends of a run that has no events.jsonl, or had none up to a time."""
+    """Starts, saves, spikes and ends from the metrics, for the time before events.jsonl or for a run without it."""
     rows, saves = [], []
     launches, reached = 0, 0
     early = [event for event in _with_spikes(history) if until == math.inf or _seconds(event) < until]
@@ -256,7 +256,7 @@ def _events_of_metrics(history: History, until: float) -> Rows:
 
 
 def _seconds(event: dict) -> float:
-    """The time of a record of metrics.jsonl in Unix seconds; that of a step is not recorded: infinity."""
+    """The time of a record of metrics.jsonl in Unix seconds; infinity for a step, whose time is not recorded."""
     try:
         return datetime.fromisoformat(event["time"]).timestamp()
     except (KeyError, TypeError, ValueError):
@@ -264,7 +264,7 @@ def _seconds(event: dict) -> float:
 
 
 def _with_spikes(history: History) -> list[dict]:
-    """The events, and among them the steps that were spikes and from which nothing was taken back."""
+    """The events, with the spikes that caused no rollback inserted in order."""
     spikes = [
         dict(kind="spike", iteration=step["iteration"], why=f"{step['spike']:.1f} deviations above the median")
         for step in history.steps
@@ -288,7 +288,7 @@ def _at(event: dict) -> str:
 
 
 def supervision(recorded: Sequence[dict]) -> Rows:
-    """Where the time of a supervised job went, over all its supervisors: their accounts in events.jsonl."""
+    """The use of time in a supervised job: the sums of its supervisors' accounts in events.jsonl."""
     accounts = [event["account"] for event in recorded if event.get("account") and event["source"] == "supervisor"]
     killed = sum(event["event"] == "supervisor_lost" for event in recorded)
     lost_one = [("no account", f"of {several(killed, 'supervisor')} that {'were' if killed > 1 else 'was'} killed")]

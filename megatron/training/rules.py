@@ -118,7 +118,7 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
 def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:
     """name -> sentence, for each given setting without effect: often another setting was forgotten.
 
-    datasets: (train, valid, test) of the run, which may be None also where --split leaves something for them
+    datasets: (train, valid, test) of the run, which may be None even if --split leaves samples for them
     With --skip-train, settings of the optimizer are not reported: none of them has an effect.
     """
     own = linear_kinds.idle_of(settings.model)
@@ -153,7 +153,7 @@ def filled(c: schema.Config, world: int) -> schema.Config:
         max_position_embeddings=m.position_table,
         data_parallel_size=dp,
         sharding_degree=p.sharding_degree or dp,
-        expert_tensor_parallel_size=etp if etp is None or _experts(c) else None,  # 1 asks for nothing where none are
+        expert_tensor_parallel_size=etp if etp is None or _experts(c) else None,  # without experts, 1 has no effect
         sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
         global_batch_size=batch.full_size(b, dp),
         optimizer=o.rule,

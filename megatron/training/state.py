@@ -40,7 +40,7 @@ from megatron.training.rank_watch import RankWatch
 from megatron.training.step_notes import StepNotes
 
 LAST_SAVE = 30.0  # seconds that a failing run waits for a checkpoint to be written
-# The same if a rank is lost, whose part may never come: launchers kill a rank that does not end, and its reason with it.
+# The same if a rank is lost: its part may never come. Launchers kill a rank that does not end, and its reason is lost.
 LAST_SAVE_WITHOUT_PEER = 5.0
 
 
@@ -165,8 +165,8 @@ class Checkpoints:
 class Pending:
     """The numbers of the last step, which the host may read during the next one, unless they are needed earlier."""
 
-    defers_host_sync: bool  # whether it does
-    outcome: Optional[Outcome] = None  # of the last step, until the host has read it
+    defers_host_sync: bool  # whether the host reads them during the next step
+    outcome: Optional[Outcome] = None  # outcome of the last step, until the host has read it
 
 
 @dataclass
@@ -225,7 +225,9 @@ class Run:
         return ended_epoch(self.config.batch, before, after, last=iteration >= self.train_iters)
 
     def save_is_due(self, iteration: int, epoch: int) -> bool:
-        """Whether a checkpoint is due after this step. Call it for each step. epoch: that the step ended, or 0."""
+        """Whether a checkpoint is due after this step. Call it for each step. epoch: number of an epoch that it ended, or
+        0.
+        """
         if self.checkpoints.manager is None:
             return False
         return self.checkpoints.manager.due(iteration) or bool(epoch and due(self.config.checkpoint.save_epoch, epoch))
@@ -248,7 +250,9 @@ class Run:
         return phase(name)
 
     def save(self) -> None:
-        """Write a checkpoint of the present state, or start to. All ranks call it. Raises the manager's errors."""
+        """Write a checkpoint of the present state, or start a background save. All ranks call it. Raises the manager's
+        errors.
+        """
         started = time.perf_counter()
         with self.phase("save"):
             self._save()

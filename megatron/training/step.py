@@ -206,5 +206,5 @@ def micro_batches(run: Run, batches: MicroBatchLoader, consumed: int, num_microb
 
 
 def zero_unless_first_tp_rank(run: Run, sums: torch.Tensor) -> torch.Tensor:
-    """A rank's part of the sums over all ranks: tensor parallel ranks have the same tokens, so the first one counts."""
+    """A rank's part of the sums over all ranks. Tensor parallel ranks have the same tokens, so the first one counts."""
     return sums if run.context.mesh.tp.rank == 0 else torch.zeros_like(sums)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs that a dashboard shows, and what its page asks for, as values for JSON.
+"""The runs of a dashboard, and the values for its page as JSON types.
 
 runs = Runs(["runs", "s3://bucket/team/a"])
 while True:
-    if runs.refresh():              # reads what the files have more
+    if runs.refresh():              # reads the new lines of the files
         runs.summaries(), runs.charts(runs.ids, View(axis="tokens")), runs.events(runs.ids)
 """
 
@@ -31,8 +31,8 @@ from megatron.telemetry.run_folder import METRICS, find_metrics, unique_names
 from megatron.telemetry.run_record import LOSS, OF_EVERY_STEP, History
 
 Place = Union[Path, UrlPath]
-LOOK, SEARCH, REMOTE = 5.0, 5.0, 10.0  # seconds between looks at a run's state, for new runs, at an object store
-MOST_EVENTS = 500  # of a run that the page gets
+LOOK, SEARCH, REMOTE = 5.0, 5.0, 10.0  # seconds between checks of a run's state, for new runs, of an object store
+MOST_EVENTS = 500  # maximal number of a run's events on the page
 PARTS = 200  # columns of the heat map of ranks
 
 
@@ -65,7 +65,7 @@ class View:
 
 
 class News(NamedTuple):
-    """What a look at a run's files has found: lines, each with whether they are those of another file, and its state."""
+    """New lines of a run's files, each with whether the file was replaced by another one, and the state of the run."""
 
     lines: list[bytes]
     again: bool
@@ -75,7 +75,7 @@ class News(NamedTuple):
 
 
 class WatchedRun:
-    """A run whose files are read as they grow."""
+    """A run whose files are read while they grow."""
 
     def __init__(self, place: Place, metrics: Place):
         self.place, self.metrics = place, metrics
@@ -89,14 +89,14 @@ class WatchedRun:
         self._next_read, self._next_look = 0.0, 0.0
 
     def refresh(self, look: Optional[Callable[[Path], Any]], now: float, lock: threading.Lock) -> bool:
-        """Read what is new in the files; whether there was anything. lock: held while values change, not while it reads."""
+        """Read new lines, and return whether there were any. lock: held while values change, not during reading."""
         if now < self._next_read:
             return False
         if isinstance(self.place, UrlPath):
             self._next_read = now + REMOTE
         try:
             news, error = self._read(look, now), ""
-        except Exception as failure:  # whatever is in its files, the other runs go on
+        except Exception as failure:  # an error in its files does not affect other runs
             told = isinstance(failure, (OSError, Failure))
             news, error = None, str(failure) if told else f"{type(failure).__name__}: {failure}"
         if not news and error == self.error:
@@ -109,7 +109,7 @@ class WatchedRun:
         return True
 
     def _read(self, look: Optional[Callable[[Path], Any]], now: float) -> Optional["News"]:
-        """What is new; None: nothing."""
+        """The new lines and state; None if nothing is new."""
         news = News(*self.tail.read(), *self._events_tail.read(), self.state)
         whole = self.tail.share >= 1
         if not whole:
@@ -135,7 +135,7 @@ class WatchedRun:
         self.state = news.state
 
     def summary(self) -> dict[str, Any]:
-        """What the list of runs shows."""
+        """The values for the list of runs."""
         run, series = self.series.run, self.series
         model, mesh = (run.get("config") or {}).get("model") or {}, run.get("mesh") or {}
         words = []
@@ -148,7 +148,7 @@ class WatchedRun:
             words.append(f"{ranks} rank{'s' * (ranks > 1)}")
         last = series.last_step.get(series.loss)
         state = self.state.get("state")
-        if state in (None, "unreadable"):  # what the curves need may be there all the same
+        if state in (None, "unreadable"):  # its metrics may be readable
             state = _state_of(series)
         return dict(
             id=self.id,
@@ -176,7 +176,7 @@ class WatchedRun:
         )
 
     def all_events(self) -> list[dict]:
-        """The events of events.jsonl; of runs without this file, those that their metrics tell of."""
+        """The events of events.jsonl, or for runs without this file the events in their metrics."""
         events = self.events or [event for record in self.series.events if (event := _as_event(record))]
         return sorted(events, key=lambda event: event["time"])[-MOST_EVENTS:]
 
@@ -212,10 +212,10 @@ def _as_event(record: dict) -> Optional[dict]:
 
 @dataclass
 class Runs:
-    """The runs of folders, or of folders that they are in; new ones are found while the dashboard is open.
+    """The runs in some folders or in their direct subfolders. New runs are added while the dashboard is open.
 
-    look: the state of a run's folder, a dataclass (`tools.status.look_at`). pictures: of its pipeline, (caption, data URL).
-    lock: to hold while asking for values, where another thread calls `refresh`.
+    look: folder -> state of its run, a dataclass (`tools.status.look_at`). pictures: (caption, data URL) of a run's
+          pipeline. lock: hold it while reading values if another thread calls `refresh`.
     """
 
     names: list[str]
@@ -227,7 +227,7 @@ class Runs:
     _next_search: float = 0.0
 
     def __post_init__(self):
-        """Find the runs. Raises DataError for a name without any."""
+        """Find the runs. Raises DataError for a name without runs."""
         for name in self.names:
             place = location(name)
             if not (place.exists() or place.is_dir()):
@@ -246,7 +246,7 @@ class Runs:
         return list(self.runs)
 
     def refresh(self, now: Optional[float] = None) -> bool:
-        """Read what the files of all runs have more, and find new runs; whether anything changed."""
+        """Read the new lines of all files, and find new runs. Returns whether anything changed."""
         now = time.monotonic() if now is None else now
         changed = False
         if now >= self._next_search:
@@ -262,7 +262,7 @@ class Runs:
         for name in self.names:
             try:
                 found |= {str(metrics.resolve()): (place, metrics) for place, metrics in runs_at(location(name))}
-            except (OSError, Failure):  # seen before, and the next search may see it again
+            except (OSError, Failure):  # an object store may fail for a while: try again in the next search
                 continue
         known = {str(run.metrics.resolve()): run for run in self.runs.values()}
         new = found.keys() - known.keys()
@@ -276,7 +276,7 @@ class Runs:
             self.runs = {run.id: run for run in everything}
         return True
 
-    # -- what the page asks for ----------------------------------------------------------------------------------------
+    # -- values for the page -------------------------------------------------------------------------------------------
 
     def summaries(self) -> list[dict[str, Any]]:
         return [run.summary() for run in self.runs.values()]
@@ -307,8 +307,8 @@ class Runs:
     def ranks(self, id: str, what: str = "", axis: str = "iteration") -> dict[str, Any]:
         """The time of each rank in a part of the steps, for a heat map: [ranks][parts of the axis].
 
-        ranks: those of the rows, of many those that differ most; seconds: of a step; excess: how much longer than its
-        peers, as a share of their time
+        ranks: the ranks of the rows, of many only those that differ most; seconds: time of a step; excess: time above that
+               of the peers, as a share of the peers' time
         """
         [run] = self.chosen([id]) or [None]
         tables = run.series.ranks if run else {}

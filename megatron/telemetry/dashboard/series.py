@@ -123,7 +123,7 @@ class Series:
         self._axes: dict[str, np.ndarray] = {}
 
     def add(self, lines: list[bytes]) -> None:
-        """Take the next lines of the file."""
+        """Add the next lines of the file."""
         steps: list[dict] = []
         for line in lines:
             record = parse_record(line, orjson.loads)
@@ -174,7 +174,7 @@ class Series:
 
     @property
     def history(self) -> History:
-        """The run without its curves: of the steps only the last one."""
+        """The run without its curves: it contains only the last step."""
         steps = [self.last_step] if self.last_step else []
         return History(run=self.run, steps=steps, evals=self.evals, starts=self.starts, events=self.events)
 

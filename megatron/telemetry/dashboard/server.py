@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web server of the dashboard: its page, its values as JSON, and news as server-sent events.
+"""The web server of the dashboard: its page, its values as JSON, and updates as server-sent events.
 
 serve(Runs(["runs"]), listen("127.0.0.1", 8050))     # until Ctrl-C
 """
@@ -21,9 +21,9 @@ from megatron.telemetry.dashboard.runs import Runs, View
 from megatron.telemetry.dashboard.series import AXES
 
 PAGE = Path(__file__).parent / "page"
-EVERY = 1.0  # seconds between looks at the files
-LOOK = 0.25  # seconds between looks of an open stream whether anything changed
-PING = 15.0  # seconds after which a quiet stream says that it is alive; proxies close silent ones
+EVERY = 1.0  # seconds between checks of the files
+LOOK = 0.25  # seconds between checks of an open stream for changes
+PING = 15.0  # seconds after which a stream without changes sends a comment: proxies close silent streams
 JSON = "application/json"
 WIDEST, LONGEST = 4000, 1 << 20  # pixels of a chart; steps of a running mean
 # Everything comes from this server; uPlot sets styles by script, which this allows.
@@ -88,7 +88,7 @@ def app(board: "Board", local: bool = True):
 
 
 class Headers:
-    """Adds headers to every answer: nothing from elsewhere, and no copy in a cache."""
+    """Adds headers to every response, which forbid other origins and caching."""
 
     def __init__(self, app):
         self.app = app
@@ -135,7 +135,7 @@ class Board:
             await asyncio.sleep(EVERY if whole else 0.02)
 
     def _refresh(self) -> bool:
-        """Read what is new; whether all files were read to their end."""
+        """Read new lines. Returns whether all files were read to their end."""
         self.watched.refresh()
         return all(run.tail.share >= 1 or run.error for run in self.watched.runs.values())
 
@@ -203,7 +203,7 @@ class Board:
 
 
 class BadQuery(ValueError):
-    """A request that asks for nothing sensible."""
+    """A request with invalid parameters."""
 
 
 def _axis(query) -> str:

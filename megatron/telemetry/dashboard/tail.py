@@ -3,7 +3,7 @@
 
 tail = Tail(Path("runs/a/metrics.jsonl"))
 lines, again = tail.read()     # the lines so far
-lines, again = tail.read()     # those that came since; `again`: the file was replaced, these are from its start
+lines, again = tail.read()     # the lines added since; `again`: the file was replaced, and they are from its start
 """
 
 import os
@@ -55,7 +55,7 @@ class Tail:
         text = text[len(self._last) :]
         end = text.rfind(b"\n") + 1
         if not end and whole:
-            end = len(text)  # a line longer than this is none of ours: the reader skips its pieces
+            end = len(text)  # no record is so long: the reader skips the pieces of such a line
         lines = text[:end].splitlines(keepends=True)
         if lines:
             self.offset, self._last = self.offset + end, lines[-1]
