@@ -15,7 +15,7 @@ from megatron.model.recipe import facts_of, recipe_of
 from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
 
-# What a changed setting means where its field has no `on_resume`; settings of other groups are irrelevant.
+# The meaning of a changed setting if its field has no `on_resume`. Settings of other groups are irrelevant.
 BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard"), "logged")
 MODEL, REFUSED, REFUSED_IN_TRAINING, LOGGED, _ = ON_RESUME
 DANGEROUS = (MODEL, REFUSED)
@@ -71,7 +71,7 @@ def meanings(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def overridden(config: Config) -> set[str]:
-    """The names in `--override`. Raises UsageError for a name that is no dangerous setting."""
+    """The names in `--override`. Raises UsageError for a name that is not a dangerous setting."""
     words = (config.guard.override or "").split(",")
     names = {word.strip().lstrip("-").replace("-", "_") for word in words} - {""}
     known = {name for _, name, what in meanings(config) if what in (*DANGEROUS, REFUSED_IN_TRAINING)} | {
@@ -91,7 +91,7 @@ def same_vocabulary(record: Mapping[str, Any], vocabulary: Optional[str]) -> boo
 
 
 def refuse_another_model(config: Config, saved: dict[str, dict]) -> None:
-    """Raise SettingsError when a checkpoint's weights are of another model than the settings describe."""
+    """Raise SettingsError if a checkpoint's weights belong to another model than the settings describe."""
     allowed = overridden(config)
     other = [change for change in changes(config, saved) if change.what == MODEL and change.name not in allowed]
     _refuse(config, other, *ANOTHER_MODEL)
@@ -128,7 +128,7 @@ def _reshapes(config: Config, change: Change) -> bool:
 
 
 def refuse_other_rows(config: Config, was: Optional[int], now: int) -> None:
-    """Raise SettingsError where the embedding of a checkpoint has another number of rows than this run's."""
+    """Raise SettingsError if a checkpoint's embedding has another number of rows than this run's."""
     if was in (None, now) or all(
         weight.shape == facts_of(config, now).weights[name].shape
         for name, weight in facts_of(config, was).weights.items()
@@ -150,7 +150,7 @@ def refuse_other_rows(config: Config, was: Optional[int], now: int) -> None:
 
 
 def refuse_another_optimizer(config: Config, saved: dict[str, dict]) -> None:
-    """Raise SettingsError when a checkpoint's optimizer state is that of another update rule."""
+    """Raise SettingsError if a checkpoint's optimizer state belongs to another update rule."""
     was, now = (Optimizer(optimizer=name).rule for name in (_optimizer(saved), config.optimizer.optimizer))
     if was != now:
         raise SettingsError(
@@ -165,7 +165,7 @@ def _optimizer(saved: dict[str, dict]) -> str:
 
 
 def _with_other_samples(config: Config, refused: list[Change]) -> list[str]:
-    """[ORDER] where these changes also change the samples, so that `--override` must name it too."""
+    """[ORDER] if these changes also change the samples: then `--override` must name it too."""
     # Not the paths of data files: another path may hold the same data, so their samples are compared later.
     deciding = {"seed", "seq_length", "split", "mock_data", "dataset_type", "dataloader_type", "tokenizer_type"}
     deciding |= {"vocab_size"}
@@ -197,9 +197,9 @@ def probe_places(consumed: int, count: int = 8) -> list[int]:
 
 
 def refuse_other_samples(config: Config, wrong: Collection[int], lengths: str = "") -> Iterable[str]:
-    """Raise SettingsError when samples at these places are not those of the earlier run.
+    """Raise SettingsError if the samples at these places differ from the earlier run's.
 
-    Returns a warning instead where `--override` allows it, or where nothing is trained (--skip-train).
+    Returns a warning instead if `--override` allows it, or if nothing is trained (--skip-train).
     lengths: the lengths of training that keep the samples, such as `--train-iters 20 to 31`, if this length does not
     """
     if not wrong:

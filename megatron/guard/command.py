@@ -179,7 +179,7 @@ def flags_of(words: list[str]) -> list[str]:
 def expanded(words: list[str]) -> list[str]:
     """The command with a script of `scripts/` replaced by the command that it runs, which it prints with PRINT=1.
 
-    A user's own script stays as it is: it does not know PRINT and would train.
+    A user's own script is not replaced: it does not know PRINT and would start training.
     """
     at = script_at(words)
     if not words[at].endswith(".sh") or is_foreign(words):

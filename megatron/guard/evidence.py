@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collect the stacks of a job's ranks. Needs no torch.
 
-On this machine: by py-spy where it is installed and permitted (it also reads a stopped process), else by a signal that
-makes the rank write them itself (faulthandler). On another machine: by a file in the heartbeat folder that requests them,
-so that folder has to be on a file system that both machines share.
+On this machine, py-spy reads them if it is installed and permitted (also from a stopped process). Otherwise a signal makes
+the rank write them itself (faulthandler). On another machine, a file in the heartbeat folder requests them, so this folder
+has to be on a file system that both machines share.
 """
 
 import shutil
@@ -22,7 +22,7 @@ WRITING = 10.0  # seconds that ranks have to start writing their stacks
 
 
 def standstills(beats: list[Beat], folder: Path, silent: dict[int, float]) -> list[Standstill]:
-    """The state of every rank: its stacks, or only the state of its process where no stack can be read.
+    """The state of every rank: its stacks, or only the state of its process if no stack can be read.
 
     silent: rank -> seconds since the last change of its heartbeat
     """
@@ -46,7 +46,7 @@ def state_of(beat: Beat) -> str:
 
 
 def spy(beats: list[Beat]) -> dict[int, Stacks]:
-    """Rank -> stacks as py-spy reads them; empty where it is not installed or not permitted."""
+    """Rank -> stacks as py-spy reads them; empty if it is not installed or not permitted."""
     if shutil.which(SPY[0]) is None:
         return {}
     spies = {

@@ -21,12 +21,12 @@ _DEATH_SIGNAL, _SUBREAPER = 1, 36  # prctl(PR_SET_PDEATHSIG, ...), prctl(PR_SET_
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of descendants whose own parent ends. False where the system cannot."""
+    """Make this process the parent of descendants whose own parent ends. False if the system cannot."""
     return _prctl(_SUBREAPER, 1)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> bool:
-    """Let the kernel signal this process when its parent ends: no job outlives its launcher. False where it cannot."""
+    """Let the kernel signal this process when its parent ends: no job outlives its launcher. False if the system cannot."""
     return _prctl(_DEATH_SIGNAL, number)
 
 
@@ -113,8 +113,8 @@ def end_descendants(
     """End all descendants of a process but the `spared`; return those that still run.
 
     waited_for: a child whose exit code is read later
-    SIGTERM first, for those that clean up; after `grace` seconds SIGKILL, which ends stopped ones as well. The list is
-    read again each time, for orphans of the ended ones.
+    Sends SIGTERM first, so that processes can clean up, and after `grace` seconds SIGKILL, which also ends stopped
+    processes. The list is read again each time, because ended processes leave orphans.
     """
     start = time.monotonic()
     asked: set[int] = set()

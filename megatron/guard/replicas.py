@@ -61,7 +61,7 @@ def check_buffers(optimizer: DistributedOptimizer, iteration: int) -> None:
 def _refuse_differences(
     optimizer: DistributedOptimizer, sums: list[tuple[str, tuple[str, ...], torch.Tensor]], what: str, do: str
 ) -> None:
-    """Raise NumericsError where checksums differ on any rank. sums: the result of `checksums`."""
+    """Raise NumericsError if checksums differ on any rank. sums: the result of `checksums`."""
     mesh = optimizer.mesh
     different = [
         text for axis in AXES for text in _compare(mesh, axis, [(n, s) for n, axes, s in sums if axis in axes])

@@ -32,7 +32,7 @@ def newest_checkpoint(folder: Optional[str]) -> Optional[int]:
 def resumed(words: list[str], save: Optional[str], others: Iterable[Optional[str]] = ()) -> list[str]:
     """The command that resumes from the newest checkpoint under `--save`, if there is one, instead of its own `--load`.
 
-    others: folders of checkpoints (the mirror, copies) to load where `--save` holds none
+    others: folders of checkpoints (the mirror, copies) to load if `--save` holds none
     """
     load = next((folder for folder in (save, *others) if newest_checkpoint(folder) is not None), None)
     if load is None:
@@ -54,7 +54,7 @@ def module_command(argv: list[str], module: str) -> str:
 
 
 def job_command() -> list[str]:
-    """The command line that started this process's job: the supervisor's or launcher's where it is known, else its own."""
+    """The command line that started this process's job: the supervisor's or launcher's if it is known, else its own."""
     if COMMAND in os.environ:
         return shlex.split(os.environ[COMMAND])
     own = [_python(), *sys.orig_argv[1:]]
@@ -80,7 +80,7 @@ def last_checkpoint(checkpoint: Checkpoint) -> Optional[str]:
 
 
 def resume_command(checkpoint: Checkpoint) -> str:
-    """The command that resumes this job from its last checkpoint: its own, with `--load` where that is missing.
+    """The command that resumes this job from its last checkpoint: its own, with `--load` if that is missing.
 
     A script that does more than train sets RESUME_COMMAND to its own command line.
     """

@@ -10,7 +10,7 @@
     loss 5 is 65.6 deviations above the median 3.02 of the last 40 steps
 
 A few outliers move mean and variance, but hardly the median and the median absolute deviation. Pure: the window
-is part of a run's state and of its checkpoints, so a resumed run judges as an uninterrupted one.
+is part of a run's state and of its checkpoints, so a resumed run finds the same spikes as an uninterrupted one.
 """
 
 import math

@@ -5,7 +5,7 @@ totals = all_reduce(watch.with_votes(sums, batches))
 *losses, tokens = watch.count(totals.tolist())               # records the votes and the ledger
 verdict = watch.judge(iteration, recent, loss, norm, cause)  # UPDATE, SKIP, or ROLLBACK; or it raises
 
-Where the host must not wait for these numbers, the device decides with `watch.refuses` whether the update is applied.
+If the host must not wait for these numbers, the device decides with `watch.refuses` whether the update is applied, and
 `judge` comes to the same verdict one step later.
 """
 
@@ -103,7 +103,7 @@ class Watch:
 
         scaling: the loss scale is dynamic, so an overflow now and then is expected
         explain: describes where a non-finite value comes from; all ranks call it together
-        Raises NumericsError where the settings demand a stop, or where continuing would not help.
+        Raises NumericsError if the settings demand a stop, or if continuing would not help.
         """
         self.spike = None
         if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -7,7 +7,7 @@ method `update_buffers` of each module that has one is called, which turns sums 
 
     passes -> `combine`: max, min, sum, mean over ranks; `update_buffers()` -> `commit`: keep the step's values
 
-Skipped steps and evaluations leave no trace: `rollback`. Every rank has whole buffers; ZeRO does not shard them.
+Skipped steps and evaluations change nothing: `rollback`. Every rank has whole buffers; ZeRO does not shard them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -95,7 +95,7 @@ class BufferStore:
                     self._reduce(op, chosen, axes, torch.int64 if whole else torch.float64)
 
     def _reduce(self, op: str, those: list[Held], axes: Sequence, dtype: torch.dtype) -> None:
-        """Reduce several buffers in one message, axis by axis. For sums each rank sends only what it added."""
+        """Reduce several buffers in one message, axis by axis. For sums, each rank sends only the part that it added."""
         values = [held.tensor.to(dtype).flatten() for held in those]
         bases = [self.before[held.name].to(dtype).flatten() if held.rule == "sum" else None for held in those]
         packed = torch.cat([value if base is None else value - base for value, base in zip(values, bases)])

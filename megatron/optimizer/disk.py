@@ -6,7 +6,7 @@
     write back   | part 0 |
 
 Two threads read and write while the CPU updates. All of the state passes through three buffers (`scratch.SLOTS`,
-`scratch.PART`), so memory does not grow with the model. Results are bitwise those of state in memory.
+`scratch.PART`), so memory does not grow with the model. Results are bitwise equal to those with state in memory.
 
 The file holds main weights if the model's weights are in half precision, or if ranks shard the state of weights that they
 all keep. Otherwise the model's fp32 weights serve as main weights, and only moments are in the file.

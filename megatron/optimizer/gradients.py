@@ -158,7 +158,7 @@ class GradientBuffers:
         self._count(tally, slot.name)
 
     def _view(self, tally: UnitGradients, name: str) -> tuple[torch.Tensor, bool]:
-        """A parameter's place in the buffer, and whether a gradient is to overwrite what is there."""
+        """A parameter's place in the buffer, and whether a gradient overwrites the values there."""
         if tally.buffer is None:
             tally.take(self._zeros(tally.own.unit.size))
         overwrite = name not in tally.written

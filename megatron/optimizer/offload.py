@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offload: which part of a rank's optimizer state is on the host, which in a file, and which on the device."""
+"""Offload of optimizer state: divide the state of a rank between its device, host memory and a file."""
 
 from collections.abc import Callable, Sequence
 from typing import Optional

@@ -77,8 +77,8 @@ def lengths_of(record: Mapping[str, Any]) -> Optional[Lengths]:
 def drift(config: Config, record: Mapping[str, Any], dp: int) -> list[Drift]:
     """The lengths of schedule and batch that changed although no flag set them.
 
-    Lengths that have no effect on a curve are left out. So are those that a flag changed: these are reported one by one,
-    like all changed settings.
+    Lengths without effect on a curve are left out. Lengths that a flag changed are left out too: they are reported one by
+    one, like all changed settings.
     """
     then, now, o = lengths_of(record), Lengths.of(config.optimizer, config.batch, dp), config.optimizer
     if then is None:

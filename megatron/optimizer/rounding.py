@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer state in bf16: widened to fp32 for an update, part by part, and rounded afterwards.
 
-bf16 has 8 significant bits. A mean that moves by less than 1/512 of itself in a step stays where it is if it is rounded to
+bf16 has 8 significant bits. A mean that moves by less than 1/512 of itself in a step does not change if it is rounded to
 the nearest number: the second moment with beta2 = .999 never falls again. Stochastic rounding moves it up with the
 probability of the part that is cut off, so the mean over many steps is right (arXiv:2010.06192).
 
@@ -9,8 +9,8 @@ probability of the part that is cut off, so the mean over many steps is right (a
     + word                         rrrrrrrrrrrrrrrr     uniform: carries into m with probability x / 65536
     bf16 bits   s eeeeeeee mmmmmmm
 
-The word of an element is a function of seed, step, parameter and its position in the *logical* tensor. So every layout,
-place of the state and device rounds alike, and a resumed run continues exactly.
+The word of an element is a function of seed, step, parameter and its position in the *logical* tensor. So the rounding is
+the same in every layout, in memory or on disk, and on every device, and a resumed run continues exactly.
 """
 
 import math
@@ -41,8 +41,8 @@ class Noise:
 
     The word of element [..., r, c] of a parameter is rows[r] + columns[c] + key, modulo 2^16: three independent uniform
     numbers, each drawn once a step, r counting the rows of all leading dims. Any two elements of a model have independent
-    words. So the variance of every sum of rounding errors is that of independent ones, at the cost of an addition per
-    element. Both moments of an element take the same word, which changes its update by some 1e-6 of itself.
+    words. So every sum of rounding errors has the variance of independent errors, at the cost of an addition per element.
+    Both moments of an element take the same word, which changes its update by some 1e-6 of itself.
 
     place: this rank's index on each axis of the mesh
     """

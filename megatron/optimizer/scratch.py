@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A temporary, unnamed file for state that does not stay in memory: planes of numbers. Needs no torch.
 
-A step reads and writes the file in parts, with O_DIRECT where the file system supports it. The only memory needed is then
+A step reads and writes the file in parts, with O_DIRECT if the file system supports it. The only memory needed is then
 the caller's buffers. A mapping of the file would be simpler, but the kernel would decide how much of it stays in memory,
 when dirty pages are written, and which other pages are evicted. Checkpoints and checks, which read the content a few
 times in a run, do get a mapping.

@@ -28,7 +28,7 @@ class OwnedState:
     main:     the main weights, a flat tensor of `size` elements; for use between two steps
     moments:  name -> flat tensor, fp32 or bf16; for use between two steps
     nbytes:   bytes held in memory
-    offload:  the main weights have memory apart from the model's parameters
+    offload:  the main weights have their own memory, separate from the model's parameters
     direct:   `step` itself copies new main weights to the model (`targets`)
     """
 
@@ -65,7 +65,7 @@ class OwnedState:
         raise NotImplementedError
 
     def fill(self, stretch: slice, words: torch.Tensor) -> bool:
-        """Fill the random words of a range of the state; those of padding are 0. Returns False to round to the nearest."""
+        """Fill the random words of a range of the state; padding gets 0. Returns False to round to the nearest."""
         if self.rule.noise is None:
             return False
         words.zero_()

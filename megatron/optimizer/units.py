@@ -131,7 +131,7 @@ def as_chunks(model: Chunks) -> list[torch.nn.Module]:
 def flat_units_of(model: Chunks, axis_of: AxisOf) -> list[FlatUnit]:
     """The units of a rank's model chunks, each padded to a multiple of the ranks that shard it. Allocates nothing.
 
-    Units are in registration order; those of experts follow, and frozen ones are last. A parameter that several chunks
+    Units are in registration order. Units of experts follow, and frozen units are last. A parameter that several chunks
     share is one slot.
     """
     members: dict[tuple[UnitName, tuple[str, str], bool], list[Slot]] = {}

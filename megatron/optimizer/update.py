@@ -73,7 +73,7 @@ class Gate:
         return value if self.skip is None else choose(self.skip, idle, value).float()
 
     def clean(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient, zeroed in place in a skipped step, where it may be infinite or NaN."""
+        """A gradient. In a skipped step, where it may be infinite or NaN, it is zeroed in place."""
         return gradient if self.skip is None else gradient.masked_fill_(self.skip, 0.0)
 
 

@@ -25,7 +25,7 @@ from megatron.planner.layout import Job
 from megatron.planner.speed import Cluster, layer_seconds
 from megatron.settings.schema import Kernels, Model
 
-SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products: the last one is the reference
+SIZES = dict(cpu=(64, 256, 1024), cuda=(256, 1024, 8192))  # of matrix products: the last is assumed to be fastest
 SHAPE = dict(cpu=(512, 512, 8), cuda=(2048, 4096, 32))  # sequence, hidden size, heads of the block that is measured
 
 
@@ -109,7 +109,7 @@ def _bandwidth(kind: str) -> float:
 
 
 def _ops(kind: str, figures: dict) -> dict:
-    """Time of starting an op, from a tiny layer; elementwise work, from what is left of a real layer's time."""
+    """(seconds to launch an op, from a tiny layer; elementwise work, from the rest of a real layer's time)."""
     tiny = _block_seconds(kind, 8, 32, 2)
     launch = tiny / 3 / 30  # of a layer's thirty ops, of which the backward pass has twice as many
     s, h, heads = SHAPE[kind]

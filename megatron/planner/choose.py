@@ -234,7 +234,7 @@ def nothing_fits(outcome: SearchResult) -> SettingsError:
 
 
 def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[str]:
-    """The violations of a plan by the rules of a training, apart from its data and length."""
+    """The rules of a training that a plan violates, except rules about data and length."""
     data = schema.Data(mock_data=True)
     tokenizer = schema.TokenizerSettings(tokenizer_type="NullTokenizer", vocab_size=plan.job.facts.vocab_size)
     settings = replace(

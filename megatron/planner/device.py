@@ -44,7 +44,7 @@ class Device:
     attention_backward:  time of its backward pass over that of its forward pass
     bandwidth:     bytes/s of reads or writes of its memory
     unfused:       elementwise traffic as a multiple of that of fused kernels
-    exposed:       share of messages that passes do not hide, where both can run at the same time
+    exposed:       share of messages that passes do not hide, if both can run at the same time
     inner, outer:  bytes/s of a link inside a node and between nodes, per device and direction
     latency:       seconds of an empty collective, for each doubling of the ranks
     host:          bytes/s between device and host

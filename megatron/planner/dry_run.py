@@ -24,7 +24,7 @@ from megatron.training import rules
 
 
 def dry_run(config: schema.Config, log=print) -> None:
-    """Report what the settings would do, the verdict first. Raises SettingsError with all problems."""
+    """Report the effects of the settings, starting with the verdict. Raises SettingsError with all problems."""
     chosen: list[str] = []
     config, unresolved = resolve_open_settings(config, chosen.append)
     cluster, source = target.cluster_of(config)

@@ -40,7 +40,7 @@ class Job:
     """A training without its layout.
 
     facts:    the model
-    device:   "cuda" or "cpu": selects the kernels, and what they save
+    device:   "cuda" or "cpu": selects the kernels, and the tensors that they save
     backend:  --attention-backend
     chunk:    --cross-entropy-chunk
     plain_softmax: --no-masked-softmax-fusion
@@ -202,7 +202,7 @@ class Layout:
 
     @property
     def weight_ranks(self) -> int:
-        """Ranks with the same weights and other tokens: those of data and context parallelism."""
+        """Ranks with the same weights and other tokens: the ranks of data and context parallelism."""
         return self.dp * self.cp
 
     @cached_property
@@ -236,7 +236,7 @@ class Layout:
 
     @cached_property
     def data_sizes(self) -> dict[str, int]:
-        """The axes of ranks with other tokens (`Placement.data_axes`); of dense weights they include those of cp."""
+        """The axes of ranks with other tokens (`Placement.data_axes`). For dense weights they include the ranks of cp."""
         return self.expert_sizes | dict(replicate=self.replicate, shard=self.shard)
 
     def rank_setup(self, job: Job) -> RankSetup:

@@ -105,9 +105,9 @@ def span(
 class ShardingTimes:
     """The ZeRO stage and the times of one chunk's messages, in the unit of the passes; equal on all ranks.
 
-    A chunk's messages are counted as one each: with ZeRO 1 and 2 a gather before its first pass, with ZeRO 3 one for each
-    pass; a reduction after its last pass, with ZeRO 2 and 3 after each. A pass that is shorter than the messages during it
-    takes as long as they do.
+    All gathers of a chunk count as one message, and so do its reductions. With ZeRO 1 and 2 there is one gather before its
+    first pass, with ZeRO 3 one for each pass. There is one reduction after its last pass, with ZeRO 2 and 3 after each
+    pass. A pass that is shorter than the messages during it takes as long as they do.
 
     gather, reduce:                time of one message
     gather_overlap, reduce_overlap:  share of it that overlaps its pass; 0: without --overlap-param-gather and

@@ -156,7 +156,7 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
 
 
 def of_update(units: Units, job: Job, layout: Layout) -> int:
-    """Bytes of what an update allocates: whole matrices, and what it widens to fp32."""
+    """Bytes that an update allocates: whole matrices, and fp32 copies of bf16 tensors."""
     total, owned = whole_matrices(units, job, layout), units.owned(layout.data_sizes)
     narrow = job.shard_gradients(layout.zero) < 4
     if narrow and job.matrix_moments is not None:

@@ -234,7 +234,7 @@ def _sizes(
     ends: tuple[str, ...] = (),
     shared: tuple[str, ...] = (),
 ) -> tuple[UnitSizes, ...]:
-    """The sizes of dense weights, and of experts if there are any. frozen: names of weights; shared: axes of other copies."""
+    """The sizes of dense weights, and of experts if there are any. frozen: their names; shared: axes of other copies."""
     units = []
     for axes in (DATA_PARALLEL, EXPERT_DATA_PARALLEL):
         own = {key: placed for key, placed in table.items() if placed.data_axes == axes}

@@ -150,7 +150,7 @@ def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
 
 
 def prefixes(words: list[str]) -> list[str]:
-    """The prefixes of a blend without their weights; none of an invalid blend, which the rules report."""
+    """The prefixes of a blend without their weights; empty for an invalid blend, which the rules report."""
     from megatron.data.blend import parse_blend  # imports numpy, which a search of layouts does not need
     from megatron.data.indexed import bare_prefix
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search all layouts of a job on a cluster: those that fit, their speed, and why the others do not fit.
+"""Search all layouts of a job on a cluster: which of them fit, their speed, and why the others do not fit.
 
 The search covers the full grid: tp, pp, model chunks, schedule, sequence parallel, micro-batch, recomputation, ZeRO stage,
 sharding degree, offload. Figures that do not depend on inner choices are computed outside their loops, so that a hundred

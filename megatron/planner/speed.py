@@ -106,8 +106,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """The passes of a step if all chunks were as slow as those of the slowest rank: seconds of a chunk's passes, with the
-    message to the next stage, and the length of all passes.
+    """The passes of a step if all chunks were as slow as the chunks of the slowest rank: seconds of a chunk's passes, with
+    the message to the next stage, and the length of all passes.
     """
 
     forward: float

@@ -27,7 +27,7 @@ class Groups:
     axes:      purpose of a group -> (groups in the job, ranks of each)
     channels:  per pipeline rank: channels that it sends or receives on; empty if messages need no group (gloo)
     pipelines: in the job
-    silent:    those of `axes` without a communicator
+    silent:    groups of `axes` without a communicator
     """
 
     world_size: int
@@ -46,7 +46,7 @@ class Groups:
         return sum(self._has(name, stage) for name in self.axes) + self._channels(stage)
 
     def communicators(self, stage: int) -> list[int]:
-        """Ranks of each NCCL communicator of a pipeline rank, that of all ranks first; channels have two."""
+        """Ranks of each NCCL communicator of a pipeline rank, first the communicator of all ranks; a channel has two."""
         if self.world_size == 1:
             return []
         talk = [size for name, (_, size) in self.axes.items() if name not in self.silent and self._has(name, stage)]
@@ -113,8 +113,9 @@ class StartUp:
 
     @property
     def waited(self) -> float:
-        """The longest time that a rank may wait for another, which --distributed-timeout-minutes must exceed: one rank
-        starts twice as slowly as the others, and all ranks query the store together."""
+        """The longest time that a rank may wait for another one. --distributed-timeout-minutes must exceed it. Assumes that
+        one rank starts twice as slowly as the others, and that all ranks query the store together.
+        """
         return self.parts["processes"] + self.parts["rendezvous"] + self.parts["groups"]
 
 

@@ -28,7 +28,7 @@ WIDTH = 100  # maximal columns of a line on a terminal
 class Console:
     """The log of a rank. Silent without `active`.
 
-    form: `short` or `megatron` lines; `auto` is short where stdout is a terminal. bar: a progress bar on a terminal.
+    form: `short` or `megatron` lines; `auto` is short if stdout is a terminal. bar: a progress bar on a terminal.
     prints: False: log to the file only. prefix: of each line on stdout
     """
 
@@ -72,7 +72,7 @@ class Console:
 
     @property
     def width(self) -> int:
-        """Columns of a line: those of the terminal, but at most `WIDTH`; `WIDTH` without a terminal."""
+        """Columns of a line: the terminal's width, but at most `WIDTH`; `WIDTH` without a terminal."""
         return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns) if self.terminal else WIDTH
 
     def keep(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class Console:
         self._bar = tqdm(
             total=total, initial=done, bar_format=layout, ncols=self._columns(), leave=False, file=self._out
         )
-        # Output of others, such as warnings of libraries, goes above the bar.
+        # Other output, such as warnings of libraries, is written above the bar.
         for redirect, stream in ((contextlib.redirect_stdout, sys.stdout), (contextlib.redirect_stderr, sys.stderr)):
             if is_terminal(stream):
                 above = _AboveTheBar(self, stream)

@@ -34,7 +34,7 @@ def plots(history: History) -> list[tuple[str, str]]:
 
 
 def memory_plot(history: History) -> list[tuple[str, str]]:
-    """(caption, SVG as a data URL) of the memory of the first rank, where it was measured more than once."""
+    """(caption, SVG as a data URL) of the memory of the first rank, if it was measured more than once."""
     points = [
         (record["iteration"], record["bytes"] / 1e9) for record in history.memory if is_number(record.get("bytes"))
     ]
@@ -146,8 +146,8 @@ def half_window(count: int, share: float) -> int:
 def smooth(points: Points, share: float = SHARE) -> Points:
     """The running mean of a curve, over a centred window of about `share` of it, so that a falling curve is not delayed.
 
-    At the end, where half of the window is missing, it continues as the straight line through the last whole window: the
-    mean of ever fewer points would follow the noise of the last one. At the start, where a curve falls faster than its
+    At the end, where half of the window is missing, it continues as the straight line through the last full window: a mean
+    of fewer and fewer points would follow the noise of the last one. At the start, where a curve falls by more than its
     noise, the window shrinks.
 
     >>> smooth([(1, 2.0), (2, 4.0), (3, 9.0)], share=1.0)

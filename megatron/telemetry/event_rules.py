@@ -127,7 +127,7 @@ class RecordRules:
         self.norms: deque[float] = deque(maxlen=WINDOW)
         self.above = 0  # consecutive steps with a loss above a guess
         self.interval, self.rates = [0, 0.0, 0.0], deque(maxlen=WINDOW)  # steps, seconds, tokens; tokens per second
-        self.validations: list[float] = []  # the last good one, and the worse ones after it
+        self.validations: list[float] = []  # the last improvement, and the worse values after it
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Judge a record."""

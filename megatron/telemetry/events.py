@@ -12,7 +12,7 @@ Every event starts with the same fields. The fields of its kind follow (`KINDS`)
 
 `time` is in Unix seconds, `iteration` the number of finished steps (null: not known, for example before the start), `rank`
 the rank that the event is about (null: all), `source` the writer: "run" (its first rank) or "supervisor". The file only
-grows, and both append whole lines to it. A line that a crash tore is skipped by the reader.
+grows, and both append whole lines to it. The reader skips a line that a crash has torn.
 """
 
 import json
@@ -296,7 +296,7 @@ class EventLog:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line in one write, so that lines of several processes do not mix; after a torn line on a line of its own."""
+    """Append a line in one write, so that lines of several processes do not mix. Starts a new line after a torn one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:

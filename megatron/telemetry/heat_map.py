@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the ranks of a run: a heat map of their own times over the run, and where the time of their steps goes.
+"""Pictures of the ranks of a run: a heat map of their own times over the run, and bars with the parts of their steps.
 
 The data are the records of kind `ranks` in metrics.jsonl. A cell of the heat map compares the own time of a rank with the
 median of the other ranks of its pipeline stage: red is longer, so the others wait for it. A rank alone on its stage is

@@ -17,7 +17,7 @@ def available_memory(otherwise: Optional[float] = 8e9) -> Optional[float]:
 
 
 def total_memory() -> Optional[float]:
-    """Bytes of memory of this machine, or the limit of this process's control group; None where unknown."""
+    """Bytes of memory of this machine, or the limit of this process's control group; None if it is unknown."""
     whole = _meminfo("MemTotal")
     return None if whole is None else min(whole, *(limit for _, limit, _ in _groups()), whole)
 

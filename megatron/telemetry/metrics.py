@@ -154,7 +154,7 @@ class Metrics:
             self._log(step, times)
 
     def log_rest(self) -> None:
-        """Log the steps since the last line, where training ends before its last step. All ranks call it together."""
+        """Log the steps since the last line, if training ends before its last step. All ranks call it together."""
         step, self._unlogged = self._unlogged, None
         if step is None:
             return
@@ -216,7 +216,7 @@ class Metrics:
         )
 
     def _count_for_mean(self, step: StepMetrics, seconds: float) -> None:
-        """Add a step to the mean throughput of this start, except the first ones and those whose samples were left out."""
+        """Add a step to the mean throughput of this start, except the first steps and steps whose samples were left out."""
         self._started += 1
         if self._started > self.settings.throughput_ignore_steps and step.losses:
             self._mean.add(step, {}, seconds)

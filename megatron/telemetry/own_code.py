@@ -45,7 +45,7 @@ def code_notes(saved: object, now: Mapping[str, Any]) -> list[str]:
 
 
 def import_callable(flag: str, name: str, what: str) -> Callable:
-    """Import the callable that a flag names as MODULE:NAME. Raises SettingsError where there is none."""
+    """Import the callable that a flag names as MODULE:NAME. Raises SettingsError if there is none."""
     module, _, attribute = name.partition(":")
     try:
         result = importlib.import_module(module)
@@ -108,7 +108,7 @@ def imported(path: Path, module: str) -> Iterator[str]:
 
 
 def file_of(module: str) -> Optional[Path]:
-    """The source file of a module, without importing it; None where there is none."""
+    """The source file of a module, without importing it; None if there is none."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError, AttributeError):
@@ -119,13 +119,13 @@ def file_of(module: str) -> Optional[Path]:
 
 
 def source_diff() -> Optional[str]:
-    """Checksum of `git diff HEAD` of the source tree; None where nothing differs, or outside a checkout."""
+    """Checksum of `git diff HEAD` of the source tree; None if nothing differs, or outside a checkout."""
     diff = git("diff", "--no-ext-diff", "--binary", "HEAD")
     return checksum(diff) if diff else None
 
 
 def refuse_another_module(model_type: str, module: str) -> None:
-    """Raise UsageError where the running script's recipe() has the name of another module.
+    """Raise UsageError if the running script's recipe() has the name of another module.
 
     Tools and resumed runs would import that module instead. module: the one that `model_type` names
     """

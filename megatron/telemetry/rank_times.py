@@ -54,7 +54,7 @@ PART_OF = {  # phase -> part; the other phases are inside one of these
     "send F": WAITING,
     "send B": WAITING,
 }
-BEHIND = 2  # last steps whose events are not read yet
+BEHIND = 2  # number of last steps whose events are not read yet
 PULSE = 0.1  # seconds between two checks that the process runs
 LATE = 0.025  # seconds of delay of a check after which it did not run
 
@@ -84,7 +84,7 @@ class RankTimes:
             cls.active = before
 
     def watched(self) -> contextlib.AbstractContextManager:
-        """A context in which pauses of this process are noticed, where that is needed."""
+        """A context in which pauses of this process are detected, if necessary."""
         return contextlib.nullcontext()
 
     def enter(self, part: str) -> None:
@@ -213,7 +213,7 @@ class DeviceTimes(RankTimes):
 
 
 class ThreadUsage:
-    """Seconds that this thread was on a core, and that it waited for one. The second is 0 where Linux does not tell."""
+    """Seconds that this thread was on a core, and seconds that it waited for one (0 if Linux does not report them)."""
 
     def __init__(self):
         try:
@@ -322,6 +322,6 @@ def waiting() -> contextlib.AbstractContextManager:
 
 
 def span_of(phase: str) -> Optional[_Span]:
-    """The context of a phase that begins now; None where nothing is measured."""
+    """The context of a phase that begins now; None if nothing is measured."""
     times = RankTimes.active
     return None if times is None else times.spans.get(phase)

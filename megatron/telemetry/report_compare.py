@@ -76,12 +76,12 @@ def figures_of(history: History) -> dict[str, Any]:
 
 
 def tokens_of_sample(history: History) -> int:
-    """Tokens of a sample; 0 where the run's record does not contain it."""
+    """Tokens of a sample; 0 if the run's record does not contain it."""
     return int(((history.run.get("config") or {}).get("model") or {}).get("seq_length") or 0)
 
 
 def final_losses(runs: Runs) -> dict[str, list[Optional[float]]]:
-    """Name of a loss or of another logged sum -> its value in each run; None where a run has none.
+    """Name of a loss or of another logged sum -> its value in each run; None for a run without it.
 
     Training is compared at the last step that all runs reached, as the mean of the last steps up to there.
     """
@@ -152,7 +152,7 @@ def _described(history: History) -> dict[str, str]:
     groups = [group for group in [*config.values(), *own.values()] if isinstance(group, dict)]
     settings = {f"--{name.replace('_', '-')}": value for group in groups for name, value in group.items()}
     rows = {"code commit": run.get("commit"), "--seed": settings.pop("--seed", None)}
-    code = run.get("code") or {}  # checksums of the recipe's files: those that git ignores are in no commit
+    code = run.get("code") or {}  # checksums of the recipe's files: files that git ignores are in no commit
     rows |= {f"checksum of {name}": checksum for name, checksum in (code.get("files") or {}).items()}
     rows |= {"uncommitted changes": code.get("diff")}
     rows |= {"parameters": run.get("parameters") and f"{run['parameters']:,}"}

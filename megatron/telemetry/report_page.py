@@ -119,7 +119,7 @@ def _section(section: Section) -> str:
 
 
 def _grid(grid: Grid) -> str:
-    """A table, scrolled sideways where it does not fit; empty where it has no rows."""
+    """A table that scrolls sideways if it does not fit; empty if it has no rows."""
     if not grid.rows:
         return ""
     keys = ["", *(f'<i class="key" style="--key: light-dark({light}, {dark})"></i>' for light, dark in grid.colours)]

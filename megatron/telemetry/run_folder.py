@@ -19,7 +19,7 @@ POINTER = "metrics_file.txt"
 
 
 def point_to(metrics: Path, folder: Path) -> None:
-    """Write the path of the metrics to a run's folder, or remove that of an earlier launch. Raises OSError."""
+    """Write the path of the metrics to a run's folder, or remove the path of an earlier launch. Raises OSError."""
     pointer = folder / POINTER
     if metrics.resolve() == (folder / METRICS).resolve():
         pointer.unlink(missing_ok=True)
@@ -29,7 +29,7 @@ def point_to(metrics: Path, folder: Path) -> None:
 
 
 def find_metrics(folder: Path) -> Optional[Path]:
-    """The metrics file of a run's folder; None where none is found.
+    """The metrics file of a run's folder; None if there is none.
 
     First the path in metrics_file.txt, then metrics.jsonl. Runs of earlier versions wrote no metrics_file.txt: there the
     --metrics-file in the newest checkpoint counts, relative to the current directory.

@@ -2,7 +2,7 @@
 """metrics.jsonl: the settings of a run and the values of each step, one JSON object per line.
 
 Kinds: `run` (first: resolved settings, versions, host, mesh), `start` (times before the first step), `step` (one per
-iteration), `eval` (`final`: at the end of training), `timers` (one per log interval, where they are on), `memory` (of the
+iteration), `eval` (`final`: at the end of training), `timers` (one per log interval, if they are on), `memory` (of the
 first rank, one per log interval), `ranks` (seconds of a step by part and rank), `save` (a checkpoint was written, or
 started), `spike` (that caused a rollback), `rewind` (to this iteration) and `end` (exit code and reason, unless the process
 was killed). The file only grows. A resumed run appends a `run` record with the iteration it starts from: it invalidates the
@@ -62,13 +62,13 @@ def library_versions() -> dict[str, str]:
 
 
 def source_commit() -> Optional[str]:
-    """Commit of the source tree, with a + when files differ from it; None outside a checkout."""
+    """Commit of the source tree, with a + if files differ from it; None outside a checkout."""
     output = git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
     return output.decode().strip() or None if output else None
 
 
 def git(*words: str) -> Optional[bytes]:
-    """Output of a git command on the source tree; None outside a checkout, and where git is missing or fails."""
+    """Output of a git command on the source tree; None outside a checkout, and if git is missing or fails."""
     root = Path(__file__).parent.parent.parent
     if not (root / ".git").exists():
         return None

@@ -198,7 +198,7 @@ class StragglerDetector:
         return Finding(kind, message, rank, dict(phase=part, seconds=mine[part], median=median, steps=steps))
 
     def _part(self, rank: int, mine: dict[str, float], others: dict[str, float], whole: float) -> str:
-        """The part in which a rank is slow. Without peers passes are not compared: it is the longest."""
+        """The part in which a rank is slow. For a rank without peers: data, or else its longest part."""
         excess = {part: mine[part] - others[part] for part in OWN}
         if not self.peers.alone[rank]:
             return max(excess, key=excess.get)
@@ -319,7 +319,7 @@ class StragglerDetector:
 
 
 class Peers:
-    """The ranks with which each rank is compared: the others of its stage, or all others if it is alone there."""
+    """The ranks with which each rank is compared: the others of its stage, or all other ranks if it has none there."""
 
     def __init__(self, stages: np.ndarray):
         self.groups = [np.flatnonzero(stages == stage) for stage in np.unique(stages)]

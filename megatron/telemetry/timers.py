@@ -8,7 +8,7 @@
 
 Timers of one level never count the same moment twice: a timer that starts inside another one of its level pauses that one
 until it ends. So timers of level 1 add up to at most the time of a step. Timers of level 2 measure parts of them. A clock
-is read only where a timer runs. Needs no torch: the synchronization with the device and with other ranks is passed in.
+is read only if a timer runs. Needs no torch: the synchronization with the device and with other ranks is passed in.
 """
 
 import time
@@ -131,7 +131,7 @@ class Timers:
     parts:    phase (phases.py) -> its timer
     synchronize:   waits for the device before the clock is read: torch.cuda.synchronize
     barrier:  waits for all ranks before a timer of `parts` of level 1 starts
-    gather:   numbers of this rank -> those of all ranks, in rank order; all ranks call it together
+    gather:   numbers of this rank -> numbers of all ranks, in rank order; all ranks call it together
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Timers:
         return timer
 
     def timer_of(self, part: str) -> Optional[Timer]:
-        """The timer of a phase that begins now; None where it is not timed."""
+        """The timer of a phase that begins now; None if it is not timed."""
         return None if self.apart else self.parts.get(part)
 
     def collect(self, names: Optional[Iterable[str]] = None) -> dict[str, list[float]]:

@@ -37,7 +37,7 @@ def evaluate_if_due(run: Run, garbage: GarbageCollection, epoch: int = 0) -> boo
         with run.metrics.paused("saving"):
             save_before_evaluation(run)
     evaluate_and_judge(run, garbage)
-    return saves and not judges(run)  # a judged validation changes the state
+    return saves and not judges(run)  # the result of a validation changes the state then
 
 
 def evaluate_if_missed(run: Run, garbage: GarbageCollection) -> bool:
@@ -69,7 +69,7 @@ def evaluate_and_judge(run: Run, garbage: GarbageCollection) -> None:
 
 
 def save_before_evaluation(run: Run) -> None:
-    """Save the state as it will be after the upcoming evaluation, or mark this as due if its result changes the state."""
+    """Save the state as if the upcoming evaluation were done; mark it as due if its result changes the state."""
     now, batch = run.state, run.config.batch
     more = 0 if validates_same_samples(run.config) else batch.eval_iters * batch.global_batch_size
     if run.loaders.valid and judges(run):

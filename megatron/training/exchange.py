@@ -66,7 +66,7 @@ def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, An
 
 
 def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
-    """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back differently."""
+    """Export a GPT as Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt; nothing is written if it reads back changed."""
     from megatron.errors import UsageError
 
     tp, pp = how.target_tensor_parallel_size, how.target_pipeline_parallel_size

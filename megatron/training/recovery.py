@@ -67,7 +67,7 @@ def rollback(run: Run, spike: int) -> None:
 def checkpoint_before(folder: str, first: int, spike: int) -> int:
     """The iteration of the newest checkpoint before step `first`, the first one to leave out.
 
-    Without such a checkpoint, the oldest one before the spike. Raises NumericsError when there is none.
+    Without such a checkpoint, it is the oldest one before the spike. Raises NumericsError if there is none.
     """
     iterations = [iteration for iteration in checkpoints(location(folder)) if iteration < spike]
     if not iterations:

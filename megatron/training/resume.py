@@ -13,7 +13,7 @@ from megatron.settings.schema import Config
 
 @dataclass(frozen=True)
 class ResumeChanges:
-    """Settings that differ from those of the checkpoint's run.
+    """Settings that differ from the settings of the checkpoint's run.
 
     settings  a sentence for each setting that the user changed
     schedule  a sentence for lengths of the schedule that changed although the user did not set them, or empty

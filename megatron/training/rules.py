@@ -105,7 +105,7 @@ def _experts(settings: schema.Config) -> dict[str, Placement]:
 
 
 def _tables(settings: schema.Config) -> dict[int, Table]:
-    """The weights of each layer of a run's model, without those that kinds of linear layers bring."""
+    """The weights of each layer of a run's model, without the weights that linear kinds add."""
     facts = recipe_of(settings).facts(settings, 1)
     return {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
 
@@ -119,7 +119,7 @@ def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> d
     """name -> sentence, for each given setting without effect: often another setting was forgotten.
 
     datasets: (train, valid, test) of the run, which may be None even if --split leaves samples for them
-    With --skip-train, settings of the optimizer are not reported: none of them has an effect.
+    With --skip-train, settings of the optimizer are not reported: no optimizer setting has an effect then.
     """
     own = linear_kinds.idle_of(settings.model)
     table = {**EFFECTS, **megatron.optimizer.rules.idle_of(settings.optimizer), **own, **recipe_of(settings).idle}

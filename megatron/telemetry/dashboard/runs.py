@@ -396,7 +396,7 @@ def _number(value: Any) -> float:
 def runs_at(place: Place) -> list[tuple[Place, Place]]:
     """(folder, metrics file) of the run of a folder, or of the runs in the folders in it.
 
-    A file of --metrics-file, which may lie beside those of other runs, stands for the folder itself.
+    If `place` is a metrics file, it also stands for the folder: files of other runs may be next to it (--metrics-file).
     """
     if metrics := metrics_at(place):
         return [(metrics.parent if metrics == place and metrics.name == METRICS else place, metrics)]

@@ -57,7 +57,7 @@ class Columns:
         return column
 
     def drop_after(self, iteration: int) -> None:
-        """Remove the last rows as long as they are of later iterations."""
+        """Remove the rows of later iterations from the end."""
         iterations = self["iteration"]
         kept = np.flatnonzero(iterations <= iteration)
         rows = int(kept[-1]) + 1 if len(kept) else 0
@@ -132,7 +132,7 @@ class Series:
             elif record["kind"] == "step":
                 steps.append(record)
             else:
-                if record["kind"] in ("run", "rewind"):  # these take steps back
+                if record["kind"] in ("run", "rewind"):  # these records undo steps
                     self._take_steps(steps)
                     steps = []
                 self._take(record["kind"], int(record["iteration"]), record)
@@ -203,7 +203,7 @@ class Series:
 
     @property
     def sample_tokens(self) -> int:
-        """Tokens of a sample; 1 where the run's record does not say."""
+        """Tokens of a sample; 1 if the run's record does not contain it."""
         model = (self.run.get("config") or {}).get("model") or {}
         return int(model.get("seq_length") or 0) or 1
 
@@ -285,7 +285,7 @@ def rank_seconds(record: dict) -> dict[str, list[float]]:
 def thinned(curve: Curve, width: int) -> Curve:
     """The curve with two points for each of `width` equal parts of its axis: the lowest and the highest value there.
 
-    They are at the first and the last place of the part, in their order, where the running mean is taken as it is.
+    They are drawn at the first and the last place of the part, in their order. The running mean is read at the same places.
     """
     x, y, smooth = curve
     if len(x) <= 2 * width or x[-1] <= x[0]:

@@ -16,7 +16,7 @@ PART = 8 << 20  # bytes that one call reads at most
 
 
 class Tail:
-    """Returns the complete lines of a file as they appear. A last line without a newline waits for its rest."""
+    """Returns the complete lines of a file as they appear. A last line without a newline is kept until it is complete."""
 
     def __init__(self, path: Union[Path, UrlPath]):
         self.path = path
@@ -64,7 +64,7 @@ class Tail:
         return [line for line in lines if line.strip()], again
 
     def _text_from(self, start: int) -> Optional[bytes]:
-        """A part of the file; None where it is shorter."""
+        """A part of the file; None if the file is shorter."""
         if start > self.size:
             return None
         size = min(self.size - start, PART)
