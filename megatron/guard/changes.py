@@ -60,7 +60,7 @@ def changes(config: Config, saved: dict[str, dict]) -> list[Change]:
 
 
 def meanings(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(group, setting, one of ON_RESUME) of every setting, including the recipe's own groups."""
+    """List what a change of each setting means: (group, setting, one of ON_RESUME), including the recipe's own groups."""
     groups = {name: (getattr(config, name), BY_GROUP.get(name, "irrelevant")) for name in GROUPS}
     groups |= {name: (group, "refused") for name, group in config.extra.items()}
     for name, (group, default) in groups.items():

@@ -87,7 +87,7 @@ def without(words: list[str], *flags: str) -> list[str]:
 
 
 def shape_of(words: list[str]) -> tuple[int, int]:
-    """(machines, processes on each) that the launcher starts; (1, 1) without a launcher.
+    """The number of machines, and of processes on each, that the launcher starts; (1, 1) without a launcher.
 
     >>> shape_of("srun -N 4 torchrun --nnodes 4 --nproc-per-node 8 pretrain_gpt.py".split())
     (4, 8)

@@ -84,7 +84,7 @@ class Observer:
         return check
 
     def _gradient_at(self, name: str) -> Callable:
-        """A hook on the gradient of a module's output, which the following module's backward pass has just computed."""
+        """A hook that checks the gradient of a module's output. The backward pass of the following module computes it."""
 
         def check(gradient):
             self.order += 1

@@ -41,7 +41,7 @@ class Attempt:
 
     @property
     def startup(self) -> dict[str, float]:
-        """`setup` by phase, as far as rank 0 reported it. The rest is the launcher's, before and after the ranks."""
+        """The time of `setup` by phase, as rank 0 reported it. The rest is the launcher's, before and after the ranks."""
         parts = {words: self.phases.get(phase, 0.0) for phase, words in STARTUP.items()}
         return {"launcher": max(0.0, self.setup - sum(parts.values())), **parts}
 

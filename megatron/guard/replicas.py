@@ -47,7 +47,7 @@ def check_replicas(optimizer: DistributedOptimizer, iteration: int) -> None:
 
 
 def check_buffers(optimizer: DistributedOptimizer, iteration: int) -> None:
-    """`check_replicas` for buffers alone, before they are saved."""
+    """Compare only buffers, as `check_replicas` does, before they are saved."""
     if not optimizer.buffers.held:
         return
     _refuse_differences(
@@ -75,7 +75,7 @@ def _refuse_differences(
 
 
 def checksums(optimizer: DistributedOptimizer) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
-    """(name, axes, checksum) of each tensor that other ranks hold too. Checksums are on the device, to be sent."""
+    """Compute (name, axes, checksum) of each tensor that other ranks hold too. Checksums are tensors on the device."""
     return [_summed(optimizer, copy) for copy in copies(optimizer)]
 
 

@@ -56,7 +56,7 @@ class Recent:
         return None
 
     def measures(self) -> list[tuple[float, float]]:
-        """(median, deviation) of losses and of norms, to compute scores from. Too few steps: an infinite deviation."""
+        """The (median, deviation) of losses and of norms, for scores. With too few steps, the deviation is infinite."""
         return [usual(values) if len(values) >= ENOUGH else (0.0, math.inf) for values in (self.losses, self.norms)]
 
     def after(self, loss: float, norm: float, window: int) -> "Recent":
@@ -70,13 +70,13 @@ class Recent:
 
 
 def robust_score(value: float, values: tuple[float, ...]) -> tuple[float, float]:
-    """(median, number of deviations by which `value` lies above it)."""
+    """The median, and the number of deviations by which `value` lies above it."""
     middle, deviation = usual(values)
     return middle, (value - middle) / deviation
 
 
 def usual(values: tuple[float, ...]) -> tuple[float, float]:
-    """(median, deviation) of values. The deviation is 1.4826 x MAD, the standard deviation of a normal distribution."""
+    """The (median, deviation) of values. The deviation is 1.4826 x MAD, the standard deviation of a normal distribution."""
     middle = median(values)
     spread = 1.4826 * median(abs(other - middle) for other in values)
     return middle, max(spread, FLOOR * abs(middle), 1e-12)

@@ -43,7 +43,7 @@ STATES = {
 COLLECTIVES = """all_reduce all_gather all_gather_single all_gather_into_tensor all_gather_object reduce_scatter
     reduce_scatter_single reduce_scatter_tensor broadcast broadcast_object_list barrier recv send irecv isend gather scatter
     monitored_barrier new_group init_process_group""".split()
-CALLERS = ("distributed_c10d.py", "mpu/collectives.py", "mpu/groups.py")  # files that have functions of these names
+CALLERS = ("distributed_c10d.py", "mpu/collectives.py", "mpu/groups.py")  # files that define functions with these names
 OUTERMOST = ("<module>", "_run_module_as_main")  # of the main thread of `python script.py`, and of `python -m module`
 RECEIVE = "the receive of a message"
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|^<")

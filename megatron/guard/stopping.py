@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons to stop before the last step: a signal, a file, the time. Each rank votes; all agree by the sums of the votes.
+"""Reasons to stop before the last step: a signal, a file, the time. Each rank votes, and the sums of the votes decide for
+all ranks.
 
 The votes are a few numbers in the all-reduce that every step does anyway. Their sums are the same on every rank, so all
 stop after the same step. Needs no torch.

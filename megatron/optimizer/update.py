@@ -44,13 +44,13 @@ class Rates(NamedTuple):
     decoupled_lr: Optional[float] = None
 
     def of(self, group: Group) -> tuple[float, float]:
-        """(learning rate, weight decay) of a group."""
+        """The learning rate and the weight decay of a group."""
         own = group.decoupled and self.decoupled_lr is not None
         return self.decoupled_lr if own else self.lr, self.weight_decay if group.decay else 0.0
 
 
 def choose(flag: torch.Tensor, yes: float, no: float) -> torch.Tensor:
-    """`yes` if a flag on the device is set, else `no`, both finite, as an fp64 scalar on the device.
+    """Select `yes` if a flag on the device is set, else `no`: an fp64 scalar on the device. Both are finite.
 
     torch.where would copy the numbers from the host to the device and wait for it.
     """

@@ -268,8 +268,8 @@ class DistributedOptimizer:
     def _sum_partial(self, name: str) -> None:
         """Sum gradients that are partial sums over an axis, in one message.
 
-        Over tp: norms, whose ranks each have a part of the tokens. Over etp: biases of experts, likewise. Over `tied`: the
-        embedding of first and last stage.
+        Over tp: norms, because each rank has a part of the tokens. Over etp: biases of experts, for the same reason. Over
+        `tied`: the embedding of the first and last stage.
         """
         axis = getattr(self.mesh, name)
         views = [self.reduced[where] for slot, where in self.owned_slots() if name in slot.placement.partial]
@@ -290,7 +290,7 @@ class DistributedOptimizer:
             views = [self.reduced[where] for slot, where in slots if slot.placement.is_primary(place)]
             if views:
                 square = torch.stack(norms(views)).double().square().sum()
-                total = total + square / getattr(self.mesh, name).size  # its ranks hold the same
+                total = total + square / getattr(self.mesh, name).size  # ranks of this axis hold the same elements
         return total
 
     # ---- figures for the log ---------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bo
 
 
 def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together: bool = False) -> Counter:
-    """(kind, granularity of recomputation) -> number of layers. together: count a recomputed group once."""
+    """Count layers by (kind, granularity of recomputation). together: count a group that is recomputed together once."""
     counts = Counter()
     for group in recompute_groups(layers, settings):
         members = group.layers[:1] if together and group.granularity == "full" else group.layers

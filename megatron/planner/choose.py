@@ -250,7 +250,7 @@ def plan_problems(config: schema.Config, plan: Plan, cluster: Cluster) -> list[s
 
 
 def automatic(config: schema.Config, log) -> tuple[schema.Config, list[Plan], SearchResult]:
-    """(settings with the open ones chosen, the best plans, the search). Logs the reasons.
+    """Choose the open settings: (settings, the best plans, the search). Logs the reasons.
 
     --auto-parallel leaves the layout open, --micro-batch-size auto only the micro-batch.
     """

@@ -39,11 +39,11 @@ class Device:
 
     flops:         FLOP/s that large matrix products reach, by precision; rows: a product with this many rows, columns or
                    terms of a sum reaches half of that
-    attention:     FLOP/s that the forward pass of a flash kernel reaches, by precision, of the pairs that it computes
+    attention:     FLOP/s that the forward pass of a flash kernel reaches, by precision. Only pairs that it computes count
     attention_tokens:    sequences of this length reach half of that
-    attention_backward:  time of its backward pass over that of its forward pass
+    attention_backward:  time of its backward pass, divided by the time of its forward pass
     bandwidth:     bytes/s of reads or writes of its memory
-    unfused:       elementwise traffic as a multiple of that of fused kernels
+    unfused:       elementwise traffic, as a multiple of the traffic of fused kernels
     exposed:       share of messages that passes do not hide, if both can run at the same time
     inner, outer:  bytes/s of a link inside a node and between nodes, per device and direction
     latency:       seconds of an empty collective, for each doubling of the ranks

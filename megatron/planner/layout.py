@@ -197,17 +197,17 @@ class Layout:
 
     @property
     def replicate(self) -> int:
-        """Ranks with the same shards."""
+        """Number of ranks with the same shards."""
         return self.weight_ranks // self.shard
 
     @property
     def weight_ranks(self) -> int:
-        """Ranks with the same weights and other tokens: the ranks of data and context parallelism."""
+        """Number of ranks with the same weights and other tokens: the ranks of data and context parallelism."""
         return self.dp * self.cp
 
     @cached_property
     def cuts(self) -> Cuts:
-        """The ranks that divide weights."""
+        """The numbers of ranks that divide weights: (tp, ep, etp)."""
         return Cuts(self.tp, self.ep, self.tp if self.etp is None else self.etp)
 
     @property
@@ -217,13 +217,13 @@ class Layout:
 
     @property
     def dense_sizes(self) -> dict[str, int]:
-        """The axes of dense weights, as those of a `Mesh`."""
+        """The sizes of the mesh axes of dense weights, as in `Mesh`."""
         shard = self.shard // self.cp if self.zero else 1
         return dict(pp=self.pp, replicate=self.dp // shard, shard=shard, cp=self.cp, tp=self.tp)
 
     @cached_property
     def expert_sizes(self) -> dict[str, int]:
-        """The axes of experts. Raises SettingsError for sizes that do not divide the ranks."""
+        """The sizes of the mesh axes of experts. Raises SettingsError for sizes that do not divide the ranks."""
         return expert_sizes(self.dense_sizes, self.ep, self.etp, shard_over_cp=self.zero > 0)
 
     @property
@@ -236,7 +236,7 @@ class Layout:
 
     @cached_property
     def data_sizes(self) -> dict[str, int]:
-        """The axes of ranks with other tokens (`Placement.data_axes`). For dense weights they include the ranks of cp."""
+        """The sizes of the axes of ranks with other tokens (`Placement.data_axes`), for dense weights including cp."""
         return self.expert_sizes | dict(replicate=self.replicate, shard=self.shard)
 
     def rank_setup(self, job: Job) -> RankSetup:

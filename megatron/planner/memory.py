@@ -121,7 +121,7 @@ def _first_units(units: Units, sizes: Sizes, fraction: float) -> int:
 
 
 def static_memory(job: Job, layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
-    """`state`, and the buffers of the ZeRO stage: (on the device, on the host)."""
+    """Bytes of `state` and of the buffers of the ZeRO stage: (on the device, on the host)."""
     held, host = state(job, layout, rank)
     units = rank_units(job, layout, rank)
     return held | {

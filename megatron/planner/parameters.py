@@ -73,7 +73,7 @@ class UnitSizes(NamedTuple):
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """(rows, columns) of all its matrices."""
+        """The (rows, columns) of all matrices in the unit."""
         return [shape for slot in self.slots for shape in slot.matrices]
 
     def in_matrices(self, place: Sizes, sizes: Sizes) -> int:

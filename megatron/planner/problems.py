@@ -121,7 +121,7 @@ VOCABULARIES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
 def named_files(config: schema.Config) -> Iterator[tuple[str, str]]:
-    """(flag, path) of every data and vocabulary file in the settings."""
+    """List (flag, path) of every data and vocabulary file in the settings."""
     from megatron.data.formats import endings_of
 
     for flag, paths in blends(config.data):
@@ -143,7 +143,7 @@ def _named(t: schema.TokenizerSettings) -> schema.TokenizerSettings:
 
 
 def blends(data: schema.Data) -> Iterator[tuple[str, list[str]]]:
-    """(flag, its prefixes) of every blend of data."""
+    """List (flag, prefixes) of every blend of data."""
     for f in fields(schema.Data):
         if f.name.endswith("data_path"):
             yield _flag(f.name), prefixes(getattr(data, f.name) or [])

@@ -17,12 +17,12 @@ AMPERE, HOPPER = "Ampere", "Hopper"
 HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200", "B200", "MI300X")
 
 # Constants, fitted unless noted otherwise.
-LINEAR = {AMPERE: 0.885, HOPPER: 0.737}  # of the peak, for large matrix products
+LINEAR = {AMPERE: 0.885, HOPPER: 0.737}  # share of the peak, for large matrix products
 ROWS = 64.0  # rows, columns or terms of a sum with which half of that is reached: assumed; 20 to 100 fit equally well
-ATTENTION = {AMPERE: 0.522, HOPPER: 0.287}  # of the peak, for a long sequence in a flash kernel's forward pass
+ATTENTION = {AMPERE: 0.522, HOPPER: 0.287}  # share of the peak, for a long sequence in a flash kernel's forward pass
 ATTENTION_TOKENS = 770.0  # length of a sequence with which half of that is reached
 ATTENTION_BACKWARD = 4.94  # time of its backward pass, which has 2.5 times as many FLOPs, over that of its forward pass
-UNFUSED = 1.52  # elementwise traffic over that of fused kernels
+UNFUSED = 1.52  # elementwise traffic, as a multiple of the traffic of fused kernels
 EXPOSED = 0.71  # share of FSDP's messages that passes do not hide
 
 

@@ -3,8 +3,8 @@
 
     175 B on 128 ranks, tp 8 pp 16, 96 layers x 12288   ->   16 thousand parameters on 4 ranks, tp 2 pp 2, 4 layers x 32
 
-Axes of more than one rank get two. Layers, widths, batch and steps shrink to the minimum that still covers every branch
-of the code of the real job: several layers per stage, groups of recomputed layers, uneven stages, heads that share
+An axis of more than one rank keeps two. Layers, widths, batch and steps shrink to the minimum that still covers every
+branch of the code of the real job: several layers per stage, groups of recomputed layers, uneven stages, heads that share
 keys, padded vocabulary rows, more micro-batches than stages. Data are synthetic, and nothing is saved. Pure.
 
     >>> from megatron.settings.schema import GROUPS, Config, Model
@@ -347,7 +347,7 @@ def _optimizer(o: Optimizer, batch: Batch, steps: int) -> Optimizer:
 
 
 def original(config: Config, log) -> tuple[Config, int]:
-    """(the command to shrink, its ranks), with the layout that --auto-parallel finds, and without required files.
+    """The command to shrink, and its number of ranks. It has the layout that --auto-parallel finds, and needs no files.
 
     Raises SettingsError with all problems.
     """

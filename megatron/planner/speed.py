@@ -27,7 +27,7 @@ from megatron.settings.schema import Recompute
 # Constants, each with its source. Device speeds: `device.py`. Measured step times: docs/planning.md#how-far-to-trust-it.
 DISK = 3e9  # bytes/s of a node's drive, reads and writes together: assumed
 HOST_MEMORY = 20e9  # bytes/s of the host's memory in an offloaded update: assumed
-CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU over that of half of the pairs at full speed: assumed
+CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU, relative to half of the pairs at full speed: assumed
 EMBEDDING_MOVES = 4  # elements per embedded element, in either direction (row, position, dropout): estimated
 LOSS_BYTES = 4 * 4  # per logit, 4 moves in fp32: estimated
 SCORE_MOVES, DROPOUT_MOVES = 4, 2  # per stored attention score, and of its dropout, in either direction: estimated

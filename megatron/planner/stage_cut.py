@@ -62,7 +62,7 @@ def _moved(cut: Cut) -> Iterator[Cut]:
 
 
 def normalize_config(config: Config) -> Config:
-    """`Recipe.normalize_config` of an encoder-decoder, with stages balanced by time unless the user gives them.
+    """Balance the stages of an encoder-decoder by time, unless the user gives them (`Recipe.normalize_config`).
 
     All ranks get the same stages: the device is derived from flags, not from a rank's machine.
     """

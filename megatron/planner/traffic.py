@@ -48,7 +48,7 @@ def once_a_step(job: Job, layout: Layout, rank: int = 0, place: Sizes = FIRST) -
 
 
 def totals(transfers: list[Transfer]) -> dict[tuple[str, str], int]:
-    """(op, axis) -> bytes."""
+    """Sum the bytes of transfers by (op, axis)."""
     sums: dict[tuple[str, str], int] = {}
     for transfer in transfers:
         key = (transfer.op, transfer.axis)
@@ -82,7 +82,7 @@ def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
 
 
 def calls_of(ops: list[LayerOp], granularity: str) -> Iterator[tuple[Collective, str]]:
-    """(collective, its call) for a forward and a backward pass of layers that are recomputed together."""
+    """List (collective, call) of a forward and a backward pass through layers that are recomputed together."""
     for op in ops:
         if isinstance(op, Collective) and op.ranks > 1:
             yield from ((op, call) for call in (*op.ahead, *op.back, *op.overlapped))

@@ -17,7 +17,7 @@ Points = list[tuple[int, float]]
 
 
 def plots(history: History) -> list[tuple[str, str]]:
-    """(caption, SVG as a data URL) of a task's metrics, loss, learning rate, throughput, gradient norm, and other sums.
+    """Plot a task's metrics, loss, learning rate, throughput, gradient norm, and other sums: (caption, SVG as a data URL).
 
     Curves without data are left out. Dotted lines mark resumed launches; red ones mark spikes.
     """
@@ -34,7 +34,7 @@ def plots(history: History) -> list[tuple[str, str]]:
 
 
 def memory_plot(history: History) -> list[tuple[str, str]]:
-    """(caption, SVG as a data URL) of the memory of the first rank, if it was measured more than once."""
+    """Plot the memory of the first rank, if it was measured more than once: (caption, SVG as a data URL)."""
     points = [
         (record["iteration"], record["bytes"] / 1e9) for record in history.memory if is_number(record.get("bytes"))
     ]
@@ -81,7 +81,7 @@ def _with_validation(steps: list[dict], evals: list[dict], name: str, color: str
 
 
 def validation_points(evals: list[dict], name: str) -> Points:
-    """(iteration, value) of the validations, the first of each iteration: the final one is over other samples."""
+    """The (iteration, value) of the first validation of each iteration: the final one is over other samples."""
     first = {}
     for record in evals:
         if record.get("split") == "validation":
@@ -158,7 +158,7 @@ def smooth(points: Points, share: float = SHARE) -> Points:
 
 
 def running_mean(values: np.ndarray, half: int) -> np.ndarray:
-    """`smooth` of values alone, with a window of 2 x `half` + 1 of them."""
+    """Smooth values as `smooth` does, with a window of 2 x `half` + 1 values."""
     count, place = len(values), np.arange(len(values))
     window = min(count, 2 * half + 1)
     sums = np.concatenate([[0.0], np.cumsum(values)])

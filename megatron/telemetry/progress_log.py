@@ -49,7 +49,7 @@ class ProgressLog:
 
 
 def first_start(lines: list[str], ranks: int) -> Optional[tuple[datetime, float]]:
-    """(time, operations so far) of the first of the last consecutive starts on this many ranks.
+    """The time, and the operations so far, of the first among the last consecutive starts on this many ranks.
 
     >>> first_start(["2026-01-02 03:04:05\\tJob ID: \\t# GPUs: 8\\tStarting job"], 8)
     (datetime.datetime(2026, 1, 2, 3, 4, 5), 0.0)

@@ -222,7 +222,7 @@ class ThreadUsage:
             self.file = None
 
     def read(self) -> tuple[float, float]:
-        """(on a core, in the queue)."""
+        """Read the seconds (on a core, in the queue)."""
         cpu = time.thread_time()
         if self.file is None:
             return cpu, 0.0

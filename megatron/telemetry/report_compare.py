@@ -316,7 +316,7 @@ AXES: dict[str, tuple[str, Callable[[History], dict[int, float]]]] = {  # headin
 
 
 def plots(runs: Runs, across: str, places: Callable[[History], dict[int, float]]) -> list[tuple[str, str]]:
-    """(caption, SVG as a data URL) of each quantity, with the curves of all runs."""
+    """Plot each quantity with the curves of all runs: (caption, SVG as a data URL)."""
     judged, loss = _judged(runs), next(iter(runs.values())).loss
     own = [name for name in named(runs) if name not in (*judged, loss)]
     label = "loss (nats a token)" if loss == LOSS else loss

@@ -363,7 +363,7 @@ class _Window:
 def slow_ranks(
     rule: Rule, share: float, excess: np.ndarray, reference: np.ndarray, whole: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(which ranks are slow, part of the steps that each costs).
+    """Determine which ranks are slow, and the part of the steps that each costs.
 
     excess, reference: of each rank in the last windows, [windows, ranks]; whole: sum of their steps
     """

@@ -355,7 +355,7 @@ def build_pipeline(config: schema.Config, context: RankContext) -> Pipeline:
 
 
 def refusal_of_schedule(pipeline: Pipeline, optimizer: DistributedOptimizer, learns) -> Optional[SettingsError]:
-    """Why this rank cannot run the messages that a schedule file lists, if it does and cannot."""
+    """The error if this rank cannot run the messages of a schedule file; None otherwise."""
     rank = optimizer.mesh.pp.rank
     try:
         if pipeline.custom:

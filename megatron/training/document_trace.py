@@ -103,7 +103,7 @@ class DocumentTrace:
         return int(cyclic_order(epoch, len(dataset))[index])
 
     def when(self, places: np.ndarray, launches=None) -> list[tuple[Any, Any, int]]:
-        """(launch, step or evaluation, position) of everything that read some positions."""
+        """Find all steps and evaluations that read some positions: (launch, step or evaluation, position)."""
         if self.split == "train":
             return [
                 (launch, step, place)

@@ -232,7 +232,7 @@ class Hooks:
 
 
 def hook_makers(config: Config, own: Sequence[Maker] = ()) -> list[tuple[str, Maker]]:
-    """(name, class or function) of each hook of a run: the recipe's `own` hooks, then the hooks of --hooks.
+    """List (name, class or function) of a run's hooks: the recipe's `own` hooks, then the hooks of --hooks.
 
     Raises SettingsError for a name that cannot be imported.
     """

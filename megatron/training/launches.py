@@ -99,7 +99,7 @@ class RunHistory:
         return TrainingStep(iteration, first, end - first, iteration <= self.done, skipped, ledger)
 
     def steps_with(self, launch: RunLaunch, places: np.ndarray) -> list[tuple[TrainingStep, int]]:
-        """(step, position) for each position in the order of training that a launch reads."""
+        """Find (step, position) for each position in the order of training that a launch reads."""
         bounds = launch.bounds()
         places = places[(places >= bounds[0]) & (places < bounds[-1])]
         numbers = np.searchsorted(bounds, places, "right") + launch.first

@@ -131,7 +131,7 @@ class _Sums:
         return self.count >= self.windows
 
     def take(self, steps_each: int) -> tuple[int, np.ndarray]:
-        """(number of steps, mean seconds of a step [ranks, COLUMNS])."""
+        """Return the number of steps and the mean seconds of a step [ranks, COLUMNS], and start again."""
         steps, rows = self.count * steps_each, self.rows
         self.count, self.rows = 0, None
         return steps, rows / steps

@@ -103,7 +103,7 @@ def _pipeline(history: History) -> Optional[tuple[str, int, int, int]]:
 
 
 def schedule_plot(history: History) -> list[tuple[str, str]]:
-    """(caption, picture) of the passes of a step, simulated; none without a pipeline, or of one from a file."""
+    """Draw the simulated passes of a step: (caption, picture). Empty without a pipeline, or for a schedule from a file."""
     pipeline = _pipeline(history)
     if not pipeline or pipeline[1] > WIDEST:
         return []
@@ -171,7 +171,7 @@ def memory(history: History) -> Rows:
 
 
 def ranks(history: History) -> tuple[list[tuple[str, str]], Rows]:
-    """(pictures, rows) about the times of the ranks; empty for a single rank."""
+    """Pictures and rows about the times of the ranks; empty for a single rank."""
     records = heat_map.usable(history.ranks)
     count = len(records[-1]["seconds"]["data"]) if records else 0
     if count < 2:

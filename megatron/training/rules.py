@@ -116,7 +116,7 @@ def remarks(settings: schema.Config, world_size: int) -> list[str]:
 
 
 def idle(settings: schema.Config, world_size: int, datasets: Sequence = ()) -> dict[str, str]:
-    """name -> sentence, for each given setting without effect: often another setting was forgotten.
+    """Find given settings without effect: name -> sentence. Often another setting was forgotten.
 
     datasets: (train, valid, test) of the run, which may be None even if --split leaves samples for them
     With --skip-train, settings of the optimizer are not reported: no optimizer setting has an effect then.

@@ -394,7 +394,7 @@ def _number(value: Any) -> float:
 
 
 def runs_at(place: Place) -> list[tuple[Place, Place]]:
-    """(folder, metrics file) of the run of a folder, or of the runs in the folders in it.
+    """Find (folder, metrics file) of the run of a folder, or of the runs in its direct subfolders.
 
     If `place` is a metrics file, it also stands for the folder: files of other runs may be next to it (--metrics-file).
     """

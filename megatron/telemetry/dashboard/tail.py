@@ -34,7 +34,7 @@ class Tail:
         return self.offset / self.size if self.size else 1.0
 
     def read(self) -> tuple[list[bytes], bool]:
-        """(new complete lines, whether they are from the start of another file). No lines without the file."""
+        """Read the new complete lines, and whether they are from the start of another file. No lines without the file."""
         try:
             stat = self.path.stat()
         except FileNotFoundError:
