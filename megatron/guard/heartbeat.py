@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Optional
 
 SIZE = 2048  # bytes of a heartbeat file
-GROUP = 64  # of them at the end, for the name of a group
+GROUP = 64  # bytes at its end, for the name of a group
 LOOK = 2.0  # seconds between two checks for requests of a supervisor on another machine
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
 STACKS, STOP = "stacks.wanted", "stop.wanted"  # files that such a supervisor creates

@@ -61,10 +61,10 @@ class Messages:
         self.groups = {unit.name: group for group, units in self.units.items() for unit in units}
         self.lists: dict[tuple, Listed] = {}
         before = list_messages([], self.chunks, how).before
-        self.unlisted = Listed(before, [], [Op("R", 0, 0, ALL)])  # of passes that run without a list
-        self.listed = self.unlisted  # of the step that runs
-        self.running: Optional[Op] = None  # a pass
-        self.inside: Sequence[Op] = ()  # its pieces, and the messages between them
+        self.unlisted = Listed(before, [], [Op("R", 0, 0, ALL)])  # the messages around passes that run without a list
+        self.listed = self.unlisted  # the list of the present step
+        self.running: Optional[Op] = None  # the present pass
+        self.inside: Sequence[Op] = ()  # the pieces of this pass, and the messages between them
         self.at, self.places = 0, {}  # index of the next op of `inside`; indices of the pieces
         self.on_the_spot: set[str] = set()  # units that a layer has gathered out of order
         self.alone = None  # in a custom training loop: the messages after the pass, and its context
@@ -107,7 +107,7 @@ class Messages:
     def plan(self, ops: Sequence[Op], learns: Optional[Sequence[bool]] = None) -> list[Op]:
         """The ops of a step, or of an evaluation, with their messages (`list_messages`).
 
-        learns: of each chunk, whether anything before it is trained (default: it is)
+        learns: for each chunk, whether any parameter before it is trained (default: yes)
         """
         key = tuple(ops)
         if key not in self.lists:

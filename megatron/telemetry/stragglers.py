@@ -59,7 +59,7 @@ RANK = Rule(windows=4, over=2)
 PAUSES = Rule(windows=8, over=2)  # a rank that stops now and then
 BUSY = Rule(windows=24, over=16)  # in windows of `LONG`, if other programs use the cores: the load stays on one rank
 LONG = 2.5  # seconds
-STEADY = Rule(windows=4, over=3)  # for all ranks at once
+STEADY = Rule(windows=4, over=3)  # for conditions of all ranks together
 
 WORDS = {
     DATA: "waiting for data takes",

@@ -69,9 +69,9 @@ class Model:
 
     tokenizer: Any  # None for a vocabulary without text
     vocab_size: int
-    dtype: torch.dtype  # of the weights
+    dtype: torch.dtype  # number format of the weights
     facts: Facts
-    selection: Selection  # of trained parameters
+    selection: Selection  # the trained parameters
     pipeline: Pipeline
     stages: list[torch.nn.Module]
     optimizer: DistributedOptimizer
@@ -86,12 +86,14 @@ class Start:
     """The state in which a run starts, fresh or from a checkpoint, and the messages about it."""
 
     state: State
-    record: Optional[dict[str, Any]]  # of the checkpoint; None without one
-    code: dict[str, Any]  # of this run, on rank 0
+    record: Optional[dict[str, Any]]  # the checkpoint's record; None without a checkpoint
+    code: dict[str, Any]  # the record of this run's code, on rank 0
     lengths: Lengths
     notices: list[str]
     warnings: list[str]
-    changed: Optional[ResumeChanges] = None  # if the run resumes: it does not with --finetune
+    changed: Optional[ResumeChanges] = (
+        None  # settings that differ from the checkpoint's run, if this run resumes it (not with --finetune)
+    )
 
 
 def build_run(
