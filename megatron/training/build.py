@@ -91,9 +91,7 @@ class Start:
     lengths: Lengths
     notices: list[str]
     warnings: list[str]
-    changed: Optional[ResumeChanges] = (
-        None  # settings that differ from the checkpoint's run, if this run resumes it (not with --finetune)
-    )
+    changed: Optional[ResumeChanges] = None  # from the checkpoint's settings, if this run resumes (not with --finetune)
 
 
 def build_run(
