@@ -7,9 +7,9 @@
 
 `rank_times.py` measures the rows. A *window* is the steps of one call; decisions look at the last windows
 (`WindowRule`). The *excess* of a rank is its own time minus the median of its *peers*, the other ranks of its pipeline
-stage, which do the same work. A rank is slow if its excess is large in the sum of the windows, and in several of them: one pause is not enough.
-Excess has a sign, so ranks that are slow in turns, as on a busy machine, are not named. Time in the queue for a core counts
-only if it stays on one rank for long.
+stage, which do the same work. A rank is slow if its excess is large in the sum of the windows, and in several of them:
+one pause is not enough. Excess has a sign, so ranks that are slow in turns, as on a busy machine, are not named. Time
+in the queue for a core counts only if it stays on one rank for long.
 
 A rank that is alone on its stage has no peers, as unequal stages are a matter of the plan. It is compared with all ranks,
 but only by its waits for data and by the time in which its process did not run. A stage is compared with its own past.
