@@ -57,9 +57,8 @@ def inspect(config: schema.Config, cluster: Cluster) -> Inspection:
         layout = Layout.of(resolved, cluster.world_size)
         job, remark = target.job_of(resolved, cluster, layout.dp)
     except SettingsError as error:  # of a schedule file, or of a vocabulary
-        return Inspection(
-            [*violations, f"{error.what}; {error.do}" if error.do else str(error)], file_problems(config), []
-        )
+        words = str(error) if error.why or not error.do else f"{error.what}; {error.do}"
+        return Inspection([*violations, words], file_problems(config), [])
     return Inspection(
         violations + checkpoint_problems(resolved),
         file_problems(config),

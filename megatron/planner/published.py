@@ -38,25 +38,25 @@ class PublishedSource(NamedTuple):
 GITHUB = "github.com"
 SOURCES = {
     "llm-foundry": PublishedSource(
-        f"{GITHUB}/mosaicml/llm-foundry, scripts/train/benchmarking/README.md",
+        f"{GITHUB}/mosaicml/llm-foundry/scripts/train/benchmarking/README.md",
         "061f2c7",
         "MPT of 125M to 70B; PyTorch FSDP, eager, Triton FlashAttention",
     ),
     "torchtitan-a100": PublishedSource(
-        f"{GITHUB}/pytorch/torchtitan, docs/performance.md", "0413364", "Llama 2 and 3; FSDP2 on 64 A100"
+        f"{GITHUB}/pytorch/torchtitan/docs/performance.md", "0413364", "Llama 2 and 3; FSDP2 on 64 A100"
     ),
     "torchtitan-h100": PublishedSource(
-        f"{GITHUB}/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
+        f"{GITHUB}/pytorch/torchtitan/benchmarks/llama3_h100_202412_torchtitan.md",
         "31a17bf (December 2024)",
         "Llama 3.1; H100 of 96 GB HBM2e at 500 W",
     ),
     "torchtitan-async-tp": PublishedSource(
-        f"{GITHUB}/pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
+        f"{GITHUB}/pytorch/torchtitan/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
         "2887250 (June 2025)",
         "Llama 3.1; FSDP2 and tensor parallelism, without asynchronous TP; the same H100",
     ),
     "torchtitan-h200": PublishedSource(
-        f"{GITHUB}/pytorch/torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
+        f"{GITHUB}/pytorch/torchtitan/benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md",
         "1af2937 (June 2025)",
         "Llama 3.1 8B on H200",
     ),
@@ -67,13 +67,13 @@ SOURCES = {
     ),
     "megatron-2022": PublishedSource("arxiv.org/abs/2205.05198, table 5", "2022", "GPT of 22B to 1T on A100"),
     "llm.c": PublishedSource(
-        f"{GITHUB}/karpathy/llm.c, scripts/run_gpt2_*.sh", "039904e, 100bba0", "GPT-2 in C and CUDA, cuDNN attention"
+        f"{GITHUB}/karpathy/llm.c/scripts/run_gpt2_*.sh", "039904e, 100bba0", "GPT-2 in C and CUDA, cuDNN attention"
     ),
     "megatron-bridge-25.11": PublishedSource(
-        f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md", "00b7660 (25.11)", "Llama 3, fp8"
+        f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge/docs/performance-summary.md", "00b7660 (25.11)", "Llama 3, fp8"
     ),
     "megatron-bridge-26.02": PublishedSource(
-        f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary-archive.md", "0a25f91 (26.02)", "Llama 3, fp8"
+        f"{GITHUB}/NVIDIA-NeMo/Megatron-Bridge/docs/performance-summary-archive.md", "0a25f91 (26.02)", "Llama 3, fp8"
     ),
 }
 

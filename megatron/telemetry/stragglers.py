@@ -5,11 +5,11 @@
     for finding in detector.observe(rows, steps=5):         # seconds of each rank: [ranks, COLUMNS]
         print(finding.message)
 
-`rank_times.py` measures the rows. A *window* is the steps of one call; decisions look at the last windows (`Rule`). The
-*excess* of a rank is its own time minus the median of its *peers*, the other ranks of its pipeline stage, which do the same
-work. A rank is slow if its excess is large in the sum of the windows, and in several of them: one pause is not enough.
-Excess has a sign, so ranks that are slow in turns, as on a busy machine, are not named. Time in the queue for a core counts
-only if it stays on one rank for long.
+`rank_times.py` measures the rows. A *window* is the steps of one call; decisions look at the last windows
+(`WindowRule`). The *excess* of a rank is its own time minus the median of its *peers*, the other ranks of its pipeline
+stage, which do the same work. A rank is slow if its excess is large in the sum of the windows, and in several of them:
+one pause is not enough. Excess has a sign, so ranks that are slow in turns, as on a busy machine, are not named. Time
+in the queue for a core counts only if it stays on one rank for long.
 
 A rank that is alone on its stage has no peers, because stages may differ on purpose. It is compared with all ranks,
 but only by its waits for data and by the time in which its process did not run. A stage is compared with its own past.
@@ -48,18 +48,20 @@ ENOUGH, REFERENCE = 8, 64  # windows of the past for comparisons: at least, at m
 UNEQUAL = 1.5  # ratio of the times of stages from which a note is logged
 
 
-class Rule(NamedTuple):
+class WindowRule(NamedTuple):
     """A difference must be large in at least `over` of the last `windows` windows."""
 
     windows: int
     over: int
 
 
-RANK = Rule(windows=4, over=2)
-PAUSES = Rule(windows=8, over=2)  # a rank that stops now and then
-BUSY = Rule(windows=24, over=16)  # in windows of `LONG`, if other programs use the cores: the load stays on one rank
+RANK = WindowRule(windows=4, over=2)
+PAUSES = WindowRule(windows=8, over=2)  # a rank that stops now and then
+BUSY = WindowRule(
+    windows=24, over=16
+)  # in windows of `LONG`, if other programs use the cores: the load stays on one rank
 LONG = 2.5  # seconds
-STEADY = Rule(windows=4, over=3)  # for conditions of all ranks together
+STEADY = WindowRule(windows=4, over=3)  # for conditions of all ranks together
 
 WORDS = {
     DATA: "waiting for data takes",
@@ -71,7 +73,7 @@ WORDS = {
 }
 
 
-class Finding(NamedTuple):
+class StragglerFinding(NamedTuple):
     """A detected problem: an event (`events.py`) and its fields, or with `unequal_stages` a note for the log."""
 
     kind: str
@@ -121,7 +123,7 @@ class StragglerDetector:
         self.count = 0  # number of windows so far
         self.recovered_at = np.zeros(len(self.stages), dtype=int)  # the window in which each rank recovered
 
-    def observe(self, rows: np.ndarray, steps: int) -> list[Finding]:
+    def observe(self, rows: np.ndarray, steps: int) -> list[StragglerFinding]:
         """Add a window. rows: seconds of each rank in its steps, [ranks, COLUMNS]. Returns all changes."""
         rows, self.count = np.asarray(rows, dtype=float), self.count + 1
         window = self._window(rows, steps)
@@ -145,7 +147,7 @@ class StragglerDetector:
 
     # ---- ranks -----------------------------------------------------------------------------------------------------
 
-    def _ranks(self) -> Iterable[Finding]:
+    def _ranks(self) -> Iterable[StragglerFinding]:
         """The rank with the largest excess, if it is slow."""
         for rule, windows, which in (
             (RANK, self.windows, ""),
@@ -165,7 +167,7 @@ class StragglerDetector:
                 rank = int(np.argmax(np.where(slow, cost, -np.inf)))
                 yield self._name(rank, last, float(cost[rank]))
 
-    def _name(self, rank: int, last: list["_Window"], cost: float) -> Finding:
+    def _name(self, rank: int, last: list["_Window"], cost: float) -> StragglerFinding:
         mine, others, steps = {}, {}, _steps(last)
         for part in PARTS:
             values = np.mean([window[part] for window in last], 0)
@@ -186,7 +188,7 @@ class StragglerDetector:
                 f"{name} waits for its data, {_ms(mine[DATA])} a step, the others {_ms(others[DATA])}; {costs}: check the "
                 "disk of its files, or raise --num-workers"
             )
-            return Finding(kind, message, rank, dict(seconds=mine[DATA], step_seconds=step, steps=steps))
+            return StragglerFinding(kind, message, rank, dict(seconds=mine[DATA], step_seconds=step, steps=steps))
         alone = self.peers.alone[rank]
         where = f", alone on stage {self.stages[rank]} of the pipeline," if alone else ""
         compared = "" if alone else f", those of its peers {_ms(others[part])}"
@@ -195,7 +197,7 @@ class StragglerDetector:
             f"{self._cause(rank, last)}"
         )
         median = None if alone else others[part]
-        return Finding(kind, message, rank, dict(phase=part, seconds=mine[part], median=median, steps=steps))
+        return StragglerFinding(kind, message, rank, dict(phase=part, seconds=mine[part], median=median, steps=steps))
 
     def _part(self, rank: int, mine: dict[str, float], others: dict[str, float], whole: float) -> str:
         """The part in which a rank is slow. For a rank without peers: data, or else its longest part."""
@@ -227,7 +229,7 @@ class StragglerDetector:
 
     # ---- all ranks -------------------------------------------------------------------------------------------------
 
-    def _data_of_all(self) -> Iterable[Finding]:
+    def _data_of_all(self) -> Iterable[StragglerFinding]:
         """Report if all ranks wait for data."""
         last, key = self._last(), ("slow_data", None)
         over = [window.data_of_all > max(self.data_share * window.step, LEAST_DATA) for window in last]
@@ -240,9 +242,9 @@ class StragglerDetector:
             f"{who} for data, {_ms(wait)} of {_ms(step)} a step (last {_steps(last)} steps): raise --num-workers, or "
             "use a faster disk"
         )
-        yield Finding(*key[:1], message, None, dict(seconds=wait, step_seconds=step, steps=_steps(last)))
+        yield StragglerFinding(*key[:1], message, None, dict(seconds=wait, step_seconds=step, steps=_steps(last)))
 
-    def _stages(self) -> Iterable[Finding]:
+    def _stages(self) -> Iterable[StragglerFinding]:
         """Report a stage that takes longer than before while others do not, and once that stages are unequal."""
         last = self._last()
         if len(self.peers.groups) == 1 or len(last) < STEADY.windows or len(self.past) < ENOUGH:
@@ -258,14 +260,14 @@ class StragglerDetector:
         ratios = usual / np.maximum(median_of_others(usual), 1e-9)
         if ratios.max() >= UNEQUAL and not self.noted_stages:
             self.noted_stages, stage = True, int(ratios.argmax())
-            yield Finding(
+            yield StragglerFinding(
                 "unequal_stages",
                 f"stage {stage} of the pipeline computes for {_ms(usual[stage])} a step, {ratios[stage]:.1f} times as long "
                 "as the other stages, which wait for it: stages are unequal by the plan (--pipeline-stage-layers, "
                 "tools.plan), or its machines are slow",
             )
 
-    def _name_stage(self, stage: int, now: float, usual: np.ndarray, steps: int) -> Finding:
+    def _name_stage(self, stage: int, now: float, usual: np.ndarray, steps: int) -> StragglerFinding:
         ranks = np.flatnonzero(self.stages == stage)
         before, compared = float(usual[stage]), f"{_ms(now)} of own time a step, {_ms(usual[stage])} before"
         calm = lambda window: not _grown(window.stage_times, usual, SHARE / 2)[stage]
@@ -275,12 +277,14 @@ class StragglerDetector:
             message = (
                 f"{self.names[rank]}, alone on stage {stage} of the pipeline, has become slow: it takes {compared}"
             )
-            return Finding("slow_rank", message, rank, dict(phase="own time", seconds=now, median=before, steps=steps))
+            return StragglerFinding(
+                "slow_rank", message, rank, dict(phase="own time", seconds=now, median=before, steps=steps)
+            )
         self._add("slow_stage", stage, f"stage {stage} of the pipeline", calm)
         message = f"stage {stage} of the pipeline has become slow: its {len(ranks)} ranks take {compared}"
-        return Finding("slow_stage", message, None, dict(stage=stage, seconds=now, median=before, steps=steps))
+        return StragglerFinding("slow_stage", message, None, dict(stage=stage, seconds=now, median=before, steps=steps))
 
-    def _network(self) -> Iterable[Finding]:
+    def _network(self) -> Iterable[StragglerFinding]:
         """Report if all ranks wait longer for messages than before, but compute as fast as before."""
         last, key = self._last(), ("slow_network", None)
         if len(self.stages) == 1 or len(self.past) < ENOUGH or self.slow:
@@ -296,7 +300,7 @@ class StragglerDetector:
             f"all ranks wait {_ms(now)} a step for messages, {_ms(wait)} before, and compute as fast as before: the "
             f"network is slow (last {steps} steps)"
         )
-        yield Finding(*key[:1], message, None, dict(seconds=now, median=wait, steps=steps))
+        yield StragglerFinding(*key[:1], message, None, dict(seconds=now, median=wait, steps=steps))
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -308,14 +312,14 @@ class StragglerDetector:
         self.times[key] = self.times.get(key, 0) + 1
         self.slow[key] = _Slow(what, calm, min(MOST_CALM, CALM * 2 ** (self.times[key] - 1)))
 
-    def _recovered(self, window: "_Window") -> Iterable[Finding]:
+    def _recovered(self, window: "_Window") -> Iterable[StragglerFinding]:
         for kind, number in [key for key, slow in self.slow.items() if slow.recovered(window)]:
             what = self.slow.pop((kind, number)).what
             rank = None if kind == "slow_stage" else number
             if rank is not None:
                 self.recovered_at[rank] = self.count
             fields = dict(what=kind) | (dict(stage=number) if kind == "slow_stage" else {})
-            yield Finding("recovered", f"{what} is no longer slow", rank, fields)
+            yield StragglerFinding("recovered", f"{what} is no longer slow", rank, fields)
 
 
 class Peers:
@@ -361,7 +365,7 @@ class _Window:
 
 
 def slow_ranks(
-    rule: Rule, share: float, excess: np.ndarray, reference: np.ndarray, whole: float
+    rule: WindowRule, share: float, excess: np.ndarray, reference: np.ndarray, whole: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Determine which ranks are slow, and the part of the steps that each costs.
 

@@ -20,7 +20,7 @@ from megatron.mpu.transfer import Arriving, to_device
 from megatron.settings.schema import Logging
 from megatron.telemetry.event_rules import Rules, rule_of
 from megatron.telemetry.rank_times import COLUMNS, OWN, PARTS, DeviceTimes, HostTimes, RankTimes
-from megatron.telemetry.stragglers import Finding, StragglerDetector
+from megatron.telemetry.stragglers import StragglerDetector, StragglerFinding
 
 WINDOW = 5  # steps between two gathers
 RANKS_A_RECORD = 16  # a record of metrics.jsonl for so many ranks covers one window, for twice as many ranks two
@@ -137,7 +137,7 @@ class _Sums:
         return steps, rows / steps
 
 
-def report(run, finding: Finding, iteration: int, hosts) -> None:
+def report(run, finding: StragglerFinding, iteration: int, hosts) -> None:
     """Log a finding and record it as an event, unless the rules switch its kind off."""
     if rule_of(run.events.rules, finding.fields.get("what", finding.kind)).off:
         return

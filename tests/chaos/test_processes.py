@@ -32,6 +32,7 @@ def test_short_tier(name, folder):
 # ---- planted bugs ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 def test_a_ledger_that_is_off_by_one_turns_it_red(monkeypatch, tmp_path):
     restored = State.restored
 

@@ -107,6 +107,7 @@ def _same(a, b):
         return len(one.tensors) > 20 and not list(differences(one, two))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bucket, more", [("memory", ""), ("s3", "--async-save --zero-stage 1")], indirect=["bucket"])
 def test_a_run_that_saves_loads_and_goes_on_is_the_local_one_to_the_bit(more, bucket, run_ranks, tmp_path, monkeypatch):
     here = tmp_path / "here"
@@ -614,6 +615,7 @@ def run_tool(command, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_the_tools_take_urls(bucket, tmp_path, capsys):
     for iteration in (1, 2, 3):
@@ -656,6 +658,7 @@ def wait_until(condition, timeout: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "bucket, source, target",
     [("memory", "here", "there"), ("memory", "there", "here"), ("s3", "there", "there")],

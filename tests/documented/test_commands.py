@@ -210,6 +210,7 @@ def test_b_is_read_by_the_entry_as_it_is(calls, desk, capsys):
         pretrain_gpt.main(own)
 
 
+@pytest.mark.sampled(3)
 def test_b_ranks_by_hand_are_one_job(desk):
     """Colossal-AI's words in two shells: both have the losses of one training."""
     with socket.socket() as free:

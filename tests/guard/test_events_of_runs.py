@@ -53,6 +53,7 @@ def rules(folder, text):
     return f"--event-rules {folder / 'rules.yaml'}"
 
 
+@pytest.mark.sampled(3)
 def test_a_quiet_run_of_500_steps(tmp_path):
     _pretrain(
         0,
@@ -149,6 +150,7 @@ def test_a_validation_that_gets_worse(tmp_path):
     assert found[0]["values"][0] < found[0]["values"][1] and found[0]["figure"] == "lm loss"
 
 
+@pytest.mark.sampled(3)
 def test_slow_steps(tmp_path, monkeypatch):
     """The clock of the metrics goes by what the hook says; from step 81 on steps are five times as long."""
     clock = SimpleNamespace(now=0.0)

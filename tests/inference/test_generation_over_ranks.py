@@ -97,6 +97,7 @@ FULL = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tp, pp, halves", [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.full) for one in FULL)])
 def test_ranks_write_the_targets_of_one_process(tp, pp, halves, encoder_decoder, run_ranks):
     wanted = targets(encoder_decoder)

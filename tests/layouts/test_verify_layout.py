@@ -45,6 +45,7 @@ def test_bf16_has_limits_of_its_own(capsys):
     assert code == 0 and "limits for bf16" in text
 
 
+@pytest.mark.sampled(3)
 def test_matrices_are_orthogonalised_in_fp32_here(capsys):
     """Whatever --muon-fp32-matmul-prec says: bf16 would round layouts apart by more than the limits of fp32."""
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100 --mock-data"

@@ -321,6 +321,7 @@ def test_what_is_no_rule(rule, dtype, said):
         Buffer(rule, dtype)
 
 
+@pytest.mark.sampled(3)
 def test_a_model_out_of_a_checkpoint_has_them(tmp_path, capsys):
     run_ranks(2, observe, f"{TP} --save {tmp_path}")
     model, found = load_model(str(tmp_path)).model, read_all(tmp_path)

@@ -163,6 +163,7 @@ def test_patterns_that_choose_nothing(words, said, more):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 def test_fine_tuning_begins_with_any_checkpoint(tmp_path):
     """With --freeze from a run that trained everything, in another layout and format; then all of it from there, and a
     model that generates. What is frozen stays as the checkpoint had it, rounded to the format of the run.

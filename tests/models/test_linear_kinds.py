@@ -305,6 +305,7 @@ def test_pairs_are_put_on_a_model_that_has_none(tmp_path, capsys):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.sampled(3)
 def test_a_run_goes_on_in_another_layout(run_ranks, tmp_path):
     line = f"--save {tmp_path}"
     run_ranks(2, pretrain, "lora", f"--pipeline-model-parallel-size 2 {line} --exit-interval 3")

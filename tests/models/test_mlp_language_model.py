@@ -345,6 +345,7 @@ def said_by(function, words: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.sampled(3)
 def test_dry_run_preflight_verify_layout_and_the_search():
     said = said_by(mlp.main, f"{FLAGS} --dry-run --world-size 4 {TP} {PP}")
     assert "no problems found" in said and f"mlp: mlp_window={WINDOW}" in said

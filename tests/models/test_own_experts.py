@@ -219,6 +219,7 @@ def ranks_of(name: str) -> Ranks:
     return Ranks(optimizers)
 
 
+@pytest.mark.sampled(3)
 def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
     """Weights and moments; each element is written once, by one rank."""
     names = ["one process", "ep4, zero3, recomputation", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"]
@@ -243,6 +244,7 @@ def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
                 assert torch.equal(piece.tensor, wanted), (names[number], piece.name, piece.box)
 
 
+@pytest.mark.sampled(3)
 def test_tools_know_experts(tmp_path, capsys):
     """A model for use out of a checkpoint; files for tensor parallel ranks, each with its part of every expert."""
     run_ranks(4, pretrain, f"{LAYOUTS['tp2 dp2, ep2 etp2'][1]} --save {tmp_path} --train-iters 4")
@@ -272,6 +274,7 @@ def test_what_is_frozen_beside_experts(frozen, layout, tmp_path):
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 def test_ranks_hold_their_part_of_the_experts():
     """--expert-model-parallel-size and --expert-tensor-parallel-size; without the latter experts are divided as tp is."""
 

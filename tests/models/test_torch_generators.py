@@ -65,6 +65,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "make, flags, world",
     [

@@ -190,6 +190,7 @@ def verify(words):
     verify_layout.main(f"--model-type tests.models.own_experts {LINE} {words} --steps 2".split())
 
 
+@pytest.mark.sampled(3)
 def test_layouts_with_experts_are_verified(capsys, monkeypatch):
     verify("--layouts ep2,tp2sp-ep2etp1,pp2ep2-zero3")
     assert len(re.findall("PASS", capsys.readouterr().out)) == 3

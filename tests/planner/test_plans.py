@@ -198,6 +198,7 @@ def best_layout(shape, ranks: int, batch: int, **space) -> Layout:
     return search(job, Cluster(A100, ranks), Space(global_batch=batch, offload=NOT_OFFLOADED, **space)).plans[0].layout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "shape, ranks, batch", [((24, 1024, 16), 8, 64), ((24, 2048, 16), 8, 64), ((32, 4096, 32), 16, 128)]
 )
@@ -236,6 +237,7 @@ def test_alternatives_of_a_model_on_64_small_cards():
     assert {32, 64} <= ways
 
 
+@pytest.mark.sampled(3)
 def test_nothing_fits():
     space = Space(global_batch=64, offload=NOT_OFFLOADED)
     found = search(Job(GPTFacts(Model(96, 12288, 96, **LONG), 51200), 64), Cluster(A100, 8), space)

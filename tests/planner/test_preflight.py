@@ -34,6 +34,7 @@ GPT_175B = f"""{SHAPE} --tokenizer-type NullTokenizer --vocab-size 51200 --tp 8 
     --device-name A100-80GB"""
 
 
+@pytest.mark.sampled(3)
 def test_175b_passes_in_seconds(capsys, root):
     """The command of docs/planning.md."""
     commands = re.findall(r"```bash\n(.*?)```", (root / "docs" / "planning.md").read_text(encoding="utf-8"), re.S)

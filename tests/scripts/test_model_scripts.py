@@ -492,6 +492,7 @@ def free_port() -> int:
     raise AssertionError("no port is free")
 
 
+@pytest.mark.sampled(3)
 def test_a_cluster_that_numbers_nodes_trains(tiny, tmp_path):
     """Two nodes of one process, as a cluster that sets WORLD_SIZE and RANK for each node starts them."""
     port = str(free_port())

@@ -24,6 +24,7 @@ BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.S)
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+@pytest.mark.sampled(3)
 def test_the_two_commands(bash):
     assert BLOCKS[:2] == ["bash scripts/quickstart.sh\n", "bash scripts/test.sh\n"]  # the first is run by `quickstart`
     one = "-n", "0", "--unit", "tests/settings/test_batch.py"  # in one process: CI runs the command as it stands
@@ -63,6 +64,7 @@ def test_the_training_command_goes_on_as_if_it_had_never_stopped(bash, quickstar
     assert "resuming at iteration 20" in out and "tensors are equal to the bit" in out
 
 
+@pytest.mark.sampled(3)
 def test_commands_for_gpus_are_possible_runs(bash, quickstart):
     """The README's commands that need GPUs: their settings can work on the ranks that they start."""
     block = re.search(r"```sh\n(.*?)```", README, re.S)[1].replace("\\\n", " ")
@@ -110,6 +112,7 @@ def test_commands_of_the_guides_are_possible_runs(page, tmp_path, monkeypatch):
             flags_exist(words[2], words[3:])
 
 
+@pytest.mark.sampled(3)
 def test_the_loop_of_ones_own_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commands_of(ROOT / "docs" / "parallelism.md", tmp_path)

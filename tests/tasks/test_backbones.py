@@ -226,6 +226,7 @@ def test_any_layout_is_hugging_faces_model_with_a_head(kind, layout, given, tmp_
     assert [row.split("\t")[1] for row in told] == [LABELS[one] for one in scores.argmax(1).tolist()]
 
 
+@pytest.mark.sampled(3)
 def test_a_run_on_the_encoder_alone_is_like_any_other(given, tmp_path, capsys, run_ranks):
     """It begins with the encoder's weights, goes on in another layout, is evaluated, and is what a new head is put on."""
     trunk, toy = given("T5"), Toy(tmp_path / "toy")
