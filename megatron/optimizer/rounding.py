@@ -130,7 +130,7 @@ class Widened:
         random = bool(narrow) and fill(words)
         for state, wide in narrow:
             if random:
-                wide.view(torch.int32).add_(words).bitwise_and_(~WORD)  # exact in bf16
+                wide.view(torch.int32).add_(words).bitwise_and_(~WORD)  # what remains is exact in bf16
             state.copy_(wide)
 
 

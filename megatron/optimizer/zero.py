@@ -413,7 +413,9 @@ class DistributedOptimizer:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def of_any_format(self) -> set[str]:
-        """Names of tensors that may have another format in a checkpoint: frozen weights and moments."""
+        """Names of tensors whose format may differ in a checkpoint: frozen weights (the model's format), moments (a
+        setting).
+        """
         names = {slot.name for unit in self.units for slot in unit.slots}
         return names | {f"optimizer.{moment}.{name}" for moment in self.rule.state for name in names}
 

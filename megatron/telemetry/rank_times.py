@@ -56,7 +56,7 @@ PART_OF = {  # phase -> part; the other phases are inside one of these
 }
 BEHIND = 2  # number of last steps whose events are not read yet
 PULSE = 0.1  # seconds between two checks that the process runs
-LATE = 0.025  # seconds of delay of a check after which it did not run
+LATE = 0.025  # seconds: if a check is later than this, the process did not run
 
 
 class RankTimes:

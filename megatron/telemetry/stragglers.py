@@ -57,9 +57,8 @@ class WindowRule(NamedTuple):
 
 RANK = WindowRule(windows=4, over=2)
 PAUSES = WindowRule(windows=8, over=2)  # a rank that stops now and then
-BUSY = WindowRule(
-    windows=24, over=16
-)  # in windows of `LONG`, if other programs use the cores: the load stays on one rank
+# In windows of `LONG`, if other programs use the cores: the load stays on one rank.
+BUSY = WindowRule(windows=24, over=16)
 LONG = 2.5  # seconds
 STEADY = WindowRule(windows=4, over=3)  # for conditions of all ranks together
 
