@@ -447,7 +447,9 @@ RULES = (
     ),
     Rule(
         lambda s: min(s.iterations_to_skip or [1]) < 1,
-        lambda s: f"--iterations-to-skip {' '.join(map(str, s.iterations_to_skip))}: iterations are counted from 1",
+        lambda s: (
+            f"--iterations-to-skip {' '.join(map(str, s.iterations_to_skip or ()))}: iterations are counted from 1"
+        ),
     ),
     Rule(
         lambda s: any(not re.fullmatch(r"[\w.]+:[\w.]+", name) for name in s.hooks or ()),
