@@ -25,6 +25,8 @@ from tests.chaos.conduct import conduct
 from tests.chaos.disk import Change, watched
 from tests.chaos.powerloss import KILL, NAMES, SYNCED, TORN, Disk, lay_out, record
 
+pytestmark = pytest.mark.sampled(3)
+
 CASES = {
     case.id: case for module in (crashes, damage, shortages, pickles, forgeries, rivals) for case in module.cases()
 }

@@ -12,6 +12,8 @@ from tests.chaos.case import Case, Got, all_cases, chosen
 from tests.chaos.conduct import campaign, conduct
 from tests.chaos.report import read_lines, summary, table
 
+pytestmark = pytest.mark.sampled(3)
+
 CASES = {case.id: case for module in (processes, numbers, supervised, resuming) for case in module.cases()}
 
 

@@ -33,6 +33,8 @@ from megatron.storage.lease import Lease
 from megatron.storage.urls import Draft, UrlPath, local_folder, location, without_secrets
 from megatron.tools import checkpoint as tool
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def pieces_of(value, names=("weight", "moment"), shape=(3, 4)):
     return [Piece(name, shape, Box.whole(shape), torch.full(shape, float(value))) for name in names]

@@ -16,6 +16,8 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, StorageError
 from megatron.tools import checkpoint as tool
 
+pytestmark = pytest.mark.sampled(3)
+
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-2 "
     "--micro-batch-size 2 --global-batch-size 4 --eval-interval 100 --eval-iters 1 --device cpu --num-workers 0 --fp32 "

@@ -26,6 +26,8 @@ from megatron.settings.schema import TokenizerSettings
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.base import Tokenizer
 
+pytestmark = pytest.mark.sampled(3)
+
 EDGE = [
     dict(text="", title="empty text"),
     dict(text="Hello \U0001f600\U0001f468\u200d\U0001f469 emoji \u4e2d\u6587\u5206\u8bcd\u3002", title=""),

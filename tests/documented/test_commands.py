@@ -26,6 +26,8 @@ from megatron.settings.parse import parse_pretrain
 from megatron.tools import evaluate, translate
 from megatron.tools import pretrain as searched_pretrain
 
+pytestmark = pytest.mark.sampled(3)
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PRINTED = sorted(

@@ -24,6 +24,8 @@ from megatron.training import loop
 from megatron.training.hooks import Hook
 from tests.guard.test_guarded_runs import NAN, SPIKY, _poisoned, _pretrain, _spike
 
+pytestmark = pytest.mark.sampled(3)
+
 USUAL = ("start", "save", "end")
 
 

@@ -28,6 +28,8 @@ from megatron.settings.schema import Guard, Model
 from megatron.tools import generate as tool
 from megatron.training.entry import start
 
+pytestmark = pytest.mark.sampled(3)
+
 COMMON = """--hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 64 --lr 1e-2
     --init-method-std 0.6 --global-batch-size 4 --micro-batch-size 2 --train-iters 1 --eval-iters 0 --precision fp32
     --device cpu --num-workers 0

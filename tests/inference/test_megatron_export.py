@@ -27,6 +27,8 @@ from tests.inference.test_convert import (
     weights_of,
 )
 
+pytestmark = pytest.mark.sampled(3)
+
 PADDED_TO = dict(make_vocab_size_divisible_by=8)
 
 

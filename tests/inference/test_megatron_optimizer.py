@@ -26,6 +26,8 @@ from megatron.training.loop import pretrain
 from megatron.training.rules import resolve
 from tests.inference.test_convert import assert_same, loaded
 
+pytestmark = pytest.mark.sampled(3)
+
 FORMS = [
     ("dp2", "dp_reshardable"),
     ("dp2", "buffers"),

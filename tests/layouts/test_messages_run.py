@@ -15,6 +15,8 @@ from megatron.pipeline.schedule import parse_op
 from megatron.pipeline.sharding import ChunkPieces, Sharding, group_of, list_messages
 from megatron.training import loop
 
+pytestmark = pytest.mark.sampled(3)
+
 LAYERS = 4
 TINY = (
     f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 "

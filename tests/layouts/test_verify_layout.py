@@ -16,6 +16,8 @@ from megatron.planner.parity import Trace, compare, laid_out, parse_layout
 from megatron.settings.parse import parse_pretrain
 from megatron.tools import verify_layout
 
+pytestmark = pytest.mark.sampled(3)
+
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --mock-data --vocab-size 50257
     --lr 1e-3 --train-iters 100000 --global-batch-size 512 --micro-batch-size 4 --shrink --steps 3"""
 

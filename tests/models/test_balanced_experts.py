@@ -21,6 +21,8 @@ from tests.models import balanced_experts
 from tests.models.plain_state import LAYERS, LINE, compare, read_all, train
 from tests.models.test_own_experts import CHOSEN, EP2, ETP1, EXPERTS, PP2, TP2, initial_weights, logits
 
+pytestmark = pytest.mark.sampled(3)
+
 RATE, COEFF = 0.004, 0.5
 BALANCED = f"--bias-rate {RATE} --balance-coeff {COEFF}"
 FULL = "--recompute-granularity full"

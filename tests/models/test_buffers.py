@@ -41,6 +41,8 @@ from tests.models.test_plain_module import batch_of
 from tests.planner.test_truth import counted_step
 from tests.training.test_plain_loop import records
 
+pytestmark = pytest.mark.sampled(3)
+
 DATA = pretrain_gpt.build_datasets
 GAIN = torch.linspace(0.5, 1.5, HIDDEN)
 

@@ -38,6 +38,8 @@ from tests.models import alibi, own_fp8, own_lora, own_mask
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, Job, logits, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
+pytestmark = pytest.mark.sampled(3)
+
 LINE = f"{FLAGS} {SIX} {ADAM}"
 TOKENS = 8 * LENGTH  # of a step: what is minimised is divided by them before its gradient goes through the layers
 TP3, PP2 = "--tensor-model-parallel-size 3 --sequence-parallel", "--pipeline-model-parallel-size 2"

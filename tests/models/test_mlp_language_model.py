@@ -42,6 +42,8 @@ from tests.models import mlp_language_model as mlp
 from tests.planner.test_activations import bytes_kept
 from tests.planner.test_truth import counted_step
 
+pytestmark = pytest.mark.sampled(3)
+
 TYPE = "tests.models.mlp_language_model"
 LAYERS, HIDDEN, LENGTH, WINDOW, STEPS = 4, 24, 16, 3, 4
 EOD, VOCABULARY = 100, 101

@@ -41,6 +41,8 @@ from tests.checkpoint.test_elastic import Ranks, truth
 from tests.models import mlp_language_model, own_experts
 from tests.models.plain_state import HIDDEN, LAYERS, LENGTH, LINE, VOCABULARY, compare, freezing, train
 
+pytestmark = pytest.mark.sampled(3)
+
 EXPERTS, CHOSEN, FFN = 8, 2, 4 * HIDDEN
 EP2, ETP2 = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size 2"
 ETP1 = "--expert-tensor-parallel-size 1"

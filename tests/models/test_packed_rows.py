@@ -19,6 +19,8 @@ from megatron.mpu.mesh import Mesh
 from megatron.planner.parity import compare, laid_out, parse_layout, trace
 from megatron.training.rules import resolve
 
+pytestmark = pytest.mark.sampled(3)
+
 V, S, T, LENGTHS = 50, 200, 20, (200, 70, 64, 1)
 B = len(LENGTHS)
 SHARED = f"""--hidden-size 16 --num-attention-heads 4 --seq-length {S} --mock-data --vocab-size {V} --train-iters 1

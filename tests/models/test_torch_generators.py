@@ -17,6 +17,8 @@ from tests.models import mlp_language_model as mlp
 from tests.models import plain_module
 from tests.models.test_mlp_language_model import AGAIN, FLAGS, PP, TP, ZERO3, tensors_of
 
+pytestmark = pytest.mark.sampled(3)
+
 
 def noisy(drawn=None):
     """The recipe of the MLP with noise in each layer; `drawn` gets (layer, a number that was drawn) of each pass."""

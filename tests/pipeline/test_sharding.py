@@ -13,6 +13,8 @@ from megatron.pipeline.simulate import simulate as simulate_lists
 from megatron.planner.live import ShardingTimes, sharded_span
 from tests.pipeline.coarse_messages import coarse
 
+pytestmark = pytest.mark.sampled(3)
+
 COST = dict(F=1.0, B=2.0, I=1.0, W=1.0)
 PLANS = [
     ("1f1b", 1, 3, 1),

@@ -26,6 +26,8 @@ from megatron.planner.traffic import once_a_step
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Recompute
 
+pytestmark = pytest.mark.sampled(3)
+
 A100, LONG = find("A100-80GB"), dict(seq_length=2048, max_position_embeddings=2048)
 
 

@@ -27,6 +27,8 @@ from megatron.planner.target import cluster_of
 from megatron.settings.parse import parse_pretrain
 from megatron.training.rules import resolve
 
+pytestmark = pytest.mark.sampled(3)
+
 SHAPE = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16"
 GPT_175B = f"""{SHAPE} --tokenizer-type NullTokenizer --vocab-size 51200 --tp 8 --pp 16
     --sequence-parallel --recompute-granularity selective

@@ -8,6 +8,8 @@ import torch
 
 from megatron.training import step as training_step
 
+pytestmark = pytest.mark.sampled(3)
+
 SMALL = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4"
 
 

@@ -27,6 +27,8 @@ from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
+pytestmark = pytest.mark.sampled(3)
+
 CLS, SEP, MASK, PAD, BOS, EOS = range(EOD + 1, EOD + 7)  # what --vocab-extra-ids adds, and one sentinel
 SENTINEL = EOS + 1
 VOCABULARY = SENTINEL + 1

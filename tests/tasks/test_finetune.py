@@ -16,6 +16,8 @@ from megatron.tools import report
 from tests.tasks.classification import LABELS, SIZE, Toy, losses, outputs, train
 from tests.training.test_plain_loop import records
 
+pytestmark = pytest.mark.sampled(3)
+
 TUNE = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-style constant --lr-warmup-fraction 0 --adam-eps 1e-4 "
     "--weight-decay 0.01 --train-epochs 2 --log-interval 1 --device cpu --num-workers 0"

@@ -19,6 +19,8 @@ from tests.tasks.test_finetune import STEPS, TUNE, tune, weights_of
 from tests.training.plain_loop import EOD, LENGTH
 from tests.training.test_plain_loop import records
 
+pytestmark = pytest.mark.sampled(3)
+
 SENTINEL = EOS + 1
 SPOKEN = {"red": [11, 17], "green": [12, 13], "blue": [14, 15, 16]}
 EQUAL = {  # labels of equally many tokens, on all ranks; one token where it is found behind those before it

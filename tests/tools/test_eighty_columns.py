@@ -11,6 +11,8 @@ from megatron.errors import DataError, SettingsError
 from megatron.planner.device import cpu
 from megatron.tools import doctor, plan, status
 
+pytestmark = pytest.mark.sampled(3)
+
 TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 96 --lr 1e-3
     --train-iters 3 --device-name A100-40GB --bf16"""
 LARGE = """--model-name-or-path 175B --vocab-size 51200 --mock-data --bf16 --train-iters 1000 --lr 1e-4

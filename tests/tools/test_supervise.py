@@ -27,6 +27,8 @@ from megatron.tools import supervise
 from megatron.tools.status import look
 from megatron.tools.supervise import heartbeat_folder
 
+pytestmark = pytest.mark.sampled(3)
+
 # A job like torchrun's: ranks in sessions of their own, SIGTERM to the others when one fails, its exit code in the
 # log. Faults come from the environment, as "what:rank:step", each happening once unless its name ends with "!".
 JOB = """

@@ -22,6 +22,8 @@ from megatron.training.rules import resolve
 from tests.training.plain_loop import HEADS, HIDDEN, LENGTH, Job, rate_of, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, pretrain, records, run
 
+pytestmark = pytest.mark.sampled(3)
+
 LAYOUTS = {
     "one rank": (1, ""),
     "tp3": (3, "--tensor-model-parallel-size 3 --sequence-parallel"),

@@ -20,6 +20,8 @@ from megatron.training import loop
 from megatron.training.rank_watch import RANKS_A_RECORD, WINDOW
 from megatron.training.rules import resolve
 
+pytestmark = pytest.mark.sampled(3)
+
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data --vocab-size 100 --lr 1e-2 "
     "--micro-batch-size 2 --global-batch-size 8 --eval-iters 0 --device cpu --num-workers 0 --log-interval 1000 "

@@ -21,6 +21,8 @@ from tests.models import own_dataset
 from tests.training.plain_loop import EOD, LENGTH, Job, initial_weights, token_losses
 from tests.training.test_plain_loop import FLAGS, PLAIN, pretrain, records
 
+pytestmark = pytest.mark.sampled(3)
+
 STILL = "--lr 1e-12 --lr-decay-style constant --global-batch-size 8 --train-iters 4 --eval-interval 2"
 
 
