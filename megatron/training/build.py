@@ -64,7 +64,7 @@ from megatron.training.state import Checkpoints, Loaders, Losses, Passes, Pendin
 
 
 @dataclass(frozen=True)
-class Model:
+class BuiltModel:
     """The model chunks of a rank, with their vocabulary and optimizer."""
 
     tokenizer: Any  # None for a vocabulary without text
@@ -169,7 +169,7 @@ def pick_precision(config: schema.Config, context: RankContext) -> schema.Config
     return config
 
 
-def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int) -> Model:
+def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tokenizer, vocab_size: int) -> BuiltModel:
     """Build this rank's stages without memory for weights, then the optimizer, which allocates them."""
     dtype = weight_format(config.precision)
     facts, selection = recipe.facts(config, vocab_size), Selection.of(config.optimizer)
@@ -180,10 +180,12 @@ def build_model(config: schema.Config, recipe: Recipe, context: RankContext, tok
     refuse_idle(config.optimizer, facts)
     check_model_complete(stages, context.mesh, context.all_gather_object, facts.weights)
     optimizer = build_optimizer(config, context, stages, dtype)
-    return Model(tokenizer, vocab_size, dtype, facts, selection, pipeline, stages, optimizer)
+    return BuiltModel(tokenizer, vocab_size, dtype, facts, selection, pipeline, stages, optimizer)
 
 
-def load_start(config: schema.Config, recipe: Recipe, context: RankContext, model: Model, events: EventLog) -> Start:
+def load_start(
+    config: schema.Config, recipe: Recipe, context: RankContext, model: BuiltModel, events: EventLog
+) -> Start:
     """Load the checkpoint of `--load`, if there is one, into the optimizer. All ranks call it."""
     fresh = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, model.optimizer, fresh, model.vocabulary, model.vocab_size, events)
@@ -193,7 +195,7 @@ def load_start(config: schema.Config, recipe: Recipe, context: RankContext, mode
     return Start(state, record, code, lengths, notices, warnings)
 
 
-def build_data(config: schema.Config, recipe: Recipe, context: RankContext, model: Model, state: State, log):
+def build_data(config: schema.Config, recipe: Recipe, context: RankContext, model: BuiltModel, state: State, log):
     """Build the datasets of the splits, and a loader for each: (datasets, loaders)."""
     if config.data.verify_data:
         verify_data(config.data, context, log)
@@ -202,7 +204,7 @@ def build_data(config: schema.Config, recipe: Recipe, context: RankContext, mode
 
 
 def follow_checkpoint(
-    config: schema.Config, context: RankContext, model: Model, start: Start
+    config: schema.Config, context: RankContext, model: BuiltModel, start: Start
 ) -> tuple[schema.Config, Start]:
     """The settings and the start of a run that resumes: the schedule may be the checkpoint's (--resume-schedule)."""
     if not start.record or config.checkpoint.finetune:
@@ -216,7 +218,7 @@ def log_start(
     config: schema.Config,
     recipe: Recipe,
     context: RankContext,
-    model: Model,
+    model: BuiltModel,
     start: Start,
     datasets,
     train: Optional[MicroBatchLoader],
@@ -238,7 +240,7 @@ def log_start(
 
 
 def build_passes(
-    config: schema.Config, context: RankContext, model: Model, losses: Losses, state: State, log
+    config: schema.Config, context: RankContext, model: BuiltModel, losses: Losses, state: State, log
 ) -> Passes:
     """Build the schedule's messages between stages. Raises SettingsError if a rank cannot run a schedule file."""
     pipeline = model.pipeline
@@ -395,7 +397,7 @@ def build_metrics(
     config: schema.Config,
     recipe: Recipe,
     context: RankContext,
-    model: Model,
+    model: BuiltModel,
     start: Start,
     console: Console,
     events: EventLog,
