@@ -29,7 +29,8 @@ class RankSetup:
     micro_batch_size: sequences per pass, over all sequences of a sample (`Facts.sequences`).
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
     is for comparisons: attention that stores all scores, as in other suites. plain_softmax:
-    --no-masked-softmax-fusion. cp: ranks that share each sequence; by_heads: they exchange rows for heads (--cp-comm-type
+    --no-masked-softmax-fusion; plain_loss and plain_activation: --no-cross-entropy-loss-fusion and
+    --no-bias-swiglu-fusion. cp: ranks that share each sequence; by_heads: they exchange rows for heads (--cp-comm-type
     a2a) instead of gathering keys and values. documents: they are packed into samples (--reset-attention-mask). ep, etp:
     ranks that hold different experts of a layer, and parts of each.
     """
@@ -43,6 +44,8 @@ class RankSetup:
     backend: str = "auto"
     chunk: Optional[int] = None
     plain_softmax: bool = False
+    plain_loss: bool = False
+    plain_activation: bool = False
     cp: int = 1
     by_heads: bool = False
     documents: bool = False
