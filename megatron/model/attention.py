@@ -29,8 +29,8 @@ from megatron.model.recompute import recompute
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.chunks import own_chunks
 from megatron.mpu.context_parallel import (
-    GatheredAgain,
     gather_from_context_parallel_region,
+    gathered_again,
     heads_to_rows,
     rows_to_heads,
 )
@@ -245,7 +245,7 @@ def attention_by_rows(query, key, value, layer: Attention, context: ForwardConte
     whole = gather_from_context_parallel_region(own, layer.cp)  # [t, b, 2, g/tp, d]
     (key, value), t, c, attended = whole.unbind(2), len(whole), len(query) // 2, []
     dropout = weights_kept(layer, query, t, t, context)
-    with GatheredAgain(whole, own, layer.cp) if layer.gather_again else nullcontext():
+    with gathered_again(whole, own, layer.cp) if layer.gather_again else nullcontext():
         for number, (start, stop) in enumerate(own_chunks(t, layer.cp.rank, layer.cp.size)):
             rows = slice(number * c, number * c + c)
             keys = chunk_keys((start, stop), layer.window)
