@@ -206,6 +206,21 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
     return s
 
 
+def _are_levels(s: SimpleNamespace) -> bool:
+    sizes = s.hierarchical_context_parallel_sizes
+    return len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == s.cp
+
+
+def _two_levels(cp: int) -> tuple[int, int]:
+    """Sizes for a message: the smallest groups.
+
+    >>> _two_levels(8), _two_levels(9), _two_levels(5)
+    ((2, 4), (3, 3), (5, 1))
+    """
+    inner = next(n for n in range(2, cp + 1) if cp % n == 0)
+    return inner, cp // inner
+
+
 RULES = (
     Rule(
         lambda s: s.linear is not None and not s.fuse_attn_qkv,
@@ -279,10 +294,18 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: "a2a+p2p" in s.cp_comm,
+        lambda s: "a2a+p2p" in s.cp_comm and not s.hierarchical_context_parallel_sizes,
         lambda s: (
-            "--cp-comm-type a2a+p2p exchanges in groups inside of groups, which are not part of this suite; use p2p, "
-            "allgather or a2a"
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: the ranks that exchange tokens for heads, "
+            f"and the ranks of a ring of these groups, whose product is --context-parallel-size {s.cp}, as "
+            f"{' '.join(map(str, _two_levels(s.cp)))}"
+        ),
+    ),
+    Rule(
+        lambda s: "a2a+p2p" in s.cp_comm and s.hierarchical_context_parallel_sizes and not _are_levels(s),
+        lambda s: (
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, s.hierarchical_context_parallel_sizes))} must be two "
+            f"numbers whose product is --context-parallel-size {s.cp}, as {' '.join(map(str, _two_levels(s.cp)))}"
         ),
     ),
     Rule(
@@ -495,13 +518,6 @@ REMARKS = (
     Rule(
         lambda s: s.precision == "fp16" and s.device == "cpu",
         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",
-    ),
-    Rule(
-        lambda s: "p2p" in s.cp_comm,
-        lambda s: (
-            "--cp-comm-type p2p gathers keys and values as allgather does: the result is that of Megatron-LM's ring, with "
-            "those of all ranks in memory while a layer attends, forward and backward"
-        ),
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(

@@ -65,6 +65,20 @@ RULES = (
         for name, what in (("groups", "--num-query-groups {}"), ("ffn", "--ffn-hidden-size {}"))
     ),
     Rule(
+        lambda s: (
+            "a2a+p2p" in s.cp_comm
+            and s.settings.parallel.cp_levels
+            and s.groups % s.tp == 0
+            and s.settings.parallel.cp_levels[0] > 0
+            and s.groups // s.tp % s.settings.parallel.cp_levels[0]
+        ),
+        lambda s: (
+            f"--cp-comm-type a2a+p2p divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by the first "
+            f"of --hierarchical-context-parallel-sizes {' '.join(map(str, s.settings.parallel.cp_levels))}; choose "
+            f"{either(divisors(s.groups // s.tp, s.settings.parallel.cp_levels[0]))} there, or p2p"
+        ),
+    ),
+    Rule(
         lambda s: "a2a" in s.cp_comm and s.groups % s.tp == 0 and s.groups // s.tp % s.cp,
         lambda s: (
             f"--cp-comm-type a2a divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by "

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of ranks that share sequences, with keys and values that travel round a ring (arXiv:2310.01889).
+
+Each rank keeps its queries. In `size` steps it attends to its own keys and values, then to those of the rank before it, and
+so on. Before a step computes, it sends the present keys and values to the next rank and posts the receive of the following
+ones: the message overlaps with the step's attention. Results of steps are merged by their log-sum-exp
+(`fused_kernels.partial_attention`). Four ranks, rank 1:
+
+    step          0          1          2          3
+    keys of       rank 1     rank 0     rank 3     rank 2
+    overlapping   0 -> 1     3 -> 1     2 -> 1
+
+The backward pass sends keys and values round again. The gradients of a rank's keys and values travel with them, one step
+later, in fp32: each rank adds its part, and after the last step they arrive at their own rank.
+
+Chunks of zigzag order that no query sees (`mpu.chunks`) are not computed: each step has half of the pairs, the same number on
+each rank. No rank ever holds more than three blocks of keys and values: its own, the present one and the arriving one.
+
+Legend: s rows of a rank, t all rows of a sequence, b micro-batch, g key-value groups, q queries per group, d channels.
+"""
+
+from functools import lru_cache
+from typing import Optional
+
+import numpy as np
+import torch
+
+from megatron.fused_kernels import Case, choose_kernel
+from megatron.fused_kernels.autocast import op
+from megatron.fused_kernels.documents import Documents
+from megatron.fused_kernels.dropout import DropoutMask
+from megatron.fused_kernels.partial_attention import Piece, Scores, merge
+from megatron.mpu import collectives
+from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_between
+from megatron.mpu.mesh import Axis
+
+Steps = tuple[tuple[Piece, ...], ...]  # the pieces of each step of the ring
+
+
+@lru_cache(maxsize=64)
+def ring_steps(t: int, rank: int, size: int, window: Optional[int]) -> Steps:
+    """The pieces of a rank's steps, without documents."""
+    of_step = lambda step: parts_between(t, rank, (rank - step) % size, size, window)
+    return tuple(tuple(map(_piece, of_step(step))) for step in range(size))
+
+
+def ring_steps_of_documents(starts: np.ndarray, ring: Axis, window: Optional[int], device) -> Steps:
+    """The pieces of a rank's steps for packed documents, from the first position [b, t] of each token's document.
+
+    A chunk of keys before a chunk of queries has one document at most that reaches into it, in each sample: its last one. So
+    a piece of two chunks is a rectangle of one sample, without a mask of documents.
+    """
+    (b, t), size, rank = starts.shape, ring.size, ring.rank
+    c, own = t // (2 * size), own_chunks(t, rank, size)
+    steps = []
+    for step in range(size):
+        pieces = []
+        for pair in chunk_pairs(rank, (rank - step) % size, size):
+            if pair.query == pair.key:
+                start, stop = own[pair.query_place]
+                documents = Documents.of(starts, device, rows=(start, stop), first=start)
+                pieces.append(_piece(part_of_chunks(c, *pair, window), documents=documents))
+                continue
+            for sample in range(b):
+                begins = starts[sample, pair.query * c : pair.query * c + c]
+                queries = int((begins < pair.key * c + c).sum())
+                first = max(0, int(begins[0]) - pair.key * c)
+                part = part_of_chunks(c, *pair, window, queries, first) if queries else None
+                if part is not None:
+                    pieces.append(_piece(part, samples=slice(sample, sample + 1)))
+        steps.append(tuple(pieces))
+    return tuple(steps)
+
+
+def _piece(part, **more) -> Piece:
+    return Piece(slice(*part.rows), slice(*part.keys), part.causal, part.window, **more)
+
+
+@op
+def scaled_dot_product_attention(
+    query, key, value, layer, steps: Steps, dropout: Optional[DropoutMask] = None
+) -> torch.Tensor:
+    """softmax(q k) v over the rows of all ranks of a ring: [s, b, g, q, d] over [s, b, g, d] -> [s, b, g q d].
+
+    layer: an `Attention`, with the ring. dropout: words of the rank's own queries, [b, g q, s, t], in the sequence's order
+    """
+    s, b, g, q, d = query.shape
+    case = Case(
+        query.device.type,
+        query.dtype,
+        s,
+        s,
+        causal=True,
+        dropout=dropout is not None,
+        grouped=q > 1,
+        scaled_softmax=layer.score_divisor != 1.0 and query.dtype == torch.float16,
+        softcap=layer.softcap is not None,
+        window=layer.window,
+        unfused=layer.plain_softmax,
+        documents=any(piece.documents for pieces in steps for piece in pieces),
+        head_dim=d,
+    )
+    kernel = choose_kernel("partial_attention", case, layer.backend).run
+    scores = Scores(layer.scale, layer.score_divisor, layer.softcap, 1.0 if dropout is None else dropout.factor)
+    kept = None if dropout is None else dropout.mask()
+    query = query.reshape(s, b, g * q, d)
+    attended = _RingAttention.apply(query, key, value, kept, layer.sharing.rows, steps, kernel, scores)
+    return attended.view(s, b, g * q * d)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, kept, ring, steps, kernel, scores):
+        total = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        lse = total.new_full(query.shape[:3], float("-inf"))
+        arriving, message = torch.stack((key, value), 2), collectives.Done()
+        for step, pieces in enumerate(steps):
+            message.wait()
+            present = arriving
+            if step + 1 < len(steps):
+                arriving, message = collectives.start_shift(present, ring)
+            for piece in pieces:
+                operands = (query[piece.rows, piece.samples], *_of_keys(present, piece))
+                result = kernel.forward(*operands, piece, scores, _of_pairs(kept, piece, ring, step))
+                at = piece.rows, piece.samples
+                merge(total[at], lse[at], *result)
+        attended = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, attended, lse, kept)
+        ctx.of = ring, steps, kernel, scores
+        return attended
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (query, key, value, attended, lse, kept), (ring, steps, kernel, scores) = ctx.saved_tensors, ctx.of
+        d_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        arriving, message = torch.stack((key, value), 2), collectives.Done()
+        sums, sums_message = None, collectives.Done()  # gradients of the present keys and values by the ranks before
+        for step, pieces in enumerate(steps):
+            message.wait()
+            present = arriving
+            if step + 1 < len(steps):
+                arriving, message = collectives.start_shift(present, ring)
+            own = torch.zeros(present.shape, dtype=torch.float32, device=present.device)
+            for piece in pieces:
+                at = piece.rows, piece.samples
+                operands = (gradient[at], query[at], *_of_keys(present, piece), attended[at], lse[at])
+                parts = kernel.backward(*operands, piece, scores, _of_pairs(kept, piece, ring, step))
+                d_query[at] += parts[0]
+                for total, part in zip(_of_keys(own, piece), parts[1:]):
+                    total += part
+            sums_message.wait()
+            if sums is not None:
+                own += sums
+            sums, sums_message = collectives.start_shift(own, ring)
+        sums_message.wait()
+        d_key, d_value = sums.unbind(2)
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), *[None] * 5
+
+
+def _of_keys(both: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a piece, from [s, b, 2, g, d]."""
+    return both[piece.keys, piece.samples].unbind(2)
+
+
+def _of_pairs(kept: Optional[torch.Tensor], piece: Piece, ring: Axis, step: int) -> Optional[torch.Tensor]:
+    """The dropout mask [b, h, n, m] of a piece. kept: [b, h, s, t], with keys in the order of the sequence."""
+    if kept is None:
+        return None
+    source, t = (ring.rank - step) % ring.size, kept.shape[-1]
+    of_rank = torch.cat([kept[:, :, piece.rows, start:stop] for start, stop in own_chunks(t, source, ring.size)], -1)
+    return of_rank[piece.samples, :, :, piece.keys]
