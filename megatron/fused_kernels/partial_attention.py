@@ -16,8 +16,7 @@ import torch.nn.functional as F
 
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import numbers
-
-ROWS = 256  # queries of a block of `Explicit`, whose scores are stored while it computes
+from megatron.settings.kernel_sizes import RING_ROWS
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of query, key and value
 
@@ -172,7 +171,7 @@ def _blocks(query, key, value, piece: Piece, scores: Scores):
     """The blocks of a piece, one after the other."""
     (n, b, h, d), (m, _, g, _) = query.shape, key.shape
     keys, values = (x.permute(1, 2, 0, 3).reshape(b * g, m, d) for x in (key, value))
-    size = max(1, ROWS * g // h)
+    size = RING_ROWS * g // h or 1
     for start in range(0, n, size):
         rows, past = slice(start, min(start + size, n)), m - n
         first = 0 if piece.window is None else max(0, past + start - piece.window)

@@ -51,6 +51,8 @@ class Cluster:
         d = self.device
         if op == "send":
             return size / (d.inner if stride < self.local_size else d.outer) + calls * d.latency
+        if op == "shift":  # as slow as the message that leaves the node
+            return size / (d.inner if ranks * stride <= self.local_size else d.outer) + calls * d.latency
         link = d.inner
         if ranks * stride > self.local_size:  # rings leave the node through the adapters of all its ranks in this group
             link = min(link, d.outer * max(1, self.local_size // stride))
@@ -275,12 +277,20 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     if granularity == ATTENTION:  # no sum runs again; an all-gather counts as one
         messages = share.sp * sum(isinstance(op, CoreAttention) for op in again)
     others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
-    stride = dict(etp=1, ep=share.etp)  # of other axes: tp
+    stride = dict(etp=1, ep=share.etp, cp_outer=share.tp * share.cp_heads)  # of other axes: tp
     sent = lambda op, calls: sum(
         cluster.seconds(call, op.size, 1, op.ranks, stride.get(op.axis, share.tp)) for call in calls
     )
-    ahead = sum(sent(op, op.ahead) for op in others)
-    back = sum(sent(op, op.back) + sent(op, op.ahead) * op.runs_again(granularity) for op in others)
+    rings = [op for op in others if op.in_ring]
+    core = sum(_core(job, op, d) for op in ops if isinstance(op, CoreAttention))
+    hidden = lambda seconds, work: max(seconds - work * (1 - 1 / share.cp_rows), seconds * d.exposed)  # the last step sends none
+    ahead = hidden(sum(sent(op, op.ahead) for op in rings), core)
+    back = hidden(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
+    back += ahead * any(op.runs_again(granularity) for op in rings)
+    for op in others:
+        if not op.in_ring:
+            ahead += sent(op, op.ahead)
+            back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(granularity)
     return Pass(
         work + sums * each + ahead,
         2 * work + longer + sums * each + repeated + messages * each + back,

@@ -33,18 +33,19 @@ def test_a_long_sequence_on_many_ranks_is_shared():
     """One sample at a time, for eight ranks: tensor and pipeline parallelism alone would have to hold it whole."""
     found = search(job_of(131072), NODE, Space(global_batch=1))
     assert found.plans[0].layout.cp > 1 and {plan.layout.cp for plan in found.plans} >= {1, 2, 4, 8}
-    assert {plan.layout.by_heads for plan in found.plans} == {False, True}
+    assert {plan.layout.cp_heads > 1 for plan in found.plans} == {False, True}
+    assert not any(plan.layout.gathers for plan in found.plans)
     assert all(plan.layout.dp == 1 and plan.layout.world_size == 8 for plan in found.plans)
 
 
 def test_short_sequences_are_not_shared_unless_it_is_asked_for():
     assert {plan.layout.cp for plan in search(job_of(4096, 8), NODE, Space(global_batch=8)).plans} == {1}
-    asked = search(job_of(4096, 8), NODE, Space(global_batch=8, cp=4, by_heads=True)).plans
-    assert {(plan.layout.cp, plan.layout.by_heads) for plan in asked} == {(4, True)}
+    asked = search(job_of(4096, 8), NODE, Space(global_batch=8, cp=4, cp_comm="a2a")).plans
+    assert {(plan.layout.cp, plan.layout.cp_heads) for plan in asked} == {(4, 4)}
 
 
 @pytest.mark.parametrize(
-    "flags", ["--cp 4", "--cp 2 --cp-comm-type a2a --tp 2 --sequence-parallel", "--cp 2 --zero-stage 1"]
+    "flags", ["--cp 4", "--cp 4 --cp-comm-type allgather", "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "--cp 2 --cp-comm-type a2a --tp 2 --sequence-parallel", "--cp 2 --zero-stage 1"]
 )
 def test_flags_of_a_layout_describe_it(flags):
     base = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --mock-data --vocab-size 99 --lr 1"
