@@ -301,7 +301,7 @@ def _sharing_ways(job: Job, tp: int, cp: int, space: Space) -> list[tuple[int, b
         able = [n for n in able if space.cp_levels == (n, cp // n)]
     exchanges = {"a2a": [n for n in able if n == cp], "a2a+p2p": [n for n in able if n < cp]}
     ways = {"p2p": [(1, False)], "allgather": [(1, True)]} | {
-        name: [(max(sizes), False)] * bool(sizes) for name, sizes in exchanges.items()
+        name: [(n, False) for n in sizes if n == max(sizes)] for name, sizes in exchanges.items()
     }
     if space.cp_comm is not None:
         return ways[space.cp_comm]

@@ -194,6 +194,7 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
     s.tp, s.pp, s.cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     s.settings, s.world, s.model_ranks = settings, world, s.tp * s.pp * s.cp
     s.cp_comm = settings.parallel.cp_comm_types if s.cp > 1 else ()
+    s.cp_inner = max(1, (settings.parallel.cp_levels or (1,))[0])  # ranks that exchange rows for heads with a2a+p2p
     s.row_pieces = s.cp * math.lcm(2 if s.cp > 1 else 1, s.tp if s.sequence_parallel else 1)
     s.dp = max(1, world // s.model_ranks)
     s.sharding_ranks = s.sharding_degree or (s.dp if s.sharding_stage else 1)
@@ -217,7 +218,7 @@ def _two_levels(cp: int) -> tuple[int, int]:
     >>> _two_levels(8), _two_levels(9), _two_levels(5)
     ((2, 4), (3, 3), (5, 1))
     """
-    inner = next(n for n in range(2, cp + 1) if cp % n == 0)
+    inner = next((n for n in range(2, cp + 1) if cp % n == 0), 1)
     return inner, cp // inner
 
 
@@ -304,7 +305,7 @@ RULES = (
     Rule(
         lambda s: "a2a+p2p" in s.cp_comm and s.hierarchical_context_parallel_sizes and not _are_levels(s),
         lambda s: (
-            f"--hierarchical-context-parallel-sizes {' '.join(map(str, s.hierarchical_context_parallel_sizes))} must be two "
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, s.hierarchical_context_parallel_sizes or ()))} must be two "
             f"numbers whose product is --context-parallel-size {s.cp}, as {' '.join(map(str, _two_levels(s.cp)))}"
         ),
     ),

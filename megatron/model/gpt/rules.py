@@ -65,17 +65,11 @@ RULES = (
         for name, what in (("groups", "--num-query-groups {}"), ("ffn", "--ffn-hidden-size {}"))
     ),
     Rule(
-        lambda s: (
-            "a2a+p2p" in s.cp_comm
-            and s.settings.parallel.cp_levels
-            and s.groups % s.tp == 0
-            and s.settings.parallel.cp_levels[0] > 0
-            and s.groups // s.tp % s.settings.parallel.cp_levels[0]
-        ),
+        lambda s: s.groups % s.tp == 0 and s.groups // s.tp % s.cp_inner,
         lambda s: (
             f"--cp-comm-type a2a+p2p divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by the first "
-            f"of --hierarchical-context-parallel-sizes {' '.join(map(str, s.settings.parallel.cp_levels))}; choose "
-            f"{either(divisors(s.groups // s.tp, s.settings.parallel.cp_levels[0]))} there, or p2p"
+            f"of --hierarchical-context-parallel-sizes, {s.cp_inner}; use p2p, or "
+            f"{either(divisors(s.groups // s.tp, s.cp_inner))} there"
         ),
     ),
     Rule(

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring attention with each of its kernels, against a softmax over all pairs in fp64. Ranks are threads; CUDA has a test if there
+is a device.
+"""
+
+import itertools
+import queue
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.fused_kernels import TABLE, Case
+from megatron.fused_kernels.partial_attention import Scores
+from megatron.model import ring_attention
+from megatron.mpu import collectives
+from megatron.mpu.chunks import chunk_pairs, parts_between, row_numbers
+from megatron.mpu.mesh import Axis
+
+T, B = 192, 2
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def _seen(starts, window):
+    """[b, t, t] bool, pair by pair."""
+    order = torch.arange(T)
+    seen = (order <= order[:, None]).expand(B, T, T)
+    if window is not None:
+        seen = seen & (order >= order[:, None] - window)
+    return seen if starts is None else seen & (order >= torch.from_numpy(starts)[:, :, None])
+
+
+def _dense(query, key, value, seen, scores, kept):
+    """[t, b, h, d] of fp64."""
+    key, value = (x.repeat_interleave(query.shape[2] // key.shape[2], 2) for x in (key, value))
+    logits = torch.einsum("sbhd,tbhd->bhst", query, key) * scores.scale
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    weights = logits.masked_fill(~seen[:, None].to(logits.device), float("-inf")).softmax(-1)
+    weights = weights if kept is None else weights * kept * scores.factor
+    return torch.einsum("bhst,tbhd->sbhd", weights, value)
+
+
+class _Threads:
+    """Ranks of a ring, each a thread; a shift is a queue."""
+
+    def __init__(self, size):
+        self.queues = [queue.Queue() for _ in range(size)]
+        self.posted, self.came = [itertools.count() for _ in range(size)], [[] for _ in range(size)]
+
+    def start_shift(self, x, axis):
+        arrived, ahead = torch.empty_like(x), self.queues[(axis.rank + 1) % axis.size]
+        ahead.put(x.clone())
+        order = next(self.posted[axis.rank])
+        return arrived, SimpleNamespace(wait=lambda: arrived.copy_(self.message(axis.rank, order)))
+
+    def message(self, rank, order):
+        """Messages arrive in the order of their receives, in which they need not be waited for."""
+        while len(self.came[rank]) <= order:
+            self.came[rank].append(self.queues[rank].get(timeout=60))
+        return self.came[rank][order]
+
+
+def _in_ring(monkeypatch, size, rank_body):
+    """rank_body(axis) of all ranks at the same time."""
+    monkeypatch.setattr(collectives, "start_shift", _Threads(size).start_shift)
+    found, failed = [None] * size, []
+
+    def run(rank):
+        try:
+            found[rank] = rank_body(Axis("cp", tuple(range(size)), rank))
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return found
+
+
+STARTS = np.zeros((B, T), np.int32)
+STARTS[0, 70:], STARTS[0, 150:], STARTS[1, 5:], STARTS[1, 96:] = 70, 150, 5, 96
+CASES = {  # window, documents, softcap, dropout, heads, groups, channels
+    "plain": (None, False, None, 0.0, 4, 4, 16),
+    "grouped": (None, False, None, 0.0, 4, 2, 16),
+    "narrow window": (7, False, None, 0.0, 4, 4, 16),
+    "window of a chunk": (48, False, None, 0.0, 4, 2, 16),
+    "wide window": (130, False, None, 0.0, 2, 2, 20),
+    "documents": (None, True, None, 0.0, 4, 2, 16),
+    "documents and window": (60, True, None, 0.0, 4, 4, 16),
+    "cap and dropout": (None, True, 1.5, 0.3, 4, 2, 16),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatch):
+    window, documents, softcap, p, heads, groups, d = CASES[case]
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    generator = torch.Generator().manual_seed(1)
+    drawn = lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    inputs = [drawn(T, B, n, d) for n in (heads, groups, groups)]
+    upstream = drawn(T, B, heads, d)
+    kept = (torch.rand(B, heads, T, T, generator=generator) > p).to(device) if p else None
+    scores = Scores(d**-0.5, 1.0, softcap, 1 / (1 - p))
+    exact = [x.double().requires_grad_() for x in inputs]
+    value = _dense(*exact, _seen(STARTS if documents else None, window), scores, kept)
+    wanted = [value, *torch.autograd.grad(value, exact, upstream.double())]
+    marks = dict(dropout=p > 0, grouped=groups < heads, softcap=softcap is not None, documents=documents)
+    asked = Case(device, dtype, T // size, T // size, True, window=window, head_dim=d, **marks)
+    fitting = [entry for entry in TABLE["partial_attention"] if entry.fits(asked)]
+    assert len(fitting) == (1 if p else 2)  # flash attention has no caps and no masks of dropout
+    for entry in fitting:
+
+        def body(axis, kernel=entry.run):
+            rows = row_numbers(T, axis.rank, size)
+            if documents:
+                steps = ring_attention.ring_steps_of_documents(STARTS, axis, window, torch.device(device))
+            else:
+                steps = ring_attention.ring_steps(T, axis.rank, size, window)
+            own, saved = [x[rows] for x in inputs], SimpleNamespace(save_for_backward=lambda *x: setattr(saved, "saved_tensors", x))
+            mask = None if kept is None else kept[:, :, rows]
+            attended = ring_attention._RingAttention.forward(saved, *own, mask, axis, steps, kernel, scores)
+            gradients = ring_attention._RingAttention.backward(saved, upstream[rows])
+            return rows, (attended, *gradients[:3])
+
+        for rows, found in _in_ring(monkeypatch, size, body):
+            for mine, want in zip(found, wanted, strict=True):
+                want = want[rows]
+                assert mine.dtype == dtype
+                tolerance = (2e-2 if device == "cuda" else 1e-5) * want.abs().max()
+                assert (mine.double() - want).abs().max() < tolerance, (entry.name, case)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("window", [None, 0, 1, 3, 4, 5, 11, 12, 30])
+def test_parts_cover_each_visible_pair_once(size, window):
+    """Pair by pair; windows of a part are counted as if its queries were the last of its keys."""
+    t = 8 * size
+    for rank in range(size):
+        rows, found = row_numbers(t, rank, size), np.zeros((t, t), int)
+        for source in range(size):
+            columns = row_numbers(t, source, size)
+            for part in parts_between(t, rank, source, size, window):
+                (q0, q1), (k0, k1) = part.rows, part.keys
+                for i in range(q1 - q0):
+                    for j in range(k1 - k0):
+                        place = i + (k1 - k0) - (q1 - q0)
+                        near = part.window is None or place - j <= part.window
+                        found[rows[q0 + i], columns[k0 + j]] += near and (not part.causal or j <= i)
+        wanted = [[int(0 <= i - j <= (t if window is None else window)) for j in range(t)] for i in range(t)]
+        for row in rows:
+            assert found[row].tolist() == wanted[row]
+
+
+def test_a_step_has_as_many_pairs_on_each_rank():
+    """Half of all pairs of a rank with another, so that no rank waits for another one's attention."""
+    for size in (2, 3, 8):
+        pairs = lambda part: (part.rows[1] - part.rows[0]) * (part.keys[1] - part.keys[0])
+        for step in range(1, size):
+            counts = {
+                sum(map(pairs, parts_between(16 * size, rank, (rank - step) % size, size))) for rank in range(size)
+            }
+            assert counts == {16 * 16 // 2}
+
+
+def test_documents_that_end_before_are_not_computed():
+    """Documents of a chunk: no piece but those of a chunk with itself."""
+    t, size = 96, 3
+    starts = np.repeat(np.arange(0, t, 16, dtype=np.int32), 16)[None]
+    for rank in range(size):
+        ring = Axis("cp", tuple(range(size)), rank)
+        own, *others = ring_attention.ring_steps_of_documents(starts, ring, None, torch.device("cpu"))
+        assert len(own) == 2 and all(piece.causal for piece in own) and not any(others)
+        assert sum(pair.query == pair.key for pair in chunk_pairs(rank, rank, size)) == 2
