@@ -313,7 +313,7 @@ TABLE: dict[str, list[Implementation]] = {
         ),
         Implementation(
             "explicit",
-            partial_attention.Explicit,
+            reference.partial_attention,
             "covers everything, such as dropout and caps; stores the scores of a block of queries",
             backend="explicit",
         ),
