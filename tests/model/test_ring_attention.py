@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fused_kernels import TABLE, Case
-from megatron.fused_kernels.partial_attention import Scores
+from megatron.fused_kernels.partial_attention import Explicit, FlashOnCPU, Scores
 from megatron.model import ring_attention
 from megatron.mpu import collectives
 from megatron.mpu.chunks import chunk_pairs, parts_between, row_numbers
@@ -139,6 +140,37 @@ def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatc
                 assert mine.dtype == dtype
                 tolerance = (2e-2 if device == "cuda" else 1e-5) * want.abs().max()
                 assert (mine.double() - want).abs().max() < tolerance, (entry.name, case)
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an op returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(one, torch.Tensor):
+                self.largest = max(self.largest, one.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("kernel", [FlashOnCPU, Explicit])
+def test_no_tensor_grows_with_the_sequence(kernel, monkeypatch):
+    """As many rows a rank on more ranks: the largest tensors are a rank's own, in fp32, or the scores of a block."""
+    monkeypatch.setattr(collectives, "start_shift", lambda x, axis: (torch.empty_like(x), collectives.Done()))
+    s, b, h, d, found = 64, 1, 4, 16, []
+    for size in (2, 8):
+        steps = ring_attention.ring_steps(s * size, size // 2, size, None)
+        saved = SimpleNamespace(save_for_backward=lambda *x: setattr(saved, "saved_tensors", x))
+        own, ring = [torch.randn(s, b, h, d) for _ in range(4)], Axis("cp", tuple(range(size)), size // 2)
+        with _Largest() as seen:
+            ring_attention._RingAttention.forward(saved, *own[:3], None, ring, steps, kernel, Scores(0.25))
+            ring_attention._RingAttention.backward(saved, own[3])
+        found.append(seen.largest)
+    assert found[0] == found[1] <= 4 * b * h * max(2 * s * d, s * s)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
