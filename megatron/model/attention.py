@@ -173,7 +173,7 @@ class Attention(nn.Module):
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
-        self.core = core_of(self.causal, kernels)
+        self.core = core_of(self.causal and not sharing.in_ring, kernels)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query, key, value = self._query_key_value(x)
@@ -244,18 +244,18 @@ def attention_core(query, key, value, layer: Attention, context: ForwardContext)
         key, value = key.squeeze(3), value.squeeze(3)  # [s heads, b, g/(tp heads), d]
     attend = scaled_dot_product_attention
     if sharing.rows.size > 1:
-        attend = attention_in_a_ring if sharing.ring else attention_over_gathered_keys
+        attend = attention_in_a_ring if sharing.in_ring else attention_over_gathered_keys
     return heads_to_rows(attend(query, key, value, layer, context), sharing.heads)
 
 
-def core_of(causal: bool, kernels: Kernels) -> Callable:
-    """`attention_core`, outside the compiled graph for non-causal layers: the samples of a batch may be packed into one row
-    (`packed_rows`), and new lengths would trigger recompilation.
+def core_of(compiled: bool, kernels: Kernels) -> Callable:
+    """`attention_core`; with torch.compile outside the graph if not `compiled`. So for non-causal layers: the samples of a
+    batch may be packed into one row (`packed_rows`), and new lengths would trigger recompilation; and for rings, which have
+    messages in flight, and steps that depend on documents.
     """
-    return torch.compiler.disable(attention_core) if kernels.torch_compile and not causal else attention_core
+    return attention_core if compiled or not kernels.torch_compile else torch.compiler.disable(attention_core)
 
 
-@torch.compiler.disable  # messages in flight, and steps that depend on documents
 def attention_in_a_ring(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
     """Context parallel attention with keys and values that travel round the ranks (`ring_attention`)."""
     ring, t = layer.sharing.rows, len(query) * layer.sharing.rows.size

@@ -43,6 +43,11 @@ class AttentionSharing:
         """Ranks that share a sequence."""
         return self.heads.size * self.rows.size
 
+    @property
+    def in_ring(self) -> bool:
+        """Whether keys and values travel."""
+        return self.ring and self.rows.size > 1
+
 
 def attention_sharing(cp: Axis, comm_type: str, inner: Axis, outer: Axis) -> AttentionSharing:
     """The ranks of a layer with this --cp-comm-type. inner, outer: the two levels of a2a+p2p (`Mesh.cp_inner`)."""
