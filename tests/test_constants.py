@@ -164,7 +164,7 @@ ARITHMETIC = {
     "pipeline.simulate:COST": dict(F=1.0, B=2.0, I=1.0, W=1.0),  # a backward pass is twice a forward pass
     "fused_kernels.cpu:_M_TRIM_THRESHOLD": -1,  # glibc's malloc.h
     "fused_kernels.cpu:_M_MMAP_MAX": -4,
-    "corpus.runners.local:_PR_SET_PDEATHSIG": 1,  # Linux's sys/prctl.h
+    "mpu.forked:_PR_SET_PDEATHSIG": 1,  # Linux's sys/prctl.h
     "guard.processes:_DEATH_SIGNAL": 1,
     "guard.processes:_SUBREAPER": 36,
     "optimizer.scratch:PAGE": 4096,

@@ -2,6 +2,7 @@
 """The rank harness itself: right answers, honest failures, nothing left behind."""
 
 import os
+import select
 import signal
 import time
 
@@ -58,6 +59,29 @@ def test_a_killed_rank_is_reported(run_ranks):
 
     with pytest.raises(RankFailed, match="rank 0 of 2 failed first(.|\n)*died without a message"):
         run_ranks(2, body)
+
+
+def test_no_rank_outlives_a_caller_that_was_killed(run_ranks):
+    """Such a rank would keep the caller's output open, and whoever reads that to its end would wait."""
+
+    def body(rank):
+        os.write(output, b".")
+        time.sleep(120)
+
+    reader, output = os.pipe()
+    caller = os.fork()
+    if caller == 0:
+        try:
+            run_ranks(2, body)
+        finally:
+            os._exit(1)
+    os.close(output)
+    assert os.read(reader, 1) + os.read(reader, 1) == b".."  # both run
+    os.kill(caller, signal.SIGKILL)
+    os.waitpid(caller, 0)
+    readable, _, _ = select.select([reader], [], [], 60)
+    assert readable and os.read(reader, 1) == b""  # the end: no process has it open
+    os.close(reader)
 
 
 def test_two_ranks_are_quick(run_ranks):

@@ -39,10 +39,13 @@ class _Masked(torch.autograd.Function):
 
 def _masked(x: torch.Tensor, mask: torch.Tensor, factor: float) -> torch.Tensor:
     if x.device.type == "cpu":
-        return (x * numbers(mask, x.dtype)).mul_(factor)
+        product = (x * numbers(mask, x.dtype)).mul_(factor)
+        return product.view_as(product)  # see `norms._RMSNorm.forward`
     return torch.ops.aten.native_dropout_backward(x, mask, factor)  # despite its name, this product in one kernel
 
 
 def numbers(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A bool mask as 0 and 1: on CPUs torch converts int8 to floats 3 to 8 times as fast as bool."""
+    if torch.compiler.is_compiling():  # compiled code converts bool as fast; torch 2.11 cannot compile the view
+        return mask.to(dtype)
     return mask.view(torch.int8).to(dtype)

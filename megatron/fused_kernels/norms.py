@@ -50,7 +50,10 @@ class _RMSNorm(torch.autograd.Function):
         inverse = mean_square.add_(epsilon).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, inverse)
         # Not `x * inverse`: a product of two formats takes longer than the conversion and a product of one.
-        return x.to(torch.float32, copy=True).mul_(inverse).mul_(weight.float()).to(x.dtype)
+        y = x.to(torch.float32, copy=True).mul_(inverse).mul_(weight.float()).to(x.dtype)
+        # A view: torch 2.11 compiles a wrong backward pass if forward returns a tensor that it changed in place
+        # (pytorch/pytorch#180642).
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx, gradient):

@@ -7,6 +7,7 @@ also makes results deterministic. For tests and for checks such as `verify_layou
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -19,6 +20,8 @@ import traceback
 from multiprocessing.connection import Connection, Pipe, wait
 
 from megatron.errors import Failure, explain, with_place
+
+_PR_SET_PDEATHSIG = 1
 
 
 class RankFailed(RuntimeError):
@@ -37,7 +40,8 @@ def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: s
     """Call `function(rank, *args)` on `world_size` forked ranks of an initialized process group.
 
     Returns the results in rank order, which must be picklable; `function` may be a closure.
-    Raises RankFailed with the traceback of the rank that failed first. No process outlives the call.
+    Raises RankFailed with the traceback of the rank that failed first. No process outlives the call, even if
+    this process is killed.
     """
     import torch.distributed  # imported here once, not by every worker after its fork
 
@@ -48,12 +52,14 @@ def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: s
     meeting = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)
     meeting.close()
     _flush()
+    caller = os.getpid()
     workers: dict[Connection, tuple[int, int]] = {}  # connection for its answer -> (rank, pid)
     try:
         for rank in range(world_size):
             receive, send = Pipe(duplex=False)
             pid = os.fork()
             if pid == 0:
+                die_with(caller)
                 receive.close()
                 _worker(rank, world_size, meeting.name, send, backend, timeout, function, args)
             send.close()
@@ -68,6 +74,14 @@ def run_ranks(world_size: int, function, *args, timeout: float = 120, backend: s
                     os.kill(pid, number)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends, where it can; exit now if it has ended already."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def renew_threads() -> None:

@@ -29,13 +29,20 @@ def copy(root, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def bash(copy):
-    """`bash(*words, check=True, **environment)` runs bash in the copy and returns the completed process."""
+    """`bash(*words, check=True, limit=250, **environment)` runs bash in the copy and returns the completed process.
+
+    limit: seconds after which the test fails, with the output so far: its end shows the command that has not ended
+    """
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "PYTHON", "OMP_NUM_THREADS")}
 
-    def run(*words: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-        done = subprocess.run(
-            ["bash", *words], cwd=copy, capture_output=True, text=True, timeout=250, env=inherited | environment
-        )
+    def run(*words: str, check: bool = True, limit: float = 250, **environment: str) -> subprocess.CompletedProcess:
+        try:
+            done = subprocess.run(
+                ["bash", *words], cwd=copy, capture_output=True, text=True, timeout=limit, env=inherited | environment
+            )
+        except subprocess.TimeoutExpired as error:
+            out, errors = ((stream or b"").decode(errors="replace")[-3000:] for stream in (error.stdout, error.stderr))
+            pytest.fail(f"bash, or a process that holds its output, still ran after {limit:g} s:\n{out}{errors}")
         assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done
 

@@ -5,11 +5,15 @@ lead somewhere, flags exist."""
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -37,12 +41,39 @@ SAID = [  # by each further block, in their order
     ["iteration       20/      20", "3 of 3 pass", "ended: finished", "iter_0000020", ": good", "done"],
 ]
 
+SERVER = "python -m megatron.tools.dashboard"  # the only command of the blocks that does not end by itself
+
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("block, said", list(zip(BLOCKS[2:], SAID, strict=True)), ids=["own text", "look", "layouts"])
 def test_commands_run_as_written(bash, quickstart, block, said):
-    out = bash("-euc", block).stdout
+    commands = "".join(line for line in block.splitlines(keepends=True) if not line.startswith(SERVER))
+    out = bash("-euc", commands).stdout
     assert [words for words in said if words not in out] == []
+
+
+@pytest.mark.sampled(3)
+def test_the_server_runs_as_written(copy, quickstart):
+    """It shows the run of the quickstart until Ctrl-C. Its port is a free one: another server may have the usual one."""
+    [line] = [line for block in BLOCKS for line in block.splitlines() if line.startswith(SERVER)]
+    words = [sys.executable, *shlex.split(line, comments=True)[1:], "--port", "0"]
+    server = subprocess.Popen(words, cwd=copy, stdout=subprocess.PIPE, text=True)
+    try:
+        address, shown, started = re.search(r"http://\S+", server.stdout.readline())[0], [], time.monotonic()
+        while "quickstart" not in shown and time.monotonic() - started < 60:  # it reads the files in the background
+            with urllib.request.urlopen(f"{address}api/runs", timeout=30) as answer:
+                shown = [run["name"] for run in json.load(answer)["runs"]]
+            time.sleep(0.05)
+        server.send_signal(signal.SIGINT)
+        assert "quickstart" in shown and server.wait(60) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_a_command_that_does_not_end_is_shown(bash):
+    with pytest.raises(pytest.fail.Exception, match="still ran after 0.5 s:\na server that waits for Ctrl-C"):
+        bash("-c", "echo a server that waits for Ctrl-C; sleep 60", limit=0.5)
 
 
 def line_of_own_text(command: str) -> str:

@@ -6,7 +6,6 @@ replaced; when the driver dies, its processes end.
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -21,9 +20,9 @@ from megatron.corpus.agenda import Agenda, TaskOutcome, child_threads, execute
 from megatron.corpus.plan import CorpusTask
 from megatron.errors import SettingsError
 from megatron.mpu.cpu_threads import cores
+from megatron.mpu.forked import die_with
 
 WATCH = 0.5  # seconds between checks of the workers' memory
-_PR_SET_PDEATHSIG = 1
 
 
 def run_local(agenda: Agenda, output: Path, workers: int, memory: Optional[int] = None) -> None:
@@ -175,11 +174,3 @@ def _work(pipe: Connection, output: Path, driver: int) -> None:
         except (EOFError, OSError):
             os._exit(0)
         pipe.send(execute(task, output))
-
-
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, where it can; exit now if it has ended already."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
