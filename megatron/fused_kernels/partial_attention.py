@@ -236,11 +236,12 @@ class FlashOnCUDA:
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)  # random state of dropout
         run = torch.ops.aten._flash_attention_backward
         gradients = run(*operands, lse, *sizes, 0.0, piece.causal, unused, unused, scale=scores.scale, **order)
-        return tuple(x.reshape(b, rows, -1, x.shape[-1])[..., :d].transpose(0, 1) for x, rows in zip(gradients, (n, m, m)))
+        sized = (x.reshape(b, rows, -1, x.shape[-1]) for x, rows in zip(gradients, (n, m, m)))
+        return tuple(x[..., :d].transpose(0, 1) for x in sized)
 
     @staticmethod
     def _prepared(tensors, piece: Piece):
-        """Tensors as [b, n, h, d], or as [b n, h, d] for documents; the edges of documents and the largest sizes; windows."""
+        """Tensors as [b, n, h, d], or [b n, h, d] for documents; the edges of documents and the largest sizes; windows."""
         d = tensors[0].shape[-1]
         tensors = [x.transpose(0, 1) for x in tensors]
         tensors = [F.pad(x, (0, -d % 8)) for x in tensors] if d % 8 else tensors  # the kernel reads 16 bytes at a time

@@ -13,8 +13,8 @@ ones: the message overlaps with the step's attention. Results of steps are merge
 The backward pass sends keys and values round again. The gradients of a rank's keys and values travel with them, one step
 later, in fp32: each rank adds its part, and after the last step they arrive at their own rank.
 
-Chunks of zigzag order that no query sees (`mpu.chunks`) are not computed: each step has half of the pairs, the same number on
-each rank. No rank ever holds more than three blocks of keys and values: its own, the present one and the arriving one.
+Chunks of zigzag order that no query sees (`mpu.chunks`) are not computed: each step has half of the pairs, the same number
+on each rank. No rank holds more than three blocks of keys and values: its own, the present one and the arriving one.
 
 Legend: s rows of a rank, t all rows of a sequence, b micro-batch, g key-value groups, q queries per group, d channels.
 """
@@ -47,8 +47,8 @@ def ring_steps(t: int, rank: int, size: int, window: Optional[int]) -> Steps:
 def ring_steps_of_documents(starts: np.ndarray, ring: Axis, window: Optional[int], device) -> Steps:
     """The pieces of a rank's steps for packed documents, from the first position [b, t] of each token's document.
 
-    A chunk of keys before a chunk of queries has one document at most that reaches into it, in each sample: its last one. So
-    a piece of two chunks is a rectangle of one sample, without a mask of documents.
+    Of the documents of a chunk of keys, only the last one can go on in a later chunk of queries. So a piece of two chunks
+    is a rectangle of one sample, without a mask of documents.
     """
     (b, t), size, rank = starts.shape, ring.size, ring.rank
     c, own = t // (2 * size), own_chunks(t, rank, size)

@@ -36,8 +36,8 @@ class Part(NamedTuple):
 def parts_between(s: int, rank: int, source: int, size: int, window: Optional[int] = None) -> list[Part]:
     """The pairs of the queries of `rank` and the keys of `source` under a causal mask, of chunks that see each other.
 
-    >>> [parts_between(8, 1, source, 2) for source in (0, 1)]
-    [[Part(rows=(0, 4), keys=(0, 2), causal=False, window=None)], [Part(rows=(0, 4), keys=(0, 4), causal=True, window=None)]]
+    >>> parts_between(8, 1, 0, 2), parts_between(8, 1, 1, 2)[0].causal
+    ([Part(rows=(0, 4), keys=(0, 2), causal=False, window=None)], True)
     """
     c = s // (2 * size)
     if window is None:
@@ -49,7 +49,7 @@ def parts_between(s: int, rank: int, source: int, size: int, window: Optional[in
 
 
 class ChunkPair(NamedTuple):
-    """A chunk of queries and a chunk of keys: the place of each on its rank (0 early, 1 late), its number in the sequence."""
+    """A chunk of queries and one of keys: the place of each on its rank (0 early, 1 late), its number in the sequence."""
 
     query_place: int
     key_place: int
@@ -69,7 +69,14 @@ def chunk_pairs(rank: int, source: int, size: int) -> list[ChunkPair]:
 
 
 def part_of_chunks(
-    c: int, query_place: int, key_place: int, query: int, key: int, window: Optional[int], queries: int = 0, first: int = 0
+    c: int,
+    query_place: int,
+    key_place: int,
+    query: int,
+    key: int,
+    window: Optional[int],
+    queries: int = 0,
+    first: int = 0,
 ) -> Optional[Part]:
     """The visible pairs of two chunks of c tokens; None if there are none.
 

@@ -99,8 +99,8 @@ class Mesh:
     the same experts; it is split into `mesh.expert_replicate` and `mesh.expert_shard` as dp and cp are into `replicate`
     and `shard` (`expert_sizes`). With ep 1 and etp = tp these are the same ranks. `mesh.alone` has only this rank.
     If `torch.distributed` is not initialized, the mesh describes a rank without creating groups (planning, tests).
-    cp_levels: sizes of `mesh.cp_inner` (consecutive ranks of cp) and `mesh.cp_outer`, for a2a+p2p; None: they have only this
-    rank.
+    cp_levels: sizes of `mesh.cp_inner` (consecutive ranks of cp) and `mesh.cp_outer`, for a2a+p2p; None: they have only
+    this rank.
     timeout: of collectives of a group (default: torch's, which is not that of the group of all ranks)
     """
 

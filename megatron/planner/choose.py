@@ -154,7 +154,8 @@ OFFLOADS = ("optimizer_cpu_offload", "optimizer_offload_fraction", "nvme_offload
 RECOMPUTE = tuple(one.name for one in fields(schema.Recompute))
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 NARROWING = {*AXES, *OFFLOADS, *RECOMPUTE, *OVERLAPS}
-NARROWING |= {"context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes", "micro_batch_size", "global_batch_size"}
+NARROWING |= {"context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"}
+NARROWING |= {"micro_batch_size", "global_batch_size"}
 
 
 def kept(config: schema.Config) -> list[str]:

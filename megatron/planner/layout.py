@@ -186,7 +186,9 @@ class Layout:
             *_context_sharing(p),
             p.expert_model_parallel_size,
             p.expert_tensor_parallel_size,
-            replace(p, **{name: value and tuple(value) for name, value in _context_words(p).items()}),  # a list has no hash
+            replace(
+                p, **{name: value and tuple(value) for name, value in _context_words(p).items()}
+            ),  # a list has no hash
         )
 
     @property
@@ -244,7 +246,9 @@ class Layout:
 
     def rank_setup(self, job: Job) -> RankSetup:
         """The sizes and formats of a rank's work on the job's model."""
-        return job.rank_setup(self.tp, self.sp, self.micro_batch_size, self.cp, self.cp_heads, self.gathers, *self.cuts[1:])
+        return job.rank_setup(
+            self.tp, self.sp, self.micro_batch_size, self.cp, self.cp_heads, self.gathers, *self.cuts[1:]
+        )
 
     def num_microbatches(self, job: Job) -> int:
         """Micro-batches per step on each rank."""

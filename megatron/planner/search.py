@@ -293,8 +293,8 @@ def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[in
 
 
 def _sharing_ways(job: Job, tp: int, cp: int, space: Space) -> list[tuple[int, bool]]:
-    """(cp_heads, gathers): a ring, and an exchange of rows for heads, among as many ranks as the heads allow. A ring hides its
-    messages, which a gather of the same keys and values does not: that is only planned if the settings say so.
+    """(cp_heads, gathers): a ring, and an exchange of rows for heads, among as many ranks as the heads allow. A gather
+    holds the keys and values of all ranks and hides no messages: it is only planned if the settings say so.
     """
     able = [n for n in divisors(cp) if n > 1 and job.facts.shares_heads(tp, n)]
     if space.cp_levels:

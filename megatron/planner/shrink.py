@@ -77,7 +77,8 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     shard = (p.sharding_degree or dp) if p.sharding_stage else 1
     replicate, num_microbatches = dp // shard, full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
     levels = p.cp_levels and [min(size, 2) for size in p.cp_levels]
-    few = dict(tp=min(tp, 2), cp=math.prod(levels) if levels else min(cp, 2), pp=min(pp, 2), shard=min(shard, 2), replicate=min(replicate, 2))
+    few = dict(tp=min(tp, 2), cp=min(cp, 2), pp=min(pp, 2), shard=min(shard, 2), replicate=min(replicate, 2))
+    few["cp"] = math.prod(levels) if levels else few["cp"]
     schedule = p.pipeline_schedule
     if pipeline.custom and pp <= limit:
         few["pp"] = pp

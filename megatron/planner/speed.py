@@ -283,9 +283,10 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     )
     rings = [op for op in others if op.in_ring]
     core = sum(_core(job, op, d) for op in ops if isinstance(op, CoreAttention))
-    hidden = lambda seconds, work: max(seconds - work * (1 - 1 / share.cp_rows), seconds * d.exposed)  # the last step sends none
-    ahead = hidden(sum(sent(op, op.ahead) for op in rings), core)
-    back = hidden(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
+    beside = 1 - 1 / share.cp_rows  # the share of attention that overlaps: no message follows the last step
+    exposed = lambda seconds, work: max(seconds - work * beside, seconds * d.exposed)
+    ahead = exposed(sum(sent(op, op.ahead) for op in rings), core)
+    back = exposed(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
     back += ahead * any(op.runs_again(granularity) for op in rings)
     for op in others:
         if not op.in_ring:

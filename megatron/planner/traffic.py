@@ -77,7 +77,10 @@ def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
             key = op.axis, call, op.name, op.in_ring
             sent[key] += number * op.size
             counts[key] += number
-    return [Transfer(name, call, axis, sent[key], counts[key], beside) for key in sorted(sent) for axis, call, name, beside in [key]]
+    return [
+        Transfer(name, call, axis, size, counts[axis, call, name, beside], beside)
+        for (axis, call, name, beside), size in sorted(sent.items())
+    ]
 
 
 def calls_of(ops: list[LayerOp], granularity: str) -> Iterator[tuple[Collective, str]]:

@@ -305,8 +305,9 @@ RULES = (
     Rule(
         lambda s: "a2a+p2p" in s.cp_comm and s.hierarchical_context_parallel_sizes and not _are_levels(s),
         lambda s: (
-            f"--hierarchical-context-parallel-sizes {' '.join(map(str, s.hierarchical_context_parallel_sizes or ()))} must be two "
-            f"numbers whose product is --context-parallel-size {s.cp}, as {' '.join(map(str, _two_levels(s.cp)))}"
+            "--hierarchical-context-parallel-sizes "
+            f"{' '.join(map(str, s.hierarchical_context_parallel_sizes or ()))} must be two numbers whose product is "
+            f"--context-parallel-size {s.cp}, as {' '.join(map(str, _two_levels(s.cp)))}"
         ),
     ),
     Rule(

@@ -248,14 +248,14 @@ class Parallel:
     pipeline_model_parallel_size: int = setting("degree of pipeline model parallelism", 1, "--pp", "--pp-degree")
     context_parallel_size: int = setting("degree of context parallelism", 1, "--cp")
     cp_comm_type: Optional[list[Literal["p2p", "a2a", "allgather", "a2a+p2p"]]] = setting(
-        "communication of context parallelism, for all layers or one word for each: p2p sends keys and values round a ring, "
-        "allgather gathers them, a2a exchanges tokens for heads, a2a+p2p does that in groups with a ring between them "
-        "(default: p2p)",
+        "communication of context parallelism, for all layers or one word for each: p2p sends keys and values round a "
+        "ring, allgather gathers them, a2a exchanges tokens for heads, a2a+p2p does that in groups with a ring between "
+        "them (default: p2p)",
         None,
     )
     hierarchical_context_parallel_sizes: Optional[list[int]] = setting(
-        "ranks that exchange tokens for heads, and ranks of a ring, with --cp-comm-type a2a+p2p: two numbers, whose product "
-        "is the context parallel size",
+        "ranks that exchange tokens for heads, and ranks of a ring, with --cp-comm-type a2a+p2p: two numbers, whose "
+        "product is the context parallel size",
         None,
     )
     expert_model_parallel_size: int = setting(

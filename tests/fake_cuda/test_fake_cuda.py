@@ -70,7 +70,11 @@ CASES = {  # name: flags, rank, ranks
         1,
         4,
     ),
-    "cp2 gathers, documents": (f"{DROPOUT} --context-parallel-size 2 --cp-comm-type allgather --reset-attention-mask", 1, 2),
+    "cp2 gathers, documents": (
+        f"{DROPOUT} --context-parallel-size 2 --cp-comm-type allgather --reset-attention-mask",
+        1,
+        2,
+    ),
     "pp2 interleaved": (f"{PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 1, 2),
     "pp2 zb-h1": (f"{PP} --pipeline-schedule zb-h1 --global-batch-size 8", 0, 2),
     "T5, tp2 sp, pp2 zb-h1": (

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention with each of its kernels, against a softmax over all pairs in fp64. Ranks are threads; CUDA has a test if there
-is a device.
+"""Ring attention with each of its kernels, against a softmax over all pairs in fp64. Ranks are threads; CUDA has a test if
+there is a device.
 """
 
 import itertools
@@ -85,6 +85,13 @@ def _in_ring(monkeypatch, size, rank_body):
     return found
 
 
+class _Saved:
+    """The context of an autograd function."""
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
 STARTS = np.zeros((B, T), np.int32)
 STARTS[0, 70:], STARTS[0, 150:], STARTS[1, 5:], STARTS[1, 96:] = 70, 150, 5, 96
 CASES = {  # window, documents, softcap, dropout, heads, groups, channels
@@ -128,7 +135,7 @@ def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatc
                 steps = ring_attention.ring_steps_of_documents(STARTS, axis, window, torch.device(device))
             else:
                 steps = ring_attention.ring_steps(T, axis.rank, size, window)
-            own, saved = [x[rows] for x in inputs], SimpleNamespace(save_for_backward=lambda *x: setattr(saved, "saved_tensors", x))
+            own, saved = [x[rows] for x in inputs], _Saved()
             mask = None if kept is None else kept[:, :, rows]
             attended = ring_attention._RingAttention.forward(saved, *own, mask, axis, steps, kernel, scores)
             gradients = ring_attention._RingAttention.backward(saved, upstream[rows])
@@ -164,7 +171,7 @@ def test_no_tensor_grows_with_the_sequence(kernel, monkeypatch):
     s, b, h, d, found = 64, 1, 4, 16, []
     for size in (2, 8):
         steps = ring_attention.ring_steps(s * size, size // 2, size, None)
-        saved = SimpleNamespace(save_for_backward=lambda *x: setattr(saved, "saved_tensors", x))
+        saved = _Saved()
         own, ring = [torch.randn(s, b, h, d) for _ in range(4)], Axis("cp", tuple(range(size)), size // 2)
         with _Largest() as seen:
             ring_attention._RingAttention.forward(saved, *own[:3], None, ring, steps, kernel, Scores(0.25))

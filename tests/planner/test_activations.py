@@ -194,9 +194,7 @@ def test_tensor_parallel(run_ranks, shape, sp):
 )
 def test_context_parallel(run_ranks, shape, backend, way):
     """On the last rank, whose windows are full."""
-    layouts = [
-        Layout(cp=2, **way, micro_batch_size=2, recompute=Recompute(again)) for again in (None, "core_attn")
-    ]
+    layouts = [Layout(cp=2, **way, micro_batch_size=2, recompute=Recompute(again)) for again in (None, "core_attn")]
     model = Model(**{**GPT_SHAPE, **shape})
     found = run_ranks(2, lambda rank: [measured(model, lay, Mesh(rank, cp=2), backend=backend) for lay in layouts])[1]
     for layout, bytes_seen in zip(layouts, found, strict=True):

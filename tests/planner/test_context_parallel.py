@@ -45,7 +45,14 @@ def test_short_sequences_are_not_shared_unless_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "flags", ["--cp 4", "--cp 4 --cp-comm-type allgather", "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", "--cp 2 --cp-comm-type a2a --tp 2 --sequence-parallel", "--cp 2 --zero-stage 1"]
+    "flags",
+    [
+        "--cp 4",
+        "--cp 4 --cp-comm-type allgather",
+        "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        "--cp 2 --cp-comm-type a2a --tp 2 --sequence-parallel",
+        "--cp 2 --zero-stage 1",
+    ],
 )
 def test_flags_of_a_layout_describe_it(flags):
     base = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --mock-data --vocab-size 99 --lr 1"
@@ -83,9 +90,13 @@ def test_messages_and_their_time():
     assert sent("levels") == levels | {("shift", "cp_outer", True): (whole // 4 * (1 + 1 + 2 * 2), 4 * 2 * layers)}
 
     took = {name: step(job, layout, cluster).parts["context parallel"] for name, layout in layouts.items()}
-    assert took["gather"] == pytest.approx(3 * whole * 3 / 4 / device.inner + 6 * layers * 2 * device.latency, rel=0.001)
+    assert took["gather"] == pytest.approx(
+        3 * whole * 3 / 4 / device.inner + 6 * layers * 2 * device.latency, rel=0.001
+    )
     in_ring = whole / 4 * 14 / device.inner + shifts * device.latency
-    assert took["ring"] == pytest.approx(device.exposed * in_ring, rel=0.001)  # the attention of so many tokens hides it
+    assert took["ring"] == pytest.approx(
+        device.exposed * in_ring, rel=0.001
+    )  # the attention of so many tokens hides it
 
 
 def test_a_short_step_does_not_hide_a_message():

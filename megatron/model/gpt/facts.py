@@ -140,8 +140,8 @@ class Call(NamedTuple):
 def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Call]:
     """The calls of a rank for the attention of a sample.
 
-    If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or the pieces
-    of a ring; or all rows of some heads.
+    If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or the
+    pieces of a ring; or all rows of some heads.
     """
     m, s, rows = facts.settings, facts.settings.seq_length, share.cp_rows
     heads, groups = (n // share.tp // share.cp_heads for n in (m.num_attention_heads, m.query_groups))

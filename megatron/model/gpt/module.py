@@ -154,7 +154,8 @@ class GPT(LanguageModel):
             if sharing.rows.size == 1:
                 whole = whole or Documents.of(starts, device)
             elif sharing.ring:
-                of_ring |= {(sharing.rows.size, w): ring_steps_of_documents(starts, sharing.rows, w, device) for w in windows}
+                ring = sharing.rows
+                of_ring |= {(ring.size, w): ring_steps_of_documents(starts, ring, w, device) for w in windows}
             else:
                 of_chunks |= documents_of_chunks(starts, sharing.rows, windows, device)
         return dict(documents=whole, of_chunks=of_chunks or None, of_ring=of_ring or None)

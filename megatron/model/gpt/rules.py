@@ -67,8 +67,8 @@ RULES = (
     Rule(
         lambda s: s.groups % s.tp == 0 and s.groups // s.tp % s.cp_inner,
         lambda s: (
-            f"--cp-comm-type a2a+p2p divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by the first "
-            f"of --hierarchical-context-parallel-sizes, {s.cp_inner}; use p2p, or "
+            f"--cp-comm-type a2a+p2p divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by the "
+            f"first of --hierarchical-context-parallel-sizes, {s.cp_inner}; use p2p, or "
             f"{either(divisors(s.groups // s.tp, s.cp_inner))} there"
         ),
     ),
