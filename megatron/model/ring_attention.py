@@ -29,37 +29,37 @@ from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
-from megatron.fused_kernels.partial_attention import Piece, Scores, merge
+from megatron.fused_kernels.partial_attention import Rectangle, Scores, merge
 from megatron.mpu import collectives
 from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_between
 from megatron.mpu.mesh import Axis
 
-Steps = tuple[tuple[Piece, ...], ...]  # the pieces of each step of the ring
+Steps = tuple[tuple[Rectangle, ...], ...]  # the rectangles of each step of the ring
 
 
 @lru_cache(maxsize=64)
 def ring_steps(t: int, rank: int, size: int, window: Optional[int]) -> Steps:
-    """The pieces of a rank's steps, without documents."""
+    """The rectangles of a rank's steps, without documents."""
     of_step = lambda step: parts_between(t, rank, (rank - step) % size, size, window)
-    return tuple(tuple(map(_piece, of_step(step))) for step in range(size))
+    return tuple(tuple(map(_rectangle, of_step(step))) for step in range(size))
 
 
 def ring_steps_of_documents(starts: np.ndarray, ring: Axis, window: Optional[int], device) -> Steps:
-    """The pieces of a rank's steps for packed documents, from the first position [b, t] of each token's document.
+    """The rectangles of a rank's steps for packed documents, from the first position [b, t] of each token's document.
 
-    Of the documents of a chunk of keys, only the last one can go on in a later chunk of queries. So a piece of two chunks
-    is a rectangle of one sample, without a mask of documents.
+    Of the documents of a chunk of keys, only the last one can go on in a later chunk of queries. So two chunks
+    are a rectangle for each sample, without a mask of documents.
     """
     (b, t), size, rank = starts.shape, ring.size, ring.rank
     c, own = t // (2 * size), own_chunks(t, rank, size)
     steps = []
     for step in range(size):
-        pieces = []
+        rectangles = []
         for pair in chunk_pairs(rank, (rank - step) % size, size):
             if pair.query == pair.key:
                 start, stop = own[pair.query_place]
                 documents = Documents.of(starts, device, rows=(start, stop), first=start)
-                pieces.append(_piece(part_of_chunks(c, *pair, window), documents=documents))
+                rectangles.append(_rectangle(part_of_chunks(c, *pair, window), documents=documents))
                 continue
             for sample in range(b):
                 begins = starts[sample, pair.query * c : pair.query * c + c]
@@ -67,13 +67,13 @@ def ring_steps_of_documents(starts: np.ndarray, ring: Axis, window: Optional[int
                 first = max(0, int(begins[0]) - pair.key * c)
                 part = part_of_chunks(c, *pair, window, queries, first) if queries else None
                 if part is not None:
-                    pieces.append(_piece(part, samples=slice(sample, sample + 1)))
-        steps.append(tuple(pieces))
+                    rectangles.append(_rectangle(part, samples=slice(sample, sample + 1)))
+        steps.append(tuple(rectangles))
     return tuple(steps)
 
 
-def _piece(part, **more) -> Piece:
-    return Piece(slice(*part.rows), slice(*part.keys), part.causal, part.window, **more)
+def _rectangle(part, **more) -> Rectangle:
+    return Rectangle(slice(*part.rows), slice(*part.keys), part.causal, part.window, **more)
 
 
 @op
@@ -97,7 +97,7 @@ def scaled_dot_product_attention(
         softcap=layer.softcap is not None,
         window=layer.window,
         unfused=layer.plain_softmax,
-        documents=any(piece.documents for pieces in steps for piece in pieces),
+        documents=any(rectangle.documents for rectangles in steps for rectangle in rectangles),
         head_dim=d,
     )
     kernel = choose_kernel("partial_attention", case, layer.backend).run
@@ -114,15 +114,15 @@ class _RingAttention(torch.autograd.Function):
         total = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         lse = total.new_full(query.shape[:3], float("-inf"))
         arriving, message = torch.stack((key, value), 2), collectives.Done()
-        for step, pieces in enumerate(steps):
+        for step, rectangles in enumerate(steps):
             message.wait()
             present = arriving
             if step + 1 < len(steps):
                 arriving, message = collectives.start_shift(present, ring)
-            for piece in pieces:
-                operands = (query[piece.rows, piece.samples], *_of_keys(present, piece))
-                result = kernel.forward(*operands, piece, scores, _of_pairs(kept, piece, ring, step))
-                at = piece.rows, piece.samples
+            for rectangle in rectangles:
+                operands = (query[rectangle.rows, rectangle.samples], *_of_keys(present, rectangle))
+                result = kernel.forward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step))
+                at = rectangle.rows, rectangle.samples
                 merge(total[at], lse[at], *result)
         attended = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, attended, lse, kept)
@@ -132,21 +132,22 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (query, key, value, attended, lse, kept), (ring, steps, kernel, scores) = ctx.saved_tensors, ctx.of
+        gradient = gradient.contiguous()
         d_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         arriving, message = torch.stack((key, value), 2), collectives.Done()
         sums, sums_message = None, collectives.Done()  # gradients of the present keys and values by the ranks before
-        for step, pieces in enumerate(steps):
+        for step, rectangles in enumerate(steps):
             message.wait()
             present = arriving
             if step + 1 < len(steps):
                 arriving, message = collectives.start_shift(present, ring)
             own = torch.zeros(present.shape, dtype=torch.float32, device=present.device)
-            for piece in pieces:
-                at = piece.rows, piece.samples
-                operands = (gradient[at], query[at], *_of_keys(present, piece), attended[at], lse[at])
-                parts = kernel.backward(*operands, piece, scores, _of_pairs(kept, piece, ring, step))
+            for rectangle in rectangles:
+                at = rectangle.rows, rectangle.samples
+                operands = (gradient[at], query[at], *_of_keys(present, rectangle), attended[at], lse[at])
+                parts = kernel.backward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step))
                 d_query[at] += parts[0]
-                for total, part in zip(_of_keys(own, piece), parts[1:]):
+                for total, part in zip(_of_keys(own, rectangle), parts[1:]):
                     total += part
             sums_message.wait()
             if sums is not None:
@@ -157,15 +158,17 @@ class _RingAttention(torch.autograd.Function):
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), *[None] * 5
 
 
-def _of_keys(both: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of a piece, from [s, b, 2, g, d]."""
-    return both[piece.keys, piece.samples].unbind(2)
+def _of_keys(both: torch.Tensor, rectangle: Rectangle) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of a rectangle, from [s, b, 2, g, d]."""
+    return both[rectangle.keys, rectangle.samples].unbind(2)
 
 
-def _of_pairs(kept: Optional[torch.Tensor], piece: Piece, ring: Axis, step: int) -> Optional[torch.Tensor]:
-    """The dropout mask [b, h, n, m] of a piece. kept: [b, h, s, t], with keys in the order of the sequence."""
+def _of_pairs(kept: Optional[torch.Tensor], rectangle: Rectangle, ring: Axis, step: int) -> Optional[torch.Tensor]:
+    """The dropout mask [b, h, n, m] of a rectangle. kept: [b, h, s, t], with keys in the order of the sequence."""
     if kept is None:
         return None
     source, t = (ring.rank - step) % ring.size, kept.shape[-1]
-    of_rank = torch.cat([kept[:, :, piece.rows, start:stop] for start, stop in own_chunks(t, source, ring.size)], -1)
-    return of_rank[piece.samples, :, :, piece.keys]
+    of_rank = torch.cat(
+        [kept[:, :, rectangle.rows, start:stop] for start, stop in own_chunks(t, source, ring.size)], -1
+    )
+    return of_rank[rectangle.samples, :, :, rectangle.keys]

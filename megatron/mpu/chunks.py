@@ -24,8 +24,8 @@ def row_numbers(s: int, rank: int, size: int) -> list[int]:
     return [row for start, stop in own_chunks(s, rank, size) for row in range(start, stop)]
 
 
-class Part(NamedTuple):
-    """Queries [start, stop) that see keys [start, stop), each counted on its rank; the rest as in `fused_kernels.Piece`."""
+class VisiblePart(NamedTuple):
+    """Queries [start, stop) that see keys [start, stop), each counted on its rank; as `partial_attention.Rectangle`."""
 
     rows: tuple[int, int]
     keys: tuple[int, int]
@@ -33,17 +33,18 @@ class Part(NamedTuple):
     window: Optional[int] = None
 
 
-def parts_between(s: int, rank: int, source: int, size: int, window: Optional[int] = None) -> list[Part]:
+def parts_between(s: int, rank: int, source: int, size: int, window: Optional[int] = None) -> list[VisiblePart]:
     """The pairs of the queries of `rank` and the keys of `source` under a causal mask, of chunks that see each other.
 
     >>> parts_between(8, 1, 0, 2), parts_between(8, 1, 1, 2)[0].causal
-    ([Part(rows=(0, 4), keys=(0, 2), causal=False, window=None)], True)
+    ([VisiblePart(rows=(0, 4), keys=(0, 2), causal=False, window=None)], True)
     """
     c = s // (2 * size)
     if window is None:
         if source == rank:
-            return [Part((0, 2 * c), (0, 2 * c), True)]
-        return [Part((0, 2 * c), (0, c), False) if source < rank else Part((c, 2 * c), (0, 2 * c), False)]
+            return [VisiblePart((0, 2 * c), (0, 2 * c), True)]
+        rows, keys = ((0, 2 * c), (0, c)) if source < rank else ((c, 2 * c), (0, 2 * c))
+        return [VisiblePart(rows, keys, False)]
     parts = (part_of_chunks(c, *pair, window) for pair in chunk_pairs(rank, source, size))
     return [part for part in parts if part is not None]
 
@@ -77,14 +78,14 @@ def part_of_chunks(
     window: Optional[int],
     queries: int = 0,
     first: int = 0,
-) -> Optional[Part]:
+) -> Optional[VisiblePart]:
     """The visible pairs of two chunks of c tokens; None if there are none.
 
     queries, first: of different chunks, only the first so many queries (default: all) see keys, from key `first` on
     """
     q, k = query_place * c, key_place * c
     if query == key:
-        return Part((q, q + c), (k, k + c), True, window)
+        return VisiblePart((q, q + c), (k, k + c), True, window)
     queries = queries or c
     if window is not None:
         away = (query - key) * c  # from a key to the query at the same place
@@ -93,4 +94,4 @@ def part_of_chunks(
             return None
         window = window - away + c - queries  # counted as if the queries were the last of the keys
         window = None if window >= c - first - 1 else window
-    return Part((q, q + queries), (k + first, k + c), False, window)
+    return VisiblePart((q, q + queries), (k + first, k + c), False, window)

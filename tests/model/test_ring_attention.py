@@ -213,11 +213,11 @@ def test_a_step_has_as_many_pairs_on_each_rank():
 
 
 def test_documents_that_end_before_are_not_computed():
-    """Documents of a chunk: no piece but those of a chunk with itself."""
+    """Documents of a chunk: no rectangle but those of a chunk with itself."""
     t, size = 96, 3
     starts = np.repeat(np.arange(0, t, 16, dtype=np.int32), 16)[None]
     for rank in range(size):
         ring = Axis("cp", tuple(range(size)), rank)
         own, *others = ring_attention.ring_steps_of_documents(starts, ring, None, torch.device("cpu"))
-        assert len(own) == 2 and all(piece.causal for piece in own) and not any(others)
+        assert len(own) == 2 and all(rectangle.causal for rectangle in own) and not any(others)
         assert sum(pair.query == pair.key for pair in chunk_pairs(rank, rank, size)) == 2

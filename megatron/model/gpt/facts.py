@@ -141,7 +141,7 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
     """The calls of a rank for the attention of a sample.
 
     If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or the
-    pieces of a ring; or all rows of some heads.
+    rectangles of a ring; or all rows of some heads.
     """
     m, s, rows = facts.settings, facts.settings.seq_length, share.cp_rows
     heads, groups = (n // share.tp // share.cp_heads for n in (m.num_attention_heads, m.query_groups))
@@ -259,7 +259,7 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
 
 
 def _ring_workspace(facts: GPTFacts, share: RankSetup, kernel: str, calls: list[Call], window: Optional[int]) -> int:
-    """Bytes of the backward pass of the largest piece of a ring, and the gradients of queries in fp32."""
+    """Bytes of the backward pass of a ring's largest rectangle, and the gradients of queries in fp32."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     most = max(calls, key=lambda call: call.queries * call.keys)
     d, masked = m.head_dim, window is not None or share.documents
