@@ -205,7 +205,7 @@ class Attention(nn.Module):
 
 
 def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
-    """The log line with the attention kernel of a run that packs documents into samples; else none."""
+    """Log lines with the attention kernels of a run that packs documents into samples; else none."""
     model, precision = config.model, config.precision.precision
     if not (config.data.reset_attention_mask and hasattr(facts, "attention_kernel")):
         return []
@@ -224,7 +224,13 @@ def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
         documents=True,
         head_dim=model.head_dim,
     )
-    return describe_document_kernel(case, config.kernels.attention_backend)
+    backend, parallel, lines = config.kernels.attention_backend, config.parallel, []
+    kinds = set(parallel.cp_comm_types) if parallel.context_parallel_size > 1 else set()
+    rings = kinds & {"p2p", "a2a+p2p"}
+    if rings and device == "cuda":
+        kernel = choose_kernel("partial_attention", replace(case, keys=case.queries), backend)
+        lines += [f"kernels: attention of documents in a ring by {kernel.name}"]
+    return lines if rings and kinds <= rings else lines + describe_document_kernel(case, backend)
 
 
 def attention_core(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:

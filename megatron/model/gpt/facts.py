@@ -97,8 +97,10 @@ class GPTFacts(Facts):
         )
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
-        """The kernel that `fused_kernels.choose_kernel` will select."""
+        """The kernel that `fused_kernels.choose_kernel` will select. In a ring explicit attention stores no weights."""
         m = self.settings
+        if share.ring:
+            return self._ring_kernel(share)
         if share.backend == "stored" or share.plain_softmax and share.backend == "explicit":
             return "reference"
         drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and share.precision == "fp16"
@@ -115,6 +117,13 @@ class GPTFacts(Facts):
         if share.plain_softmax or reach > 4096:
             return "reference" if share.backend == "explicit" else "flash"
         return "flash" if share.backend == "sdpa" else "block-causal"
+
+    def _ring_kernel(self, share: RankSetup) -> str:
+        m, on_cuda = self.settings, share.device == "cuda"
+        scaled = m.apply_query_key_layer_scaling and share.precision == "fp16"
+        flash = share.precision != "fp32" and m.head_dim <= 256 if on_cuda else not scaled
+        explicit = m.attention_dropout > 0 or m.attn_logit_softcapping is not None
+        return "flash" if flash and not explicit and share.backend not in ("explicit", "stored") else "block-causal"
 
 
 @lru_cache(maxsize=1024)
