@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of ranks that share sequences, with keys and values that travel round a ring (arXiv:2310.01889).
 
-Each rank keeps its queries. In `size` steps it attends to its own keys and values, then to those of the rank before it, and
-so on. Before a step computes, it sends the present keys and values to the next rank and posts the receive of the following
-ones: the message overlaps with the step's attention. Results of steps are merged by their log-sum-exp
-(`fused_kernels.partial_attention`). Four ranks, rank 1:
+Each rank keeps its queries. In steps it attends to its own keys and values, then to those of the rank before it, and so on.
+Before a step computes, it sends the present keys and values on and posts the receive of the following ones: the messages
+overlap with the step's attention. Results of steps are merged by their log-sum-exp (`fused_kernels.partial_attention`).
+Four ranks, rank 1:
 
     step          0          1          2          3
     keys of       rank 1     rank 0     rank 3     rank 2
@@ -14,13 +14,15 @@ The backward pass sends keys and values round again. The gradients of a rank's k
 later, in fp32: each rank adds its part, and after the last step they arrive at their own rank.
 
 Chunks of zigzag order that no query sees (`mpu.chunks`) are not computed: each step has half of the pairs, the same number
-on each rank. No rank holds more than three blocks of keys and values: its own, the present one and the arriving one.
+on each rank. Blocks skip ranks that see none of their keys, because of a window or documents. No rank holds more than three
+blocks of keys and values: its own, the present one and the arriving one.
 
 Legend: s rows of a rank, t all rows of a sequence, b micro-batch, g key-value groups, q queries per group, d channels.
 """
 
 from functools import lru_cache
-from typing import Optional
+from itertools import product
+from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -31,45 +33,72 @@ from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.partial_attention import Rectangle, Scores, merge
 from megatron.mpu import collectives
-from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_between
+from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_between, ring_distances
 from megatron.mpu.mesh import Axis
 
-Steps = tuple[tuple[Rectangle, ...], ...]  # the rectangles of each step of the ring
+
+class Step(NamedTuple):
+    """The attention to the keys of the rank `distance` places before."""
+
+    distance: int
+    rectangles: tuple[Rectangle, ...]
+
+
+Steps = tuple[Step, ...]  # at the same distances on each rank
 
 
 @lru_cache(maxsize=64)
 def ring_steps(t: int, rank: int, size: int, window: Optional[int]) -> Steps:
-    """The rectangles of a rank's steps, without documents."""
-    of_step = lambda step: parts_between(t, rank, (rank - step) % size, size, window)
-    return tuple(tuple(map(_rectangle, of_step(step))) for step in range(size))
+    """The steps of a rank without documents."""
+    parts = {distance: parts_between(t, rank, (rank - distance) % size, size, window) for distance in range(size)}
+    return tuple(
+        Step(distance, tuple(map(_rectangle, parts[distance]))) for distance in ring_distances(t, size, window)
+    )
 
 
 def ring_steps_of_documents(starts: np.ndarray, ring: Axis, window: Optional[int], device) -> Steps:
-    """The rectangles of a rank's steps for packed documents, from the first position [b, t] of each token's document.
+    """The steps of a rank for packed documents, from the first position [b, t] of each token's document.
 
-    Of the documents of a chunk of keys, only the last one can go on in a later chunk of queries. So two chunks
-    are a rectangle for each sample, without a mask of documents.
+    Of the documents of a chunk of keys, only the last one can go on in a later chunk of queries. So two chunks are a
+    rectangle for each sample, without a mask of documents.
     """
-    (b, t), size, rank = starts.shape, ring.size, ring.rank
+    (t, size, rank), steps = (starts.shape[1], ring.size, ring.rank), []
     c, own = t // (2 * size), own_chunks(t, rank, size)
-    steps = []
-    for step in range(size):
+    for distance in _distances_of_documents(starts, size, window):
         rectangles = []
-        for pair in chunk_pairs(rank, (rank - step) % size, size):
+        for pair in chunk_pairs(rank, (rank - distance) % size, size):
             if pair.query == pair.key:
                 start, stop = own[pair.query_place]
                 documents = Documents.of(starts, device, rows=(start, stop), first=start)
                 rectangles.append(_rectangle(part_of_chunks(c, *pair, window), documents=documents))
-                continue
-            for sample in range(b):
-                begins = starts[sample, pair.query * c : pair.query * c + c]
-                queries = int((begins < pair.key * c + c).sum())
-                first = max(0, int(begins[0]) - pair.key * c)
-                part = part_of_chunks(c, *pair, window, queries, first) if queries else None
-                if part is not None:
-                    rectangles.append(_rectangle(part, samples=slice(sample, sample + 1)))
-        steps.append(tuple(rectangles))
+            else:
+                rectangles += _rectangles_of_samples(starts, c, pair, window)
+        steps.append(Step(distance, tuple(rectangles)))
     return tuple(steps)
+
+
+def _distances_of_documents(starts: np.ndarray, size: int, window: Optional[int]) -> list[int]:
+    """`ring_distances`, of documents that reach from a chunk into another one. The same on all ranks."""
+    t = starts.shape[1]
+    c, found = t // (2 * size), {0}
+    begins = starts[:, ::c].min(0)  # of the first query of each chunk, in any sample
+    for rank, distance in product(range(size), ring_distances(t, size, window)):
+        pairs = chunk_pairs(rank, (rank - distance) % size, size)
+        if any(begins[pair.query] < pair.key * c + c and part_of_chunks(c, *pair, window) for pair in pairs):
+            found.add(distance)
+    return sorted(found)
+
+
+def _rectangles_of_samples(starts: np.ndarray, c: int, pair, window: Optional[int]) -> list[Rectangle]:
+    """Of a chunk of queries and an earlier chunk of keys: the part of each sample's document that is in both."""
+    rectangles = []
+    for sample, begins in enumerate(starts[:, pair.query * c : pair.query * c + c]):
+        queries = int((begins < pair.key * c + c).sum())
+        first = max(0, int(begins[0]) - pair.key * c)
+        part = part_of_chunks(c, *pair, window, queries, first) if queries else None
+        if part is not None:
+            rectangles.append(_rectangle(part, samples=slice(sample, sample + 1)))
+    return rectangles
 
 
 def _rectangle(part, **more) -> Rectangle:
@@ -97,7 +126,7 @@ def scaled_dot_product_attention(
         softcap=layer.softcap is not None,
         window=layer.window,
         unfused=layer.plain_softmax,
-        documents=any(rectangle.documents for rectangles in steps for rectangle in rectangles),
+        documents=any(rectangle.documents for step in steps for rectangle in step.rectangles),
         head_dim=d,
     )
     kernel = choose_kernel("partial_attention", case, layer.backend).run
@@ -114,14 +143,14 @@ class _RingAttention(torch.autograd.Function):
         total = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         lse = total.new_full(query.shape[:3], float("-inf"))
         arriving, message = torch.stack((key, value), 2), collectives.Done()
-        for step, rectangles in enumerate(steps):
+        for step, places in zip(steps, _moves(steps, ring)):
             message.wait()
             present = arriving
-            if step + 1 < len(steps):
-                arriving, message = collectives.start_shift(present, ring)
-            for rectangle in rectangles:
+            if step is not steps[-1]:
+                arriving, message = collectives.start_shift(present, ring, places)
+            for rectangle in step.rectangles:
                 operands = (query[rectangle.rows, rectangle.samples], *_of_keys(present, rectangle))
-                result = kernel.forward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step))
+                result = kernel.forward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step.distance))
                 at = rectangle.rows, rectangle.samples
                 merge(total[at], lse[at], *result)
         attended = total.to(query.dtype)
@@ -136,26 +165,32 @@ class _RingAttention(torch.autograd.Function):
         d_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         arriving, message = torch.stack((key, value), 2), collectives.Done()
         sums, sums_message = None, collectives.Done()  # gradients of the present keys and values by the ranks before
-        for step, rectangles in enumerate(steps):
+        for step, places in zip(steps, _moves(steps, ring)):
             message.wait()
             present = arriving
-            if step + 1 < len(steps):
-                arriving, message = collectives.start_shift(present, ring)
+            if step is not steps[-1]:
+                arriving, message = collectives.start_shift(present, ring, places)
             own = torch.zeros(present.shape, dtype=torch.float32, device=present.device)
-            for rectangle in rectangles:
+            for rectangle in step.rectangles:
                 at = rectangle.rows, rectangle.samples
                 operands = (gradient[at], query[at], *_of_keys(present, rectangle), attended[at], lse[at])
-                parts = kernel.backward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step))
+                parts = kernel.backward(*operands, rectangle, scores, _of_pairs(kept, rectangle, ring, step.distance))
                 d_query[at] += parts[0]
                 for total, part in zip(_of_keys(own, rectangle), parts[1:]):
                     total += part
             sums_message.wait()
             if sums is not None:
                 own += sums
-            sums, sums_message = collectives.start_shift(own, ring)
+            sums, sums_message = collectives.start_shift(own, ring, places)
         sums_message.wait()
         d_key, d_value = sums.unbind(2)
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), *[None] * 5
+
+
+def _moves(steps: Steps, ring: Axis) -> list[int]:
+    """How many places further the keys of each step are needed next; after the last step, to their own rank."""
+    distances = [step.distance for step in steps] + [ring.size]
+    return [after - before for before, after in zip(distances, distances[1:])]
 
 
 def _of_keys(both: torch.Tensor, rectangle: Rectangle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,11 +198,11 @@ def _of_keys(both: torch.Tensor, rectangle: Rectangle) -> tuple[torch.Tensor, to
     return both[rectangle.keys, rectangle.samples].unbind(2)
 
 
-def _of_pairs(kept: Optional[torch.Tensor], rectangle: Rectangle, ring: Axis, step: int) -> Optional[torch.Tensor]:
+def _of_pairs(kept: Optional[torch.Tensor], rectangle: Rectangle, ring: Axis, distance: int) -> Optional[torch.Tensor]:
     """The dropout mask [b, h, n, m] of a rectangle. kept: [b, h, s, t], with keys in the order of the sequence."""
     if kept is None:
         return None
-    source, t = (ring.rank - step) % ring.size, kept.shape[-1]
+    source, t = (ring.rank - distance) % ring.size, kept.shape[-1]
     of_rank = torch.cat(
         [kept[:, :, rectangle.rows, start:stop] for start, stop in own_chunks(t, source, ring.size)], -1
     )

@@ -49,6 +49,16 @@ def parts_between(s: int, rank: int, source: int, size: int, window: Optional[in
     return [part for part in parts if part is not None]
 
 
+def ring_distances(s: int, size: int, window: Optional[int] = None) -> list[int]:
+    """How many places before a rank the ranks are whose keys it sees, for any rank: all of them, or those in a window.
+
+    >>> ring_distances(64, 8), ring_distances(64, 8, 4)
+    ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 7])
+    """
+    seen = lambda rank, distance: parts_between(s, rank, (rank - distance) % size, size, window)
+    return [distance for distance in range(size) if any(seen(rank, distance) for rank in range(size))]
+
+
 class ChunkPair(NamedTuple):
     """A chunk of queries and one of keys: the place of each on its rank (0 early, 1 late), its number in the sequence."""
 

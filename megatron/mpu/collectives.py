@@ -181,20 +181,20 @@ def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
     return _begin_scatter(piece, whole, axis)
 
 
-def start_shift(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Any]:
-    """Start to send `x` to the next rank of the axis, the last one to the first; returns (a tensor like `x` that the rank
-    before sends, a handle with `wait()`). `x` must not change before.
+def start_shift(x: torch.Tensor, axis: Axis, places: int = 1) -> tuple[torch.Tensor, Any]:
+    """Start to send `x` to the rank so many places further on the axis, whose last rank comes before the first; returns (a
+    tensor like `x` that arrives from as many places before, a handle with `wait()`). `x` must not change before.
 
     The two messages are one group of NCCL's: otherwise each rank's send would wait for a receive that is queued after it.
     """
-    if axis.size == 1:
+    if places % axis.size == 0:
         return x, Done()
     GroupListener.notify(axis.label)
     x = x.contiguous()
     arrived = torch.empty_like(x)
     if x.is_meta:  # --preflight
         return arrived, Done()
-    ahead, behind = (axis.ranks[(axis.rank + way) % axis.size] for way in (1, -1))
+    ahead, behind = (axis.ranks[(axis.rank + way) % axis.size] for way in (places, -places))
     messages = [dist.P2POp(dist.isend, x, ahead, axis.group), dist.P2POp(dist.irecv, arrived, behind, axis.group)]
     return arrived, _traced("shift", axis, _All(dist.batch_isend_irecv(messages), x))
 

@@ -95,8 +95,8 @@ class Device:
         return started
 
     def _shifted(self, start):
-        def started(x, axis):
-            arrived, work = start(x, axis)
+        def started(x, axis, *places):
+            arrived, work = start(x, axis, *places)
             return arrived, _Work(self, self.launch("shift", axis), work)
 
         return started

@@ -45,23 +45,27 @@ def _dense(query, key, value, seen, scores, kept):
 
 
 class _Threads:
-    """Ranks of a ring, each a thread; a shift is a queue."""
+    """Ranks of a ring, each a thread; a queue for each pair of them."""
 
     def __init__(self, size):
-        self.queues = [queue.Queue() for _ in range(size)]
-        self.posted, self.came = [itertools.count() for _ in range(size)], [[] for _ in range(size)]
+        pairs = list(itertools.product(range(size), repeat=2))
+        self.queues, self.came = {pair: queue.Queue() for pair in pairs}, {pair: [] for pair in pairs}
+        self.posted, self.sent = {pair: itertools.count() for pair in pairs}, 0
 
-    def start_shift(self, x, axis):
-        arrived, ahead = torch.empty_like(x), self.queues[(axis.rank + 1) % axis.size]
-        ahead.put(x.clone())
-        order = next(self.posted[axis.rank])
-        return arrived, SimpleNamespace(wait=lambda: arrived.copy_(self.message(axis.rank, order)))
+    def start_shift(self, x, axis, places):
+        if places % axis.size == 0:
+            return x, collectives.Done()
+        self.sent += 1
+        arrived, ahead, behind = torch.empty_like(x), *((axis.rank + way) % axis.size for way in (places, -places))
+        self.queues[axis.rank, ahead].put(x.clone())
+        order = next(self.posted[behind, axis.rank])
+        return arrived, SimpleNamespace(wait=lambda: arrived.copy_(self.message((behind, axis.rank), order)))
 
-    def message(self, rank, order):
+    def message(self, pair, order):
         """Messages arrive in the order of their receives, in which they need not be waited for."""
-        while len(self.came[rank]) <= order:
-            self.came[rank].append(self.queues[rank].get(timeout=60))
-        return self.came[rank][order]
+        while len(self.came[pair]) <= order:
+            self.came[pair].append(self.queues[pair].get(timeout=60))
+        return self.came[pair][order]
 
 
 def _in_ring(monkeypatch, size, rank_body):
@@ -167,7 +171,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kernel", [FlashOnCPU, Explicit])
 def test_no_tensor_grows_with_the_sequence(kernel, monkeypatch):
     """As many rows a rank on more ranks: the largest tensors are a rank's own, in fp32, or the scores of a block."""
-    monkeypatch.setattr(collectives, "start_shift", lambda x, axis: (torch.empty_like(x), collectives.Done()))
+    monkeypatch.setattr(collectives, "start_shift", lambda x, axis, places: (torch.empty_like(x), collectives.Done()))
     s, b, h, d, found = 64, 1, 4, 16, []
     for size in (2, 8):
         steps = ring_attention.ring_steps(s * size, size // 2, size, None)
@@ -213,11 +217,30 @@ def test_a_step_has_as_many_pairs_on_each_rank():
 
 
 def test_documents_that_end_before_are_not_computed():
-    """Documents of a chunk: no rectangle but those of a chunk with itself."""
+    """Documents of a chunk: no rectangle but those of a chunk with itself, and no message."""
     t, size = 96, 3
     starts = np.repeat(np.arange(0, t, 16, dtype=np.int32), 16)[None]
     for rank in range(size):
         ring = Axis("cp", tuple(range(size)), rank)
-        own, *others = ring_attention.ring_steps_of_documents(starts, ring, None, torch.device("cpu"))
-        assert len(own) == 2 and all(rectangle.causal for rectangle in own) and not any(others)
+        [(distance, own)] = ring_attention.ring_steps_of_documents(starts, ring, None, torch.device("cpu"))
+        assert distance == 0 and len(own) == 2 and all(rectangle.causal for rectangle in own)
         assert sum(pair.query == pair.key for pair in chunk_pairs(rank, rank, size)) == 2
+
+
+def test_blocks_skip_ranks_that_see_none_of_their_keys():
+    """Of eight ranks with a window of a chunk only neighbours see each other: early chunks those of the rank before, late
+    chunks those of the rank after. Documents that are longer in one sample set the way for all.
+    """
+    t, size, c = 256, 8, 16
+    for window, distances in ((c, [0, 1, 7]), (c + 1, [0, 1, 2, 6, 7]), (None, list(range(8)))):
+        for rank in range(size):
+            steps = ring_attention.ring_steps(t, rank, size, window)
+            assert [step.distance for step in steps] == distances
+    starts = np.repeat(np.arange(0, t, c, dtype=np.int32), c)[None].repeat(2, 0)
+    starts[1, 2 * c : 3 * c] = c  # of the second sample, chunks 1 and 2 are one document: ranks 1 and 2
+    starts[1, 13 * c : 14 * c] = 12 * c  # chunks 12 and 13: ranks 3 and 2
+    for rank in range(size):
+        steps = ring_attention.ring_steps_of_documents(starts, Axis("cp", tuple(range(size)), rank), None, "cpu")
+        assert [step.distance for step in steps] == [0, 1, 7]
+        found = [(step.distance, rectangle.samples.start) for step in steps for rectangle in step.rectangles[:2]]
+        assert [pair for pair in found if pair[0]] == ([(1, 1), (7, 1)] if rank == 2 else [])

@@ -100,6 +100,7 @@ CASES = [
     ("cp2gather-tp2sp-zero3", PLAIN),
     ("cp4a2a2", f"{LLAMA} --recompute-granularity full_attn --bf16"),
     ("cp4-zero1", f"{LLAMA} --recompute-granularity full"),
+    ("cp4", f"{PLAIN} --window-size 1,0 --window-attn-skip-freq 2"),
 ]
 
 
@@ -160,7 +161,7 @@ def counted_step():
     counting("start_all_gather", "all_gather", lambda n, args: args[0].nbytes)
     counting("start_reduce_scatter", "reduce_scatter", lambda n, args: args[1].nbytes)
     counting("start_all_to_all", "all_to_all", lambda n, args: args[1].nbytes)
-    counting("start_shift", "shift", lambda n, args: args[0].nbytes)
+    counting("start_shift", "shift", lambda n, args: args[0].nbytes * (args[2] % n > 0))
     P2PCommunicator.send = counted_send
 
     def step(config):

@@ -16,7 +16,7 @@ from typing import NamedTuple, Optional
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import ATTENTION, CORE, Collective, CoreAttention, Kernel, LayerOp, RankSetup, Residual
 from megatron.model.weights import Table, add_prefix, attention, mlp, norm
-from megatron.mpu.chunks import own_chunks, parts_between
+from megatron.mpu.chunks import own_chunks, parts_between, ring_distances
 from megatron.settings.kernel_sizes import JOINED, RING_ROWS, causal_pairs
 from megatron.settings.schema import Config, Model
 
@@ -172,7 +172,7 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
 def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple[LayerOp, ...]:
     m = facts.settings
     x = Residual(m, share, m.seq_length // share.cp * share.micro_batch_size)
-    attended = self_attention(x, *_exchanged(facts, share, _core(facts, share, window)))
+    attended = self_attention(x, *_exchanged(facts, share, _core(facts, share, window), window))
     return x.norm(ATTENTION), *attended, x.add(), x.norm(), *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
 
 
@@ -196,7 +196,7 @@ def mlp_ops(x: Residual, gated: bool, squared: bool = False) -> tuple[LayerOp, .
     return *x.column("mlp", ffn, up), activation, *x.row("mlp", ffn)
 
 
-def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention) -> tuple[LayerOp, ...]:
+def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention, window: Optional[int]) -> tuple[LayerOp, ...]:
     """Attention with the messages of context parallel ranks: rows for heads, then keys and values of other rows."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
@@ -205,10 +205,12 @@ def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention) -> tuple[
     if rows > 1:
         axis, own = "cp_outer" if levels else "cp", 2 * n * keys * e  # of a rank
         if share.ring:
-            shifts, gradients = ("shift",) * (rows - 1), own * 4 // e  # in fp32
+            steps = len(ring_distances(m.seq_length, rows, window))
+            ahead, back = ("shift",) * (steps - 1), ("shift",) * (steps if steps > 1 else 0)
+            gradients = own * 4 // e  # in fp32
             travelling = (
-                Collective("attention", axis, rows, own, shifts, shifts, again=CORE, in_ring=True),
-                Collective("attention", axis, rows, gradients, back=("shift", *shifts), in_ring=True),
+                Collective("attention", axis, rows, own, ahead, ahead, again=CORE, in_ring=True),
+                Collective("attention", axis, rows, gradients, back=back, in_ring=True),
             )
             # The present block and the next one; gradients of the present one, and those that are sent and arrive.
             ops = *travelling, replace(core, workspace=core.workspace + 2 * own + 3 * gradients)
