@@ -98,15 +98,20 @@ class _Saved:
 
 STARTS = np.zeros((B, T), np.int32)
 STARTS[0, 70:], STARTS[0, 150:], STARTS[1, 5:], STARTS[1, 96:] = 70, 150, 5, 96
+SHORT = np.repeat(np.arange(0, T, 24, dtype=np.int32), 24)[None].repeat(B, 0)  # in chunks of two and of four ranks
+PAIR = SHORT.copy()
+PAIR[1, 48:72] = 24  # one document of two chunks of four ranks
 CASES = {  # window, documents, softcap, dropout, heads, groups, channels
-    "plain": (None, False, None, 0.0, 4, 4, 16),
-    "grouped": (None, False, None, 0.0, 4, 2, 16),
-    "narrow window": (7, False, None, 0.0, 4, 4, 16),
-    "window of a chunk": (48, False, None, 0.0, 4, 2, 16),
-    "wide window": (130, False, None, 0.0, 2, 2, 20),
-    "documents": (None, True, None, 0.0, 4, 2, 16),
-    "documents and window": (60, True, None, 0.0, 4, 4, 16),
-    "cap and dropout": (None, True, 1.5, 0.3, 4, 2, 16),
+    "plain": (None, None, None, 0.0, 4, 4, 16),
+    "grouped": (None, None, None, 0.0, 4, 2, 16),
+    "narrow window": (7, None, None, 0.0, 4, 4, 16),
+    "window of a chunk": (48, None, None, 0.0, 4, 2, 16),
+    "wide window": (130, None, None, 0.0, 2, 2, 20),
+    "documents in chunks": (None, SHORT, None, 0.0, 4, 4, 16),
+    "a document of two ranks": (None, PAIR, None, 0.0, 4, 2, 16),
+    "documents": (None, STARTS, None, 0.0, 4, 2, 16),
+    "documents and window": (60, STARTS, None, 0.0, 4, 4, 16),
+    "cap and dropout": (None, STARTS, 1.5, 0.3, 4, 2, 16),
 }
 
 
@@ -114,7 +119,7 @@ CASES = {  # window, documents, softcap, dropout, heads, groups, channels
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatch):
-    window, documents, softcap, p, heads, groups, d = CASES[case]
+    window, starts, softcap, p, heads, groups, d = CASES[case]
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     generator = torch.Generator().manual_seed(1)
@@ -125,9 +130,9 @@ def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatc
     kept = (torch.rand(B, heads, T, T, generator=generator) > p).to(device) if p else None
     scores = Scores(d**-0.5, 1.0, softcap, 1 / (1 - p))
     exact = [x.double().requires_grad_() for x in inputs]
-    value = _dense(*exact, _seen(STARTS if documents else None, window), scores, kept)
+    value = _dense(*exact, _seen(starts, window), scores, kept)
     wanted = [value, *torch.autograd.grad(value, exact, upstream.double())]
-    marks = dict(dropout=p > 0, grouped=groups < heads, softcap=softcap is not None, documents=documents)
+    marks = dict(dropout=p > 0, grouped=groups < heads, softcap=softcap is not None, documents=starts is not None)
     asked = Case(device, dtype, T // size, T // size, True, window=window, head_dim=d, **marks)
     fitting = [entry for entry in TABLE["partial_attention"] if entry.fits(asked)]
     assert len(fitting) == (1 if p else 2)  # flash attention has no caps and no masks of dropout
@@ -135,8 +140,8 @@ def test_every_kernel_is_a_softmax_over_all_pairs(case, size, device, monkeypatc
 
         def body(axis, kernel=entry.run):
             rows = row_numbers(T, axis.rank, size)
-            if documents:
-                steps = ring_attention.ring_steps_of_documents(STARTS, axis, window, torch.device(device))
+            if starts is not None:
+                steps = ring_attention.ring_steps_of_documents(starts, axis, window, torch.device(device))
             else:
                 steps = ring_attention.ring_steps(T, axis.rank, size, window)
             own, saved = [x[rows] for x in inputs], _Saved()
