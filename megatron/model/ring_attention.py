@@ -21,7 +21,6 @@ Legend: s rows of a rank, t all rows of a sequence, b micro-batch, g key-value g
 """
 
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple, Optional
 
 import numpy as np
@@ -79,14 +78,14 @@ def ring_steps_of_documents(starts: np.ndarray, ring: Axis, window: Optional[int
 
 def _distances_of_documents(starts: np.ndarray, size: int, window: Optional[int]) -> list[int]:
     """`ring_distances`, of documents that reach from a chunk into another one. The same on all ranks."""
-    t = starts.shape[1]
-    c, found = t // (2 * size), {0}
+    t, numbers = starts.shape[1], np.arange(2 * size)
+    c, ranks = t // (2 * size), np.minimum(numbers, numbers[::-1])
     begins = starts[:, ::c].min(0)  # of the first query of each chunk, in any sample
-    for rank, distance in product(range(size), ring_distances(t, size, window)):
-        pairs = chunk_pairs(rank, (rank - distance) % size, size)
-        if any(begins[pair.query] < pair.key * c + c and part_of_chunks(c, *pair, window) for pair in pairs):
-            found.add(distance)
-    return sorted(found)
+    keys, queries = numbers, numbers[:, None]
+    seen = (keys < queries) & (begins[:, None] < keys * c + c)
+    if window is not None:
+        seen &= (queries - keys) * c - c < window  # between the first query and the last key
+    return sorted({0, *((ranks[:, None] - ranks)[seen] % size).tolist()})
 
 
 def _rectangles_of_samples(starts: np.ndarray, c: int, pair, window: Optional[int]) -> list[Rectangle]:
