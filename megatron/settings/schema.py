@@ -252,6 +252,7 @@ class Parallel:
         "ring, allgather gathers them, a2a exchanges tokens for heads, a2a+p2p does that in groups with a ring between "
         "them (default: p2p)",
         None,
+        also=dict(all_gather="allgather"),
     )
     hierarchical_context_parallel_sizes: Optional[list[int]] = setting(
         "ranks that exchange tokens for heads, and ranks of a ring, with --cp-comm-type a2a+p2p: two numbers, whose "

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch, MicroBatchLoader
-from megatron.model.attention import attention_core
+from megatron.errors import SettingsError
+from megatron.model.attention import ForwardContext, attention_core
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Data, Kernels, Model
@@ -105,6 +106,16 @@ def test_attention_is_that_of_the_whole_sequence(cp, run_ranks):
             for mine, want in zip(of_rank[number], wanted, strict=True):
                 error = (mine - want[rows_of(rank, cp)]).abs().max()
                 assert error < 2e-5, (settings, documents, way, backend, rank, error)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bias_of_its_own_needs_whole_sequences(way):
+    """ALiBi, relative positions: ranks would take the wrong part of it."""
+    _, layer = layer_of(Mesh(0, cp=2, create_groups=False), way, {}, "auto")
+    query, key = torch.zeros(S // 2, B, 4, 2, 4), torch.zeros(S // 2, B, 4, 4)
+    with pytest.raises(SettingsError, match="needs whole sequences") as raised:
+        attention_core(query, key, key, layer, ForwardContext(bias=torch.zeros(8, S, S)))
+    assert "--context-parallel-size 2" in str(raised.value)
 
 
 # ---- a whole model ---------------------------------------------------------------------------------------------------
