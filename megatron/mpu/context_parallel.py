@@ -55,6 +55,7 @@ def attention_sharing(cp: Axis, comm_type: str, inner: Axis, outer: Axis) -> Att
     if comm_type == "a2a":
         return AttentionSharing(cp, alone)
     if comm_type == "a2a+p2p":
+        assert inner.size * outer.size == cp.size, "a2a+p2p needs Mesh(cp_levels=...)"
         return AttentionSharing(inner, outer)
     return AttentionSharing(alone, cp, ring=comm_type == "p2p")
 
