@@ -200,8 +200,10 @@ class Attention(nn.Module):
             return self.qkv.parts(x, (self.queries, 1, 1))
         qkv = self.qkv(x)
         s, b = qkv.shape[:2]
-        qkv = qkv.view(s, b, self.groups, self.queries + 2, self.head_dim)  # [s, b, g/tp, q + 2, d]
-        return qkv.split((self.queries, 1, 1), 3)
+        # Split in the last dim: torch joins gradients there in one kernel, and in an inner dim in one for each.
+        parts = [n * self.head_dim for n in (self.queries, 1, 1)]
+        qkv = qkv.view(s, b, self.groups, sum(parts)).split(parts, 3)
+        return tuple(part.unflatten(3, (-1, self.head_dim)) for part in qkv)
 
 
 def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:

@@ -324,8 +324,11 @@ class Facts:
 
         If the product of the weight's gradient is deferred, its two factors are saved instead.
         """
-        n, row = self.loss_tokens(share), self.settings.hidden_size * share.element
-        return n * row + (self.loss_deferred(share) or self.vocabulary_rows(share.tp) * row)
+        return self.loss_tokens(share) * self.settings.hidden_size * share.element + self.loss_freed_bytes(share)
+
+    def loss_freed_bytes(self, share: RankSetup) -> int:
+        """Those of `loss_saved_bytes` that are freed before the layers' backward passes, unless the product is deferred."""
+        return self.loss_deferred(share) or self.vocabulary_rows(share.tp) * self.settings.hidden_size * share.element
 
     def loss_deferred(self, share: RankSetup) -> int:
         """Bytes of the factors of the output weight's gradient, if the backward pass computes it: input and logit gradients
@@ -340,10 +343,15 @@ class Facts:
         n, rows, (chunk, block) = self.loss_tokens(share), self.vocabulary_rows(share.tp), self._chunks(share)
         # In fp32: the logits, their gradients, one for the ops in between, and the slopes of their caps.
         logits = (4 if self.settings.final_logit_softcapping else 3) * 4 * min(n, chunk) * rows
+        if share.device == "cuda" and not share.plain_loss:
+            logits = 0  # the kernel overwrites them with their gradients
         product = rows * self.settings.hidden_size
         if n <= block:
             return max(logits, product * share.element)
-        return block * rows * share.element + logits + 2 * 4 * product  # weight gradients of blocks are summed in fp32
+        of_block = block * rows * share.element + logits  # weight gradients of blocks are summed in fp32
+        if share.device == "cuda":  # by the product; the saved gradient replaces the block
+            return 4 * product + max(0, of_block - product * share.element)
+        return of_block + 2 * 4 * product
 
     def _chunks(self, share: RankSetup) -> LossChunks:
         return LossChunks.of(self.vocabulary_rows(share.tp), share.element, share.device, share.chunk)

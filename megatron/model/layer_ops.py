@@ -29,7 +29,8 @@ class RankSetup:
     micro_batch_size: sequences per pass, over all sequences of a sample (`Facts.sequences`).
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
     is for comparisons: attention that stores all scores, as in other suites. plain_softmax:
-    --no-masked-softmax-fusion. cp: ranks that share each sequence; cp_heads: those of them that exchange rows for heads
+    --no-masked-softmax-fusion; plain_loss and plain_activation: --no-cross-entropy-loss-fusion and
+    --no-bias-swiglu-fusion. cp: ranks that share each sequence; cp_heads: those of them that exchange rows for heads
     (--cp-comm-type a2a: all of them); gathers: the others gather keys and values (allgather) instead of sending them round
     a ring. documents: they are packed into samples (--reset-attention-mask). ep, etp: ranks that hold different experts of
     a layer, and parts of each.
@@ -44,6 +45,8 @@ class RankSetup:
     backend: str = "auto"
     chunk: Optional[int] = None
     plain_softmax: bool = False
+    plain_loss: bool = False
+    plain_activation: bool = False
     cp: int = 1
     cp_heads: int = 1
     gathers: bool = False

@@ -34,7 +34,7 @@ from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.reference import VocabularyPart
 from megatron.mpu import collectives
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
-from megatron.mpu.layers import matmul, start_input_reduction
+from megatron.mpu.layers import WgradGemm, matmul, start_input_reduction
 from megatron.mpu.mesh import Axis
 from megatron.settings.kernel_sizes import LossChunks
 
@@ -189,20 +189,31 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
             own = logits.sum(0, dtype=torch.float32)
             of_bias = own if of_bias is None else of_bias.add_(own)
         hidden_gradient[whole] = product(logits, weight.t())
-        give = partial(_weight_gradient, product, logits, inputs, down)
+        give = WgradGemm(logits, partial(_columns, inputs, down), product)
         if n > block:  # blocks are summed in fp32, to avoid rounding to bf16 after each
-            total = give() if total is None else total.float().add_(give())
+            total = _add_block(total, give, weight)
     if not wanted:
         return losses, log_sums, None
     if total is not None:
+        del logits, own, gradient, give  # the last block's, before the gradient is copied
         total = total.to(weight.dtype)
         give = lambda: total
     return losses, log_sums, ((lambda: hidden_gradient, up), (give, up * down), (lambda: of_bias, up))
 
 
-def _weight_gradient(product, gradient: torch.Tensor, inputs: torch.Tensor, down: float) -> torch.Tensor:
-    """The weight's gradient [v/tp, h], from the gradients of logits [n, v/tp] and the hidden states [n, h] x `down`."""
-    return product(gradient.t(), (inputs if down == 1.0 else inputs * down).t())
+def _columns(inputs: torch.Tensor, down: float) -> torch.Tensor:
+    """The hidden states x `down` as an operand of the weight's gradient, [h, n]."""
+    return (inputs if down == 1.0 else inputs * down).t()
+
+
+def _add_block(total: Optional[torch.Tensor], block: WgradGemm, weight: torch.Tensor) -> torch.Tensor:
+    """The sum of `total` and a block's gradient of the weight [v/tp, h], in fp32; None: no sum yet."""
+    if weight.device.type == "cpu":  # the kernel of products there is faster than one that adds
+        return block() if total is None else total.float().add_(block())
+    first = total is None
+    total = torch.empty(weight.shape, dtype=torch.float32, device=weight.device) if first else total
+    block.add_to(total, overwrite=first)
+    return total
 
 
 def _slices(start: int, stop: int, step: int) -> list[slice]:

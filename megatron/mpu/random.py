@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initial weights and dropout masks, from seeds that depend only on position, not on earlier draws.
 
-A weight is drawn from generators seeded by (seed, parameter name, block of rows) over the *logical* tensor and then split,
-so every layout starts from the same weights. A dropout mask is seeded by (seed, sample, layer, site), where `sample`
-is the index of the sample in the training order: a resumed run, a recomputed layer and another layout draw the
-same mask, and no generator state is saved. Draws of a user's module from torch's own generators depend on the seed, the
-micro-batch's samples and the stage, and so on the layout: `seed_torch`.
+A weight is drawn from generators seeded by (seed, parameter name, block of rows) over the *logical* tensor and then
+split, so every layout starts from the same weights. A dropout mask is seeded by (seed, sample, layer, site), where
+`sample` is the index of the sample in the training order: a resumed run, a recomputed layer and another layout draw the
+same mask on the same kind of device, and no generator state is saved. Draws of a user's module from torch's own
+generators depend on the seed, the micro-batch's samples and the stage, and so on the layout: `seed_torch`.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from megatron.fused_kernels import Case, choose_kernel
+from megatron.fused_kernels import TABLE, Case, choose_kernel
 from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.mpu.context_parallel import own_rows
 from megatron.mpu.mesh import Axis
@@ -72,8 +72,15 @@ def init_parameter(name: str, parameter: torch.Tensor, placement: Placement, pla
 
 
 def random_words(shape: tuple[int, ...], seeds: list[int], device: torch.device) -> torch.Tensor:
-    """Uniform random int16, [len(seeds), *shape]; each entry along the first dim depends only on its seed."""
+    """Uniform random int16, [len(seeds), *shape]; each entry along the first dim depends only on its seed.
+
+    GPUs and CPUs draw different words: a generator that is fast on one is slow on the other.
+    """
     count = math.prod(shape)
+    if device.type == "cuda" and not TABLE["dropout_add"][0].lacking:  # triton is there
+        from megatron.fused_kernels.gpu.dropout import words
+
+        return words(count, seeds, device).view(-1, *shape)
     words = torch.empty((len(seeds), -(-count // 4)), dtype=torch.int64, device=device)
     generator = torch.Generator(device=device)
     for row, seed in zip(words, seeds):

@@ -43,7 +43,8 @@ class Job:
     device:   "cuda" or "cpu": selects the kernels, and the tensors that they save
     backend:  --attention-backend
     chunk:    --cross-entropy-chunk
-    plain_softmax: --no-masked-softmax-fusion
+    plain_softmax, plain_loss, plain_activation: --no-masked-softmax-fusion, --no-cross-entropy-loss-fusion,
+              --no-bias-swiglu-fusion
     moments:  bytes per weight of each optimizer moment
     matrix_moments: the same for a matrix of a linear layer, if the optimizer treats those separately
     gradients: bytes of a gradient while it is accumulated and reduced
@@ -65,6 +66,8 @@ class Job:
     gradients: int = 4
     main_gradients: int = 4
     plain_softmax: bool = False
+    plain_loss: bool = False
+    plain_activation: bool = False
     selection: Selection = ALL
     ns_steps: int = 0
 
@@ -88,6 +91,8 @@ class Job:
             state_bytes(config.optimizer, matrix=True) if knows_matrices(config.optimizer) else None,
             *gradient_bytes(config.optimizer, 2),
             plain_softmax=not config.kernels.masked_softmax_fusion,
+            plain_loss=not config.kernels.cross_entropy_loss_fusion,
+            plain_activation=not config.kernels.bias_swiglu_fusion,
             selection=selection,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
         )
@@ -112,7 +117,7 @@ class Job:
         *experts: int,
     ) -> RankSetup:
         """The sizes and formats of a rank's work in a layout. experts: ep and etp."""
-        kernels = (self.backend, self.chunk, self.plain_softmax)
+        kernels = (self.backend, self.chunk, self.plain_softmax, self.plain_loss, self.plain_activation)
         shared = (cp, cp_heads, gathers, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared)

@@ -135,14 +135,16 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     kept = _kept(job, layout, rank)
     loss = kept.pop("output layer and loss", 0)
     last = rank == layout.pipeline(job.facts.num_layers).stages[-1][0]
-    most = job.facts.loss_workspace(layout.rank_setup(job)) if last else 0
+    share = layout.rank_setup(job)
+    most = job.facts.loss_workspace(share) if last else 0
+    freed = job.facts.loss_freed_bytes(share) if last and not is_split(layout.schedule) else 0
     units = rank_units(job, layout, rank)
     layers = [layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held]
     layer = activations.workspace(job, layout, layers) + units.largest * job.element
     entries = {
         "activations": sum(kept.values()),
         "logits": loss + most,
-        "workspace": max(0, layer - most),  # no layer computes during the loss
+        "workspace": max(0, layer - most - freed),  # no layer computes during the loss
         "pipeline buffers": _messages(job, layout, rank),
     }
     # The update comes after the passes, when none of this is allocated.

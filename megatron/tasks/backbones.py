@@ -308,6 +308,9 @@ def _scoring(trunk: type[Facts]) -> type[Facts]:
         def loss_saved_bytes(self, share: RankSetup) -> int:
             return 4 * share.micro_batch_size * (self.settings.hidden_size + self.num_outputs)
 
+        def loss_freed_bytes(self, share: RankSetup) -> int:
+            return 0
+
         def loss_deferred(self, share: RankSetup) -> int:
             return 0
 

@@ -82,7 +82,7 @@ def looked_at(binary) -> dict:
         stack=stack,
         shared=max(shared, binary.metadata.shared),
         spills=count("LDL") + count("STL"),
-        wide=len(re.findall(r"\bLDG\.E[.\w]*\.128\b", told[1])),
+        wide=len(re.findall(r"\bLDG(?:STS)?\.E[.\w]*\.128\b", told[1])),  # LDGSTS: into shared memory
         wide_stores=len(re.findall(r"\bSTG\.E[.\w]*\.128\b", told[1])),
         loads=len(re.findall(r"\bLDG\.", told[1])),
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import numpy as np
 import torch
 
 from megatron.data.loader import MicroBatch
@@ -77,6 +78,33 @@ def dropout_add(h: int, threshold: int) -> list[float]:
     factor = 65536 / (32768 - threshold)
     call = lambda run, x, residual: run(x, DropoutMask(words, threshold, factor), residual)
     return compared("dropout_add", [drawn(5, 3, h), drawn(5, 3, h, seed=1)], call)
+
+
+def words(count: int) -> list[float]:
+    """The share of random words that are not those of Philox 4x32-10 (Salmon et al., 2011), computed with numpy."""
+    from megatron.fused_kernels.gpu import dropout
+
+    seeds = [0, 5, 2**62 + 12345]
+    found = dropout.words(count, seeds, torch.device("cpu")).numpy()
+    wanted = np.stack([philox(seed, -(-count // 8)).view(np.int16)[:count] for seed in seeds])
+    return [(found != wanted).mean().item()]
+
+
+def philox(seed: int, count: int) -> np.ndarray:
+    """[4 count] uint32: the four words of counter 0 to count - 1, word by word."""
+    half = np.uint64(0xFFFFFFFF)
+    c = [np.arange(count, dtype=np.uint64), *np.zeros((3, count), np.uint64)]
+    k = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(10):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [
+            (b >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]),
+            b & half,
+            (a >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]),
+            a & half,
+        ]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return np.concatenate(c).astype(np.uint32)
 
 
 def cross_entropy(rows: int, v: int, shards: int, real: int, in_place: bool = False, **more) -> list[float]:
@@ -180,6 +208,8 @@ CASES = {
     "rotate all channels": lambda: rotate(24, 24),
     "rotate some channels": lambda: rotate(20, 6, b=3),
     "rotate by positions of each sample": lambda: rotate(16, 8, own=True),
+    "words": lambda: words(8200),
+    "words, not a multiple of 8": lambda: words(1001),
     "dropout_add": lambda: dropout_add(100, -20000),
     "dropout_add of wide rows": lambda: dropout_add(4500, 20000),
     "cross_entropy": lambda: cross_entropy(5, 50, 1, 50),

@@ -3,6 +3,7 @@
 them gives the losses and gradients of one without.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,9 @@ from megatron.fused_kernels.reference import VocabularyPart
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
-from megatron.mpu.random import init_parameter
+from megatron.mpu.random import init_parameter, random_words
 from megatron.settings.schema import Kernels, Model
+from tests.fused_kernels.interpret_kernels import philox
 
 pytestmark = pytest.mark.gpu
 OPS = [op for op, entries in TABLE.items() if entries[0].name == TRITON]
@@ -94,7 +96,7 @@ def test_cross_entropy(v, real, more, dtype):
     logits, labels = drawn(70, v, dtype=dtype) * 4, torch.arange(70, device="cuda") * (real // 70)
     part, scale = VocabularyPart(0, real, **more), torch.rand(70, device="cuda")
     gradient, exact = torch.empty_like(logits), torch.empty(70, v, dtype=torch.float32, device="cuda")
-    want = reference.cross_entropy(logits.float(), labels, part, None, scale, exact)
+    want = reference.cross_entropy(logits.float().clone(), labels, part, None, scale, exact)
     found = probe.kernel("cross_entropy")(logits, labels, part, None, scale, gradient)
     for x, y in zip((*found, gradient), (*want, exact), strict=True):
         assert (x.float() - y).norm() < TOLERANCE[dtype] * y.norm()
@@ -131,3 +133,12 @@ def test_a_network(settings, dropout):
         found.append([loss, *(parameter.grad for parameter in model.parameters())])
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).norm() <= 1e-3 * theirs.norm()
+
+
+@pytest.mark.parametrize("count", [1000, 8192, 1024 * 768 + 3])
+def test_random_words(count):
+    """Those of Philox, computed with numpy."""
+    seeds = [3, 2**62 + 5]
+    found = random_words((count,), seeds, torch.device("cuda")).cpu().numpy()
+    for words, seed in zip(found, seeds, strict=True):
+        assert (words == philox(seed, -(-count // 8)).view(np.int16)[:count]).all()

@@ -73,7 +73,7 @@ def train(model, optimizer, steps=3, first=0):
 
 def content(optimizer):
     """All state and all parameters that this rank has, as bytes."""
-    found = {(p.name, p.box): p.tensor.clone() for p in optimizer.pieces()}
+    found = {(p.name, p.box): p.tensor.cpu().clone() for p in optimizer.pieces()}
     with optimizer.weights.gathered_parameters():
         for unit in optimizer.units:
             found |= {(slot.name, "model"): slot.parameter.detach().cpu().clone() for slot in unit.slots}

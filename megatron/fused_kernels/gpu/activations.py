@@ -11,6 +11,7 @@ import triton.language as tl
 from megatron.fused_kernels.gpu.launch import programs
 
 TILE, BLOCK, WARPS = 4, 1024, 8
+SUMMED = dict(TILE=4, BLOCK=512, STAGES=3, num_warps=4)  # where programs loop over rows and sum them
 TWICE, CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)  # 2 sqrt(2 / pi)
 
 
@@ -28,12 +29,14 @@ def gelu_kernel(x, bias, y, rows, F, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gelu_backward_kernel(gradient, x, bias, d_x, d_bias, rows, F, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def gelu_backward_kernel(
+    gradient, x, bias, d_x, d_bias, rows, F, TILE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
     """Programs of a block of columns share the rows; each writes its part of the bias's gradient to a row of `d_bias`."""
     program, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     added = tl.load(bias + column, column < F, 0.0).to(tl.float32)[None, :]
-    total = tl.zeros((BLOCK,), tl.float32)
-    for tile in range(program, tl.cdiv(rows, TILE), tl.num_programs(0)):
+    total = tl.zeros((TILE, BLOCK), tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, TILE), tl.num_programs(0), num_stages=STAGES):
         row = tile * TILE + tl.arange(0, TILE)
         inside, at = _inside(row, column, rows, F), row.to(tl.int64)[:, None] * F + column[None, :]
         v = tl.load(x + at, inside, 0.0).to(tl.float32) + added
@@ -41,8 +44,8 @@ def gelu_backward_kernel(gradient, x, bias, d_x, d_bias, rows, F, TILE: tl.const
         slope = s + v * s * (1.0 - s) * (1.0 + v * v * (3.0 * CUBE)) * TWICE
         value = tl.load(gradient + at, inside, 0.0).to(tl.float32) * slope
         tl.store(d_x + at, value.to(d_x.dtype.element_ty), inside)
-        total += tl.sum(value, 0)
-    tl.store(d_bias + program.to(tl.int64) * F + column, total, column < F)
+        total += value
+    tl.store(d_bias + program.to(tl.int64) * F + column, tl.sum(total, 0), column < F)
 
 
 @triton.jit
@@ -86,10 +89,10 @@ class _BiasGELU(torch.autograd.Function):
     def backward(ctx, gradient):
         x, bias = ctx.saved_tensors
         rows, f = x.numel() // x.shape[-1], x.shape[-1]
-        tiles, blocks = _grid(rows, f)
-        count = min(tiles, max(1, programs(x.device) // blocks))
+        tiles, blocks = triton.cdiv(rows, SUMMED["TILE"]), triton.cdiv(f, SUMMED["BLOCK"])
+        count = min(tiles, max(1, 2 * programs(x.device) // blocks))
         d_x, d_bias = torch.empty_like(x), torch.empty((count, f), dtype=torch.float32, device=x.device)
-        gelu_backward_kernel[count, blocks](gradient.contiguous(), x, bias, d_x, d_bias, rows, f, **SIZES)
+        gelu_backward_kernel[count, blocks](gradient.contiguous(), x, bias, d_x, d_bias, rows, f, **SUMMED)
         return d_x, d_bias.sum(0).to(bias.dtype)
 
 

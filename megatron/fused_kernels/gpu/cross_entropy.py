@@ -11,7 +11,7 @@ import triton.language as tl
 
 from megatron.fused_kernels.reference import VocabularyPart
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 2048, 8
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout and the residual addition, with the suite's own random words; the mask is saved as bool."""
+"""Random words for dropout, and dropout with the residual addition, which saves the mask as bool."""
 
 import torch
 import triton
@@ -8,6 +8,32 @@ import triton.language as tl
 from megatron.fused_kernels.dropout import DropoutMask
 
 BLOCK, WARPS = 4096, 8
+COUNTERS = 1024  # of Philox, for a program: eight words each
+
+
+@triton.jit
+def words_kernel(seeds, out, each, BLOCK: tl.constexpr):
+    """Philox 4x32-10 with a sample's seed as its key. A sample has four parts of `each` int32: counter i gives the ith of
+    each part.
+    """
+    sample, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, second, third, fourth = tl.randint4x(tl.load(seeds + sample), at)
+    out += sample * each * 4 + at
+    tl.store(out, first, at < each)
+    tl.store(out + each, second, at < each)
+    tl.store(out + 2 * each, third, at < each)
+    tl.store(out + 3 * each, fourth, at < each)
+
+
+@torch.compiler.disable
+def words(count: int, seeds: list[int], device: torch.device) -> torch.Tensor:
+    """Uniform random int16 [len(seeds), count], in one launch; each row depends only on its seed (63 bits)."""
+    each = triton.cdiv(count, 8)
+    on_host = torch.tensor(seeds, dtype=torch.int64)
+    keys = on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+    out = torch.empty((len(seeds), 4 * each), dtype=torch.int32, device=device)
+    words_kernel[len(seeds), triton.cdiv(each, COUNTERS)](keys, out, each, BLOCK=COUNTERS, num_warps=4)
+    return out.view(torch.int16)[:, :count]
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import torch
 
 ELEMENTS = 4096  # of a tile with short rows
 EACH = 16  # elements of a tile per thread
+IN_FLIGHT = 112 << 10  # bytes of shared memory for a program's loads: two programs fit on an H100
 
 
 class Tile(NamedTuple):
@@ -37,3 +38,12 @@ def programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # in Triton's interpreter: few, so that each has several rows
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def stages(loaded: int) -> int:
+    """Iterations of a loop whose loads are in flight at a time, if each loads that many bytes into shared memory.
+
+    >>> stages(3 * 4096 * 2), stages(3 * 8192 * 2), stages(3 * 8192 * 4)
+    (3, 2, 1)
+    """
+    return max(1, min(3, IN_FLIGHT // loaded))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron.fused_kernels import reference
-from megatron.fused_kernels.gpu.launch import Tile, programs
+from megatron.fused_kernels.gpu.launch import Tile, programs, stages
 
 WIDEST = 32768  # columns: the forward pass holds whole rows
 WHOLE = 8192  # up to this width the backward pass holds whole rows and its sums; wider rows are processed in blocks
@@ -56,6 +56,55 @@ def forward_kernel(
 
 
 @triton.jit
+def backward_kernel(
+    gradient,
+    d_total,
+    x,
+    weight,
+    mean,
+    inverse,
+    d_x,
+    d_weight,
+    d_bias,
+    rows,
+    H: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Whole rows. Each is loaded once, while earlier ones are computed; the sums of weights stay in registers."""
+    program, column = tl.program_id(0), tl.arange(0, BLOCK)
+    scales = tl.load(weight + column, column < H, 0.0).to(tl.float32)[None, :]
+    weight_sum, bias_sum = tl.zeros((TILE, BLOCK), tl.float32), tl.zeros((TILE, BLOCK), tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, TILE), tl.num_programs(0), num_stages=STAGES):
+        row = tile * TILE + tl.arange(0, TILE)
+        inside = (row < rows)[:, None] & (column < H)[None, :]
+        at = row.to(tl.int64)[:, None] * H + column[None, :]
+        g, z = tl.load(gradient + at, inside, 0.0).to(tl.float32), tl.load(x + at, inside, 0.0).to(tl.float32)
+        if ADD:
+            added = tl.load(d_total + at, inside, 0.0).to(tl.float32)
+        scale = tl.load(inverse + row, row < rows, 0.0)[:, None]
+        if CENTRED:
+            z -= tl.load(mean + row, row < rows, 0.0)[:, None]
+        z = tl.where(inside, z * scale, 0.0)
+        weight_sum, bias_sum = weight_sum + g * z, bias_sum + g
+        g *= scales
+        value = g - z * (tl.sum(g * z, 1) / H)[:, None]
+        if CENTRED:
+            value -= (tl.sum(g, 1) / H)[:, None]
+        value *= scale
+        if ADD:
+            value += added
+        tl.store(d_x + at, value.to(d_x.dtype.element_ty), inside)
+    own = program.to(tl.int64) * H + column
+    tl.store(d_weight + own, tl.sum(weight_sum, 0), column < H)
+    if CENTRED:
+        tl.store(d_bias + own, tl.sum(bias_sum, 0), column < H)
+
+
+@triton.jit
 def _backward_block(gradient, x, at, inside, middle, scale):
     """The incoming gradient and the normalized x, fp32, 0 outside."""
     normal = (tl.load(x + at, inside, 0.0).to(tl.float32) - middle) * scale
@@ -63,7 +112,7 @@ def _backward_block(gradient, x, at, inside, middle, scale):
 
 
 @triton.jit
-def backward_kernel(
+def wide_backward_kernel(
     gradient,
     d_total,
     x,
@@ -80,8 +129,8 @@ def backward_kernel(
     CENTRED: tl.constexpr,
     ADD: tl.constexpr,
 ):
+    """Rows that are wider than a block: once for a row's sums, once for its gradient."""
     program, columns = tl.program_id(0), tl.arange(0, BLOCK)
-    weight_sum, bias_sum = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for tile in range(program, tl.cdiv(rows, TILE), tl.num_programs(0)):
         row = tile * TILE + tl.arange(0, TILE)
         start = row.to(tl.int64)[:, None] * H
@@ -107,20 +156,12 @@ def backward_kernel(
             if ADD:
                 value += tl.load(d_total + at, inside, 0.0).to(tl.float32)
             tl.store(d_x + at, value.to(d_x.dtype.element_ty), inside)
-            weight_sum, bias_sum = weight_sum + tl.sum(g * z, 0), bias_sum + tl.sum(g, 0)
-            if H > BLOCK:  # the sums of a block are stored in memory, in this program's row
-                own, before = program.to(tl.int64) * H + column, (column < H) & (tile > program)
-                tl.store(d_weight + own, weight_sum + tl.load(d_weight + own, before, 0.0), column < H)
-                if CENTRED:
-                    tl.store(d_bias + own, bias_sum + tl.load(d_bias + own, before, 0.0), column < H)
-                weight_sum, bias_sum = weight_sum * 0.0, bias_sum * 0.0
-        if H > BLOCK:
-            tl.debug_barrier()  # another thread may read them for the next tile
-    if H <= BLOCK:
-        own = program.to(tl.int64) * H + columns
-        tl.store(d_weight + own, weight_sum, columns < H)
-        if CENTRED:
-            tl.store(d_bias + own, bias_sum, columns < H)
+            # The sums of a block are in memory, in this program's row.
+            own, before = program.to(tl.int64) * H + column, (column < H) & (tile > program)
+            tl.store(d_weight + own, tl.sum(g * z, 0) + tl.load(d_weight + own, before, 0.0), column < H)
+            if CENTRED:
+                tl.store(d_bias + own, tl.sum(g, 0) + tl.load(d_bias + own, before, 0.0), column < H)
+        tl.debug_barrier()  # another thread may read them for the next tile
 
 
 class _Norm(torch.autograd.Function):
@@ -163,8 +204,10 @@ class _Norm(torch.autograd.Function):
         count = min(programs(x.device), triton.cdiv(rows, size.rows))
         d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         sums = torch.empty((1 + len(mean), count, h), dtype=torch.float32, device=x.device)
-        gradient = gradients[-1].contiguous()
-        backward_kernel[count,](
+        gradient, whole = gradients[-1].contiguous(), h <= size.columns
+        kernel = backward_kernel if whole else wide_backward_kernel
+        loaded = x.element_size() * size.rows * size.columns * (3 if ctx.has_branch else 2)
+        kernel[count,](
             gradient,
             gradients[0].contiguous(),
             x.contiguous(),
@@ -181,6 +224,7 @@ class _Norm(torch.autograd.Function):
             CENTRED=bool(mean),
             ADD=ctx.has_branch,
             num_warps=size.warps,
+            **(dict(STAGES=stages(loaded)) if whole else {}),
         )
         d_weight, *d_bias = sums.sum(1).to(weight.dtype)
         return d_x, d_x if ctx.has_branch else None, d_weight, d_bias[0] if d_bias else None, None

@@ -187,9 +187,11 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
 def mlp_ops(x: Residual, gated: bool, squared: bool = False) -> tuple[LayerOp, ...]:
     n, e, ffn = x.tokens, x.share.element, x.model.ffn_size // x.share.tp
     up = 2 if gated else 1
+    fused = x.share.device == "cuda" and not x.share.plain_activation
+    kept = (2 if fused else 3) if gated else 1  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
     activation = Kernel(
         "mlp",
-        kept=n * ffn * (3 if gated else 1) * e,  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
+        kept=n * ffn * kept * e,
         moved=n * ffn * (5 if gated else 4 if squared else 2),
         workspace=n * (ffn + up * ffn + x.h * (2 if x.share.sp else 1)) * e,  # sp: with the input, gathered
     )
