@@ -35,8 +35,8 @@ from megatron.mpu.chunks import own_chunks
 from megatron.mpu.context_parallel import (
     UNSHARED,
     AttentionSharing,
-    GatheredAgain,
     gather_from_context_parallel_region,
+    gathered_again,
     heads_to_rows,
     own_rows,
     rows_to_heads,
@@ -286,7 +286,7 @@ def attention_over_gathered_keys(query, key, value, layer: Attention, context: F
     whole = gather_from_context_parallel_region(own, rows_axis)  # [t, b, 2, g/tp, d]
     (key, value), t, c, attended = whole.unbind(2), len(whole), len(query) // 2, []
     dropout = weights_kept(layer, query, t, t, context)
-    with GatheredAgain(whole, own, rows_axis) if layer.gather_again else nullcontext():
+    with gathered_again(whole, own, rows_axis) if layer.gather_again else nullcontext():
         for number, (start, stop) in enumerate(own_chunks(t, rows_axis.rank, rows_axis.size)):
             rows = slice(number * c, number * c + c)
             keys = chunk_keys((start, stop), layer.window)

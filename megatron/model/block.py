@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One transformer layer: attention, then MLP, each after a norm and added to the residual stream (pre-LN)."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Optional
 
 import torch
 from torch import nn
 
+from megatron.errors import SettingsError
 from megatron.model.attention import Attention, ForwardContext
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
-from megatron.model.recompute import recompute
+from megatron.model.recompute import recompute, recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.context_parallel import UNSHARED, AttentionSharing
 from megatron.mpu.mesh import Axis
@@ -21,7 +23,7 @@ class Block(nn.Module):
     """A pre-LN layer: x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out.
 
     A variant is a subclass with other classes for the parts, or another `forward` (docs/extending.md).
-    layer: its index in the whole network, from 0. weights: `layer_weights(...)`. recompute: the part that is recomputed
+    layer: its index in the whole network, from 0. weights: `layer_weights(...)`. recompute: the parts that are recomputed
     in the backward pass; the caller handles "full". cp: ranks that share each sequence;
     sharing: how, see `Attention`.
     """
@@ -39,7 +41,7 @@ class Block(nn.Module):
         seed: int,
         kernels: Kernels,
         sequence_parallel: bool,
-        recompute: str = "",
+        recompute: tuple[str, ...] = (),
         cp: Optional[Axis] = None,
         sharing: AttentionSharing = UNSHARED,
         dtype: torch.dtype,
@@ -47,7 +49,8 @@ class Block(nn.Module):
     ):
         super().__init__()
         self.tp, self.sequence_parallel = tp, sequence_parallel
-        self.recompute_attention = recompute == "full_attn"
+        self.recompute_attention, self.recompute_norms = "full_attn" in recompute, "layernorm" in recompute
+        self.recompute_mlp = "mlp" in recompute
         factory_kwargs = dict(dtype=dtype, device=device)
         common = dict(sequence_parallel=sequence_parallel, **factory_kwargs)
         norm, axis = NORMS[model.normalization], tp if sequence_parallel else None
@@ -59,24 +62,28 @@ class Block(nn.Module):
             take_prefix(weights, "attention"),
             seed=seed,
             kernels=kernels,
-            recompute_core=recompute == "core_attn",
+            recompute_core="core_attn" in recompute,
             sharing=sharing,
-            gather_again=not recompute and not kernels.torch_compile,
+            gather_again=not {"core_attn", "full_attn", "full"}.intersection(recompute) and not kernels.torch_compile,
             **common,
         )
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis, cp=cp)
         self.mlp_norm = norm(take_prefix(weights, "mlp_norm"), model.norm_epsilon, **factory_kwargs)
         self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
+        if "mlp_act" in recompute and not self.recompute_mlp:
+            if type(self.mlp).forward is not MLP.forward:
+                raise SettingsError(
+                    f"--recompute-modules mlp_act: {type(self.mlp).__name__} has its own forward function",
+                    "only that of MLP recomputes its activation",
+                    "say mlp, which recomputes all of it",
+                )
+            self.mlp.recompute_activation = True
         self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis, cp=cp)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         attended = self._attended(x, context)
-        if self.attention_dropout.idle:
-            x, normal = self.mlp_norm(x, attended)
-        else:
-            x = self.attention_dropout.add(x, attended, context.samples)
-            normal = self.mlp_norm(x)
-        return self.mlp_dropout.add(x, self.mlp(normal), context.samples)
+        x, branch = self._mlp_after(x, attended, self.attention_dropout, context)
+        return self.mlp_dropout.add(x, branch, context.samples)
 
     def attention_part(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """dropout(attention(norm(x))), for variants with another sum"""
@@ -84,7 +91,7 @@ class Block(nn.Module):
 
     def mlp_part(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """dropout(mlp(norm(x))), for variants"""
-        return self.mlp_dropout(self.mlp(self.mlp_norm(x)), context.samples)
+        return self.mlp_dropout(self._mlp_half(x, context), context.samples)
 
     def _attended(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         if self.recompute_attention:
@@ -92,4 +99,30 @@ class Block(nn.Module):
         return self._attention_half(x, context)
 
     def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return self.attention(self.attention_norm(x), context)
+        normal, reading = self._normal(self.attention_norm, x, context)
+        with reading:
+            return self.attention(normal, context)
+
+    def _mlp_after(self, x: torch.Tensor, attended: torch.Tensor, dropout: Dropout, context: ForwardContext):
+        """(x + dropout(attended), mlp(norm of that)); the sum and its norm in one kernel if there is one."""
+        if dropout.idle and not self.recompute_norms:
+            x, normal = self.mlp_norm(x, attended)
+            return x, self._mlp(normal, context)
+        x = dropout.add(x, attended, context.samples)
+        return x, self._mlp_half(x, context)
+
+    def _mlp_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        normal, reading = self._normal(self.mlp_norm, x, context)
+        with reading:
+            return self._mlp(normal, context)
+
+    def _mlp(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return recompute(self.mlp, x, inside=context.region, of=(self.mlp,)) if self.recompute_mlp else self.mlp(x)
+
+    def _normal(
+        self, norm: nn.Module, x: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, AbstractContextManager]:
+        """norm(x), and a context for the branch that reads it."""
+        if self.recompute_norms:
+            return recompute_output(norm, x, inside=context.region, of=(norm,))
+        return norm(x), nullcontext()

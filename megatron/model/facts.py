@@ -20,20 +20,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import takewhile
-from typing import Any, NamedTuple, Optional
+from typing import Any, ClassVar, NamedTuple, Optional
 
-from megatron.model.layer_ops import (
-    ATTENTION,
-    CORE,
-    LAYER,
-    Collective,
-    CoreAttention,
-    LayerOp,
-    Product,
-    RankSetup,
-    Residual,
-)
+from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, LayerOp, Product, RankSetup, Residual
 from megatron.model.linear_kinds import Chosen, chosen_of, with_own_weights
 from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, vocab_embedding
 from megatron.mpu.placement import EXPERT_AXES, Placement, elements
@@ -63,6 +52,7 @@ class Facts:
 
     name = "language model"
     sequences = 1  # per sample
+    recomputes: ClassVar[frozenset[str]] = frozenset()  # parts of a layer that can be recomputed alone (`layer_ops`)
 
     # ---- required methods -------------------------------------------------------------------------------------------
 
@@ -263,18 +253,19 @@ class Facts:
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def layer_saved_bytes(self, share: RankSetup, kind: str, granularity: str = "") -> Bytes:
-        """Bytes that a layer's forward pass saves for the backward pass, with recomputation of `granularity`."""
-        kept, inside = Bytes(), False
+    def layer_saved_bytes(self, share: RankSetup, kind: str, modules: Sequence[str] = ()) -> Bytes:
+        """Bytes that a layer's forward pass saves for the backward pass, with recomputation of these modules."""
+        kept, inside, discarded = Bytes(), False, False
+        whole = LAYER in modules or ATTENTION in modules
         for op in self.layer_ops(share, kind):
             if isinstance(op, Collective):
                 continue
-            again = op.runs_again(granularity)
+            again, given = op.runs_again(modules), op.given
             if not again:
-                kept[op.name] += op.kept
+                kept[op.name] += op.kept - given * discarded
             elif not inside:  # the input of a run of recomputed ops
-                kept[op.name if granularity == CORE else "inputs of recomputed layers"] += op.given
-            inside = again
+                kept["inputs of recomputed layers" if whole else op.name] += given
+            inside, discarded = again, op.is_discarded(modules)
         return kept
 
     def ends_saved_bytes(self, share: RankSetup, first: bool, last: bool) -> Bytes:
@@ -289,15 +280,17 @@ class Facts:
             kept["output layer and loss"] += self.loss_saved_bytes(share)
         return kept
 
-    def layer_workspace(self, share: RankSetup, kind: str, granularity: str = "", together: int = 1) -> int:
+    def layer_workspace(self, share: RankSetup, kind: str, modules: Sequence[str] = (), together: int = 1) -> int:
         """Peak bytes of a layer's backward pass in addition to saved ones; `together` layers are recomputed at a time."""
-        ops = self.layer_ops(share, kind)
-        most = max(op.workspace for op in ops)
-        again = lambda op: op.runs_again(granularity) or isinstance(op, Collective)
-        first = next((at for at, op in enumerate(ops) if op.runs_again(granularity)), len(ops))
-        stop = first + sum(1 for _ in takewhile(again, ops[first:]))
-        stop += granularity == ATTENTION  # includes the dropout that follows
-        return most + (together if granularity == LAYER else 1) * sum(op.kept for op in ops[first:stop])
+        ops = [op for op in self.layer_ops(share, kind) if not isinstance(op, Collective)]
+        runs, inside, discarded = [0], False, False  # bytes of each run of recomputed ops
+        for op in ops:
+            if again := op.runs_again(modules):
+                runs.append(op.kept + (runs.pop() if inside else 0))
+            elif inside:  # with the dropout after attention, or with the output
+                runs[-1] += op.kept if ATTENTION in modules else op.given * discarded
+            inside, discarded = again, op.is_discarded(modules)
+        return max(op.workspace for op in ops) + (together if LAYER in modules else 1) * max(runs)
 
     def deferred_saved_bytes(self, share: RankSetup, kind: str) -> int:
         """Bytes of a layer with deferred weight gradients (zero-bubble W): inputs and output gradients of products."""

@@ -111,14 +111,14 @@ class LanguageModel(nn.Module):
         if "embedding.word" in tables:
             self.embedding = self.build_embedding(mesh, tables)
         self.recompute_groups = recompute_groups(layers, recompute or Recompute())
-        granularity = {n: group.granularity for group in self.recompute_groups for n in group.layers}
-        self.blocks = nn.ModuleDict(
-            {str(n): self.build_layer(n, tables[f"blocks.{n}"], granularity[n]) for n in layers}
-        )
+        modules = {n: group.modules for group in self.recompute_groups for n in group.layers}
+        self.blocks = nn.ModuleDict({str(n): self.build_layer(n, tables[f"blocks.{n}"], modules[n]) for n in layers})
         self.overlap = autocast is None  # as in `ColumnParallelLinear`, for the output layer
         for module in self.blocks.modules() if autocast else ():
             if hasattr(module, "overlap"):
                 module.overlap = False
+            if hasattr(module, "region"):
+                module.region = self.region
         use_flash_attention(self.kernels.flash_attention_version)
         if self.kernels.torch_compile:
             run_probes("attention")
@@ -158,10 +158,10 @@ class LanguageModel(nn.Module):
 
     # ---- methods for subclasses --------------------------------------------------------------------------------------
 
-    def build_layer(self, layer: int, weights: Table, granularity: str) -> nn.Module:
+    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> nn.Module:
         """Build layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}).
 
-        It keeps the shape of x. granularity: of recomputation.
+        It keeps the shape of x. recompute: its recomputed parts, of `Facts.recomputes`; ("full",) is for the caller.
         """
         raise NotImplementedError
 
@@ -295,7 +295,7 @@ class LanguageModel(nn.Module):
         """Run [s, b, h] through all layers, in groups that are recomputed together; returns it and the layers' sums."""
         sums: Sums = {}
         for group in self.recompute_groups:
-            if group.granularity == "full":
+            if "full" in group.modules:
                 x, sums = recomputed(
                     self._layers, group.layers, x, sums, context, inside=self.region, of=self._blocks(group.layers)
                 )

@@ -71,8 +71,12 @@ class RankSetup:
         return 4 * rows + own
 
 
-# --recompute-granularity: each includes the ops of the one before. The sum after attention belongs only to the last.
-_, CORE, ATTENTION, LAYER = GRANULARITIES = ("", "core_attn", "full_attn", "full")
+# The parts of a layer that can be recomputed (`Recompute.modules`): those of --recompute-modules, then the attention half
+# (without the sum after it) and whole layers, as --recompute-granularity names them.
+CORE, NORM, ACTIVATION, MLP = MODULES = ("core_attn", "layernorm", "mlp_act", "mlp")
+ATTENTION, LAYER = "full_attn", "full"
+DISCARDING = {NORM, ACTIVATION}  # the op that reads such a module's output does not save it either
+ALWAYS = "backward pass"  # not a module: the backward pass always repeats the op
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class LayerOp:
     kept:      bytes saved for the backward pass
     given:     bytes of its input, saved instead if recomputation begins here
     workspace: bytes that its backward pass needs in addition to saved ones
-    again:     the smallest recomputation granularity that repeats it; "": the backward pass always repeats it
+    again:     the modules with the op, in addition to the whole layer: their recomputation repeats it
     """
 
     name: str
@@ -91,13 +95,17 @@ class LayerOp:
     kept: int = 0
     given: int = 0
     workspace: int = 0
-    again: str = LAYER
+    again: tuple[str, ...] = ()
 
     flops = 0.0  # of the forward pass, as throughput counts them
 
-    def runs_again(self, granularity: str) -> bool:
-        """Whether recomputation of this granularity repeats the op."""
-        return GRANULARITIES.index(self.again) <= GRANULARITIES.index(granularity)
+    def runs_again(self, modules: Sequence[str]) -> bool:
+        """Whether recomputation of these modules repeats the op."""
+        return LAYER in modules or ALWAYS in self.again or not set(self.again).isdisjoint(modules)
+
+    def is_discarded(self, modules: Sequence[str]) -> bool:
+        """Whether nothing keeps the op's output if these modules are recomputed."""
+        return LAYER not in modules and not DISCARDING.intersection(self.again).isdisjoint(modules)
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ class CoreAttention(Kernel):
     widths: tuple[int, int]
     dropout: bool = False
     causal: bool = True
-    again: str = field(default=CORE, kw_only=True)
+    again: tuple[str, ...] = field(default=(CORE, ATTENTION), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -185,17 +193,18 @@ class Residual:
     def nbytes(self) -> int:
         return self.elements * self.share.element
 
-    def norm(self, again: str = LAYER) -> Kernel:
+    def norm(self, *again: str) -> Kernel:
+        """A norm. again: the modules with it, such as `NORM` if its output can be discarded."""
         kept = self.share.norm_bytes(self.model, self.elements, self.h)
         return Kernel("norms", kept=kept, given=self.nbytes, moved=2 * self.elements, again=again)
 
-    def column(self, name: str, outputs: int, times: int = 1, *, keeps: bool = True, again: str = LAYER):
+    def column(self, name: str, outputs: int, times: int = 1, *, keeps: bool = True, again: tuple[str, ...] = ()):
         """A column-parallel product. keeps: whether it saves its input (no other op does)."""
         kept = self.nbytes if keeps else 0
         product = Product(name, self.tokens, self.h, outputs, times, kept=kept, given=kept, again=again)
         return replace(self.copied, again=again), product
 
-    def row(self, name: str, inputs: int, again: str = LAYER) -> tuple[Product, Collective]:
+    def row(self, name: str, inputs: int, again: tuple[str, ...] = ()) -> tuple[Product, Collective]:
         """A row-parallel product."""
         kept = self.tokens * inputs * self.share.element
         return Product(name, self.tokens, inputs, self.h, kept=kept, given=kept, again=again), self.summed
@@ -220,9 +229,9 @@ class Residual:
         return Collective("activations", "tp", self.share.tp, self.tokens * self.h * self.share.element, *calls)
 
 
-def ops_again(ops: Sequence[LayerOp], granularity: str) -> list[LayerOp]:
+def ops_again(ops: Sequence[LayerOp], modules: Sequence[str]) -> list[LayerOp]:
     """The ops of jointly recomputed layers that run again: up to the last one that saves something."""
-    again = [op for op in ops if op.runs_again(granularity)]
-    while granularity == LAYER and again and not again[-1].kept:
+    again = [op for op in ops if op.runs_again(modules)]
+    while LAYER in modules and again and not again[-1].kept:
         again.pop()
     return again

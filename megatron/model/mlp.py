@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668) or gated SiLU (SwiGLU, arXiv:2002.05202)."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Optional
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron.fused_kernels import Case, choose_kernel, reference
+from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
@@ -16,9 +22,11 @@ class MLP(nn.Module):
     """[s, b, h] -> [s, b, h] through a hidden layer of width `ffn_size`, divided over tp.
 
     weights: `model.weights.mlp(...)`. unfused: activations by torch's ops (--no-bias-swiglu-fusion).
+    recompute_activation: whether the activation's output is discarded; region: see `ForwardContext`.
     """
 
     fusion, unfused = "bias_swiglu_fusion", False
+    recompute_activation, region = False, nullcontext
 
     def __init__(self, model: Model, tp: Axis, weights: Table, **common):
         super().__init__()
@@ -28,17 +36,24 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self._activated(x))
+        adds_bias = self._bias_gelu(x)
+        activation = partial(adds_bias, bias=self.up.bias) if adds_bias else self._activation
+        x = self.up(x, add_bias=not adds_bias)  # [s, b, ffn/tp], twice as wide with a gate
+        if not self.recompute_activation:
+            return self.down(activation(x))
+        x, reading = recompute_output(activation, x, inside=self.region, of=(self,))
+        with reading:
+            return self.down(x)
 
-    def _activated(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] -> [s, b, ffn/tp]."""
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation of the output of `up`, [s, b, ffn/tp]."""
         if self.gated:
-            x = self.up(x)  # [s, b, 2 ffn/tp]
             return choose_kernel("swiglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x)
-        if self.squared:
-            return F.relu(self.up(x)).square()
-        if self.approximate == "tanh" and self.up.bias is not None:
-            kernel = choose_kernel("bias_gelu", Case(x.device.type, x.dtype)).run
-            if kernel is not reference.bias_gelu:  # the reference: the product adds the bias at no cost
-                return kernel(self.up(x, add_bias=False), self.up.bias)
-        return reference.gelu(self.up(x), self.approximate)
+        return F.relu(x).square() if self.squared else reference.gelu(x, self.approximate)
+
+    def _bias_gelu(self, x: torch.Tensor) -> Optional[Callable]:
+        """A kernel that adds the bias of `up` before GeLU; None: the product adds it, at no cost."""
+        if self.gated or self.squared or self.approximate != "tanh" or self.up.bias is None:
+            return None
+        kernel = choose_kernel("bias_gelu", Case(x.device.type, x.dtype)).run
+        return None if kernel is reference.bias_gelu else kernel

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation recomputation: activations are computed again in the backward pass (arXiv:1604.06174, 2205.05198).
 
-| granularity | recomputed                          | saved of a layer                                       |
+| part        | recomputed                          | saved of a layer                                       |
 |-------------|-------------------------------------|--------------------------------------------------------|
 | (none)      | nothing                             | everything that its backward pass reads                |
 | `core_attn` | softmax(q k) v                      | queries, keys and values instead of attention weights  |
+| `layernorm` | the norms before attention and MLP  | not their output, which the product after them reads   |
+| `mlp_act`   | the MLP's activation                | its input, but not its output                          |
+| `mlp`       | the MLP                             | its input                                              |
 | `full_attn` | first norm and attention            | the layer's input in place of its attention half       |
 | `full`      | the layer, or a group of layers     | the input of the layer, or of the group                |
+
+A checkpoint (`recompute`) keeps the input of a part and its output, if the next op saves that. For a norm or an activation
+this would save nothing: `recompute_output` discards the output, too.
 
 Recomputation is bitwise equal: the suite's dropout depends on position, not on generator state (mpu/random.py), and
 for a user's module that draws from torch's generators, their state is saved and restored. A recomputed module runs with its
@@ -15,21 +21,22 @@ Which layers are recomputed: `recompute_plan.recompute_groups`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron.mpu.discarded import Discarded
 from megatron.mpu.placement import PlacedBuffer, placed_buffers
 
 
-def recompute(function: Callable, *args, inside: Callable = nullcontext, of: Sequence[nn.Module] = ()):
+def recompute(function: Callable, *args, inside: Callable = nullcontext, of: Sequence[nn.Module] = (), draws=True):
     """`function(*args)` with activation recomputation in the backward pass.
 
     inside() -> a context for the second run, for contexts around the first that autograd does not restore.
     of: the modules that it runs. In the second run their buffers have the values of the first, and changes to them
-    are discarded.
+    are discarded. draws: whether it may draw from torch's generators, whose state (5 KB on a CPU) is then kept.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -37,9 +44,49 @@ def recompute(function: Callable, *args, inside: Callable = nullcontext, of: Seq
     changed: list[tuple[PlacedBuffer, torch.Tensor]] = []
     again = _then(inside, changed) if kept else inside
     more = {} if again is nullcontext else dict(context_fn=lambda: (nullcontext(), again()))
-    result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, **more)
+    result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **more)
     changed += [(held, was) for held, tensor, version, was in kept if _is_another(held, tensor, version)]
     return result
+
+
+def recompute_output(
+    function: Callable, *args, inside: Callable = nullcontext, of: Sequence[nn.Module] = ()
+) -> tuple[torch.Tensor, AbstractContextManager]:
+    """Like `recompute`; and a context for the ops that read the tensor that it returns. They do not save it:
+
+        y, reading = recompute_output(norm, x)
+        with reading:
+            z = linear(y)
+
+    The first of them that needs it in the backward pass recomputes it, together with what `function` saves. `function` does
+    not draw from torch's generators.
+    """
+    y = recompute(lambda *args: _Saved.apply(function(*args)), *args, inside=inside, of=of, draws=False)
+    node = y.grad_fn
+    if node is None:
+        return y, nullcontext()
+
+    def again() -> torch.Tensor:
+        if not hasattr(node, "over"):
+            return node.saved_tensors[0]
+        with inside(), torch.no_grad():  # for an op that read y outside its graph
+            return function(*args)
+
+    return y, Discarded(y, again)
+
+
+class _Saved(torch.autograd.Function):
+    """The identity. It saves its result, which a checkpoint around it discards and recomputes with all saved tensors."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.over = True
+        return gradient
 
 
 def _buffers(modules: Sequence[nn.Module]) -> list[PlacedBuffer]:

@@ -9,10 +9,10 @@ from megatron.settings.schema import Recompute
 
 
 class RecomputeGroup(NamedTuple):
-    """Consecutive layers that run together; `granularity` of their recomputation, "" for none."""
+    """Consecutive layers that run together, and their recomputed parts (`Recompute.modules`)."""
 
     layers: tuple[int, ...]
-    granularity: str
+    modules: tuple[str, ...]
 
     @property
     def size(self) -> int:
@@ -28,9 +28,9 @@ def recompute_groups(layers: Sequence[int], settings: Recompute) -> list[Recompu
     >>> from megatron.settings.schema import Recompute
     >>> for group in recompute_groups(range(4, 8), Recompute("full", recompute_num_layers=2, no_recompute_layers="0,5")):
     ...     print(*group)
-    (4,) full
-    (5,)
-    (6, 7) full
+    (4,) ('full',)
+    (5,) ()
+    (6, 7) ('full',)
     """
     layers, size = list(layers), 1
     chosen = layers if settings.recompute_granularity else []
@@ -42,6 +42,6 @@ def recompute_groups(layers: Sequence[int], settings: Recompute) -> list[Recompu
     groups = []
     for recomputed, run in groupby(layers, chosen.__contains__):
         members = tuple(run)
-        name, step = (settings.recompute_granularity, size) if recomputed else ("", 1)
-        groups += [RecomputeGroup(members[at : at + step], name) for at in range(0, len(members), step)]
+        modules, step = (settings.modules, size) if recomputed else ((), 1)
+        groups += [RecomputeGroup(members[at : at + step], modules) for at in range(0, len(members), step)]
     return groups

@@ -13,11 +13,13 @@ Legend: s tokens, cp ranks, c = s / (2 cp) tokens per chunk.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from megatron.mpu import collectives
 from megatron.mpu.chunks import own_chunks
+from megatron.mpu.discarded import Discarded
 from megatron.mpu.mappings import conjugate
 from megatron.mpu.mesh import Axis
 
@@ -103,38 +105,9 @@ def _to_rows(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return torch.cat(parts.chunk(axis.size), 2)
 
 
-def _storage(x: torch.Tensor) -> int:
-    """An identifier of a tensor's storage, valid on the meta device, too, where all addresses are 0."""
-    return x.untyped_storage()._cdata
-
-
-class GatheredAgain(torch.autograd.graph.saved_tensors_hooks):
-    """A context in which autograd saves no views of `whole`, the gathered `own` rows of all ranks.
-
-    The backward pass gathers `whole` again, unless kernels have saved copies.
-    """
-
-    def __init__(self, whole: torch.Tensor, own: torch.Tensor, axis: Axis):
-        super().__init__(self._pack, self._unpack)
-        self.storage, self.own, self.axis = _storage(whole), own.detach(), axis
-        self.whole, self.kept, self.read = None, 0, 0
-
-    def _pack(self, x: torch.Tensor):
-        if _storage(x) != self.storage:
-            return x
-        self.kept += 1
-        return tuple(x.shape), x.stride(), x.storage_offset()
-
-    def _unpack(self, kept) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        if self.whole is None:
-            self.whole = _gathered(self.own, self.axis)
-        self.read += 1
-        view = self.whole.as_strided(*kept)
-        if self.read == self.kept:  # the last view keeps it alive
-            self.whole, self.read = None, 0
-        return view
+def gathered_again(whole: torch.Tensor, own: torch.Tensor, axis: Axis) -> Discarded:
+    """A context for the ops that read `whole`, the gathered `own` rows of all ranks: the backward pass gathers it again."""
+    return Discarded(whole, partial(_gathered, own.detach(), axis))
 
 
 gather_from_context_parallel_region = conjugate(_gathered, _own_rows_of_total)

@@ -16,19 +16,19 @@ from megatron.settings.schema import Recompute
 def stage_saved_bytes(job: Job, layout: Layout, layers: Sequence[int], first: bool, last: bool) -> Bytes:
     """Bytes saved in one pass of a micro-batch through the layers of a stage (by their index in the whole network)."""
     facts, share, kept = job.facts, layout.rank_setup(job), Bytes()
-    for (kind, granularity), count in repeated(facts, layout.recompute, layers, together=True).items():
-        for name, size in facts.layer_saved_bytes(share, kind, granularity).items():
+    for (kind, modules), count in repeated(facts, layout.recompute, layers, together=True).items():
+        for name, size in facts.layer_saved_bytes(share, kind, modules).items():
             kept[name] += count * size
     kept.update(facts.ends_saved_bytes(share, first, last))
     return kept
 
 
 def repeated(facts: Facts, settings: Recompute, layers: Sequence[int], together: bool = False) -> Counter:
-    """Count layers by (kind, granularity of recomputation). together: count a group that is recomputed together once."""
+    """Count layers by (kind, recomputed modules). together: count a group that is recomputed together once."""
     counts = Counter()
     for group in recompute_groups(layers, settings):
-        members = group.layers[:1] if together and group.granularity == "full" else group.layers
-        counts.update((facts.layer_kind(layer), group.granularity) for layer in members)
+        members = group.layers[:1] if together and "full" in group.modules else group.layers
+        counts.update((facts.layer_kind(layer), group.modules) for layer in members)
     return counts
 
 
@@ -44,5 +44,4 @@ def workspace(job: Job, layout: Layout, layers: Sequence[int]) -> int:
     r, share = layout.recompute, layout.rank_setup(job)
     together = (r.recompute_num_layers or 1) if r.recompute_method != "block" else 1
     kinds = set(map(job.facts.layer_kind, layers))
-    granularity = r.recompute_granularity or ""
-    return max((job.facts.layer_workspace(share, kind, granularity, together) for kind in kinds), default=0)
+    return max((job.facts.layer_workspace(share, kind, r.modules, together) for kind in kinds), default=0)

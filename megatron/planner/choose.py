@@ -235,7 +235,7 @@ def nothing_fits(outcome: SearchResult) -> SettingsError:
     return SettingsError(
         f"none of {searched.num_layouts:,} layouts{held} fits {cluster.world_size} x {cluster.device.memory_gb:g} GB",
         f"the closest, {closest.layout.short()} with recomputation of "
-        f"{closest.layout.recompute.recompute_granularity or 'nothing'}, is {closest.why()}",
+        f"{closest.layout.recompute.words or 'nothing'}, is {closest.why()}",
         f"state alone, {each} bytes a parameter, needs about {max(least, cluster.world_size + 1)} such devices "
         f"({max(power, 2 * cluster.world_size)} as a power of two); or a smaller model, or shorter sequences",
     )

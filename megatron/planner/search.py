@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Optional
 
-from megatron.model.layer_ops import CoreAttention, RankSetup
+from megatron.model.layer_ops import ACTIVATION, ATTENTION, CORE, LAYER, NORM, CoreAttention, RankSetup
 from megatron.mpu.placement import Table
 from megatron.pipeline.schedule import SCHEDULES
 from megatron.planner import memory, speed
@@ -22,7 +22,6 @@ from megatron.planner.speed import Cluster, StepTime, split_even
 from megatron.planner.stage_cut import fastest, in_stages
 from megatron.settings.schema import Recompute
 
-GRANULARITIES = (None, "core_attn", "full_attn", "full")
 NOT_OFFLOADED = (0.0, 0.0, False)
 REFINED = 40  # number of best plans to refine
 SIMPLE = 20  # number of fastest plans to keep for each number of features
@@ -93,7 +92,8 @@ def features(layout: Layout) -> int:
     axes += 1 < layout.cp_heads < layout.cp
     axes += layout.stage_layers is not None and len(set(layout.stage_layers.split(","))) > 1
     again = layout.recompute
-    recomputing = (again.recompute_granularity is not None) + (again.no_recompute_layers is not None)
+    given = (again.recompute_granularity, again.recompute_modules, again.no_recompute_layers)
+    recomputing = sum(setting is not None for setting in given)
     return axes + recomputing + _state_features(layout.zero, layout.shard, layout.weight_ranks, layout.offload)
 
 
@@ -309,13 +309,20 @@ def _sharing_ways(job: Job, tp: int, cp: int, space: Space) -> list[tuple[int, b
 
 
 def _recomputations(share: RankSetup, job: Job, space: Space) -> list[Recompute]:
-    """The granularities of recomputation: attention if the model has some, softmax(q k) v if its kernel stores scores."""
+    """The choices of recomputation: attention if the model has some, softmax(q k) v if its kernel stores scores, and norms
+    and activations, which cost hardly any time.
+    """
     if space.recompute is not None:
         return [space.recompute]
     ops = (op for kind in job.facts.layer_kinds for op in job.facts.layer_ops(share, kind))
     cores = [op for op in ops if isinstance(op, CoreAttention)]
-    useless = {"core_attn"} if all(core.kernel == "flash" for core in cores) else set()
-    return [Recompute(one) for one in GRANULARITIES if one not in useless | (set() if cores else {"full_attn"})]
+    useful = set(job.facts.recomputes) | {LAYER}
+    useful -= {CORE} if all(core.kernel == "flash" for core in cores) else set()
+    useful -= set() if cores else {ATTENTION}
+    cheap = [module for module in (CORE, NORM, ACTIVATION) if module in useful]
+    choices = [Recompute(), *map(Recompute, (CORE, ATTENTION, LAYER))]
+    choices += [Recompute(CORE, recompute_modules=cheap)] if ACTIVATION in useful else []
+    return [one for one in choices if useful.issuperset(one.modules)]
 
 
 def _tensor_sizes(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> list[int]:

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron.model.facts import Facts
-from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
+from megatron.model.layer_ops import LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
 from megatron.planner import activations
@@ -164,8 +164,8 @@ def useful_flops(job: Job) -> float:
 
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
     """Seconds of a micro-batch through each layer, forward and backward."""
-    facts, granularity, share = job.facts, layout.recompute.recompute_granularity or "", layout.rank_setup(job)
-    one = lambda layer: _stage(job, share, (((facts.layer_kind(layer), granularity), 1),), False, False, cluster).both
+    facts, modules, share = job.facts, layout.recompute.modules, layout.rank_setup(job)
+    one = lambda layer: _stage(job, share, (((facts.layer_kind(layer), modules), 1),), False, False, cluster).both
     return [one(layer) for layer in range(facts.num_layers)]
 
 
@@ -177,7 +177,7 @@ def end_costs(job: Job, layout: Layout, cluster: Cluster) -> tuple[float, float]
 
 def stage_seconds(job: Job, layout: Layout, cluster: Cluster, first: bool, last: bool) -> float:
     """Seconds of a micro-batch through one layer, forward and backward, with the ends of the first or last stage."""
-    layer = ((job.facts.layer_kind(0), layout.recompute.recompute_granularity or ""), 1)
+    layer = ((job.facts.layer_kind(0), layout.recompute.modules), 1)
     return _stage(job, layout.rank_setup(job), (layer,), first, last, cluster).both
 
 
@@ -227,16 +227,16 @@ def _stages(facts: Facts, pipeline: Pipeline, settings: Recompute) -> frozenset[
 
 
 @lru_cache(maxsize=65536)
-def _layers(facts: Facts, settings: Recompute, layers: range) -> tuple[tuple[tuple[str, str], int], ...]:
+def _layers(facts: Facts, settings: Recompute, layers: range) -> tuple[tuple[tuple[str, tuple[str, ...]], int], ...]:
     return tuple(sorted(activations.repeated(facts, settings, layers).items()))
 
 
 @lru_cache(maxsize=65536)
 def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster: Cluster) -> Pass:
-    """layers: ((kind, granularity of recomputation), count), ..."""
+    """layers: ((kind, recomputed modules), count), ..."""
     total, sp = Pass(), share.sp
-    for (kind, granularity), count in layers:
-        total += _layer(job, share, kind, granularity, cluster).times(count)
+    for (kind, modules), count in layers:
+        total += _layer(job, share, kind, modules, cluster).times(count)
     facts, h, e, d = job.facts, job.facts.settings.hidden_size, job.element, cluster.device
     if first:
         n = facts.embedded_tokens(share)
@@ -258,24 +258,27 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
 
 def layer_seconds(job: Job, cluster: Cluster) -> float:
     """Seconds of the forward pass of one layer on one rank, with a micro-batch of one."""
-    return _layer(job, job.rank_setup(), job.facts.layer_kind(0), "", cluster).forward
+    return _layer(job, job.rank_setup(), job.facts.layer_kind(0), (), cluster).forward
 
 
 @lru_cache(maxsize=65536)
-def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Cluster) -> Pass:
+def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], cluster: Cluster) -> Pass:
     """A micro-batch through a layer: its ops one after another, and recomputed ones again."""
     ops, d = job.facts.layer_ops(share, kind), cluster.device
     kernels = [op for op in ops if isinstance(op, Kernel)]
-    elementwise = d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
-    work = sum(_arithmetic(job, op, d) for op in ops) + elementwise + sum(op.starts for op in kernels) * d.launch
+    elementwise = lambda kernels: d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
+    work = (
+        sum(_arithmetic(job, op, d) for op in ops) + elementwise(kernels) + sum(op.starts for op in kernels) * d.launch
+    )
     flash = [op for op in ops if isinstance(op, CoreAttention) and op.kernel == "flash"]
     longer = (d.attention_backward - 2) * sum(_core(job, op, d) for op in flash)  # other ops: two products for one
-    again = [op for op in ops if op.runs_again(granularity)]
-    repeated = work if granularity == LAYER else sum(_arithmetic(job, op, d) for op in again)
+    again = [op for op in ops if op.runs_again(modules)]
+    between = [op for op in again if isinstance(op, Kernel) and not isinstance(op, CoreAttention)]
+    repeated = work if LAYER in modules else sum(_arithmetic(job, op, d) for op in again) + elementwise(between)
     sums, each = _tensor_parallel_sums(job, share, ops, cluster)
-    messages = sums * (granularity == LAYER)
-    if granularity == ATTENTION:  # no sum runs again; an all-gather counts as one
-        messages = share.sp * sum(isinstance(op, CoreAttention) for op in again)
+    messages = sum(len(op.ahead) for op in again if isinstance(op, Collective) and op.axis == "tp")
+    if LAYER in modules:  # a sum of two halves counts as one
+        messages = sums
     others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
     stride = dict(etp=1, ep=share.etp, cp_outer=share.tp * share.cp_heads)  # of other axes: tp
     sent = lambda op, calls: sum(
@@ -287,11 +290,11 @@ def _layer(job: Job, share: RankSetup, kind: str, granularity: str, cluster: Clu
     exposed = lambda seconds, work: max(seconds - work * beside, seconds * d.exposed)
     ahead = exposed(sum(sent(op, op.ahead) for op in rings), core)
     back = exposed(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
-    back += ahead * any(op.runs_again(granularity) for op in rings)
+    back += ahead * any(op.runs_again(modules) for op in rings)
     for op in others:
         if not op.in_ring:
             ahead += sent(op, op.ahead)
-            back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(granularity)
+            back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
     return Pass(
         work + sums * each + ahead,
         2 * work + longer + sums * each + repeated + messages * each + back,

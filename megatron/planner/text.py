@@ -76,7 +76,7 @@ def recomputed(plan: Plan) -> str:
     """The recomputation of a plan in a word or two."""
     r = plan.layout.recompute
     spared = f" but {len(r.exempt_layers)}" if r.no_recompute_layers else ""
-    return (r.recompute_granularity or "-") + spared
+    return (r.words or "-") + spared
 
 
 def verdict(plan: Plan, cluster: Cluster) -> str:
@@ -133,7 +133,7 @@ IDLE = ("error", "recompute", "offload", "stages")  # columns to leave out if al
 def rejected(searched: SearchedPlans, most: int, width: int = WIDTH) -> str:
     """The closest layouts that do not fit, and the impossible ones."""
     rows = [
-        [r.layout.short(), r.layout.micro_batch_size, r.layout.recompute.recompute_granularity or "-", r.why()]
+        [r.layout.short(), r.layout.micro_batch_size, r.layout.recompute.words or "-", r.why()]
         for r in searched.rejected[:most]
     ]
     head = ["layout", "micro", "recompute", "why not"]

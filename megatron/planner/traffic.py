@@ -6,7 +6,7 @@ content of a message. Tests compare with the traffic of runs. Legend as in `mode
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.model.layer_ops import Collective, LayerOp, Residual, ops_again
@@ -68,11 +68,11 @@ def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         calls = []
         for group in recompute_groups(pipeline.layers[stage], layout.recompute):
             ops = [op for layer in group.layers for op in facts.layer_ops(share, facts.layer_kind(layer))]
-            calls += calls_of(ops, group.granularity)
+            calls += calls_of(ops, group.modules)
         if stage == 0:
-            calls += calls_of([stream(facts.embedded_tokens(share)).summed], "")
+            calls += calls_of([stream(facts.embedded_tokens(share)).summed], ())
         if stage == len(pipeline.stages) - 1 and facts.score_sums(share) is None:
-            calls += calls_of([replace(stream(facts.loss_tokens(share)).copied, overlapped=())], "")
+            calls += calls_of([replace(stream(facts.loss_tokens(share)).copied, overlapped=())], ())
         for op, call in calls:
             key = op.axis, call, op.name, op.in_ring
             sent[key] += number * op.size
@@ -83,12 +83,12 @@ def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
     ]
 
 
-def calls_of(ops: list[LayerOp], granularity: str) -> Iterator[tuple[Collective, str]]:
+def calls_of(ops: list[LayerOp], modules: Sequence[str]) -> Iterator[tuple[Collective, str]]:
     """List (collective, call) of a forward and a backward pass through layers that are recomputed together."""
     for op in ops:
         if isinstance(op, Collective) and op.ranks > 1:
             yield from ((op, call) for call in (*op.ahead, *op.back, *op.overlapped))
-    for op in ops_again(ops, granularity):
+    for op in ops_again(ops, modules):
         if isinstance(op, Collective) and op.ranks > 1:
             yield from ((op, call) for call in op.ahead)
 
@@ -155,7 +155,7 @@ def _gathered(units: Units, job: Job, layout: Layout, rank: int) -> tuple[int, i
     for stage in stages:
         held = [layer for layer in pipeline.layers[stage] for _ in range(2)]  # before the forward and the backward pass
         for group in recompute_groups(pipeline.layers[stage], layout.recompute):
-            if group.granularity == "full":  # recomputation gathers all layers of a group except its last
+            if "full" in group.modules:  # recomputation gathers all layers of a group except its last
                 held += group.layers[:-1]
         for layer, count in Counter(layers_of(job.facts, job.selection, tuple(held))).items():
             for unit in layer_sizes(job.facts, layer, layout.cuts, layout.sp):

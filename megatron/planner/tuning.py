@@ -78,7 +78,7 @@ def _timed(
         seconds = _seconds_of_a_step(settings, recipe, config.planner.tune_steps)
         log(
             f"  {layout.short()}, micro-batch {layout.micro_batch_size}, recompute "
-            f"{layout.recompute.recompute_granularity or 'nothing'}: {figures.seconds(seconds)} a step, "
+            f"{layout.recompute.words or 'nothing'}: {figures.seconds(seconds)} a step, "
             f"{figures.seconds(seconds / batch)} a sample"
         )
         timed.append((seconds / batch, len(timed), (layout, batch)))

@@ -400,6 +400,27 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.recompute_modules and s.recompute_granularity != "core_attn",
+        lambda s: (
+            f"{said(s, 'recompute_modules')}: goes with --recompute-granularity selective"
+            + (f", not with {s.recompute_granularity}" if s.recompute_granularity else ", which is not given; add it")
+        ),
+    ),
+    Rule(
+        lambda s: s.torch_compile and _discarding(s),
+        lambda s: (
+            f"--recompute-modules {' '.join(_discarding(s))}: --torch-compile itself chooses what compiled layers keep of "
+            "norms and activations; drop one of them"
+        ),
+    ),
+    Rule(
+        lambda s: s.amp_level == "O1" and s.precision != "fp32" and "layernorm" in _discarding(s),
+        lambda s: (
+            "--recompute-modules layernorm: with --amp-level O1 products read and keep a copy of a norm's output, in half "
+            "precision; leave layernorm out, or say --amp-level O2"
+        ),
+    ),
+    Rule(
         lambda s: s.recompute_method == "block" and s.recompute_granularity == "full" and not s.recompute_num_layers,
         lambda s: "--recompute-method block needs --recompute-num-layers: how many layers of each stage to recompute",
     ),
@@ -653,6 +674,11 @@ def _missing_for_tokenizer(s: SimpleNamespace) -> list[str]:
     if s.tokenizer_model and s.tokenizer != "NullTokenizer":  # a folder or a name provides all its files
         return []
     return [f"--{name.replace('_', '-')}" for name in needs if not getattr(s, name)]
+
+
+def _discarding(s: SimpleNamespace) -> list[str]:
+    """The recomputed modules whose output is discarded, too."""
+    return [name for name in s.recompute_modules or () if name in ("layernorm", "mlp_act")]
 
 
 def _layers(text: str | None) -> frozenset[int] | None:

@@ -567,7 +567,8 @@ class Recompute:
     """Activation recomputation in the backward pass, which saves memory."""
 
     recompute_granularity: Optional[Literal["full", "full_attn", "core_attn"]] = setting(
-        "part of a layer to recompute in the backward pass: all of it, its attention half, or softmax(q k) v",
+        "part of a layer to recompute in the backward pass: all of it, its attention half, or the --recompute-modules "
+        "(core_attn, or selective)",
         None,
         "--recompute-activations=core_attn/",
         "--use-recompute~=full/",
@@ -584,6 +585,30 @@ class Recompute:
         "see --recompute-method", None, "--checkpoint-num-layers", "--activations-checkpoint-num-layers"
     )
     no_recompute_layers: Optional[str] = setting("layers not to recompute, numbered from 0: 0,1,5", None)
+    recompute_modules: Optional[list[Literal["core_attn", "layernorm", "mlp_act", "mlp"]]] = setting(
+        "--recompute-granularity selective: modules of a layer to recompute: softmax(q k) v, the norms before attention "
+        "and MLP, the MLP's activation, the MLP (default: core_attn)",
+        None,
+    )
+
+    def __hash__(self):  # of a list there is none
+        return hash((self.modules, self.recompute_method, self.recompute_num_layers, self.no_recompute_layers))
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The recomputed parts of a layer, in a fixed order; whole layers are "full", attention halves "full_attn".
+
+        >>> Recompute("core_attn", recompute_modules=["mlp", "layernorm"]).modules
+        ('layernorm', 'mlp')
+        """
+        if self.recompute_granularity == "core_attn" and self.recompute_modules:
+            return tuple(sorted(set(self.recompute_modules)))
+        return (self.recompute_granularity,) if self.recompute_granularity else ()
+
+    @property
+    def words(self) -> str:
+        """The recomputed parts for messages; "" for none."""
+        return "+".join(self.modules)
 
     @property
     def exempt_layers(self) -> frozenset[int]:

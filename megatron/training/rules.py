@@ -15,6 +15,7 @@ import megatron.optimizer.rules
 import megatron.pipeline.rules
 from megatron.errors import SettingsError, numbered
 from megatron.model import linear_kinds
+from megatron.model.layer_ops import ATTENTION, LAYER, MODULES
 from megatron.model.recipe import recipe_of
 from megatron.model.weights import Table
 from megatron.mpu.axis_sizes import expert_sizes, sizes_of
@@ -70,7 +71,11 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
         others += batch.problems(s.settings.batch, s.dp)
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
     violations += rules.of_given_values(others, s)
-    violations = violations or linear_kinds.problems(settings.model, lambda: _tables(settings)) or expert_problems(s)
+    violations = violations or [
+        *linear_kinds.problems(settings.model, lambda: _tables(settings)),
+        *expert_problems(s),
+        *recompute_problems(settings),
+    ]
     return [in_users_words(sentence, settings.statements) for sentence in violations]
 
 
@@ -96,6 +101,22 @@ def expert_problems(s: SimpleNamespace) -> list[str]:
         for name, placed in experts.items()
         for dim, axes in placed.cut_dims
         if placed.shape[dim] % math.prod(sizes[axis] for axis in axes)
+    ]
+
+
+def recompute_problems(settings: schema.Config) -> list[str]:
+    """The problems of the recomputed parts of layers."""
+    again, model_type = settings.recompute, settings.model.model_type
+    if not set(again.modules) - {LAYER}:
+        return []
+    there = recipe_of(settings).facts(settings, 1).recomputes
+    flag = "--recompute-modules" if again.recompute_modules else "--recompute-granularity"
+    has = [name for name in (*MODULES, ATTENTION) if name in there]
+    return [
+        f"{flag} {part}: the layers of --model-type {model_type} do not recompute it alone; they have "
+        f"{', '.join([*has, LAYER])}"
+        for part in again.modules
+        if part not in there
     ]
 
 

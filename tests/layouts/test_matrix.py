@@ -20,6 +20,8 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 RECOMPUTE = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective": "--recompute-granularity selective",
+    "cheap": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act",
+    "mlp": "--recompute-granularity selective --recompute-modules layernorm mlp",
     "full_attn": "--recompute-granularity full_attn --no-recompute-layers 0,3",
 }
 
@@ -50,44 +52,46 @@ CASES = """
     pp2-dp2-zero3 dropout
     pp2-dp2-zero3-zbv selective
     pp2vp2-dp2-zero2-gpipe selective
-    pp2-dp2-zero2-zbv llama dropout micro2
+    pp2-dp2-zero2-zbv llama dropout micro2 cheap
     pp4-zbv full_attn dropout
     tp4-pp2-zbh1 selective
     tp2sp-pp2vp2-gpipe full llama dropout micro2
-    pp4-dp2-zero1-zbh1 selective llama dropout micro2
+    pp4-dp2-zero1-zbh1 cheap llama dropout micro2
     tp2sp-pp2-dp2-zero2-zbv full_attn
     pp4vp2-dp2-zero3-gpipe full
     tp4sp-dp2-zero3 full_attn llama dropout micro2
     tp2sp-pp2vp2-dp2-zero1 micro2
     tp2sp-pp2-dp2-zero3-zbh1
-    tp2sp-pp4
-    tp4-pp2vp2-gpipe
-    tp4-pp2-zbv
-    pp4-dp2-zero2
+    tp2sp-pp4 cheap
+    tp4-pp2vp2-gpipe mlp
+    tp4-pp2-zbv mlp llama
+    pp4-dp2-zero2 mlp dropout
     tp4-dp2-zero2
-    tp4-dp2-zero1
+    tp4-dp2-zero1 cheap
     tp2sp-pp2-dp2-zero1 dropout
     cp2 llama dropout documents
 """.strip().splitlines()
 FULL = """
     tp4sp llama
     tp4 full dropout
+    tp2sp-dp2-zero3 mlp
+    pp2-dp2-zero1-zbh1 mlp
     cp2a2a documents dropout full_attn
     cp2-pp2 documents micro2
     cp2-dp2-zero2 full documents
     cp4-zero3 dropout micro2 documents
-    cp2-dp2-zero3 documents dropout
-    cp2a2a-pp2vp2-gpipe documents dropout
+    cp2-dp2-zero3 documents dropout cheap
+    cp2a2a-pp2vp2-gpipe documents dropout cheap
     cp2a2a-pp2-zbh1-zero1 llama documents dropout micro2
     cp2a2a-pp2-zbv-zero2 selective documents
     cp2-tp2-a2a-zero3 llama documents full
-    cp2-tp2sp-a2a-zero1 llama dropout
+    cp2-tp2sp-a2a-zero1 llama dropout mlp
     cp2-tp2sp-a2a-zero1 dropout
     cp2-tp4sp-zero3 documents dropout full_attn
     cp2a2a-pp4-zbv selective dropout documents
     cp2-pp2-dp2-zero3-gpipe full llama documents
     cp2-tp2sp-pp2 selective documents dropout micro2
-    cp4a2a-dp2-zero1 documents llama
+    cp4a2a-dp2-zero1 documents llama selective
     cp4 documents dropout llama
     cp4a2a2 documents dropout micro2
     cp4a2a2-tp2sp-zero3 full llama

@@ -121,8 +121,10 @@ def test_model(tiny, batch, shape, lists):
         [torch.stack((w.norm(), (g - w).norm())) for g, w in zip(gradients, wanted, strict=True)]
     ).norm(dim=0)
     assert error < 0.05 * total
-    for granularity in ("core_attn", "full_attn", "full"):
-        again, found = run(tiny(autocast=Autocast(HALF, **lists), recompute=Recompute(granularity), **shape), batch())
+    settings = [*map(Recompute, ("core_attn", "full_attn", "full"))]
+    settings += [Recompute("core_attn", recompute_modules=names) for names in (["layernorm", "mlp_act"], ["mlp"])]
+    for one in settings:
+        again, found = run(tiny(autocast=Autocast(HALF, **lists), recompute=one, **shape), batch())
         assert torch.equal(again, want) and all(map(torch.equal, found, gradients))
 
 

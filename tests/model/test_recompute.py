@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recomputation changes what is kept and nothing else: the same bits in loss and gradients, fewer bytes saved."""
 
+import gc
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.errors import SettingsError
+from megatron.fused_kernels import reference
+from megatron.model import mlp
+from megatron.model.block import Block
+from megatron.model.mlp import MLP
 from megatron.model.recompute_plan import recompute_groups
+from megatron.model.t5.layers import FeedForward
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Recompute
 
@@ -30,6 +39,12 @@ SETTINGS = {
     "first 3": Recompute("full", "block", 3),
     "not 1": Recompute("full", no_recompute_layers="1"),
 }
+MODULES = ("core_attn", "layernorm", "mlp_act", "mlp")
+COMBINED = [names for n in range(1, 5) for names in itertools.combinations(MODULES, n)]
+
+
+def modules(*names) -> Recompute:
+    return Recompute("core_attn", recompute_modules=list(names))
 
 
 def gradients(model, *batches) -> list[torch.Tensor]:
@@ -56,6 +71,39 @@ def test_same_bits_with_dropout(tiny, batch, settings, shape, dtype):
     assert_same_bits(gradients(tiny(recompute=settings, **shape), *micros), want)
 
 
+@pytest.mark.parametrize(
+    "shape", [{}, dict(MODERN, **DROPOUT), dict(squared_relu=True)], ids=["gpt2", "modern", "relu"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_same_bits_with_any_modules(tiny, batch, shape, dtype):
+    micros, make = [batch(seed=n) for n in range(2)], lambda settings: tiny(recompute=settings, dtype=dtype, **shape)
+    want = gradients(make(None), *micros)
+    for names in COMBINED:
+        assert_same_bits(gradients(make(modules(*names)), *micros), want)
+
+
+def test_a_kernel_that_adds_the_bias_is_recomputed(tiny, batch, monkeypatch):
+    """As on CUDA, where one kernel adds the bias and applies GeLU."""
+    calls, choose = [], mlp.choose_kernel
+
+    def fused(x, bias):
+        calls.append(1)
+        return reference.bias_gelu(x, bias)
+
+    monkeypatch.setattr(
+        mlp, "choose_kernel", lambda op, *case: SimpleNamespace(run=fused) if op == "bias_gelu" else choose
+    )
+    want = gradients(tiny(), batch())
+    assert len(calls) == 2
+    for name in ("mlp_act", "mlp"):
+        assert_same_bits(gradients(tiny(recompute=modules(name)), batch()), want)
+    assert len(calls) == 2 + 2 * 4
+    others = FeedForward.__new__(FeedForward)
+    for proj in ("relu", "gated-gelu"):
+        others.proj = proj
+        assert others._bias_gelu(torch.ones(1)) is None
+
+
 @pytest.mark.parametrize("granularity", ["core_attn", "full_attn", "full"])
 def test_same_bits_without_dropout_and_with_documents(tiny, batch, granularity):
     """Without dropout another attention kernel runs, and recomputation may stop early."""
@@ -72,8 +120,11 @@ def test_same_bits_on_two_ranks(tiny, batch, run_ranks, sequence_parallel):
         )
         for dtype in (torch.float32, torch.bfloat16):
             want = gradients(make(None, dtype), batch())
-            for granularity in ("core_attn", "full_attn", "full"):
-                assert_same_bits(gradients(make(Recompute(granularity), dtype), batch()), want)
+            for again in (
+                *map(Recompute, ("core_attn", "full_attn", "full")),
+                *(modules(*names) for names in COMBINED),
+            ):
+                assert_same_bits(gradients(make(again, dtype), batch()), want)
 
     run_ranks(2, body)
 
@@ -107,6 +158,45 @@ def test_saved_bytes(tiny, batch, shape):
     assert full < one_more == three_of_four < everything
 
 
+@pytest.mark.parametrize("shape", [{}, MODERN, dict(squared_relu=True)], ids=["gpt2", "modern", "relu"])
+def test_modules_save_what_their_shapes_say(tiny, batch, most_allocated, shape):
+    """To the byte, at the end of a forward pass."""
+    s, b, layers = 64, 3, 4
+    micro, settings = batch(s), dict(num_layers=layers, seq_length=s, **shape)
+    model = tiny(**settings).facts.settings
+    rows, h, ffn = s * b, model.hidden_size, model.ffn_size
+    up, statistics = (2, 1) if shape == MODERN else (1, 2)  # widths of the MLP; numbers per row of a norm
+    inner = {"gpt2": 0, "modern": 1, "relu": 0}["modern" if shape == MODERN else "gpt2"]  # silu(gate)
+    saved = {
+        "layernorm": 4 * layers * 2 * (rows * h + rows * statistics),
+        "mlp_act": 4 * layers * rows * ffn * (1 + inner),
+        "mlp": 4 * layers * rows * ffn * (up + inner + 1) - layers * torch.get_rng_state().nbytes,
+    }
+
+    def most(*names) -> int:
+        made = tiny(recompute=modules(*names) if names else None, **settings)
+        gc.collect()  # what tests before have left is not freed meanwhile
+        return most_allocated(lambda: (made(None, micro), torch.empty(1 << 22)))  # the most is in use at the end
+
+    everything, core = most(), most("core_attn")
+    saved["core_attn"] = everything - core
+    assert saved["core_attn"] > 0
+    for names in COMBINED:
+        counted = set(names) - ({"mlp_act"} if "mlp" in names else set())
+        assert everything - most(*names) == sum(map(saved.get, counted)), names
+
+
+def test_an_mlp_with_a_forward_of_its_own_is_not_ignored(tiny, batch, monkeypatch):
+    class Own(MLP):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    monkeypatch.setattr(Block, "mlp_class", Own)
+    with pytest.raises(SettingsError, match="mlp_act: Own has its own forward function"):
+        tiny(recompute=modules("mlp_act"))
+    assert_same_bits(gradients(tiny(recompute=modules("mlp", "mlp_act")), batch()), gradients(tiny(), batch()))
+
+
 def test_nothing_is_kept_for_inference(tiny, batch):
     model = tiny(recompute=Recompute("full"))
     with torch.no_grad():
@@ -131,10 +221,7 @@ def test_a_layer_runs_again_with_its_hooks_inside_the_backward_pass(tiny, batch)
 
 def chosen(layers, **settings) -> list:
     return [
-        layer
-        for group in recompute_groups(layers, Recompute(**settings))
-        if group.granularity
-        for layer in group.layers
+        layer for group in recompute_groups(layers, Recompute(**settings)) if group.modules for layer in group.layers
     ]
 
 
@@ -164,9 +251,9 @@ def test_every_layer_has_its_place(first, count, granularity, method, size, exem
     groups = recompute_groups(range(first, first + count), settings)
     assert [layer for group in groups for layer in group.layers] == list(range(first, first + count))
     for group in groups:
-        assert group.granularity in ("", granularity)
-        if group.granularity:
+        assert group.modules in ((), (granularity,))
+        if group.modules:
             assert not exempt & set(group.layers)
             assert len(group.layers) <= (size if granularity == "full" and method != "block" else 1)
     bare = replace(settings, recompute_granularity=None)
-    assert not any(group.granularity for group in recompute_groups(range(first, first + count), bare))
+    assert not any(group.modules for group in recompute_groups(range(first, first + count), bare))

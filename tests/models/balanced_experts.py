@@ -110,7 +110,7 @@ class BalancedLayer(own_experts.Layer):
 class BalancedLanguageModel(own_experts.ExpertLanguageModel):
     """See `LanguageModel`."""
 
-    def build_layer(self, layer: int, weights: Table, granularity: str) -> BalancedLayer:
+    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> BalancedLayer:
         own = dict(cp=self.cp, sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
         return BalancedLayer(self.facts, self.tp, self.ep, self.etp, weights, **own)
 

@@ -11,6 +11,7 @@ ranks mix theirs without a message; under sequence parallelism the column-parall
 Legend: s sequence, b micro-batch, n = s x b tokens, h hidden, f width of the MLP, tp ranks that divide f.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,10 @@ from megatron.errors import SettingsError, run_main
 from megatron.fused_kernels.autocast import autocast_of
 from megatron.model.facts import Facts
 from megatron.model.language_model import LanguageModel
-from megatron.model.layer_ops import Kernel, LayerOp, RankSetup, Residual
+from megatron.model.layer_ops import ACTIVATION, NORM, Kernel, LayerOp, RankSetup, Residual
 from megatron.model.norms import NORMS
 from megatron.model.recipe import Recipe
+from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, add_prefix, column, norm, output_std, row, take_prefix
 from megatron.mpu import mappings
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, create_parameters
@@ -48,6 +50,7 @@ class MLPFacts(Facts):
     window: int = 4
 
     name = "MLP language model"
+    recomputes = frozenset({NORM, ACTIVATION})
 
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
         m, bias = self.settings, not self.settings.disable_bias_linear
@@ -66,10 +69,12 @@ class MLPFacts(Facts):
         mixing = Kernel(
             "mlp",
             kept=2 * n * f * share.element,  # the inputs of the mixing and of GeLU
+            given=n * f * share.element,
             moved=n * f * (2 + 2 * self.window),
             workspace=n * (3 * f + h) * share.element,
+            again=(ACTIVATION,),
         )
-        return x.norm(), *x.column("mlp", f), mixing, *x.row("mlp", f), x.add()
+        return x.norm(NORM), *x.column("mlp", f), mixing, *x.row("mlp", f), x.add()
 
 
 # ---- the module ------------------------------------------------------------------------------------------------------
@@ -95,9 +100,9 @@ class Mix(nn.Module):
 class Layer(nn.Module):
     """[s, b, h] (or [s/tp, b, h]) in and out; with it the sum over tokens of the squares of what goes out."""
 
-    def __init__(self, model, layer, tp, weights, *, seed, sequence_parallel, **factory_kwargs):
+    def __init__(self, model, layer, tp, weights, *, seed, sequence_parallel, recompute, region, **factory_kwargs):
         super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
+        self.tp, self.sequence_parallel, self.recompute, self.region = tp, sequence_parallel, recompute, region
         common = dict(sequence_parallel=sequence_parallel, **factory_kwargs)
         self.norm = NORMS[model.normalization](take_prefix(weights, "norm"), model.norm_epsilon, **factory_kwargs)
         self.up = ColumnParallelLinear(take_prefix(weights, "up"), tp, **common)
@@ -107,9 +112,19 @@ class Layer(nn.Module):
         self.dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis)
 
     def forward(self, x: torch.Tensor, batch):
-        u = self.mix(self.up(self.norm(x)), batch.document_ids)  # [s, b, f/tp]
-        x = x + self.dropout(self.down(F.gelu(u)), batch.samples)
+        normal, reading = self.kept_or_not(NORM, self.norm, x)
+        with reading:
+            u = self.up(normal)  # [s, b, f/tp]
+        mixed, reading = self.kept_or_not(ACTIVATION, lambda u: F.gelu(self.mix(u, batch.document_ids)), u)
+        with reading:
+            x = x + self.dropout(self.down(mixed), batch.samples)
         return x, {"activity": self.activity(x, batch)}
+
+    def kept_or_not(self, part: str, function, x: torch.Tensor):
+        """function(x), and a context for what reads it."""
+        if part not in self.recompute:
+            return function(x), nullcontext()
+        return recompute_output(function, x, inside=self.region)
 
     def activity(self, x: torch.Tensor, batch) -> torch.Tensor:
         squares, mask = x.float().square().sum(-1), batch.loss_mask
@@ -122,8 +137,9 @@ class Layer(nn.Module):
 class MLPLanguageModel(LanguageModel):
     """See `LanguageModel`."""
 
-    def build_layer(self, layer: int, weights: Table, granularity: str) -> Layer:
-        own = dict(seed=self.seed, sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
+    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> Layer:
+        own = dict(seed=self.seed, sequence_parallel=self.sequence_parallel, recompute=recompute, region=self.region)
+        own |= self.factory_kwargs
         return Layer(self.facts.settings, layer, self.tp, weights, **own)
 
 
@@ -149,14 +165,12 @@ def facts(config: Config, vocab_size: int) -> MLPFacts:
     window, m = config.extra["mlp"].mlp_window, config.model
     if window < 1:
         raise SettingsError(f"--mlp-window {window} must be at least 1")
-    attention = config.recompute.recompute_granularity in ("core_attn", "full_attn")
     missing = {
         "--swiglu": m.swiglu,
         "--squared-relu": m.squared_relu,
         "--window-size": m.window_size is not None,
         "--attn-logit-softcapping": m.attn_logit_softcapping is not None,
         "--position-embedding-type rope": m.position_embedding_type == "rope",
-        f"--recompute-granularity {config.recompute.recompute_granularity}": attention,
     }
     for flag, given in missing.items():
         if given:

@@ -232,7 +232,7 @@ class Layer(nn.Module):
 class ExpertLanguageModel(LanguageModel):
     """See `LanguageModel`."""
 
-    def build_layer(self, layer: int, weights: Table, granularity: str) -> Layer:
+    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> Layer:
         own = dict(sequence_parallel=self.sequence_parallel, **self.factory_kwargs)
         return Layer(self.facts, self.tp, self.ep, self.etp, weights, **own)
 

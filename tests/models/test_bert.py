@@ -132,7 +132,7 @@ SMALL = """--model-type BERT --num-layers 4 --hidden-size 32 --num-attention-hea
     --make-vocab-size-divisible-by 8 --lr 1e-3 --global-batch-size 8 --train-iters 10 --eval-iters 0 --precision fp32"""
 POST = "--post-norm --untie-embeddings-and-output-weights"
 LAYOUTS = """
-    tp2sp-pp2 post dropout
+    tp2sp-pp2 post dropout cheap
     pp2-dp2-zero3-zbh1 full micro2
     pp2vp2 post micro2
 """.strip().splitlines()
@@ -141,7 +141,7 @@ FULL = """
     tp4sp post full_attn
     pp4 dropout
     pp2-zbv dropout post
-    pp2-vhalf
+    pp2-vhalf mlp
     pp2-gpipe dropout
     dp2-zero1 post
     dp4-zero3 dropout full
@@ -150,6 +150,8 @@ FULL = """
 """.strip().splitlines()
 RECOMPUTE = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "cheap": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act",
+    "mlp": "--recompute-granularity selective --recompute-modules layernorm mlp",
     "full_attn": "--recompute-granularity full_attn --no-recompute-layers 0,3",
 }
 

@@ -49,6 +49,7 @@ PLACES = {
 }
 AGAIN = {  # places whose words a granularity of recomputation draws twice
     "core_attn": ("attention.dropout", "cross.dropout"),
+    "selective --recompute-modules core_attn layernorm mlp": ("attention.dropout", "cross.dropout"),
     "full_attn": ("attention.dropout", "cross.dropout"),
     "full": OF_DECODER,
 }

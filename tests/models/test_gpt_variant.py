@@ -142,8 +142,8 @@ class ScaledFacts(gpt_variant.VariantFacts):
 
 
 class Scaled(gpt_variant.Variant):
-    def build_layer(self, layer, weights, granularity):
-        block = super().build_layer(layer, weights, granularity)
+    def build_layer(self, layer, weights, recompute):
+        block = super().build_layer(layer, weights, recompute)
         block.coeff = self.facts.coeff
         return block
 

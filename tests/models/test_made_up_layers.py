@@ -155,7 +155,7 @@ class LatentFacts(LayerFacts):
 
     def layer_ops(self, share, kind):
         x, e, heads, whole = self.stream(share), share.element, self.settings.num_attention_heads // share.tp, self.own
-        n, held, keys, again = x.tokens, x.elements // H, self.own + self.shared, dict(again=ATTENTION)
+        n, held, keys, again = x.tokens, x.elements // H, self.own + self.shared, dict(again=(ATTENTION,))
         pairs = n * self.settings.seq_length * heads
         given = n * heads * (2 * keys + whole + self.values) * e  # queries, keys, and values beside the keys' own part
         narrow = lambda width: replace(x.copied, size=n * width * e, **again)
@@ -181,7 +181,7 @@ class LatentFacts(LayerFacts):
             ),
             replace(narrow(self.shared), overlapped=()),
             core,
-            *x.row("attention", heads * self.values, ATTENTION),
+            *x.row("attention", heads * self.values, **again),
             x.add(),
         )
 
@@ -342,16 +342,16 @@ def measured(rank, name, ranks, sp, again):
 def test_figures_are_those_of_a_real_pass(run_ranks, case):
     name, ranks, sp, again = case
     facts, share = LAYERS[name][0], share_of(name, ranks, sp)
-    ops = facts.layer_ops(share, "layer")
+    ops, modules = facts.layer_ops(share, "layer"), Recompute(again or None).modules
     found = run_ranks(ranks, measured, *case) if ranks > 1 else [measured(0, *case)]
     local = [placed.local_shape({axis_of(name): ranks}) for placed in facts.layer_weights("layer", sp).values()]
     sent = Counter()
-    for op, call in calls_of(ops, again):
+    for op, call in calls_of(ops, modules):
         sent[op.axis, call, "bytes"] += op.size
         sent[op.axis, call, "calls"] += 1
     ahead = sum(op.flops for op in ops)
     for kept, held, flops, messages in found:
-        assert facts.layer_saved_bytes(share, "layer", again).total() == kept
+        assert facts.layer_saved_bytes(share, "layer", modules).total() == kept
         assert sum(map(math.prod, local)) == held
         assert messages == sent
         assert flops[0] == ahead and (again or flops[1] == 2 * ahead)

@@ -284,7 +284,8 @@ def test_its_setting_is_a_setting_like_others(tmp_path, capsys):
         "--squared-relu": "this model has none",
         "--window-size 4,0": "this model has none",
         "--attn-logit-softcapping 4": "this model has none",
-        "--recompute-granularity full_attn": "this model has none",
+        "--recompute-granularity full_attn": "--recompute-granularity full_attn: the layers of",
+        "--recompute-granularity selective --recompute-modules mlp": "they have layernorm, mlp_act",
         "--mlp-window x": "'x' is not a whole number",
     }.items():
         with pytest.raises((SettingsError, UsageError), match=re.escape(words)):
@@ -404,7 +405,7 @@ def test_the_ledgers_of_memory_and_messages_are_exact(text):
         assert messages == sent
 
 
-@pytest.mark.parametrize("granularity", [None, "full"])
+@pytest.mark.parametrize("granularity", [None, "full", "selective --recompute-modules layernorm mlp_act"])
 @pytest.mark.parametrize("flags", ["", "--hidden-dropout 0 --normalization RMSNorm --disable-bias-linear"])
 @pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)])
 def test_kept_activations_are_planned_within_5_percent(tp, sp, flags, granularity):

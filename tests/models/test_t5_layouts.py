@@ -18,6 +18,8 @@ ROPE = """--position-embedding-type rope --num-query-groups 2 --swiglu --normali
 RECOMPUTE = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective": "--recompute-granularity selective",
+    "cheap": "--recompute-granularity selective --recompute-modules core_attn layernorm mlp_act",
+    "mlp": "--recompute-granularity selective --recompute-modules layernorm mlp",
     "full_attn": "--recompute-granularity full_attn --no-recompute-layers 0,5",
 }
 # layout, then features: t5 (relative positions, an output layer of its own), rope (grouped queries, gated SiLU, capped
@@ -25,7 +27,7 @@ RECOMPUTE = {
 CASES = """
     tp2sp-pp2 t5 dropout
     pp2-dp2-zero3-zbh1 full
-    tp2sp-pp2vp2-dp2-zero2 dropout
+    tp2sp-pp2vp2-dp2-zero2 dropout cheap
 """.strip().splitlines()
 FULL = """
     pp2vp2 rope dropout selective
@@ -39,13 +41,13 @@ FULL = """
     pp8
     pp2-gpipe dropout
     pp2-zbv dropout
-    pp2-vhalf t5 dropout
+    pp2-vhalf t5 dropout mlp
     pp4-zbv
     pp2vp4 t5
     pp4vp2 full
     dp2-zero1 dropout
     dp2-zero2 t5
-    dp2-zero3 dropout t5
+    dp2-zero3 dropout t5 cheap
     dp4-zero3 selective rope
     tp2-pp2-dp2-zero1 t5 full_attn
     tp2sp-pp2-zbh1 t5 selective

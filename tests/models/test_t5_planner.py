@@ -19,6 +19,7 @@ from megatron.planner.memory import state
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.traffic import totals, transfers
 from megatron.training.rules import resolve
+from tests.planner.test_activations import saved_by_autograd
 from tests.planner.test_truth import counted_step
 
 SIZES = """--model-type T5 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --decoder-seq-length 8
@@ -34,6 +35,7 @@ CASES = [
     ("tp2", ""),
     ("tp2", f"{PLAIN} {AGAIN} --recompute-num-layers 2"),
     ("tp2sp", "--recompute-granularity full_attn --no-recompute-layers 1"),
+    ("tp2sp", "--recompute-granularity selective --recompute-modules layernorm mlp"),
     ("pp2-zbv", "--bf16"),
     ("dp2-zero3", T5),
     ("tp2sp-pp2", T5),
@@ -71,6 +73,7 @@ def test_ledgers_are_exact(world, chosen):
 
 ROPE = f"{PLAIN} --num-query-groups 2 --position-embedding-type rope"
 CAPPED = f"{PLAIN} --attn-logit-softcapping 2"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 PLAINLY = "--no-masked-softmax-fusion"
 
 
@@ -83,6 +86,9 @@ PLAINLY = "--no-masked-softmax-fusion"
         CAPPED,
         *(f"{flags} {PLAINLY}" for flags in ("", T5, ROPE, CAPPED)),
         f"{T5} --attention-backend sdpa",
+        f"{SELECTIVE} core_attn",
+        f"{SELECTIVE} layernorm mlp_act",
+        f"{T5} {SELECTIVE} core_attn layernorm mlp",
     ],
 )
 def test_kept_activations_are_within_ten_percent(more):
@@ -98,19 +104,11 @@ def test_kept_activations_are_within_ten_percent(more):
     data = MockPairs(4, 160, 140, 91)
     arrays = {name: torch.from_numpy(array) for name, array in data[0].items()}
     arrays = {name: torch.stack([array, array], 1) for name, array in arrays.items()}
-    own, seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes(), storage
-        return tensor.detach()  # with its node, which holds what it keeps: nothing of it would ever be freed
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_by_autograd(model) as seen:
         kept = model(None, named_batch(arrays, torch.arange(2)))
     job = Job.of(config, facts, dp=1, device="cpu")
     expected = stage_saved_bytes(job, Layout.of(config, 1), range(facts.num_layers), True, True).total()
-    found = sum(size for size, _ in seen.values())
+    found = sum(storage.nbytes() for storage in seen.values())
     assert kept and abs(found / expected - 1) < 0.1, (found, expected)
 
 

@@ -80,7 +80,7 @@ def test_what_is_gathered_is_not_kept_and_comes_again(run_ranks):
         collectives.all_gather = lambda *args: gathers.append(1) or real(*args)
         own = x[ROWS[2][rank]].clone().requires_grad_()
         whole = context_parallel.gather_from_context_parallel_region(own, axis)
-        hooks = context_parallel.GatheredAgain(whole, own, axis)
+        hooks = context_parallel.gathered_again(whole, own, axis)
         with hooks if again else contextlib.nullcontext():
             value = (whole[:13] * whole[3:16]).sum() + (
                 whole[5:].transpose(0, 1) * whole[5:].exp().transpose(0, 1)

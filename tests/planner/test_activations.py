@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of kept activations: predicted within 5 % of what autograd's hooks see, on whole models and pieces of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron.data.loader import MicroBatch
-from megatron.model import attention
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.module import GPT
-from megatron.mpu.context_parallel import GatheredAgain
+from megatron.mpu.discarded import Discarded
 from megatron.mpu.mesh import Mesh
 from megatron.planner.activations import stage_saved_bytes
 from megatron.planner.layout import Job, Layout
@@ -64,26 +65,35 @@ def bytes_kept(stage, layout, first=True, length=None) -> int:
     ids = None if length is None else (torch.arange(model.seq_length) // length).int().unsqueeze(1).expand(-1, b)
     batch = MicroBatch(tokens=tokens, labels=tokens, samples=torch.arange(b), document_ids=ids)
     x = None if first else torch.randn(s // (layout.tp if layout.sp else 1), b, model.hidden_size).to(dtype)
-    own = {parameter.untyped_storage().data_ptr() for parameter in stage.parameters()}
-    seen = {}
+    with saved_by_autograd(stage) as seen:
+        result = stage(x if first else x.requires_grad_(), batch)
+    del result
+    return sum(storage.nbytes() for storage in seen.values())
+
+
+@contextmanager
+def saved_by_autograd(model) -> Iterator[dict[int, torch.UntypedStorage]]:
+    """A context that yields the memory that autograd saves in it, without the weights of a model."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    seen = {}  # held, so that no address is used twice
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes(), storage  # it stays, so that no address is used twice
+            seen[storage.data_ptr()] = storage
         return tensor.detach()  # with its node, which holds what it keeps: nothing of it would ever be freed
 
-    class Seen(GatheredAgain):  # these hooks stand before ours
-        def _pack(self, x):
-            kept = super()._pack(x)
-            keep(kept if isinstance(kept, torch.Tensor) else self.own)
-            return kept
+    def seen_too(discarded, x, pack=Discarded._pack):  # these hooks stand before ours
+        kept = pack(discarded, x)
+        if isinstance(kept, torch.Tensor):
+            return keep(kept)
+        for part in getattr(discarded.again, "args", ())[:1]:  # what is gathered again
+            keep(part)
+        return kept
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, mock.patch.object(attention, "GatheredAgain", Seen):
-        result = stage(x if first else x.requires_grad_(), batch)
-    del result
-    return sum(size for size, _ in seen.values())
+    with hooks, mock.patch.object(Discarded, "_pack", seen_too):
+        yield seen
 
 
 def predicted(
@@ -143,6 +153,28 @@ def test_one_rank(shape, backend, precision, again):
     assert predicted(model, layout, backend=backend, precision=precision) == pytest.approx(found, rel=0.05)
 
 
+MODULES = ["layernorm", "mlp_act", "mlp", "core_attn layernorm mlp_act", "core_attn layernorm mlp", "mlp mlp_act"]
+
+
+@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(),
+        dict(PLAIN, squared_relu=True),
+        LLAMA,
+        dict(LLAMA, num_query_groups=2, qk_layernorm=True, attention_dropout=0.1, hidden_dropout=0.1),
+    ],
+)
+def test_modules(shape, precision, modules):
+    again = Recompute("core_attn", recompute_modules=modules.split())
+    model, layout = Model(**{**GPT_SHAPE, **shape}), Layout(micro_batch_size=2, recompute=again)
+    dtype = dict(fp32=torch.float32, bf16=torch.bfloat16)[precision]
+    found, near = measured(model, layout, Mesh(), dtype=dtype), 0.05 if "core_attn" in modules else 0.01
+    assert predicted(model, layout, precision=precision) == pytest.approx(found, rel=near)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -171,7 +203,11 @@ def test_stages(layers, first, last):
 @pytest.mark.parametrize("shape", [dict(), PLAIN, LLAMA, dict(PLAIN, qk_layernorm=True)])
 def test_tensor_parallel(run_ranks, shape, sp):
     layouts = [
-        Layout(tp=2, sp=sp, micro_batch_size=2, recompute=Recompute(again)) for again in (None, "core_attn", "full")
+        Layout(tp=2, sp=sp, micro_batch_size=2, recompute=again)
+        for again in (
+            *map(Recompute, (None, "core_attn", "full")),
+            *(Recompute("core_attn", recompute_modules=modules.split()) for modules in ("layernorm mlp_act", "mlp")),
+        )
     ]
     model = Model(**{**GPT_SHAPE, **shape})
     found = run_ranks(2, lambda rank: [measured(model, layout, Mesh(rank, tp=2)) for layout in layouts])[0]
@@ -194,7 +230,9 @@ def test_tensor_parallel(run_ranks, shape, sp):
 )
 def test_context_parallel(run_ranks, shape, backend, way):
     """On the last rank, whose windows are full."""
-    layouts = [Layout(cp=2, **way, micro_batch_size=2, recompute=Recompute(again)) for again in (None, "core_attn")]
+    choices = None, ["core_attn"], ["layernorm", "mlp_act"]
+    choices = [Recompute(names and "core_attn", recompute_modules=names) for names in choices]
+    layouts = [Layout(cp=2, **way, micro_batch_size=2, recompute=again) for again in choices]
     model = Model(**{**GPT_SHAPE, **shape})
     found = run_ranks(2, lambda rank: [measured(model, lay, Mesh(rank, cp=2), backend=backend) for lay in layouts])[1]
     for layout, bytes_seen in zip(layouts, found, strict=True):

@@ -11,7 +11,7 @@ import pretrain_gpt
 from megatron.errors import SettingsError, UsageError
 from megatron.guard.command import config_of
 from megatron.planner import target
-from megatron.planner.choose import automatic
+from megatron.planner.choose import automatic, with_margin
 from megatron.planner.layout import Layout
 from megatron.planner.memory import memory_report
 from megatron.planner.replan import fewer_ranks
@@ -101,7 +101,7 @@ GPT_1B = """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-le
 def by_hand(config, world, sizes):
     """{micro-batch: seconds of a step, None where it does not fit} of settings that say each of them."""
     found = {}
-    cluster, _ = target.cluster_of(config)
+    cluster = with_margin(config, target.cluster_of(config)[0])
     for size in sizes:
         told = replace(config, batch=replace(config.batch, micro_batch_size=size))
         if not check(told, world):

@@ -19,6 +19,7 @@ from megatron.planner.memory import MemoryReport
 from megatron.planner.parity import Trace, compare
 from megatron.planner.preflight.machines import check_clocks
 from megatron.planner.speed import Pass, StepCommunication, StepTime
+from megatron.settings.schema import Recompute
 
 
 def anything(**more) -> SimpleNamespace:
@@ -119,7 +120,7 @@ def test_the_layout_that_is_the_fastest_for_a_sample_is_chosen(monkeypatch):
     monkeypatch.setattr(tuning, "resolve", lambda config, world: config)
     monkeypatch.setattr(tuning, "_seconds_of_a_step", lambda layout, recipe, steps: took[layout.short()])
     monkeypatch.setattr(tuning, "chosen_flags", lambda config, layout, batch: layout.short())
-    again = SimpleNamespace(recompute_granularity=None)
+    again = Recompute()
     layouts = [(anything(short=lambda n=n: n, recompute=again), batch) for n, batch in (("a", 2), ("b", 4), ("c", 2))]
     context, said = SimpleNamespace(mesh=SimpleNamespace(world_size=1)), []
     config = SimpleNamespace(planner=SimpleNamespace(tune_steps=3))

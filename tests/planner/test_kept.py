@@ -52,6 +52,7 @@ WORDS = """
 --recompute-granularity full --recompute-method block --recompute-num-layers 1
 --use-recompute --use-recompute false
 --recompute-granularity full --no-recompute-layers 0,1
+--recompute-granularity selective --recompute-modules layernorm mlp
 --optimizer-cpu-offload
 --optimizer-cpu-offload false
 --optimizer-cpu-offload --optimizer-offload-fraction 0.5

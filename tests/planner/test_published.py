@@ -84,7 +84,7 @@ def test_published_peaks_of_memory():
     known = [run for run in COMPARED if run.memory_gib]
     assert len(known) == 4
     for run in known:
-        assert run.memory() / GIB == pytest.approx(run.memory_gib, rel=0.07)
+        assert run.memory() / GIB == pytest.approx(run.memory_gib, rel=0.09)
 
 
 def test_every_run_has_a_source_and_fp8_is_not_compared():

@@ -97,6 +97,7 @@ def test_loss_scales_of_fp16(flags, scales, train):
 # ---- recomputation ---------------------------------------------------------------------------------------------------
 
 
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 RECOMPUTED = [  # flags; how often each of four layers' attention, their MLP, and softmax(q k) v run; regions that are kept
     ("", [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1], 0),
     ("--recompute-granularity full", [2] * 4, [2] * 4, [2] * 4, 4),
@@ -112,6 +113,10 @@ RECOMPUTED = [  # flags; how often each of four layers' attention, their MLP, an
     ),
     ("--recompute-granularity full --no-recompute-layers 0,2", [1, 2, 1, 2], [1, 2, 1, 2], [1, 2, 1, 2], 2),
     ("--recompute-granularity core_attn --no-recompute-layers 3", [1] * 4, [1] * 4, [2, 2, 2, 1], 3),
+    (f"{SELECTIVE} mlp", [1] * 4, [2] * 4, [1] * 4, 4),
+    (f"{SELECTIVE} mlp_act", [1] * 4, [1] * 4, [1] * 4, 4),
+    (f"{SELECTIVE} layernorm", [1] * 4, [1] * 4, [1] * 4, 8),
+    (f"{SELECTIVE} core_attn layernorm mlp --no-recompute-layers 0", [1] * 4, [1, 2, 2, 2], [1, 2, 2, 2], 12),
 ]
 
 

@@ -33,7 +33,7 @@ ALWAYS = """
     log_memory_interval eval_requests exit_interval exit_duration_in_mins
     precision device torch_compile attention_backend deterministic_mode cross_entropy_chunk manual_gc_interval
     masked_softmax_fusion fuse_attn_qkv flash_attention_version
-    recompute_granularity recompute_method recompute_num_layers
+    recompute_granularity recompute_method recompute_num_layers recompute_modules
     save load save_interval keep_last save_retain_interval async_save save_mirror save_copy ckpt_step auto_resume finetune
     exit_signal_handler kill_switch_file heartbeat_dir on_nan on_spike spike_window spike_threshold iterations_to_skip
     override

@@ -211,7 +211,11 @@ CHECKS = dict(
         loss_averaging=f"{STEP}::test_losses_are_averaged_over_tokens_or_over_micro_batches",
     ),
     recompute=dict(
-        recompute_granularity=AGAIN, recompute_method=AGAIN, recompute_num_layers=AGAIN, no_recompute_layers=AGAIN
+        recompute_granularity=AGAIN,
+        recompute_method=AGAIN,
+        recompute_num_layers=AGAIN,
+        no_recompute_layers=AGAIN,
+        recompute_modules=AGAIN,
     ),
     precision=dict(
         precision=FORMAT,

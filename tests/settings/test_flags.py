@@ -313,7 +313,13 @@ def test_the_tables_say_one_thing_about_each_flag():
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("--recompute-modules mlp", "say --recompute-granularity full, full_attn or core_attn"),
+        (
+            "--recompute-modules layernorm moe_act",
+            "'moe_act' is none of core_attn, layernorm, mlp_act, mlp; models here",
+        ),
+        ("--recompute-modules mla_up_proj", "models here have no latent attention: leave it out"),
+        ("--recompute-modules shared_experts", "say mlp for the MLP"),
+        ("--recompute-modules gdn_norm_out", "'gdn_norm_out' is none of core_attn, layernorm, mlp_act, mlp"),
         ("--train-tokens 300000000000", "--train-samples"),
         ("--nproc_per_node 8", "torchrun"),
         ("--fp8-format hybrid", "use --bf16"),
@@ -386,8 +392,7 @@ def test_a_part_of_a_flags_name_is_enough_for_a_hint():
 
 
 def test_values_that_ask_for_nothing_pass_in_silence(capsys):
-    read("--num-experts 1 --expert-model-parallel-size 1 --overlap-grad-reduce false --recompute-modules false")
-    read("--recompute-granularity selective --recompute-modules core_attn")
+    read("--num-experts 1 --expert-model-parallel-size 1 --overlap-grad-reduce false")
     read("--main-grads-dtype fp32 --main-params-dtype fp32 --exp-avg-dtype fp32 --exp-avg-sq-dtype fp32")
     assert capsys.readouterr().err == ""
 

@@ -25,6 +25,7 @@ def config(line: str = "", base: str = BASE):
 
 
 FLAGS = set(spellings_of(GROUPS))
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 
 def flags_of(text: str) -> set[str]:
@@ -245,6 +246,10 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--recompute-activations --recompute-method block", 1, "not with core_attn; to spare layers"),
         ("--recompute-granularity full --recompute-method block", 1, "needs --recompute-num-layers"),
         ("--recompute-granularity full --recompute-num-layers 0", 1, "--recompute-num-layers 0 must be at least 1"),
+        ("--recompute-modules mlp", 1, "mlp: goes with --recompute-granularity selective, which is not given"),
+        ("--recompute-granularity full --recompute-modules mlp", 1, "--recompute-granularity selective, not with full"),
+        (f"{SELECTIVE} mlp layernorm --torch-compile", 1, "--recompute-modules layernorm: --torch-compile itself"),
+        (f"{SELECTIVE} layernorm --bf16 --amp-level O1", 1, "with --amp-level O1 products read and keep a copy"),
         (
             "--use-recompute --no-recompute-layers 1,4",
             1,

@@ -9,7 +9,9 @@ from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("more", ["", "--recompute-granularity full"])
+@pytest.mark.parametrize(
+    "more", ["", "--recompute-granularity full", "--recompute-activations --recompute-modules mlp"]
+)
 def test_compiled_layers_train_as_the_plain_loop_does(tmp_path, more):
     """Losses, norms, weights and moments of six steps, to rounding."""
     pretrain_gpt.main(f"{FLAGS} {SIX} {ADAM} --torch-compile {more} --save {tmp_path}".split())

@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional
 from megatron.model.bert.settings import BertSettings, own_settings
 from megatron.model.facts import Bytes
 from megatron.model.gpt.facts import GPTFacts, mlp_ops, self_attention
-from megatron.model.layer_ops import ATTENTION, LayerOp, RankSetup, Residual
+from megatron.model.layer_ops import ATTENTION, NORM, LayerOp, RankSetup, Residual
 from megatron.model.t5.facts import full_attention_kernel, noncausal_core
 from megatron.model.weights import Unit, add_prefix, norm, positions, vocab_embedding
 from megatron.mpu.placement import Constant, Normal, Placement
@@ -115,10 +115,10 @@ def dense(model: Model, outputs: int, sequence_parallel: bool = False) -> dict[s
 def _layer_ops(facts: BertFacts, share: RankSetup) -> tuple[LayerOp, ...]:
     m, s = facts.settings, facts.settings.seq_length
     x = Residual(m, share, s * share.micro_batch_size)
-    attended = x.norm(ATTENTION), *self_attention(x, noncausal_core(m, share, s, s, fused=True)), x.add()
-    mlp = *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
-    # --post-norm: the norm after attention counts with its half, wherever it is.
-    return (*attended, *mlp, x.norm()) if facts.own.post_norm else (*attended, x.norm(), *mlp)
+    attended = *self_attention(x, noncausal_core(m, share, s, s, fused=True)), x.add()
+    mlp = x.norm(NORM), *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
+    # With --post-norm the next layer reads the last norm's output, which this layer cannot discard.
+    return (*attended, *mlp, x.norm()) if facts.own.post_norm else (x.norm(NORM, ATTENTION), *attended, *mlp)
 
 
 class TaskHead(NamedTuple):

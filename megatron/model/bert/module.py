@@ -42,8 +42,11 @@ class PostNormBlock(BertBlock):
     """A layer with norms after its additions."""
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        x = self.attention_norm(self.attention_dropout.add(x, self._attended(x, context), context.samples))
-        return self.mlp_norm(self.mlp_dropout.add(x, self.mlp(x), context.samples))
+        x = self.attention_dropout.add(x, self._attended(x, context), context.samples)
+        x, reading = self._normal(self.attention_norm, x, context)
+        with reading:
+            branch = self._mlp(x, context)
+        return self.mlp_norm(self.mlp_dropout.add(x, branch, context.samples))
 
     def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self.attention(x, context)
@@ -157,7 +160,7 @@ class Bert(LanguageModel):
     def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
         return BertEmbedding(self.facts, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
 
-    def build_layer(self, layer: int, weights: Table, granularity: str) -> Block:
+    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> Block:
         kind = PostNormBlock if self.facts.own.post_norm else BertBlock
         return kind(
             self.facts.settings,
@@ -167,7 +170,7 @@ class Bert(LanguageModel):
             seed=self.seed,
             kernels=self.kernels,
             sequence_parallel=self.sequence_parallel,
-            recompute=granularity,
+            recompute=recompute,
             **self.factory_kwargs,
         )
 

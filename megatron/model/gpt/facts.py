@@ -14,7 +14,20 @@ from functools import lru_cache
 from typing import NamedTuple, Optional
 
 from megatron.model.facts import Facts
-from megatron.model.layer_ops import ATTENTION, CORE, Collective, CoreAttention, Kernel, LayerOp, RankSetup, Residual
+from megatron.model.layer_ops import (
+    ACTIVATION,
+    ALWAYS,
+    ATTENTION,
+    CORE,
+    MLP,
+    NORM,
+    Collective,
+    CoreAttention,
+    Kernel,
+    LayerOp,
+    RankSetup,
+    Residual,
+)
 from megatron.model.weights import Table, add_prefix, attention, mlp, norm
 from megatron.mpu.chunks import own_chunks, parts_between, ring_distances
 from megatron.settings.kernel_sizes import JOINED, RING_ROWS, causal_pairs
@@ -28,6 +41,7 @@ class GPTFacts(Facts):
     """See `Facts`."""
 
     name = "GPT"
+    recomputes = frozenset({CORE, NORM, ACTIVATION, MLP, ATTENTION})
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "GPTFacts":
@@ -173,15 +187,16 @@ def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tupl
     m = facts.settings
     x = Residual(m, share, m.seq_length // share.cp * share.micro_batch_size)
     attended = self_attention(x, *_exchanged(facts, share, _core(facts, share, window), window))
-    return x.norm(ATTENTION), *attended, x.add(), x.norm(), *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
+    mlp = mlp_ops(x, m.swiglu, m.squared_relu)
+    return x.norm(NORM, ATTENTION), *attended, x.add(), x.norm(NORM), *mlp, x.add()
 
 
 def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
     """The product for queries, keys and values, softmax(q k) v, and the output's product."""
     m, tp = x.model, x.share.tp
     queries, keys = m.num_attention_heads * m.head_dim // tp, m.query_groups * m.head_dim // tp
-    fused = x.column("attention", queries + 2 * keys, again=ATTENTION)
-    return *fused, *core, *x.row("attention", queries, again=ATTENTION)
+    fused = x.column("attention", queries + 2 * keys, again=(ATTENTION,))
+    return *fused, *core, *x.row("attention", queries, again=(ATTENTION,))
 
 
 def mlp_ops(x: Residual, gated: bool, squared: bool = False) -> tuple[LayerOp, ...]:
@@ -192,10 +207,12 @@ def mlp_ops(x: Residual, gated: bool, squared: bool = False) -> tuple[LayerOp, .
     activation = Kernel(
         "mlp",
         kept=n * ffn * kept * e,
+        given=n * ffn * up * e,
         moved=n * ffn * (5 if gated else 4 if squared else 2),
         workspace=n * (ffn + up * ffn + x.h * (2 if x.share.sp else 1)) * e,  # sp: with the input, gathered
+        again=(ACTIVATION, MLP),
     )
-    return *x.column("mlp", ffn, up), activation, *x.row("mlp", ffn)
+    return *x.column("mlp", ffn, up, again=(MLP,)), activation, *x.row("mlp", ffn, again=(MLP,))
 
 
 def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention, window: Optional[int]) -> tuple[LayerOp, ...]:
@@ -211,21 +228,21 @@ def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention, window: O
             ahead, back = ("shift",) * (steps - 1), ("shift",) * (steps if steps > 1 else 0)
             gradients = own * 4 // e  # in fp32
             travelling = (
-                Collective("attention", axis, rows, own, ahead, ahead, again=CORE, in_ring=True),
+                Collective("attention", axis, rows, own, ahead, ahead, again=core.again, in_ring=True),
                 Collective("attention", axis, rows, gradients, back=back, in_ring=True),
             )
             # The present block and the next one; gradients of the present one, and those that are sent and arrive.
             ops = *travelling, replace(core, workspace=core.workspace + 2 * own + 3 * gradients)
         else:
-            again = "" if core.kernel == "flash" else CORE  # a flash kernel would save them unchanged
+            again = (ALWAYS,) if core.kernel == "flash" else core.again  # a flash kernel would save them unchanged
             size = own * rows
             gathered = Collective("attention", axis, rows, size, ("all_gather",), ("reduce_scatter",), again=again)
             # Gathered again: gradients of each chunk, their sum, and that in rank order.
             ops = gathered, replace(core, workspace=core.workspace + 4 * size)
     if share.cp_heads > 1:
         axis, both = "cp_inner" if levels else "cp", (("all_to_all",), ("all_to_all",))
-        swap = Collective("attention", axis, share.cp_heads, n * queries * e, *both, again=ATTENTION)
-        into = replace(swap, size=n * (queries + 2 * keys) * e, again=CORE)
+        swap = Collective("attention", axis, share.cp_heads, n * queries * e, *both, again=(ATTENTION,))
+        into = replace(swap, size=n * (queries + 2 * keys) * e, again=core.again)
         *before, last = ops
         ops = into, *before, replace(last, workspace=last.workspace + 2 * into.size), swap  # gradients in flight
     return ops

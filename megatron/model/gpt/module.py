@@ -53,7 +53,7 @@ class GPT(LanguageModel):
             **stage,
         )
 
-    def build_layer(self, layer: int, weights: Table, granularity: str) -> Block:
+    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> Block:
         return self.block_class(
             self.facts.settings,
             layer,
@@ -62,7 +62,7 @@ class GPT(LanguageModel):
             seed=self.seed,
             kernels=self.kernels,
             sequence_parallel=self.sequence_parallel,
-            recompute=granularity,
+            recompute=recompute,
             cp=self.cp,
             sharing=self.sharing(layer),
             **self.factory_kwargs,

@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.model.gpt.facts import GPTFacts, mlp_ops, self_attention, stored_weights
-from megatron.model.layer_ops import ATTENTION, CORE, CoreAttention, Kernel, LayerOp, RankSetup, Residual
+from megatron.model.layer_ops import ATTENTION, NORM, CoreAttention, LayerOp, RankSetup, Residual
 from megatron.model.t5.settings import GROUP, SHORT, T5Settings, own_settings
 from megatron.model.weights import (
     Table,
@@ -232,15 +232,15 @@ def _layer_ops(facts: T5Facts, share: RankSetup, kind: str) -> tuple[LayerOp, ..
     x, memory = Residual(m, share, rows * b), Residual(m, share, s * b)
     causal = facts.attention_kernel(share) if kind == DECODER else ""
     own = self_attention(x, noncausal_core(m, share, rows, rows, fused=True, causal=causal))
-    ops = [x.norm(ATTENTION), *own, x.add()]
+    ops = [x.norm(NORM, ATTENTION), *own, x.add()]
     if kind == DECODER:
         queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
-        ops += [x.norm(ATTENTION), *x.column("attention", queries, again=ATTENTION)]
-        ops += memory.column("attention", 2 * keys, keeps=False, again=ATTENTION)
-        ops += [noncausal_core(m, share, t, s, fused=False), *x.row("attention", queries, again=ATTENTION), x.add()]
-    ops += [x.norm(), *mlp_ops(x, facts.gated), x.add()]
-    # The encoder's final norm saves its input only without recomputation.
-    return (*ops, Kernel("norms", kept=x.norm().kept, again=CORE)) if kind == ENCODER_END else tuple(ops)
+        again = dict(again=(ATTENTION,))
+        ops += [x.norm(NORM, ATTENTION), *x.column("attention", queries, **again)]
+        ops += memory.column("attention", 2 * keys, keeps=False, **again)
+        ops += [noncausal_core(m, share, t, s, fused=False), *x.row("attention", queries, **again), x.add()]
+    ops += [x.norm(NORM), *mlp_ops(x, facts.gated), x.add()]
+    return (*ops, x.norm()) if kind == ENCODER_END else tuple(ops)
 
 
 def full_attention_kernel(model: Model, share: RankSetup) -> str:

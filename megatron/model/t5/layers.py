@@ -5,6 +5,7 @@ Legend: s tokens of a source, t of a target, b micro-batch, h hidden, g key-valu
 per head, tp ranks that divide the groups. With sequence parallelism a rank has s/tp and t/tp rows between layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Optional
 
@@ -61,14 +62,16 @@ class FeedForward(MLP):
 
     proj = "gelu"
 
-    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
         if self.gated or self.proj == "gelu":
-            return super()._activated(x)
+            return super()._activation(x)
         if self.proj == "relu":
-            return F.relu(self.up(x))
-        x = self.up(x)  # [s, b, 2 ffn/tp]
+            return F.relu(x)
         kernel = choose_kernel("geglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run
         return kernel(x, self.approximate)
+
+    def _bias_gelu(self, x: torch.Tensor) -> Optional[Callable]:
+        return super()._bias_gelu(x) if self.proj == "gelu" else None
 
 
 class EncoderBlock(Block):
@@ -153,7 +156,7 @@ class DecoderBlock(Block):
         self.cross_norm = kind(take_prefix(weights, "cross_norm"), model.norm_epsilon, **factory_kwargs)
         more = dict(seed=keywords["seed"], kernels=keywords["kernels"], sequence_parallel=sp)
         self.cross = CrossAttention(facts, layer, tp, take_prefix(weights, "cross"), **more, **factory_kwargs)
-        self.cross.recompute_core = keywords.get("recompute") == "core_attn"
+        self.cross.recompute_core = "core_attn" in keywords.get("recompute", ())
         axis = tp if sp else None
         self.cross_dropout = Dropout(model.hidden_dropout, "after cross attention", layer, keywords["seed"], axis=axis)
 
@@ -164,12 +167,10 @@ class DecoderBlock(Block):
             attended = recomputed(self._cross_half, x, memory, context.cross, inside=own.region, of=(self,))
         else:
             attended = self._cross_half(x, memory, context.cross)
-        if self.cross_dropout.idle:
-            x, normal = self.mlp_norm(x, attended)
-        else:
-            x = self.cross_dropout.add(x, attended, own.samples)
-            normal = self.mlp_norm(x)
-        return self.mlp_dropout.add(x, self.mlp(normal), own.samples)
+        x, branch = self._mlp_after(x, attended, self.cross_dropout, own)
+        return self.mlp_dropout.add(x, branch, own.samples)
 
     def _cross_half(self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return self.cross(self.cross_norm(x), memory, context)
+        normal, reading = self._normal(self.cross_norm, x, context)
+        with reading:
+            return self.cross(normal, memory, context)

@@ -124,7 +124,7 @@ class T5(LanguageModel):
     def build_embedding(self, mesh: Mesh, tables: dict[str, Table]) -> nn.Module:
         return PairEmbedding(self.facts, mesh, tables, self.seed, self.sequence_parallel, **self.factory_kwargs)
 
-    def build_layer(self, layer: int, weights: Table, granularity: str) -> Block:
+    def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> Block:
         kind = DecoderBlock if self.facts.layer_kind(layer) == DECODER else EncoderBlock
         return kind(
             self.facts,
@@ -134,7 +134,7 @@ class T5(LanguageModel):
             seed=self.seed,
             kernels=self.kernels,
             sequence_parallel=self.sequence_parallel,
-            recompute=granularity,
+            recompute=recompute,
             **self.factory_kwargs,
         )
 
@@ -203,7 +203,7 @@ class T5(LanguageModel):
 
     def _through(self, halves: Halves, context: T5Context) -> Halves:
         for group in self.recompute_groups:
-            if group.granularity == "full":
+            if "full" in group.modules:
                 more = dict(inside=self.region, of=self._blocks(group.layers))
                 halves = Halves(*recomputed(self._some_layers, group.layers, *halves, context, **more))
             else:

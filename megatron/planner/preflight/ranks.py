@@ -329,7 +329,7 @@ def sample_layers(
     """
     seen, kept = Counter(), []
     for group in recompute_groups(layers, settings):
-        kind = (group.granularity, tuple(map(kind_of, group.layers)))
+        kind = (group.modules, tuple(map(kind_of, group.layers)))
         seen[kind] += 1
         kept += group.layers if seen[kind] <= 2 else ()
     return tuple(kept)
@@ -339,7 +339,7 @@ def _kind(design: Design, pipeline: Pipeline, pp: int) -> tuple:
     """The properties of a pipeline rank that decide what it computes."""
     last, settings = len(pipeline.stages) - 1, design.config.recompute
     groups = [recompute_groups(pipeline.layers[stage], settings) for stage in pipeline.stages_of(pp)]
-    kinds = lambda group: (group.granularity, tuple(map(design.facts.design_of, group.layers)))
+    kinds = lambda group: (group.modules, tuple(map(design.facts.design_of, group.layers)))
     return tuple(
         (stage == 0, stage == last, tuple(map(kinds, of_stage)))
         for stage, of_stage in zip(pipeline.stages_of(pp), groups)

@@ -203,7 +203,7 @@ repeated steps are not compared; replicas are, see --check-replicas-interval
 REFUSED = """
 # Recomputation, pipeline schedules, offloading and profiling.
 say --recompute-granularity full, full_attn or core_attn
-    --recompute-modules --pp-recompute-interval --recompute-lgd --deepspeed-activation-checkpointing
+    --pp-recompute-interval --recompute-lgd --deepspeed-activation-checkpointing
 activations are kept on the device, or computed again; see --recompute-granularity
     --checkpoint-in-cpu
 --sequence-parallel divides what is kept among tensor parallel ranks
@@ -383,7 +383,7 @@ see --distributed-timeout-minutes
 
 # Values that ask for nothing.
 NEUTRAL = """
---main-params-dtype=fp32 --recompute-modules=core_attn
+--main-params-dtype=fp32
 --num-experts=0 --num-experts=1 --num-distributed-optimizer-instances=1
 --shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed --moe-aux-loss-coeff=0
 --moe-aux-loss-coeff=0.0 --softmax-type=vanilla
@@ -397,6 +397,10 @@ INSTEAD = {
     "fp8": "8-bit numbers are not part of this suite: say bf16",
     "fp16": "fp16 would need a scale for each tensor: say bf16, which has the range of fp32",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",
+    "moe_act": "models here have no experts: say mlp_act for the activation of the MLP",
+    "moe": "models here have no experts: say mlp for the MLP",
+    "shared_experts": "models here have no experts: say mlp for the MLP",
+    "mla_up_proj": "models here have no latent attention: leave it out",
     "Llama3Tokenizer": "say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer for a tokenizer.json",
 }
 
