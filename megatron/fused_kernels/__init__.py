@@ -184,7 +184,7 @@ VARLEN, FLASH_VARLEN = "varlen (CUDA)", "flash-attn varlen"  # specialized for d
 
 
 def _in_triton(op: str, worth: str) -> Implementation:
-    """The row of a kernel in `gpu/`. `worth` is estimated in passes over memory; it was not measured on a GPU yet."""
+    """The row of a kernel in `gpu/`. `worth` counts passes over memory; docs/gpus.md has measured times."""
     lacking = _package("triton", NO_CUDA)
     return Implementation(TRITON, kernel(op), worth, _eager, lacking, covers=FUSED, probe=partial(probe, op))
 
