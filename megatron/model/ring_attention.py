@@ -36,14 +36,14 @@ from megatron.mpu.chunks import chunk_pairs, own_chunks, part_of_chunks, parts_b
 from megatron.mpu.mesh import Axis
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """The attention to the keys of the rank `distance` places before."""
 
     distance: int
     rectangles: tuple[Rectangle, ...]
 
 
-Steps = tuple[Step, ...]  # at the same distances on each rank
+Steps = tuple[RingStep, ...]  # at the same distances on each rank
 
 
 @lru_cache(maxsize=64)
@@ -51,7 +51,7 @@ def ring_steps(t: int, rank: int, size: int, window: Optional[int]) -> Steps:
     """The steps of a rank without documents."""
     parts = {distance: parts_between(t, rank, (rank - distance) % size, size, window) for distance in range(size)}
     return tuple(
-        Step(distance, tuple(map(_rectangle, parts[distance]))) for distance in ring_distances(t, size, window)
+        RingStep(distance, tuple(map(_rectangle, parts[distance]))) for distance in ring_distances(t, size, window)
     )
 
 
@@ -72,7 +72,7 @@ def ring_steps_of_documents(starts: np.ndarray, ring: Axis, window: Optional[int
                 rectangles.append(_rectangle(part_of_chunks(c, *pair, window), documents=documents))
             else:
                 rectangles += _rectangles_of_samples(starts, c, pair, window)
-        steps.append(Step(distance, tuple(rectangles)))
+        steps.append(RingStep(distance, tuple(rectangles)))
     return tuple(steps)
 
 
