@@ -9,6 +9,7 @@ JOINED = 256  # short neighbouring documents share a masked attention call of th
 BLOCK_BYTES = 128 << 20  # of the logits of one product, which their gradients overwrite
 
 NONCAUSAL_ROWS = 512  # of queries in a block of non-causal attention
+RING_ROWS = 256  # the same of explicit attention in a ring
 
 
 class LossChunks(NamedTuple):
