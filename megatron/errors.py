@@ -13,6 +13,7 @@ import difflib
 import errno
 import gc
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -191,6 +192,8 @@ def run_main(main, argv: list[str] | None = None) -> None:
     Ranks of `megatron.tools.launch` leave printing to the launcher, so that the message comes last.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _QuickTorch())
     try:
         main(argv)
     except BrokenPipeError:  # the reader of our output (head, less) has exited
@@ -214,6 +217,32 @@ def run_main(main, argv: list[str] | None = None) -> None:
     finally:
         # Skip the garbage collection at exit, which takes half a second once torch has been loaded.
         gc.freeze()
+
+
+class _QuickTorch:
+    """A finder of modules: loads torch without garbage collections, which take a fifth of the time for objects that stay.
+
+    They are frozen: later collections ignore them, and forked processes do not copy them.
+    """
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec and spec.loader and gc.isenabled():
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: _without_collections(load, module)
+        return spec
+
+
+def _without_collections(load, module) -> None:
+    gc.disable()
+    try:
+        load(module)
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ def test_sum(run_ranks):
     assert run_ranks(2, body) == [1, 1]
 """
 
+import gc
+import importlib
 import json
 import os
 import shutil
@@ -202,6 +204,27 @@ CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children")  # of the thread that
 
 def _children() -> set[int]:
     return set(map(int, CHILDREN.read_text().split())) if CHILDREN.exists() else set()
+
+
+# What ranks that train load.
+LOADED_BY_RANKS = """encodings.ascii numpy.ma megatron.planner.room megatron.tokenizer.null megatron.training.loop
+    megatron.settings.dialects.fleetx""".split()
+
+
+def pytest_collection_finish():
+    """What ranks need is loaded here once, not by each of some thousand after its fork.
+
+    Collections of garbage then ignore what exists before the first test: modules, and the objects of all tests.
+    """
+    if "torch" in sys.modules:
+        from megatron.telemetry import run_record
+
+        for name in LOADED_BY_RANKS:
+            importlib.import_module(name)
+        run_record.source_commit()
+        run_record.library_versions()
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart():

@@ -10,6 +10,7 @@ was killed). The file only grows. A resumed run appends a `run` record with the 
 the kill is skipped.
 """
 
+import functools
 import json
 import math
 import mmap
@@ -51,7 +52,9 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+@functools.cache
 def library_versions() -> dict[str, str]:
+    """Versions of Python and of LIBRARIES that are installed. Read once in a process."""
     versions = dict(python=platform.python_version())
     for name in LIBRARIES:
         try:
@@ -61,8 +64,9 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
+@functools.cache
 def source_commit() -> Optional[str]:
-    """Commit of the source tree, with a + if files differ from it; None outside a checkout."""
+    """Commit of the source tree, with a + if files differ from it; None outside a checkout. Read once in a process."""
     output = git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
     return output.decode().strip() or None if output else None
 

@@ -2,7 +2,11 @@
 """Reference cycles are collected at intervals of steps, and by Python again when training is over, however it ends."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import pretrain_gpt
 from megatron.training import loop
 from megatron.training.garbage import GarbageCollection
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --mock-data --vocab-size 100 --lr 1e-2 "
     "--device cpu --num-workers 0 --micro-batch-size 1 --global-batch-size 1 --eval-iters 1"
@@ -143,3 +148,28 @@ def test_python_collects_again_behind_an_error(steps, monkeypatch):
         run("--train-iters 9 --manual-gc-interval 100")
     assert [automatic for _, automatic in steps] == [True, False, False]
     assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("ends", ["", "raise ImportError('a library is missing')"])
+def test_a_command_loads_torch_without_collections(ends, tmp_path):
+    """And collects again afterwards, also if torch cannot be loaded."""
+    (tmp_path / "torch.py").write_text(
+        f"import gc\nstate, objects = gc.isenabled(), [[] for _ in range(9000)]\n{ends}\n"
+    )
+    code = """
+import gc, sys
+from megatron.errors import run_main
+
+def main(argv):
+    assert gc.isenabled()
+    try:
+        import torch
+        assert not torch.state and gc.get_freeze_count() > 9000
+    finally:
+        print("collects again:", gc.isenabled())
+
+run_main(main, [])
+"""
+    environment = dict(os.environ, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.stdout, bool(done.returncode)) == ("collects again: True\n", bool(ends)), done.stderr
