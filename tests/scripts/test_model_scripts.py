@@ -2,6 +2,7 @@
 """Every script of a model: its head, dry run, pre-flight and shrunk job; and what the launcher makes of the world."""
 
 import contextlib
+import copy
 import importlib
 import os
 import random
@@ -117,6 +118,24 @@ def test_dry_run_without_torch(name, tmp_path):
     done = bash(name, "--dry-run", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "dry run: no problems found" in done.stdout and "synthetic samples" in done.stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def searches_once():
+    """The tests of a script, and what they call, search the same layouts up to five times: here once."""
+    from megatron.planner import choose
+
+    search, found = choose.search, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "search", lambda *asked: once(found, search, asked))
+        yield
+
+
+def once(found: dict, function, asked: tuple):
+    """The result for these arguments: in `found`, or of a call. A copy, for callers that change it."""
+    if (key := repr(asked)) not in found:
+        found[key] = function(*asked)
+    return copy.deepcopy(found[key])
 
 
 def configured(name):
