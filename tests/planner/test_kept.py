@@ -21,7 +21,7 @@ pytestmark = pytest.mark.sampled(3)
 
 MODEL = """--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 512 --mock-data --bf16
     --train-iters 2 --lr 1e-4 --hidden-dropout 0 --attention-dropout 0""".split()
-EIGHT = "--world-size 8 --local-world-size 8 --device-name A100-80GB --global-batch-size 64".split()
+EIGHT = "--world-size 8 --local-world-size 8 --device-name A100-80GB --global-batch-size 16".split()
 WORDS = """
 --tensor-model-parallel-size 1
 --tp 4
