@@ -27,6 +27,7 @@ class EventRule:
 
     threshold: Optional[float] = None
     seconds: Optional[float] = None  # shortest time to which the rule applies
+    bytes_per_second: Optional[float] = None  # a lower rate is always an event; 0: there is no such rate
     level: Optional[str] = None  # None: that of the kind
     off: bool = False
 
@@ -36,6 +37,7 @@ DEFAULTS = {
     "slow_steps": EventRule(0.7, seconds=30),  # share of the median throughput
     "slow_rank": EventRule(1.25),  # times the own time of the ranks that do the same work
     "slow_data": EventRule(0.25),  # share of a step in which all ranks wait for data
+    "slow_disk": EventRule(0.3, seconds=10, bytes_per_second=0),  # share of the median bytes per second of saves
     "loss_above_guess": EventRule(10),  # steps in a row after the warm-up
     "validation_worse": EventRule(3),  # validations in a row
     "skipped_step": EventRule(50),  # steps in a row after which an adjusting loss scale is a warning
