@@ -61,16 +61,16 @@ def read_rules(path: Optional[str]) -> dict[str, EventRule]:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"--event-rules {path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"--event-rules {path}: not valid YAML", " ".join(str(error).split())) from None
-    if not isinstance(found or {}, dict):
+    if not isinstance(content or {}, dict):
         raise SettingsError(
             f"--event-rules {path}: it must be a table", do="a line is a kind of event: high_grad_norm: 20"
         )
-    return {kind: _rule(f"--event-rules {path}: {kind}", kind, value) for kind, value in (found or {}).items()}
+    return {kind: _rule(f"--event-rules {path}: {kind}", kind, value) for kind, value in (content or {}).items()}
 
 
 def _rule(where: str, kind: Any, value: Any) -> EventRule:

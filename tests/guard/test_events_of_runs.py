@@ -2,7 +2,6 @@
 """Conditions that are injected into runs, and the event that each gives; a quiet run gives none."""
 
 import contextlib
-import os
 import signal
 import time
 from types import SimpleNamespace
@@ -280,7 +279,9 @@ def test_a_high_gradient_norm(tmp_path):
 
 
 def test_a_command_that_fails(tmp_path, capsys):
-    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data --vocab-size 50 --lr 1e-3 "
+    flags = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data --vocab-size 50 --lr 1e-3 "
+    )
     flags += "--micro-batch-size 1 --global-batch-size 1 --device cpu --num-workers 0 --eval-iters 0 --train-iters 2"
     pretrain_gpt.main([*flags.split(), "--save", str(tmp_path), "--on-event", "echo no mail >&2; exit 3"])
     (lost,) = events_of(tmp_path)  # the event `end` could not be sent
