@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """bf16 training on one GPU beside torch's own best: tokens/s, MFU and peak memory, and what the planner said of both.
 
-    python benchmarks/gpu_train.py                                   # 124M, 1.3B and 6.7B, about five minutes
+    python benchmarks/gpu_train.py                                   # 124M, 1.3B and 6.7B, about ten minutes
     python benchmarks/gpu_train.py --models 345M:16 --contenders suite-compiled torch-compiled --output runs/gpu-345M
     python benchmarks/gpu_train.py --device cpu --models 124M:1 --layers 1 --steps 2    # to see that it runs
 
@@ -82,8 +82,8 @@ def main() -> None:
             else:
                 rows.append(row)
                 print(line(row), flush=True)
-    (folder / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    (folder / "results.md").write_text(page(rows, failed, time.time() - started))
+            (folder / "results.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+            (folder / "results.md").write_text(page(rows, failed, time.time() - started))
     print(f"{time.time() - started:.0f} s; {folder / 'results.md'}")
     if failed:
         sys.exit(

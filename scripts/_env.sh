@@ -9,7 +9,7 @@ stop() {
     printf 'error: %s\n' "$1" >&2
     shift
     [ $# -eq 0 ] || printf '  %s\n' "$@" >&2
-    exit 1
+    exit "${EXIT_CODE:-1}"
 }
 
 supported() { # is "$1" a Python that can be used? (shims of absent versions exist and fail, so it is run)

@@ -11,7 +11,7 @@ read_flags() { # the words given to a script that has set RUN, its folder, TRAIN
             --text)
                 TEXT=${2:-}
                 [[ $TEXT == /* ]] || TEXT=$CALLED_FROM/$TEXT
-                [ -f "$TEXT" ] || stop "--text '${2:-}' is not a file" "-> give a .txt or .jsonl, packed or not"
+                [ -f "$TEXT" ] || EXIT_CODE=4 stop "--text '${2:-}' is not a file" "-> give a .txt or .jsonl, packed or not"
                 RUN=${RUN}_$(basename "$TEXT" | sed 's/\..*//; s/[^A-Za-z0-9_-]/_/g')
                 shift
                 ;;

@@ -170,7 +170,7 @@ ARITHMETIC = {
     "optimizer.scratch:PAGE": 4096,
 }
 SIZES = {  # measured to be best: docs/benchmarks.md
-    "settings.kernel_sizes:CHUNK_BYTES": dict(cpu=4_194_304, cuda=536_870_912),
+    "settings.kernel_sizes:CHUNK_BYTES": dict(cpu=4_194_304, cuda=838_860_800),
     "settings.kernel_sizes:BLOCK_BYTES": 134_217_728,
     "settings.kernel_sizes:JOINED": 256,
     "settings.kernel_sizes:NONCAUSAL_ROWS": 512,

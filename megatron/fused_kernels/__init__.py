@@ -17,7 +17,7 @@ from typing import Optional
 
 import torch
 
-from megatron.fused_kernels import attention, cpu_ops, noncausal, norms, reference
+from megatron.fused_kernels import attention, cpu_ops, noncausal, norms, partial_attention, reference
 from megatron.fused_kernels.gpu.probe import kernel, probe
 
 
@@ -184,7 +184,7 @@ VARLEN, FLASH_VARLEN = "varlen (CUDA)", "flash-attn varlen"  # specialized for d
 
 
 def _in_triton(op: str, worth: str) -> Implementation:
-    """The row of a kernel in `gpu/`. `worth` is estimated in passes over memory; it was not measured on a GPU yet."""
+    """The row of a kernel in `gpu/`. `worth` counts passes over memory; docs/gpus.md has measured times."""
     lacking = _package("triton", NO_CUDA)
     return Implementation(TRITON, kernel(op), worth, _eager, lacking, covers=FUSED, probe=partial(probe, op))
 
@@ -289,6 +289,32 @@ TABLE: dict[str, list[Implementation]] = {
             "reference",
             reference.attention,
             "covers everything: caches, scaled scores in fp16; stores all scores, documents by a mask of all pairs",
+            backend="explicit",
+        ),
+    ],
+    "partial_attention": [  # classes with the passes of a part
+        Implementation(
+            "flash (CUDA)",
+            partial_attention.FlashOnCUDA,
+            "torch's flash attention of a part of the keys, for rings of ranks",
+            lambda case: _HALF_ON_CUDA(case) and case.head_dim <= 256,
+            NO_CUDA,
+            "sdpa",
+            frozenset({"causal", "documents", "grouped", "scaled_softmax", "window", "unfused"}),
+        ),
+        Implementation(
+            "flash (CPU)",
+            partial_attention.FlashOnCPU,
+            "the same on CPUs; windows and documents are masks",
+            _on("cpu"),
+            "",
+            "sdpa",
+            frozenset({"causal", "documents", "grouped", "window", "unfused"}),
+        ),
+        Implementation(
+            "explicit",
+            reference.partial_attention,
+            "covers everything, such as dropout and caps; stores the scores of a block of queries",
             backend="explicit",
         ),
     ],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal self-attention with grouped queries, rotary positions, query-key norm, separate documents, sliding windows, soft
-caps and a key-value cache. Ranks of context parallelism share sequences by gathering keys or by exchanging rows for heads.
+caps and a key-value cache. Ranks of context parallelism share sequences by a ring of keys and values, by gathering them,
+or by exchanging rows for heads.
 
 Legend: s new tokens, t all tokens (t = s without a cache), b micro-batch, h hidden, g key-value groups, q queries
 per group, d channels per head, tp ranks that divide the groups, cp ranks that divide the tokens: s is one rank's part
@@ -17,21 +18,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.errors import SettingsError
 from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
+from megatron.model import ring_attention
 from megatron.model.cache import Cache
 from megatron.model.facts import Facts
 from megatron.model.norms import NORMS
 from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
+from megatron.model.ring_attention import Steps, ring_steps
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.chunks import own_chunks
 from megatron.mpu.context_parallel import (
+    UNSHARED,
+    AttentionSharing,
     gather_from_context_parallel_region,
     gathered_again,
     heads_to_rows,
+    own_rows,
     rows_to_heads,
 )
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
@@ -51,6 +58,7 @@ class ForwardContext:
               has only some rows; None: plain causal attention. For non-causal layers: the sample of each row
               (`packed_rows`)
     of_chunks the same for the rank's two chunks of rows, by window: each chunk's queries over the keys sliced for it
+    of_ring   the same for the steps of a ring, by its size and the window
     allowed   [b, s, t] bool: query may see key. In inference, if prompts are padded
     cache     keys and values of earlier tokens, or None
     region    returns the context manager for recomputation
@@ -63,6 +71,7 @@ class ForwardContext:
     angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
     documents: Optional[Documents] = None
     of_chunks: Optional[dict[Optional[int], tuple[Documents, Documents]]] = None
+    of_ring: Optional[dict[tuple[int, Optional[int]], Steps]] = None
     allowed: Optional[torch.Tensor] = None
     cache: Optional[Cache] = None
     region: Callable = nullcontext
@@ -98,9 +107,9 @@ def chunk_keys(chunk: tuple[int, int], window: Optional[int]) -> slice:
     return slice(0 if window is None else max(0, start - window), stop)
 
 
-def documents_of_chunks(starts: np.ndarray, cp: Axis, windows: set[Optional[int]], device) -> dict:
+def documents_of_chunks(starts: np.ndarray, rows: Axis, windows: set[Optional[int]], device) -> dict:
     """`ForwardContext.of_chunks` from the start positions [b, t] of documents in whole samples."""
-    chunks = own_chunks(starts.shape[1], cp.rank, cp.size)
+    chunks = own_chunks(starts.shape[1], rows.rank, rows.size)
     return {
         window: tuple(
             Documents.of(starts, device, rows=chunk, first=chunk_keys(chunk, window).start) for chunk in chunks
@@ -120,8 +129,8 @@ def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
 class Attention(nn.Module):
     """Self-attention, [s, b, h] -> [s, b, h]. weights: `model.weights.attention(...)`.
 
-    cp: ranks that share each sequence; by_heads: they exchange rows for heads instead of gathering keys and values;
-    gather_again: keys and values are gathered again in the backward pass instead of being kept.
+    sharing: ranks that share each sequence; gather_again: gathered keys and values are gathered again in the backward pass
+    instead of being kept.
     """
 
     causal = True  # no query sees a key after it
@@ -136,8 +145,7 @@ class Attention(nn.Module):
         seed: int,
         kernels: Kernels,
         recompute_core=False,
-        cp: Optional[Axis] = None,
-        by_heads=False,
+        sharing: AttentionSharing = UNSHARED,
         gather_again=False,
         **common,
     ):
@@ -155,8 +163,8 @@ class Attention(nn.Module):
                 NORMS[model.normalization](take_prefix(weights, name), model.norm_epsilon, **factory_kwargs)
                 for name in ("q_norm", "k_norm")
             )
-        self.cp, self.by_heads, self.gather_again = cp or Axis("cp", (0,)), by_heads, gather_again
-        heads = _divided_by_both(tp, self.cp) if by_heads else tp
+        self.sharing, self.gather_again = sharing, gather_again
+        heads = tp if sharing.heads.size == 1 else _divided_by_both(tp, sharing.heads)
         self.dropout = Dropout(model.attention_dropout, "attention", layer, seed, batch_dim=0, cut=0, axis=heads)
         # Megatron's scaling for fp16: scores are divided by the layer's number before, multiplied after, in fp32.
         self.score_divisor = float(layer + 1) if model.apply_query_key_layer_scaling else 1.0
@@ -165,7 +173,7 @@ class Attention(nn.Module):
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
-        self.core = core_of(self.causal, kernels)
+        self.core = core_of(self.causal and not sharing.in_ring, kernels)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query, key, value = self._query_key_value(x)
@@ -199,7 +207,7 @@ class Attention(nn.Module):
 
 
 def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
-    """The log line with the attention kernel of a run that packs documents into samples; else none."""
+    """Log lines with the attention kernels of a run that packs documents into samples; else none."""
     model, precision = config.model, config.precision.precision
     if not (config.data.reset_attention_mask and hasattr(facts, "attention_kernel")):
         return []
@@ -218,35 +226,68 @@ def describe_kernel(config: Config, facts: Facts, device: str) -> list[str]:
         documents=True,
         head_dim=model.head_dim,
     )
-    return describe_document_kernel(case, config.kernels.attention_backend)
+    backend, parallel, lines = config.kernels.attention_backend, config.parallel, []
+    kinds = set(parallel.cp_comm_types) if parallel.context_parallel_size > 1 else set()
+    rings = kinds & {"p2p", "a2a+p2p"}
+    if rings and device == "cuda":
+        kernel = choose_kernel("partial_attention", replace(case, keys=case.queries), backend)
+        lines += [f"kernels: attention of documents in a ring by {kernel.name}"]
+    return lines if rings and kinds <= rings else lines + describe_document_kernel(case, backend)
 
 
 def attention_core(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
     """[s, b, g/tp, q, d] over [s, b, g/tp, d] (with a cache [t, b, g/tp, d]) -> [s, b, g/tp q d]."""
-    if layer.cp.size == 1:
+    sharing = layer.sharing
+    if sharing.size == 1:
         return scaled_dot_product_attention(query, key, value, layer, context)
-    attend = attention_by_heads if layer.by_heads else attention_by_rows
-    return attend(query, key, value, layer, context)
+    if context.bias is not None or context.allowed is not None or context.padding is not None:
+        raise SettingsError(
+            "attention with a bias or a mask of its own needs whole sequences on each rank",
+            f"--context-parallel-size {sharing.size}",
+            "leave --context-parallel-size at 1, and give the recipe shares_sequences=False",
+        )
+    if sharing.heads.size > 1:  # rows for heads (Ulysses, arXiv:2309.14509)
+        qkv = torch.cat((query, key.unsqueeze(3), value.unsqueeze(3)), 3)  # [s, b, g/tp, q + 2, d]
+        query, key, value = rows_to_heads(qkv, sharing.heads).split((layer.queries, 1, 1), 3)
+        key, value = key.squeeze(3), value.squeeze(3)  # [s heads, b, g/(tp heads), d]
+    attend = scaled_dot_product_attention
+    if sharing.rows.size > 1:
+        attend = attention_in_a_ring if sharing.in_ring else attention_over_gathered_keys
+    return heads_to_rows(attend(query, key, value, layer, context), sharing.heads)
 
 
-def core_of(causal: bool, kernels: Kernels) -> Callable:
-    """`attention_core`, outside the compiled graph for non-causal layers: the samples of a batch may be packed into one row
-    (`packed_rows`), and new lengths would trigger recompilation.
+def core_of(compiled: bool, kernels: Kernels) -> Callable:
+    """`attention_core`; with torch.compile outside the graph if not `compiled`. So for non-causal layers: the samples of a
+    batch may be packed into one row (`packed_rows`), and new lengths would trigger recompilation; and for rings, which have
+    messages in flight, and steps that depend on documents.
     """
-    return torch.compiler.disable(attention_core) if kernels.torch_compile and not causal else attention_core
+    return attention_core if compiled or not kernels.torch_compile else torch.compiler.disable(attention_core)
 
 
-def attention_by_rows(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
+def attention_in_a_ring(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
+    """Context parallel attention with keys and values that travel round the ranks (`ring_attention`)."""
+    ring, t = layer.sharing.rows, len(query) * layer.sharing.rows.size
+    if context.of_ring is None:
+        steps = ring_steps(t, ring.rank, ring.size, layer.window)
+    else:
+        steps = context.of_ring[ring.size, layer.window]
+    dropout = weights_kept(layer, query, t, t, context)
+    kept = dropout and dropout._replace(words=own_rows(dropout.words, ring, 2))
+    return ring_attention.scaled_dot_product_attention(query, key, value, layer, steps, kept)
+
+
+def attention_over_gathered_keys(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
     """Context parallel attention with gathered keys and values: each of the rank's two chunks of queries attends to the
     keys up to its end, or to those in its window. The backward pass gathers them again, unless the whole layer is
     recomputed.
     """
+    rows_axis = layer.sharing.rows
     own = torch.stack((key, value), 2)
-    whole = gather_from_context_parallel_region(own, layer.cp)  # [t, b, 2, g/tp, d]
+    whole = gather_from_context_parallel_region(own, rows_axis)  # [t, b, 2, g/tp, d]
     (key, value), t, c, attended = whole.unbind(2), len(whole), len(query) // 2, []
     dropout = weights_kept(layer, query, t, t, context)
-    with gathered_again(whole, own, layer.cp) if layer.gather_again else nullcontext():
-        for number, (start, stop) in enumerate(own_chunks(t, layer.cp.rank, layer.cp.size)):
+    with gathered_again(whole, own, rows_axis) if layer.gather_again else nullcontext():
+        for number, (start, stop) in enumerate(own_chunks(t, rows_axis.rank, rows_axis.size)):
             rows = slice(number * c, number * c + c)
             keys = chunk_keys((start, stop), layer.window)
             documents = context.of_chunks and context.of_chunks[layer.window][number]
@@ -254,14 +295,6 @@ def attention_by_rows(query, key, value, layer: Attention, context: ForwardConte
             part = replace(context, documents=documents)
             attended.append(scaled_dot_product_attention(query[rows], key[keys], value[keys], layer, part, kept))
     return torch.cat(attended)
-
-
-def attention_by_heads(query, key, value, layer: Attention, context: ForwardContext) -> torch.Tensor:
-    """Context parallelism that exchanges rows for heads: a rank has all rows of some (Ulysses, arXiv:2309.14509)."""
-    qkv = torch.cat((query, key.unsqueeze(3), value.unsqueeze(3)), 3)  # [s, b, g/tp, q + 2, d]
-    query, key, value = rows_to_heads(qkv, layer.cp).split((layer.queries, 1, 1), 3)  # [t, b, g/(tp cp), ...]
-    attended = scaled_dot_product_attention(query, key.squeeze(3), value.squeeze(3), layer, context)
-    return heads_to_rows(attended, layer.cp)
 
 
 def _divided_by_both(tp: Axis, cp: Axis) -> Axis:

@@ -13,6 +13,7 @@ from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
 from megatron.model.recompute import recompute, recompute_output
 from megatron.model.weights import Table, take_prefix
+from megatron.mpu.context_parallel import UNSHARED, AttentionSharing
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Kernels, Model
@@ -23,7 +24,8 @@ class Block(nn.Module):
 
     A variant is a subclass with other classes for the parts, or another `forward` (docs/extending.md).
     layer: its index in the whole network, from 0. weights: `layer_weights(...)`. recompute: the parts that are recomputed
-    in the backward pass; the caller handles "full". cp, by_heads: see `Attention`.
+    in the backward pass; the caller handles "full". cp: ranks that share each sequence;
+    sharing: how, see `Attention`.
     """
 
     attention_class: type[Attention] = Attention
@@ -41,7 +43,7 @@ class Block(nn.Module):
         sequence_parallel: bool,
         recompute: tuple[str, ...] = (),
         cp: Optional[Axis] = None,
-        by_heads: bool = False,
+        sharing: AttentionSharing = UNSHARED,
         dtype: torch.dtype,
         device,
     ):
@@ -61,8 +63,7 @@ class Block(nn.Module):
             seed=seed,
             kernels=kernels,
             recompute_core="core_attn" in recompute,
-            cp=cp,
-            by_heads=by_heads,
+            sharing=sharing,
             gather_again=not {"core_attn", "full_attn", "full"}.intersection(recompute) and not kernels.torch_compile,
             **common,
         )

@@ -25,7 +25,7 @@ from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu import mappings
-from megatron.mpu.context_parallel import own_rows
+from megatron.mpu.context_parallel import AttentionSharing, attention_sharing, own_rows
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import VocabParallelEmbedding
@@ -100,7 +100,7 @@ class LanguageModel(nn.Module):
         layers = range(model.num_layers) if layers is None else layers
         self.region = nullcontext if autocast is None else lambda: autocast  # around all layers
         self.facts, self.first, self.last, self.tp, self.vocab_size = facts, first, last, mesh.tp, facts.vocab_size
-        self.cp, self.cp_comm_type = mesh.cp, tuple(cp_comm_type)
+        self.cp, self.cp_comm_type, self.cp_levels = mesh.cp, tuple(cp_comm_type), (mesh.cp_inner, mesh.cp_outer)
         self.ep, self.etp = mesh.ep, mesh.etp
         self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
         self.softcap, self.z_loss = model.final_logit_softcapping, model.z_loss_coeff
@@ -286,9 +286,10 @@ class LanguageModel(nn.Module):
         counted = torch.arange(start, start + s * self.cp.size, device=next(self.parameters()).device)
         return own_rows(counted, self.cp).unsqueeze(1)
 
-    def by_heads(self, layer: int) -> bool:
-        """Whether context parallel ranks exchange rows for heads in a layer."""
-        return self.cp.size > 1 and self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0] == "a2a"
+    def sharing(self, layer: int) -> AttentionSharing:
+        """How context parallel ranks share the attention of a layer."""
+        comm_type = self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0]
+        return attention_sharing(self.cp, comm_type, *self.cp_levels)
 
     def run_layers(self, x: torch.Tensor, context) -> tuple[torch.Tensor, Sums]:
         """Run [s, b, h] through all layers, in groups that are recomputed together; returns it and the layers' sums."""

@@ -30,9 +30,10 @@ class RankSetup:
     element: bytes of a weight and of an activation. chunk: --cross-entropy-chunk. backend: --attention-backend; "stored"
     is for comparisons: attention that stores all scores, as in other suites. plain_softmax:
     --no-masked-softmax-fusion; plain_loss and plain_activation: --no-cross-entropy-loss-fusion and
-    --no-bias-swiglu-fusion. cp: ranks that share each sequence; by_heads: they exchange rows for heads (--cp-comm-type
-    a2a) instead of gathering keys and values. documents: they are packed into samples (--reset-attention-mask). ep, etp:
-    ranks that hold different experts of a layer, and parts of each.
+    --no-bias-swiglu-fusion. cp: ranks that share each sequence; cp_heads: those of them that exchange rows for heads
+    (--cp-comm-type a2a: all of them); gathers: the others gather keys and values (allgather) instead of sending them round
+    a ring. documents: they are packed into samples (--reset-attention-mask). ep, etp: ranks that hold different experts of
+    a layer, and parts of each.
     """
 
     tp: int = 1
@@ -47,10 +48,20 @@ class RankSetup:
     plain_loss: bool = False
     plain_activation: bool = False
     cp: int = 1
-    by_heads: bool = False
+    cp_heads: int = 1
+    gathers: bool = False
     documents: bool = False
     ep: int = 1
     etp: int = 1
+
+    @property
+    def cp_rows(self) -> int:
+        """Ranks with the same heads and other rows, which need each other's keys and values."""
+        return self.cp // self.cp_heads
+
+    @property
+    def ring(self) -> bool:
+        return self.cp_rows > 1 and not self.gathers
 
     def norm_bytes(self, model: Model, number: int, width: int, shared_input: bool = False) -> int:
         """Bytes that a norm of `number` elements saves: its input, unless another op saves it, and statistics per row."""
@@ -143,8 +154,10 @@ class CoreAttention(Kernel):
 class Collective(LayerOp):
     """Communication between the `ranks` of an axis: each call covers `size` bytes of the whole tensor.
 
-    ahead, back: calls of the forward and of the backward pass (all_reduce, all_gather, reduce_scatter, all_to_all)
+    ahead, back: calls of the forward and of the backward pass (all_reduce, all_gather, reduce_scatter, all_to_all, shift: a
+                 message to the next rank)
     overlapped:  those of the backward pass that overlap with a product
+    in_ring:     all calls overlap with the layer's attention
     """
 
     axis: str
@@ -153,6 +166,7 @@ class Collective(LayerOp):
     ahead: tuple[str, ...] = ()
     back: tuple[str, ...] = ()
     overlapped: tuple[str, ...] = ()
+    in_ring: bool = False
 
 
 @dataclass(frozen=True)

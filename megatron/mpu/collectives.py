@@ -7,7 +7,7 @@ torch 2.13 renamed two of the functions used here and warns at each call of the 
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -179,6 +179,36 @@ def start_reduce_scatter(piece: torch.Tensor, whole: torch.Tensor, axis: Axis):
         piece.copy_(whole)
         return Done()
     return _begin_scatter(piece, whole, axis)
+
+
+def start_shift(x: torch.Tensor, axis: Axis, places: int = 1) -> tuple[torch.Tensor, Any]:
+    """Start to send `x` to the rank so many places further on the axis, whose last rank comes before the first; returns (a
+    tensor like `x` that arrives from as many places before, a handle with `wait()`). `x` must not change before.
+
+    The two messages are one group of NCCL's: otherwise each rank's send would wait for a receive that is queued after it.
+    """
+    if places % axis.size == 0:
+        return x, Done()
+    GroupListener.notify(axis.label)
+    x = x.contiguous()
+    arrived = torch.empty_like(x)
+    if x.is_meta:  # --preflight
+        return arrived, Done()
+    ahead, behind = (axis.ranks[(axis.rank + way) % axis.size] for way in (places, -places))
+    messages = [dist.P2POp(dist.isend, x, ahead, axis.group), dist.P2POp(dist.irecv, arrived, behind, axis.group)]
+    return arrived, _traced("shift", axis, _All(dist.batch_isend_irecv(messages), x))
+
+
+class _All:
+    """Messages in flight, and the tensor that they send."""
+
+    def __init__(self, messages: Sequence, sent: torch.Tensor):
+        self.messages, self.sent = messages, sent
+
+    def wait(self) -> None:
+        for message in self.messages:
+            message.wait()
+        self.sent = None
 
 
 def _begin_gather(whole: torch.Tensor, piece: torch.Tensor, axis: Axis):

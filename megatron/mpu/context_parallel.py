@@ -12,6 +12,7 @@ Gathered sequences are in their original order; over an axis of size 1 each mapp
 Legend: s tokens, cp ranks, c = s / (2 cp) tokens per chunk.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +22,47 @@ from megatron.mpu.chunks import own_chunks
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.mappings import conjugate
 from megatron.mpu.mesh import Axis
+
+
+@dataclass(frozen=True)
+class AttentionSharing:
+    """How the ranks of context parallelism share a layer's attention (--cp-comm-type).
+
+    heads: ranks that exchange rows for heads (a2a); the rows of them all are zigzag chunks of a sequence, too
+    rows:  ranks that have the same heads and other rows, and need each other's keys and values
+    ring:  these travel round a ring of these ranks (p2p); False: they are gathered (allgather)
+
+    Both axes together have all ranks. Four ranks with a2a+p2p in groups of two: ranks 0 and 1 exchange rows for heads, and
+    afterwards ranks 0 and 2 are a ring.
+    """
+
+    heads: Axis
+    rows: Axis
+    ring: bool = True
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.heads.size * self.rows.size
+
+    @property
+    def in_ring(self) -> bool:
+        """Whether keys and values travel."""
+        return self.ring and self.rows.size > 1
+
+
+def attention_sharing(cp: Axis, comm_type: str, inner: Axis, outer: Axis) -> AttentionSharing:
+    """The ranks of a layer with this --cp-comm-type. inner, outer: the two levels of a2a+p2p (`Mesh.cp_inner`)."""
+    alone = replace(cp, ranks=(cp.ranks[cp.rank],), rank=0, group=None)
+    if comm_type == "a2a":
+        return AttentionSharing(cp, alone)
+    if comm_type == "a2a+p2p":
+        assert inner.size * outer.size == cp.size, "a2a+p2p needs Mesh(cp_levels=...)"
+        return AttentionSharing(inner, outer)
+    return AttentionSharing(alone, cp, ring=comm_type == "p2p")
+
+
+UNSHARED = AttentionSharing(Axis("cp", (0,)), Axis("cp", (0,)))  # one rank has whole sequences
 
 
 def own_rows(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:

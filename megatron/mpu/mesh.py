@@ -33,7 +33,8 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")  # slowest to fastest; replicate
 JOINED = {"dp": ("replicate", "shard"), "dp_cp": ("replicate", "shard", "cp"), "world": AXES}
 EXPERT_AXES = ("pp", "expert_replicate", "expert_shard", "ep", "etp")  # the same ranks, for experts
 EXPERT_DP = EXPERT_AXES[1:3]
-NAMES = (*AXES, *JOINED, "tied", *EXPERT_AXES[1:], "expert_dp")
+CP_LEVELS = ("cp_inner", "cp_outer")  # cp as a grid, inner fastest
+NAMES = (*AXES, *JOINED, "tied", *EXPERT_AXES[1:], "expert_dp", *CP_LEVELS)
 # Axes of one purpose share a group if their ranks are the same. The optimizer's axes carry gradients and weights, which
 # one thread sends in the same order on all ranks. tp and etp carry the activations of products, one after the other.
 # Every other axis has its own group, even if another has the same ranks (cp is dp_cp if dp is 1, tied is pp if pp is 2, ep
@@ -98,6 +99,8 @@ class Mesh:
     the same experts; it is split into `mesh.expert_replicate` and `mesh.expert_shard` as dp and cp are into `replicate`
     and `shard` (`expert_sizes`). With ep 1 and etp = tp these are the same ranks. `mesh.alone` has only this rank.
     If `torch.distributed` is not initialized, the mesh describes a rank without creating groups (planning, tests).
+    cp_levels: sizes of `mesh.cp_inner` (consecutive ranks of cp) and `mesh.cp_outer`, for a2a+p2p; None: they have only
+    this rank.
     timeout: of collectives of a group (default: torch's, which is not that of the group of all ranks)
     """
 
@@ -113,6 +116,7 @@ class Mesh:
         ep=1,
         etp: Optional[int] = None,
         shard_over_cp: bool = False,
+        cp_levels: Optional[Sequence[int]] = None,
         create_groups: Optional[bool] = None,
         timeout: Optional[timedelta] = None,
     ):
@@ -134,11 +138,22 @@ class Mesh:
             self._set(name, *ranks_of(self.expert_sizes, (name,), rank))
         self._set("expert_dp", *ranks_of(self.expert_sizes, EXPERT_DP, rank))
         self.alone = Axis("alone", (rank,))
+        self._set_levels(*(cp_levels or (1, 1)))
         if self.world_size > 1 if create_groups is None else create_groups:
             self._create_groups()
 
     def _set(self, name: str, number: int, ranks: tuple[int, ...]) -> None:
         setattr(self, name, Axis(name, ranks, ranks.index(self.rank), None, self._label(name, number)))
+
+    def _set_levels(self, inner: int, outer: int) -> None:
+        """The groups of the two levels of cp, for example (0, 1), (2, 3) and (0, 2), (1, 3) of four ranks."""
+        number, ranks = ranks_of(self.sizes, ("cp",), self.rank)
+        if inner * outer == 1:
+            ranks = (self.rank,)
+        own = ranks.index(self.rank)
+        at, place = divmod(own, inner)
+        self._set("cp_inner", number * outer + at, ranks[at * inner : at * inner + inner])
+        self._set("cp_outer", number * inner + place, ranks[place::inner])
 
     def own_groups(self) -> list[tuple[tuple[int, ...], list[str]]]:
         """(ranks, axes that use it) of each group that this rank creates, in order; that of all ranks exists already.
@@ -223,6 +238,11 @@ class Mesh:
         joined = ("dp_cp",) if self.sizes["cp"] > 1 else ()  # ranks with the same weights
         for name in ("tp", "cp", "dp", *halves, *joined, "pp"):
             lines.append(_groups_line(name, self.sizes, JOINED.get(name, (name,))))
+            if name == "cp" and self.cp_inner.size > 1:
+                inner, sizes = self.cp_inner.size, {}
+                for axis, size in self.sizes.items():
+                    sizes |= dict(cp_outer=size // inner, cp_inner=inner) if axis == "cp" else {axis: size}
+                lines += [_groups_line(level, sizes, (level,)) for level in CP_LEVELS]
         if self.sizes["pp"] > 1:
             pairs = (f"[{ranks[0]},{ranks[-1]}]" for ranks in ranks_along(self.sizes, ["pp"]))
             lines.append("first and last stages (a tied embedding): " + " ".join(pairs))
@@ -247,5 +267,6 @@ def _groups_line(name: str, sizes: dict[str, int], axes: Sequence[str]) -> str:
 def mesh_of(parallel, rank: int, world_size: int, **keywords) -> Mesh:
     """The mesh of a rank in a job with these settings (`schema.Parallel`). keywords: other arguments of `Mesh`."""
     experts = dict(ep=parallel.expert_model_parallel_size, etp=parallel.expert_tensor_parallel_size)
-    sharded = parallel.sharding_stage > 0
-    return Mesh(rank, shard_over_cp=sharded, **sizes_of(parallel, world_size), **experts, **keywords)
+    sharded, levels = parallel.sharding_stage > 0, parallel.cp_levels
+    sizes = sizes_of(parallel, world_size)
+    return Mesh(rank, shard_over_cp=sharded, cp_levels=levels, **sizes, **experts, **keywords)

@@ -154,7 +154,8 @@ OFFLOADS = ("optimizer_cpu_offload", "optimizer_offload_fraction", "nvme_offload
 RECOMPUTE = tuple(one.name for one in fields(schema.Recompute))
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather")
 NARROWING = {*AXES, *OFFLOADS, *RECOMPUTE, *OVERLAPS}
-NARROWING |= {"context_parallel_size", "cp_comm_type", "micro_batch_size", "global_batch_size"}
+NARROWING |= {"context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"}
+NARROWING |= {"micro_batch_size", "global_batch_size"}
 
 
 def kept(config: schema.Config) -> list[str]:
@@ -189,7 +190,8 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
         **_global_batch(config),
         **{axis: getattr(p, name) for name, axis in AXES.items() if given(name)},
         cp=cp if recipe_of(config).shares_sequences else 1,
-        by_heads=None if p.cp_comm_type is None else set(p.cp_comm_types) == {"a2a"},
+        cp_comm=None if p.cp_comm_type is None else _comm_type(p),
+        cp_levels=p.cp_levels,
         micro_batch_size=b.micro_batch_size
         if given("micro_batch_size") and b.micro_batch_size != schema.AUTO
         else None,
@@ -197,6 +199,12 @@ def space_of(config: schema.Config, cluster: Cluster) -> Space:
         offload=offload,
         overlap=p.overlap_grad_reduce or p.overlap_param_gather if given(*OVERLAPS) else None,
     )
+
+
+def _comm_type(p: schema.Parallel) -> str:
+    """--cp-comm-type of all layers; if they differ, that which the planner assumes (`Layout.gathers`)."""
+    first, *others = set(p.cp_comm_types)
+    return first if not others else "allgather" if "allgather" in p.cp_comm_types else "p2p"
 
 
 def _global_batch(config: schema.Config) -> dict[str, Optional[int]]:

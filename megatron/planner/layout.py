@@ -112,12 +112,13 @@ class Job:
         sp: bool = False,
         micro_batch_size: int = 1,
         cp: int = 1,
-        by_heads: bool = False,
+        cp_heads: int = 1,
+        gathers: bool = False,
         *experts: int,
     ) -> RankSetup:
         """The sizes and formats of a rank's work in a layout. experts: ep and etp."""
         kernels = (self.backend, self.chunk, self.plain_softmax, self.plain_loss, self.plain_activation)
-        shared = (cp, cp > 1 and by_heads, self.documents, *experts)
+        shared = (cp, cp_heads, gathers, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared)
 
@@ -133,8 +134,9 @@ class Layout:
     disk:          fraction in files
     overlap:       data parallel communication overlaps with computation
     cp:            ranks that share each sequence
-    by_heads:      these ranks exchange rows for heads in every layer (--cp-comm-type a2a). Otherwise, and if layers differ,
-                   the planner assumes that all layers gather keys and values
+    cp_heads:      of these, ranks that exchange rows for heads: all with --cp-comm-type a2a, a part with a2a+p2p
+    gathers:       the others gather keys and values (allgather); False: these travel round a ring (p2p). If layers differ,
+                   the planner assumes that all gather, or if none does, that all are rings
     ep, etp:       ranks that hold different experts, and parts of each; None: as many as tp
     """
 
@@ -154,7 +156,8 @@ class Layout:
     param_offload: bool = False
     overlap: bool = False
     cp: int = 1
-    by_heads: bool = False
+    cp_heads: int = 1
+    gathers: bool = False
     ep: int = 1
     etp: Optional[int] = None
     parallel: Optional[Parallel] = None  # the settings that this layout was read from; they may be more detailed
@@ -185,10 +188,12 @@ class Layout:
             o.param_cpu_offload,
             p.overlap_grad_reduce,
             cp,
-            cp > 1 and set(p.cp_comm_types) == {"a2a"},
+            *_context_sharing(p),
             p.expert_model_parallel_size,
             p.expert_tensor_parallel_size,
-            replace(p, cp_comm_type=p.cp_comm_type and tuple(p.cp_comm_type)),  # a list has no hash
+            replace(
+                p, **{name: value and tuple(value) for name, value in _context_words(p).items()}
+            ),  # a list has no hash
         )
 
     @property
@@ -246,7 +251,9 @@ class Layout:
 
     def rank_setup(self, job: Job) -> RankSetup:
         """The sizes and formats of a rank's work on the job's model."""
-        return job.rank_setup(self.tp, self.sp, self.micro_batch_size, self.cp, self.by_heads, *self.cuts[1:])
+        return job.rank_setup(
+            self.tp, self.sp, self.micro_batch_size, self.cp, self.cp_heads, self.gathers, *self.cuts[1:]
+        )
 
     def num_microbatches(self, job: Job) -> int:
         """Micro-batches per step on each rank."""
@@ -263,7 +270,10 @@ class Layout:
         return Parallel(
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
-            cp_comm_type=["a2a"] if self.by_heads else None,
+            cp_comm_type=self._comm_type and [self._comm_type],
+            hierarchical_context_parallel_sizes=[self.cp_heads, self.cp // self.cp_heads]
+            if 1 < self.cp_heads < self.cp
+            else None,
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
             pipeline_model_parallel_size=self.pp,
@@ -276,6 +286,20 @@ class Layout:
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap and self.zero > 0,
         )
+
+    @property
+    def _comm_type(self) -> Optional[str]:
+        """--cp-comm-type; None: the default."""
+        if self.cp_heads > 1:
+            return "a2a" if self.cp_heads == self.cp else "a2a+p2p"
+        return "allgather" if self.gathers and self.cp > 1 else None
+
+    @property
+    def _comm_token(self) -> str:
+        """The same in `short`, as `planner.parity.parse_layout` reads it."""
+        if self.cp_heads > 1:
+            return f"a2a{self.cp_heads}" if self.cp_heads < self.cp else "a2a"
+        return "gather" * self.gathers
 
     def settings(self) -> dict[str, object]:
         """The settings of a run in this layout, without its global batch."""
@@ -292,9 +316,9 @@ class Layout:
     def applied(self, config: Config, global_batch: Optional[int] = None) -> Config:
         """The settings of a run, with this layout in place of their own."""
         made, own = vars(self._parallel()), config.parallel
-        same_way = self.cp > 1 and self.by_heads == (set(own.cp_comm_types) == {"a2a"})  # then keep the given words
+        same_way = self.cp > 1 and (self.cp_heads, self.gathers) == _context_sharing(own)  # then keep the given words
         kept = {"distributed_backend", "distributed_timeout_minutes", "pipeline_timeline", "print_topology"}
-        kept |= {"cp_comm_type"} if same_way else set()
+        kept |= _context_words(own).keys() if same_way else set()
         kept |= {name for name in made if config.given(name)}  # the search keeps these, maybe in other words
         if config.given("num_layers_per_virtual_pipeline_stage"):
             kept.add("num_virtual_stages_per_pipeline_rank")
@@ -315,7 +339,7 @@ class Layout:
     def short(self) -> str:
         """A short name for tables, such as tp8sp-pp16vp2-dp4-zero1."""
         parts = [f"tp{self.tp}{'sp' * self.sp}"] * (self.tp > 1)
-        parts += [f"cp{self.cp}{'a2a' * self.by_heads}"] * (self.cp > 1)
+        parts += [f"cp{self.cp}{self._comm_token}"] * (self.cp > 1)
         parts += [f"ep{self.ep}"] * (self.ep > 1) + [f"etp{self.etp}"] * (self.cuts.etp != self.tp)
         if self.pp > 1:
             plain = self.schedule in ("1f1b", "interleaved")
@@ -324,6 +348,22 @@ class Layout:
         if self.zero:
             parts += [f"zero{self.zero}" + f"/{self.shard}" * (self.shard != self.weight_ranks)]
         return "-".join(parts) or "one rank"
+
+
+def _context_words(p: Parallel) -> dict[str, Optional[list]]:
+    """The settings that say how ranks of cp share attention."""
+    names = "cp_comm_type", "hierarchical_context_parallel_sizes"
+    return {name: getattr(p, name) for name in names}
+
+
+def _context_sharing(p: Parallel) -> tuple[int, bool]:
+    """`Layout.cp_heads` and `gathers` of settings."""
+    cp, kinds = p.context_parallel_size, set(p.cp_comm_types)
+    if cp == 1:
+        return 1, False
+    if kinds == {"a2a"}:
+        return cp, False
+    return (p.cp_levels[0] if kinds == {"a2a+p2p"} and p.cp_levels else 1), "allgather" in kinds
 
 
 @lru_cache(maxsize=4096)

@@ -55,7 +55,8 @@ class TestedLayout:
     ep: int = 1
     etp: int = 0  # as tp
     sp: bool = False
-    a2a: bool = False
+    a2a: int = 0  # ranks that exchange rows for heads
+    gather: bool = False
     schedule: str = ""
     own: bool = False  # from the command's flags, which may be more detailed
 
@@ -79,7 +80,7 @@ SCHEDULE_TOKENS = {
 }
 ALONE = "one process"
 ZERO_STAGES = (0, 1, 2, 3)
-TOKENS = re.compile(rf"(tp|cp|pp|vp|dp|ep|etp|zero)(\d+)|(sp|a2a)|({'|'.join(SCHEDULE_TOKENS)})|-")
+TOKENS = re.compile(rf"(tp|cp|pp|vp|dp|ep|etp|zero|a2a)(\d+)|(sp|a2a|gather)|({'|'.join(SCHEDULE_TOKENS)})|-")
 
 
 def parse_layout(text: str) -> TestedLayout:
@@ -89,7 +90,7 @@ def parse_layout(text: str) -> TestedLayout:
         match = TOKENS.match(text, at)
         if not match:
             raise ValueError(
-                f"'{text[at:]}' in layout '{text}' is none of tpN cpN ppN vpN dpN epN etpN zeroN sp a2a, "
+                f"'{text[at:]}' in layout '{text}' is none of tpN cpN ppN vpN dpN epN etpN zeroN sp a2a a2aN gather, "
                 + " ".join(SCHEDULE_TOKENS)
             )
         name, number, sequence, schedule = match.groups()
@@ -101,6 +102,8 @@ def parse_layout(text: str) -> TestedLayout:
         at = match.end()
     if fields.get("zero", 0) not in ZERO_STAGES:
         raise ValueError(f"zero{fields['zero']} in layout '{text}': the stages are {', '.join(map(str, ZERO_STAGES))}")
+    if fields.get("a2a") is True:
+        fields["a2a"] = fields.get("cp", 1)
     layout = TestedLayout(text, **fields)
     experts = lacking_ranks(layout.tp * layout.cp, layout.ep, layout.etp or layout.tp)
     return layout if "dp" in fields else replace(layout, dp=experts)
@@ -121,13 +124,14 @@ def layout_of(config: schema.Config, world_size: int) -> TestedLayout:
         p.expert_model_parallel_size,
         p.expert_tensor_parallel_size or 0,
         p.sequence_parallel,
-        cp > 1 and set(p.cp_comm_types) == {"a2a"},
+        *_context_tokens(p),
         p.pipeline_schedule,
         own=True,
     )
     parts = [f"{name}{value}" for name in ("tp", "cp", "pp", "vp", "dp", "ep") if (value := getattr(layout, name)) > 1]
     parts += [f"etp{layout.etp}"] * (layout.etp not in (0, tp))
-    parts += ["a2a"] * layout.a2a + ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
+    parts += ["a2a" + f"{layout.a2a}" * (layout.a2a < layout.cp)] * bool(layout.a2a) + ["gather"] * layout.gather
+    parts += ["sp"] * layout.sp + [f"zero{layout.zero}"] * bool(layout.zero)
     return replace(layout, text="-".join(parts) or ALONE)
 
 
@@ -180,7 +184,7 @@ def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
         config.parallel,
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
-        cp_comm_type=["a2a"] if layout.a2a else config.parallel.cp_comm_type,
+        **_context_words(config, layout),
         pipeline_model_parallel_size=layout.pp,
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=layout.vp if layout.vp != 1 else None,
@@ -196,6 +200,27 @@ def _parallel(config: schema.Config, layout: TestedLayout) -> schema.Parallel:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp or None,
     )
+
+
+def _context_tokens(p: schema.Parallel) -> tuple[int, bool]:
+    """`TestedLayout.a2a` and `gather` of settings."""
+    cp, kinds = p.context_parallel_size, set(p.cp_comm_types)
+    exchange = cp if kinds == {"a2a"} else p.cp_levels[0] if kinds == {"a2a+p2p"} and p.cp_levels else 0
+    return (exchange if cp > 1 else 0), cp > 1 and kinds == {"allgather"}
+
+
+def _context_words(config: schema.Config, layout: TestedLayout) -> dict[str, object]:
+    """The settings of how ranks of cp share attention: those of the tokens; without a token those of the flags."""
+    p, sizes = config.parallel, None
+    if layout.gather:
+        kinds = ["allgather"]
+    elif layout.a2a and layout.a2a != layout.cp:
+        kinds, sizes = ["a2a+p2p"], [layout.a2a, layout.cp // layout.a2a]
+    elif layout.a2a:
+        kinds = ["a2a"]
+    else:
+        kinds, sizes = p.cp_comm_type, p.hierarchical_context_parallel_sizes
+    return dict(cp_comm_type=kinds, hierarchical_context_parallel_sizes=sizes)
 
 
 def replaced(config: schema.Config, layouts: Sequence[TestedLayout]) -> list[str]:

@@ -152,6 +152,7 @@ class PublishedRun:
             Recompute(granularity, no_recompute_layers=half),
             overlap=self.zero > 0,
             cp=self.cp,
+            gathers=self.cp > 1 and self.kind in ("eager", "compiled"),  # torchtitan's default; Megatron-LM's is a ring
         )
 
     @cached_property

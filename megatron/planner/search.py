@@ -31,6 +31,7 @@ SIMPLE = 20  # number of fastest plans to keep for each number of features
 class Space:
     """The search space. A value fixes an axis; None leaves it free, except ep and etp, which are not searched.
 
+    cp_comm, cp_levels: --cp-comm-type of all layers, and the sizes of the levels of a2a+p2p
     replicas: copies of each shard, as in --dp-degree; chunk_layers: layers of a model chunk
     offload: (fraction of optimizer state in host memory, fraction on disk, whether parameter shards are in host memory)
     overlap: whether data parallel communication overlaps with computation
@@ -41,7 +42,8 @@ class Space:
     max_global_batch: Optional[int] = None
     tp: Optional[int] = None
     cp: Optional[int] = None
-    by_heads: Optional[bool] = None
+    cp_comm: Optional[str] = None
+    cp_levels: Optional[tuple[int, ...]] = None
     pp: Optional[int] = None
     micro_batch_size: Optional[int] = None
     zero: Optional[int] = None
@@ -87,6 +89,7 @@ class Plan:
 def features(layout: Layout) -> int:
     """The number of features of a layout that plain data parallelism does not need."""
     axes = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.schedule != "1f1b")
+    axes += 1 < layout.cp_heads < layout.cp
     axes += layout.stage_layers is not None and len(set(layout.stage_layers.split(","))) > 1
     again = layout.recompute
     given = (again.recompute_granularity, again.recompute_modules, again.no_recompute_layers)
@@ -187,7 +190,8 @@ def _different(plans: list[Plan]) -> list[Plan]:
             (
                 lay.tp,
                 lay.cp,
-                lay.by_heads,
+                lay.cp_heads,
+                lay.gathers,
                 lay.pp,
                 lay.sp,
                 lay.micro_batch_size,
@@ -248,7 +252,7 @@ def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> I
     world, experts = cluster.world_size, job.facts.experts
     own = dict(ep=space.ep, etp=space.etp) if experts else {}
     for tp in _tensor_sizes(job, cluster, space, result):
-        for cp, by_heads in _context_sizes(job, tp, world // tp, space):
+        for cp, cp_heads, gathers in _context_sizes(job, tp, world // tp, space):
             for pp in _pipeline_sizes(job, world // (tp * cp), space, result):
                 dp = world // (tp * cp * pp)
                 if space.dp not in (None, dp):
@@ -263,7 +267,7 @@ def _bases(job: Job, cluster: Cluster, space: Space, result: SearchedPlans) -> I
                             if tp > 1 and space.sp not in (None, sp):
                                 continue
                             base = Layout(tp, pp, dp, micro, chunks, schedule, sp=sp, stage_layers=layers)
-                            base = replace(base, cp=cp, by_heads=by_heads, **own)
+                            base = replace(base, cp=cp, cp_heads=cp_heads, gathers=gathers, **own)
                             for recompute in _recomputations(base.rank_setup(job), job, space):
                                 yield replace(base, recompute=recompute), sized
 
@@ -278,15 +282,30 @@ def _divides(experts: Table, layout: Layout) -> bool:
 SHARED_TOKENS = 4096  # a search uses context parallelism only if each rank has at least this many tokens of a sequence
 
 
-def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[int, bool]]:
-    """(ranks that share a sequence, whether they exchange rows for heads): all for long sequences, else one rank."""
+def _context_sizes(job: Job, tp: int, ranks: int, space: Space) -> list[tuple[int, int, bool]]:
+    """(cp, cp_heads, gathers) of layouts: all for long sequences, else one rank."""
     s, options = job.facts.seq_length, []
     for cp in [space.cp] if space.cp else divisors(ranks):
         if ranks % cp or cp > 1 and (s % (2 * cp) or not space.cp and s // cp < SHARED_TOKENS):
             continue
-        ways = [False] + [True] * (cp > 1 and job.facts.shares_heads(tp, cp))
-        options += [(cp, way) for way in ways if cp == 1 or space.by_heads in (None, way)]
+        options += [(cp, *way) for way in _sharing_ways(job, tp, cp, space)] if cp > 1 else [(1, 1, False)]
     return options
+
+
+def _sharing_ways(job: Job, tp: int, cp: int, space: Space) -> list[tuple[int, bool]]:
+    """(cp_heads, gathers): a ring, and an exchange of rows for heads, among as many ranks as the heads allow. A gather
+    holds the keys and values of all ranks and hides no messages: it is only planned if the settings say so.
+    """
+    able = [n for n in divisors(cp) if n > 1 and job.facts.shares_heads(tp, n)]
+    if space.cp_levels:
+        able = [n for n in able if space.cp_levels == (n, cp // n)]
+    exchanges = {"a2a": [n for n in able if n == cp], "a2a+p2p": [n for n in able if n < cp]}
+    ways = {"p2p": [(1, False)], "allgather": [(1, True)]} | {
+        name: [(n, False) for n in sizes if n == max(sizes)] for name, sizes in exchanges.items()
+    }
+    if space.cp_comm is not None:
+        return ways[space.cp_comm]
+    return ways["p2p"] + (ways["a2a"] or ways["a2a+p2p"])
 
 
 def _recomputations(share: RankSetup, job: Job, space: Space) -> list[Recompute]:

@@ -76,7 +76,9 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
     dp = max(1, world_size // (tp * pp * cp))
     shard = (p.sharding_degree or dp) if p.sharding_stage else 1
     replicate, num_microbatches = dp // shard, full_size(config.batch, dp) // (config.batch.micro_batch_size * dp)
+    levels = p.cp_levels and [min(size, 2) for size in p.cp_levels]
     few = dict(tp=min(tp, 2), cp=min(cp, 2), pp=min(pp, 2), shard=min(shard, 2), replicate=min(replicate, 2))
+    few["cp"] = math.prod(levels) if levels else few["cp"]
     schedule = p.pipeline_schedule
     if pipeline.custom and pp <= limit:
         few["pp"] = pp
@@ -118,6 +120,7 @@ def shrunk_job_of(config: Config, world_size: int, steps: int = 3, limit: int = 
         tensor_model_parallel_size=sizes.tp,
         context_parallel_size=sizes.cp,
         cp_comm_type=_of_layers(p.cp_comm_type, num_layers),
+        hierarchical_context_parallel_sizes=levels,
         pipeline_model_parallel_size=sizes.pp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,

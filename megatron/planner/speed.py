@@ -51,6 +51,8 @@ class Cluster:
         d = self.device
         if op == "send":
             return size / (d.inner if stride < self.local_size else d.outer) + calls * d.latency
+        if op == "shift":  # as slow as the message that leaves the node
+            return size / (d.inner if ranks * stride <= self.local_size else d.outer) + calls * d.latency
         link = d.inner
         if ranks * stride > self.local_size:  # rings leave the node through the adapters of all its ranks in this group
             link = min(link, d.outer * max(1, self.local_size // stride))
@@ -278,12 +280,21 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     if LAYER in modules:  # a sum of two halves counts as one
         messages = sums
     others = [op for op in ops if isinstance(op, Collective) and op.axis != "tp"]
-    stride = dict(etp=1, ep=share.etp)  # of other axes: tp
+    stride = dict(etp=1, ep=share.etp, cp_outer=share.tp * share.cp_heads)  # of other axes: tp
     sent = lambda op, calls: sum(
         cluster.seconds(call, op.size, 1, op.ranks, stride.get(op.axis, share.tp)) for call in calls
     )
-    ahead = sum(sent(op, op.ahead) for op in others)
-    back = sum(sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules) for op in others)
+    rings = [op for op in others if op.in_ring]
+    core = sum(_core(job, op, d) for op in ops if isinstance(op, CoreAttention))
+    beside = 1 - 1 / share.cp_rows  # the share of attention that overlaps: no message follows the last step
+    exposed = lambda seconds, work: max(seconds - work * beside, seconds * d.exposed)
+    ahead = exposed(sum(sent(op, op.ahead) for op in rings), core)
+    back = exposed(sum(sent(op, op.back) for op in rings), d.attention_backward * core)
+    back += ahead * any(op.runs_again(modules) for op in rings)
+    for op in others:
+        if not op.in_ring:
+            ahead += sent(op, op.ahead)
+            back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
     return Pass(
         work + sums * each + ahead,
         2 * work + longer + sums * each + repeated + messages * each + back,
@@ -399,7 +410,7 @@ def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     moved = UPDATE_BYTES + job.shard_gradients(layout.zero)
     moved += sum(2 * size if size == 4 else ROUNDED_BYTES for size in job.moments)
     away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * sum(job.moments) / 4
-    update = moved * own / device.bandwidth + away * own * layout.offload / device.host
+    update = moved * own / (device.update_bandwidth or device.bandwidth) + away * own * layout.offload / device.host
     update += away * own * layout.offload * (device.kind == "cuda") / HOST_MEMORY
     filed = 2 * (4 + sum(job.moments)) * own * layout.disk  # read and written
     update += _orthogonalizing(units, job, layout, device)

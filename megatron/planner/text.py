@@ -69,7 +69,7 @@ def trust(plan: Plan, cluster: Cluster) -> str:
     known = device.accuracy(plan.layout.model_parallel)
     runs = f"{known.runs} published runs of such layouts on this GPU" if known else ""
     errors = f"errors are those of {runs}" if runs else "no published run of this GPU was found to compare them with"
-    return f"times assume the speeds of {KIND}; {errors}; this suite was never measured on a GPU (docs/planning.md)"
+    return f"times assume the speeds of {KIND}; {errors}; this suite was measured on one H200 alone (docs/planning.md)"
 
 
 def recomputed(plan: Plan) -> str:

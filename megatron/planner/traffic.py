@@ -25,8 +25,8 @@ class Transfer:
     """The calls of one collective in a step. bytes: sum over the calls; beside: whether they overlap with computation."""
 
     what: str
-    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
-    axis: str  # tp, cp, pp, shard, replicate, tied; of experts ep, etp, expert_shard, expert_replicate
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, shift or send
+    axis: str  # tp, cp (cp_inner, cp_outer), pp, shard, replicate, tied; of experts ep, etp, expert_shard, expert_replicate
     bytes: int
     calls: int
     beside: bool = False
@@ -74,10 +74,12 @@ def _in_layers(job: Job, layout: Layout, rank: int) -> list[Transfer]:
         if stage == len(pipeline.stages) - 1 and facts.score_sums(share) is None:
             calls += calls_of([replace(stream(facts.loss_tokens(share)).copied, overlapped=())], ())
         for op, call in calls:
-            sent[op.axis, call, op.name] += number * op.size
-            counts[op.axis, call, op.name] += number
+            key = op.axis, call, op.name, op.in_ring
+            sent[key] += number * op.size
+            counts[key] += number
     return [
-        Transfer(name, call, axis, size, counts[axis, call, name]) for (axis, call, name), size in sorted(sent.items())
+        Transfer(name, call, axis, size, counts[axis, call, name, beside], beside)
+        for (axis, call, name, beside), size in sorted(sent.items())
     ]
 
 

@@ -93,6 +93,7 @@ EFFECTS: dict[str, Needs] = {
     "decoder_first_pipeline_num_layers": STAGES,
     "decoder_last_pipeline_num_layers": STAGES,
     "cp_comm_type": Needs("--context-parallel-size above 1", lambda s: s.cp > 1),
+    "hierarchical_context_parallel_sizes": Needs("--cp-comm-type a2a+p2p", lambda s: "a2a+p2p" in s.cp_comm),
     # Stage 3 moves parameters out of the model between their uses, even on one rank.
     "sharding_stage": DATA_PARALLEL._replace(met=lambda s: s.dp * s.cp > 1 or s.sharding_stage == 3),
     "sharding_degree": Needs("--sharding-stage", lambda s: s.sharding_stage),

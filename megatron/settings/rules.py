@@ -194,6 +194,7 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
     s.tp, s.pp, s.cp = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     s.settings, s.world, s.model_ranks = settings, world, s.tp * s.pp * s.cp
     s.cp_comm = settings.parallel.cp_comm_types if s.cp > 1 else ()
+    s.cp_inner = max(1, (settings.parallel.cp_levels or (1,))[0])  # ranks that exchange rows for heads with a2a+p2p
     s.row_pieces = s.cp * math.lcm(2 if s.cp > 1 else 1, s.tp if s.sequence_parallel else 1)
     s.dp = max(1, world // s.model_ranks)
     s.sharding_ranks = s.sharding_degree or (s.dp if s.sharding_stage else 1)
@@ -204,6 +205,21 @@ def record(settings: schema.Config, world: int) -> SimpleNamespace:
     s.paths = [name for name in ("train", "valid", "test") if getattr(s, f"{name}_data_path")]
     s.tokenizer = s.tokenizer_type or tokenizer_type(settings.tokenizer, settings.data)
     return s
+
+
+def _are_levels(s: SimpleNamespace) -> bool:
+    sizes = s.hierarchical_context_parallel_sizes
+    return len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == s.cp
+
+
+def _two_levels(cp: int) -> tuple[int, int]:
+    """Sizes for a message: the smallest groups.
+
+    >>> _two_levels(8), _two_levels(9), _two_levels(5)
+    ((2, 4), (3, 3), (5, 1))
+    """
+    inner = next((n for n in range(2, cp + 1) if cp % n == 0), 1)
+    return inner, cp // inner
 
 
 RULES = (
@@ -279,10 +295,19 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: "a2a+p2p" in s.cp_comm,
+        lambda s: "a2a+p2p" in s.cp_comm and not s.hierarchical_context_parallel_sizes,
         lambda s: (
-            "--cp-comm-type a2a+p2p exchanges in groups inside of groups, which are not part of this suite; use p2p, "
-            "allgather or a2a"
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: the ranks that exchange tokens for heads, "
+            f"and the ranks of a ring of these groups, whose product is --context-parallel-size {s.cp}, as "
+            f"{' '.join(map(str, _two_levels(s.cp)))}"
+        ),
+    ),
+    Rule(
+        lambda s: "a2a+p2p" in s.cp_comm and s.hierarchical_context_parallel_sizes and not _are_levels(s),
+        lambda s: (
+            "--hierarchical-context-parallel-sizes "
+            f"{' '.join(map(str, s.hierarchical_context_parallel_sizes or ()))} must be two numbers whose product is "
+            f"--context-parallel-size {s.cp}, as {' '.join(map(str, _two_levels(s.cp)))}"
         ),
     ),
     Rule(
@@ -516,13 +541,6 @@ REMARKS = (
     Rule(
         lambda s: s.precision == "fp16" and s.device == "cpu",
         lambda s: "--fp16 on a CPU is about 90 times as slow as fp32; --bf16 is made for it",
-    ),
-    Rule(
-        lambda s: "p2p" in s.cp_comm,
-        lambda s: (
-            "--cp-comm-type p2p gathers keys and values as allgather does: the result is that of Megatron-LM's ring, with "
-            "those of all ranks in memory while a layer attends, forward and backward"
-        ),
     ),
     Rule(lambda s: not s.save, lambda s: "--save is not given: nothing of this training will be kept"),
     Rule(

@@ -248,8 +248,15 @@ class Parallel:
     pipeline_model_parallel_size: int = setting("degree of pipeline model parallelism", 1, "--pp", "--pp-degree")
     context_parallel_size: int = setting("degree of context parallelism", 1, "--cp")
     cp_comm_type: Optional[list[Literal["p2p", "a2a", "allgather", "a2a+p2p"]]] = setting(
-        "communication of context parallelism, for all layers or one word for each: p2p and allgather gather keys and "
-        "values, a2a exchanges tokens for heads (default: p2p)",
+        "communication of context parallelism, for all layers or one word for each: p2p sends keys and values round a "
+        "ring, allgather gathers them, a2a exchanges tokens for heads, a2a+p2p does that in groups with a ring between "
+        "them (default: p2p)",
+        None,
+        also=dict(all_gather="allgather"),
+    )
+    hierarchical_context_parallel_sizes: Optional[list[int]] = setting(
+        "ranks that exchange tokens for heads, and ranks of a ring, with --cp-comm-type a2a+p2p: two numbers, whose "
+        "product is the context parallel size",
         None,
     )
     expert_model_parallel_size: int = setting(
@@ -316,6 +323,12 @@ class Parallel:
     def cp_comm_types(self) -> tuple[str, ...]:
         """`cp_comm_type` with its default: one word for all layers, or one for each."""
         return tuple(self.cp_comm_type or ["p2p"])
+
+    @property
+    def cp_levels(self) -> Optional[tuple[int, ...]]:
+        """`hierarchical_context_parallel_sizes`, if a layer uses them."""
+        sizes = self.hierarchical_context_parallel_sizes
+        return tuple(sizes) if sizes and self.context_parallel_size > 1 and "a2a+p2p" in self.cp_comm_types else None
 
 
 WORD_PIECE = ("BertWordPieceLowerCase", "BertWordPieceCase", "BertTokenizer", "ErnieTokenizer", "ElectraTokenizer")

@@ -173,7 +173,7 @@ def lane_of(axis: str, kind: str) -> str:
     """
     if axis in DATA_PARALLEL:
         return GATHER if kind == "all-gather" else REDUCE
-    return {"tp": TP, "etp": TP, "cp": CP, "ep": EP}.get(axis, OTHER)
+    return {"tp": TP, "etp": TP, "cp": CP, "cp_inner": CP, "cp_outer": CP, "ep": EP}.get(axis, OTHER)
 
 
 # ---- sums ----------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,9 @@ class UtilOptions:
     loader: Optional[str] = setting("megatron or mcore: which of them --load-dir has is recognised", None)
     saver: Optional[str] = setting("megatron or mcore: this suite's format is written in their place", None)
     megatron_path: Optional[str] = setting("accepted: no code from there is run", None)
+    true_vocab_size: Optional[int] = setting("tokens without padding, of a checkpoint of Megatron-LM", None)
+    max_queue_size: Optional[int] = setting("accepted: one process reads and writes", None)
+    checking: bool = setting("off: accepted; every tensor is checked", True)
 
 
 def main(argv: list[str]) -> None:
@@ -50,12 +53,15 @@ def main(argv: list[str]) -> None:
             _note(
                 "--target-*-parallel-size have no effect on what is read from Megatron-LM: any layout loads the result"
             )
-        return checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir])
+        size = [] if asked.true_vocab_size is None else ["--vocab-size", str(asked.true_vocab_size)]
+        return checkpoint.main(["from-megatron", asked.load_dir, asked.save_dir, *size])
     if foreign:
         raise SettingsError(
             f"--model-type {asked.model_type}: {source} is a checkpoint of Megatron-LM, of which GPTs are read",
             do="a T5 or BERT of Hugging Face transformers: python -m megatron.tools.checkpoint from-hf",
         )
+    if asked.true_vocab_size is not None:
+        _note("--true-vocab-size has no effect: the checkpoint knows the size of its vocabulary")
     if asked.model_type:
         with checkpoint.open_reader(location(asked.load_dir), checkpoint.WhichCheckpoint()) as reader:
             found = reader.state.get("config", {}).get("model", {}).get("model_type", "GPT")

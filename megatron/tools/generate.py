@@ -34,6 +34,9 @@ class GenerateOptions:
     load: str = setting("folder of checkpoints, or one checkpoint")
     prompt: Optional[list[str]] = setting("texts to continue", None)
     prompt_file: Optional[str] = setting("file with one text a line; - is standard input", None, "--sample-input-file")
+    output: Optional[str] = setting(
+        "file for the texts, instead of standard output", None, "--sample-output-file", "--genfile"
+    )
     num_samples: int = setting("continuations of each prompt", 1)
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
@@ -72,7 +75,7 @@ class GenerateOptions:
 
 COMMON = tuple(
     """
-    load prompt prompt_file num_samples tokens_to_generate greedy temperature top_k top_p repetition_penalty
+    load prompt prompt_file output num_samples tokens_to_generate greedy temperature top_k top_p repetition_penalty
     sampling_seed num_beams device json tensor_model_parallel_size pipeline_model_parallel_size
     """.split()
 )
@@ -197,7 +200,11 @@ def write(
     seconds = time.perf_counter() - start
     for note in [*notes, *cut_off(rooms, answers, sampling)]:
         print(f"note: {in_users_words(note, given)}", file=sys.stderr)
-    show(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
+    texts = shown(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
+    if settings.output:
+        write_output(Path(settings.output), texts)
+    else:
+        print(texts, end="")
     count = sum(map(len, answers))
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
 
@@ -222,14 +229,24 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
     return prompts
 
 
-def show(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool, apart: str = "") -> None:
-    """Print prompts with their continuations. apart: the text between both."""
-    for number, (prompt, answer) in enumerate(zip(prompts, answers)):
-        text = tokenizer.decode(answer)
-        if as_json:
-            print(json.dumps(dict(prompt=prompt, text=text, tokens=answer), ensure_ascii=False))
-        else:
-            print(("" if number == 0 else "-" * 40 + "\n") + prompt + apart + text)
+def shown(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool, apart: str = "") -> str:
+    """The prompts with their continuations. apart: the text between both."""
+    texts = map(tokenizer.decode, answers)
+    if as_json:
+        records = (dict(prompt=p, text=text, tokens=answer) for p, text, answer in zip(prompts, texts, answers))
+        return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return ("-" * 40 + "\n").join(f"{prompt}{apart}{text}\n" for prompt, text in zip(prompts, texts))
+
+
+def write_output(path: Path, texts: str) -> None:
+    """Write or replace a file of texts. Raises StorageError if it cannot be written."""
+    from megatron.storage.durable import replace_file, storage_errors
+
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            print(f"note: replaces {path}", file=sys.stderr)
+        replace_file(path, texts.encode())
 
 
 if __name__ == "__main__":

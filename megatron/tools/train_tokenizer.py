@@ -79,11 +79,12 @@ def main(argv: list[str]) -> None:
     for name in OF_UNIGRAMS if settings.kind != "unigram" else ("min_frequency",):
         if name in said and said[name].is_request:
             print(f"warning: --{name.replace('_', '-')} has no effect with --kind {settings.kind}")
-    if there := [path for name in FILES[settings.kind] if (path := Path(settings.output) / name).exists()]:
-        print(f"note: replaces {' and '.join(map(str, there))}", flush=True)
+    there = [path for name in FILES[settings.kind] if (path := Path(settings.output) / name).exists()]
     start = time.perf_counter()
     train = {"byte-level": train_byte_level, "unigram": train_unigrams}.get(settings.kind, train_word_pieces)
     path, size = train(settings, texts_of(settings))
+    if there:
+        print(f"note: replaced {' and '.join(map(str, there))}")
     print(f"{path}: {size} tokens, {time.perf_counter() - start:.1f} s")
     if size < settings.vocab_size:
         print(f"note: the text holds no more pairs; --vocab-size {settings.vocab_size} was not reached")

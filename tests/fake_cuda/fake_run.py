@@ -6,6 +6,7 @@ import traceback
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import mistakes
@@ -158,10 +159,14 @@ def a_job(rank: int, world: int):
 
 def be_there(kernel: str) -> list:
     """Make a kernel of attention that a GPU would have one of this process; a list that grows with its calls."""
-    [number] = [n for n, entry in enumerate(TABLE["attention"]) if entry.name == kernel]
-    entry, calls = TABLE["attention"][number], []
-    counted = lambda *args, **kwargs: calls.append(1) or entry.run(*args, **kwargs)
-    TABLE["attention"][number] = replace(entry, run=counted, lacking="", probe=lambda: "")
+    names = {(op, entry.name): number for op in TABLE for number, entry in enumerate(TABLE[op]) if "attention" in op}
+    [(op, number)] = [(op, number) for (op, name), number in names.items() if name == kernel]
+    entry, calls = TABLE[op][number], []
+    run = entry.run if op == "attention" else entry.run.forward
+    counted = lambda *args, **kwargs: calls.append(1) or run(*args, **kwargs)
+    if op != "attention":
+        counted = SimpleNamespace(forward=counted, backward=entry.run.backward)
+    TABLE[op][number] = replace(entry, run=counted, lacking="", probe=lambda: "")
     return calls
 
 

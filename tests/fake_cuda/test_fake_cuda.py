@@ -65,6 +65,16 @@ CASES = {  # name: flags, rank, ranks
     ),
     "cp4 of 64, grouped": (f"{LLAMA} --context-parallel-size 4 --hidden-dropout 0 --attention-dropout 0", 37, 64),
     "cp2 by heads, zero3": (f"{LLAMA} --context-parallel-size 2 --cp-comm-type a2a --sharding-stage 3", 1, 4),
+    "cp4 by heads in a ring": (
+        f"{LLAMA} --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        1,
+        4,
+    ),
+    "cp2 gathers, documents": (
+        f"{DROPOUT} --context-parallel-size 2 --cp-comm-type allgather --reset-attention-mask",
+        1,
+        2,
+    ),
     "pp2 interleaved": (f"{PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 1, 2),
     "pp2 zb-h1": (f"{PP} --pipeline-schedule zb-h1 --global-batch-size 8", 0, 2),
     "T5, tp2 sp, pp2 zb-h1": (
@@ -87,11 +97,22 @@ DOCUMENTS = f"{LLAMA} --reset-attention-mask --hidden-dropout 0 --attention-drop
 IN_VARLEN = {  # name: flags, rank, ranks, calls in two steps
     "varlen, accumulation, O1": (f"{DOCUMENTS} --global-batch-size 4 --amp-level O1", 0, 1, 8),
     "varlen, cp2 tp2, window, recompute": (
-        f"{DOCUMENTS} {TP} --context-parallel-size 2 --window-size 9,0 --window-attn-skip-freq 2 "
+        f"{DOCUMENTS} {TP} --context-parallel-size 2 --cp-comm-type allgather --window-size 9,0 --window-attn-skip-freq 2 "
         "--recompute-granularity full",
         3,
         4,
         16,
+    ),
+}
+FLASH = "flash (CUDA)"  # of a part of the keys
+IN_RING = {  # name: flags, rank, ranks, calls of its forward pass in two steps
+    # Layers x steps x micro-batches x (a causal piece, and one of each other rank).
+    "ring of four": (f"{LLAMA} --context-parallel-size 4 --hidden-dropout 0 --attention-dropout 0", 2, 4, 2 * 2 * 4),
+    "ring of two, documents, window": (
+        f"{DOCUMENTS} --context-parallel-size 2 --window-size 9,0 --recompute-granularity selective",
+        1,
+        2,
+        None,
     ),
 }
 MEASURED = "18 steps, dp2 tp2"  # in which times of ranks are gathered twice, and read
@@ -128,6 +149,8 @@ def found(tmp_path_factory, request) -> dict:
     cases = {name: dict(flags=flags, rank=rank, world=world) for name, (flags, rank, world) in CASES.items()}
     for name, (flags, rank, world, _) in IN_VARLEN.items():
         cases[name] = dict(flags=flags, rank=rank, world=world, kernel=VARLEN)
+    for name, (flags, rank, world, _) in IN_RING.items():
+        cases[name] = dict(flags=flags, rank=rank, world=world, kernel=FLASH)
     cases[MEASURED] = dict(flags=f"{TP} --train-iters 100", rank=0, world=4, steps=18)
     cases |= {name: dict(flags=flags, mistake=name, world=1 + (flags == PP)) for name, (flags, _) in MISTAKES.items()}
     run = [item for item in request.session.items if item.path == Path(__file__) and "found" in item.fixturenames]
@@ -157,6 +180,13 @@ def test_times_of_ranks_are_compared_and_the_host_waits_for_nothing(found, name)
 @pytest.mark.parametrize("name", IN_VARLEN)
 def test_a_step_with_documents_runs_in_torchs_kernel_and_waits_for_nothing(found, name):
     assert (found[name].get("waits"), found[name].get("calls")) == ([], IN_VARLEN[name][3]), found[name]
+
+
+@pytest.mark.parametrize("name", IN_RING)
+def test_a_ring_runs_in_torchs_kernel_and_waits_for_nothing(found, name):
+    """Its messages are waited for by the device, and a step of documents needs nothing of them that the host lacks."""
+    calls = IN_RING[name][3]
+    assert found[name].get("waits") == [] and found[name]["calls"] == (calls or found[name]["calls"]) > 0, found[name]
 
 
 @pytest.mark.sampled(3)

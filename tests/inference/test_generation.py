@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
+from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError
 from megatron.inference.beams import beam_search
 from megatron.inference.choices import kept, penalised, sample, uniform_draws
 from megatron.inference.generation import Texts, generate
@@ -243,6 +243,13 @@ def test_the_tool(checkpoint, capsys, tmp_path):
     assert records[0]["tokens"] != records[1]["tokens"]
     tool.main([*line, "--prompt", "the cat", "--num-beams", "3", "--json"])
     assert len(json.loads(capsys.readouterr().out)["tokens"]) == 5
+    file = tmp_path / "new" / "texts"
+    for flag in ("--output", "--sample-output-file", "--genfile"):
+        tool.main([*line, "--prompt", "the cat", "a dog", "--greedy", flag, str(file)])
+        written, (said, err) = file.read_text(encoding="utf-8"), capsys.readouterr()
+        assert written == out and said == "" and (f"note: replaces {file}" in err) == (flag != "--output")
+    with pytest.raises(StorageError, match="texts/below"):
+        tool.main([*line, "--prompt", "the cat", "--output", str(file / "below")])
 
 
 def test_the_flags_of_paddlenlp(checkpoint, capsys):

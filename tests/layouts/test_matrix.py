@@ -92,6 +92,13 @@ FULL = """
     cp2-pp2-dp2-zero3-gpipe full llama documents
     cp2-tp2sp-pp2 selective documents dropout micro2
     cp4a2a-dp2-zero1 documents llama selective
+    cp4 documents dropout llama
+    cp4a2a2 documents dropout micro2
+    cp4a2a2-tp2sp-zero3 full llama
+    cp4a2a2-pp2-zbh1 selective documents micro2
+    cp2gather-tp2sp-pp2-zbv selective documents dropout micro2
+    cp4gather-zero3 llama documents
+    cp2gather-dp2-zero2 full
 """.strip().splitlines()
 
 
@@ -128,8 +135,9 @@ def described(case):
     """(feature, value) pairs of a case. Documents matter where ranks share sequences, and are there alone."""
     layout, *features = case.split()
     layout = parse_layout(layout)
-    found = {(name, getattr(layout, name)) for name in ("tp", "cp", "a2a", "pp", "vp", "dp", "zero", "sp")}
+    found = {(name, getattr(layout, name)) for name in ("tp", "cp", "pp", "vp", "dp", "zero", "sp")}
     found |= {
+        ("a2a", layout.a2a > 0),
         ("schedule", layout.schedule or "1f1b"),
         ("llama", "llama" in features),
         ("dropout", "dropout" in features),

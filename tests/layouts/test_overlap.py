@@ -26,10 +26,10 @@ TINY = (
 COST = 0.9  # of a message, in products
 
 
-def _played(rank, flags, steps=1):
+def _played(rank, flags, steps=1, cost=COST):
     """The messages of the last steps of a run, and for how long the device had no product to do in them."""
     torch.set_num_threads(1)
-    device, done, real = Device(COST), [], loop.train_step
+    device, done, real = Device(cost), [], loop.train_step
 
     def train_step(run):
         if len(done) == 2 - steps:
@@ -111,6 +111,29 @@ def test_stage_3_gathers_each_layer_beside_another_one(run_ranks):
         assert not any(message.exposed for message in backward)
         reductions = [message for message in messages if message.kind == "reduce_scatter"]
         assert sum(message.exposed == 0 for message in reductions) >= L
+
+
+# ---- rings ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp, flags", [(2, ""), (4, ""), (4, "a2a+p2p --hierarchical-context-parallel-sizes 2 2")])
+def test_messages_of_a_ring_are_hidden(cp, flags, run_ranks):
+    """Each beside the attention of a step, but for the last gradients of a layer, which no step comes after. A message
+    takes less than half of a step: keys and values, and gradients, leave beside the same one.
+    """
+    words = f"--context-parallel-size {cp} --cp-comm-type {flags or 'p2p'} --global-batch-size 1 --attention-dropout 0"
+    size = 2 if flags else cp
+    for messages in run_ranks(cp, lambda rank: _played(rank, words, cost=0.45)):
+        shifts = [message for message in messages if message.kind == "shift"]
+        ahead, back = (size - 1) * L, (size - 1 + size) * L
+        assert len(shifts) == ahead + back
+        assert [message.exposed > 1e-9 for message in shifts].count(True) == L
+        forward, backward = shifts[:ahead], shifts[ahead:]
+        assert not any(message.exposed for message in forward)
+        for message in shifts:
+            assert message.waited_behind - message.launched == (0 if message.exposed else 1), message
+        last = backward[2 * size - 2 :: 2 * size - 1]  # of each layer
+        assert [message.exposed for message in last] == pytest.approx([0.45] * L)
 
 
 # ---- pipelines -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,11 @@ FLAGS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 
 def _flags(layout):
     layout = parse_layout(layout)
     words = f"--tensor-model-parallel-size {layout.tp} --pipeline-model-parallel-size {layout.pp} "
-    words += f"--context-parallel-size {layout.cp} --cp-comm-type {'a2a' if layout.a2a else 'p2p'} "
+    words += f"--context-parallel-size {layout.cp} "
+    if 1 < layout.a2a < layout.cp:
+        words += f"--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes {layout.a2a} {layout.cp // layout.a2a} "
+    else:
+        words += f"--cp-comm-type {'a2a' if layout.a2a else 'allgather' if layout.gather else 'p2p'} "
     words += f"--sharding-stage {layout.zero} " + "--sequence-parallel " * layout.sp
     words += f"--num-layers-per-virtual-pipeline-stage {4 // layout.pp // layout.vp} " * (layout.vp > 1)
     return words + f"--pipeline-schedule {layout.schedule} " * bool(layout.schedule)
@@ -54,7 +58,9 @@ def reference(run_ranks, tmp_path_factory):
 CHAINS = [
     ("tp2", "tp2sp-pp2", ""),  # 2 -> 4 -> 1 processes
     ("pp2-zbv", "tp2-dp2-zero2", "dp4-zero3"),
+    ("cp2-zero1", "cp2gather", "cp2a2a"),
     pytest.param(("cp2-zero1", "tp2", "cp2a2a-dp2-zero3"), marks=pytest.mark.full),
+    pytest.param(("cp4a2a2-zero1", "cp2-tp2", "cp4gather-zero3"), marks=pytest.mark.full),
 ]
 
 

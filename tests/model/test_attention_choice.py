@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer asks for a kernel that can do what it needs, and a model's facts name the same one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import pretrain_gpt
 from megatron.data.loader import MicroBatch
 from megatron.errors import run_main
-from megatron.fused_kernels import Case, choose_kernel
+from megatron.fused_kernels import TABLE, Case, choose_kernel
 from megatron.model import attention
 from megatron.model.facts import RankSetup
 from megatron.model.gpt.facts import GPTFacts
@@ -63,6 +65,51 @@ def test_facts_of_long_sequences_name_the_kernel_that_the_table_gives(window):
         for backend in ("auto", "explicit", "sdpa"):
             chosen = choose_kernel("attention", case, backend).name
             assert facts.attention_kernel(RankSetup(device="cpu", backend=backend), window) == NAMES[chosen]
+
+
+@pytest.mark.parametrize(
+    "dtype, precision", [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_facts_name_the_kernel_of_a_ring(device, dtype, precision, monkeypatch):
+    rows = [replace(entry, lacking="") for entry in TABLE["partial_attention"]]
+    monkeypatch.setitem(TABLE, "partial_attention", rows)
+    names = {"flash (CUDA)": "flash", "flash (CPU)": "flash", "explicit": "block-causal"}
+    models = [dict(), dict(attention_dropout=0.1), dict(attn_logit_softcapping=5.0), dict(window_size="9,0")]
+    models += [dict(apply_query_key_layer_scaling=True), dict(kv_channels=512)]
+    for settings in models:
+        model = Model(**{**SHAPE, "attention_dropout": 0.0, **settings})
+        for backend in ("auto", "explicit", "sdpa", "flash"):
+            case = Case(
+                device,
+                dtype,
+                32,
+                32,
+                causal=True,
+                dropout=model.attention_dropout > 0,
+                softcap=model.attn_logit_softcapping is not None,
+                window=model.window,
+                scaled_softmax=model.apply_query_key_layer_scaling and dtype == torch.float16,
+                head_dim=model.head_dim,
+            )
+            share = RankSetup(device=device, precision=precision, backend=backend, cp=2)
+            chosen = choose_kernel("partial_attention", case, backend).name
+            assert GPTFacts(model, 50).attention_kernel(share) == names[chosen], (settings, backend)
+
+
+def test_the_log_names_the_kernel_of_documents_in_a_ring(monkeypatch):
+    """And that of other layers, if there are some."""
+    rows = [replace(entry, lacking="") for entry in TABLE["partial_attention"]]
+    monkeypatch.setitem(TABLE, "partial_attention", rows)
+    flags = "--bf16 --reset-attention-mask --attention-dropout 0 --num-layers 2"
+    said = lambda more: attention.describe_kernel(config(f"{flags} {more}"), GPTFacts(Model(**SHAPE), 50), "cuda")
+    ring = "kernels: attention of documents in a ring by flash (CUDA)"
+    assert said("--cp 2") == [ring] and said("--cp 2 --attn-logit-softcapping 5") == [
+        ring.replace("flash (CUDA)", "explicit")
+    ]
+    first, second = said("--cp 2 --cp-comm-type p2p allgather")
+    assert first == ring and second.startswith("kernels: attention of documents by")
+    assert not any("ring" in line for line in said("") + said("--cp 2 --cp-comm-type a2a"))
 
 
 def test_torchs_kernels_share_one_mask_of_a_window(tiny, batch):

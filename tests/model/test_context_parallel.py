@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch, MicroBatchLoader
-from megatron.model.attention import attention_core
+from megatron.errors import SettingsError
+from megatron.model.attention import ForwardContext, attention_core
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Data, Kernels, Model
 from tests.model.test_huggingface import HEADS, LLAMA, THEIR_LLAMA, H, V, llama_in_our_names
 
 S, B = 48, 2
-WAYS = ("p2p", "a2a")
+WAYS = ("p2p", "allgather", "a2a")
 
 
 def rows_of(rank, cp, s=S):
@@ -79,11 +80,12 @@ def dense(query, key, value, layer, documents):
 def test_attention_is_that_of_the_whole_sequence(cp, run_ranks):
     inputs = [random(0, S, B, 4, 2, 4), random(1, S, B, 4, 4), random(2, S, B, 4, 4)]
     upstream = random(3, S, B, 32)
-    backends = ("auto", "sdpa") if cp == 2 else ("auto",)
-    cases = [(*case, way, backend) for case in SETTINGS for way in WAYS for backend in backends]
+    backends = ("auto", "sdpa", "explicit") if cp == 2 else ("auto",)
+    ways = [*WAYS, "a2a+p2p"] if cp == 4 else WAYS
+    cases = [(*case, way, backend) for case in SETTINGS for way in ways for backend in backends]
 
     def body(rank):
-        mesh, rows, found = Mesh(rank, cp=cp), rows_of(rank, cp), []
+        mesh, rows, found = Mesh(rank, cp=cp, cp_levels=(2, 2) if cp == 4 else None), rows_of(rank, cp), []
         for settings, documents, way, backend in cases:
             network, layer = layer_of(mesh, way, settings, backend)
             own = [x[rows].clone().requires_grad_() for x in inputs]
@@ -104,6 +106,16 @@ def test_attention_is_that_of_the_whole_sequence(cp, run_ranks):
             for mine, want in zip(of_rank[number], wanted, strict=True):
                 error = (mine - want[rows_of(rank, cp)]).abs().max()
                 assert error < 2e-5, (settings, documents, way, backend, rank, error)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bias_of_its_own_needs_whole_sequences(way):
+    """ALiBi, relative positions: ranks would take the wrong part of it."""
+    _, layer = layer_of(Mesh(0, cp=2, create_groups=False), way, {}, "auto")
+    query, key = torch.zeros(S // 2, B, 4, 2, 4), torch.zeros(S // 2, B, 4, 4)
+    with pytest.raises(SettingsError, match="needs whole sequences") as raised:
+        attention_core(query, key, key, layer, ForwardContext(bias=torch.zeros(8, S, S)))
+    assert "--context-parallel-size 2" in str(raised.value)
 
 
 # ---- a whole model ---------------------------------------------------------------------------------------------------
@@ -192,7 +204,7 @@ def test_llama_is_hugging_faces(documents, sp, run_ranks):
         return found
 
     found = run_ranks(2 * tp, body)
-    for way in range(2):
+    for way in range(len(WAYS)):
         losses, counts = ([of_rank[way][n] for of_rank in found[::tp]] for n in range(2))
         assert (
             sum(losses) == pytest.approx(expected.item(), rel=1e-5)

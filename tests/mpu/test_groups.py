@@ -21,7 +21,7 @@ from megatron.planner.startup import count
 from megatron.settings.schema import Kernels, Parallel
 
 EXPERT_AXES = ("ep", "etp", "expert_dp", "expert_replicate", "expert_shard")
-AXES = ("pp", "replicate", "shard", "cp", "tp", "dp", "dp_cp", "tied", *EXPERT_AXES)
+AXES = ("pp", "replicate", "shard", "cp", "tp", "dp", "dp_cp", "tied", *EXPERT_AXES, "cp_inner", "cp_outer")
 
 
 def layouts(world: int):
@@ -36,7 +36,9 @@ def layouts(world: int):
             own = ep * (etp or tp)  # ranks that hold all experts
             if shard > 1 < cp and not over or stage % own or (over or shard > 1) and block % own and own % block:
                 continue
-            yield dict(tp=tp, cp=cp, pp=pp, replicate=replicate, shard=shard, ep=ep, etp=etp, shard_over_cp=over)
+            lay = dict(tp=tp, cp=cp, pp=pp, replicate=replicate, shard=shard, ep=ep, etp=etp, shard_over_cp=over)
+            for inner in [None, *(n for n in divisors if 1 < n < cp and cp % n == 0)]:
+                yield lay | (dict(cp_levels=(inner, cp // inner)) if inner else {})
 
 
 def sample(world: int, number: int) -> list[dict]:
@@ -74,6 +76,10 @@ def members(rank: int, lay: dict) -> dict[str, frozenset]:
     others = {other: place(other) for other in range(tp * cp * pp * dp)}
     for name, free in over.items():
         found[name] = frozenset(r for r, at in others.items() if all(at[n] == own[n] for n in base if n not in free))
+    inner, outer = lay.get("cp_levels") or (1, 1)
+    for name, level in (("cp_inner", lambda c: c // inner), ("cp_outer", lambda c: c % inner)):
+        alike = [r for r in found["cp"] if level(others[r]["cp"]) == level(own["cp"])]
+        found[name] = frozenset(alike if inner * outer > 1 else {rank})
     own, others = expert_place(rank), {other: expert_place(other) for other in others}
     for name in ("ep", "etp", "expert_dp"):
         found[name] = frozenset(r for r, at in others.items() if all(at[n] == own[n] for n in at if n != name))

@@ -45,7 +45,7 @@ def test_a_large_job_is_laid_out_in_one_process():
     mesh = Mesh(16383, tp=8, pp=16, replicate=16, shard=8, create_groups=False)
     assert mesh.world_size == 16384
     dense = dict(pp=15, replicate=15, shard=7, cp=0, tp=7, dp=127, dp_cp=127, world=16383, tied=1)
-    experts = dict(ep=0, etp=7, ep_etp=7, expert_dp=127, expert_replicate=15, expert_shard=7)
+    experts = dict(ep=0, etp=7, ep_etp=7, expert_dp=127, expert_replicate=15, expert_shard=7, cp_inner=0, cp_outer=0)
     assert mesh.coordinates == dense | experts
     assert mesh.pp.ranks[0] == 16383 - 15 * 1024
 

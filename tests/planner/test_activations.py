@@ -45,7 +45,7 @@ def measured(
         first=first,
         last=last,
         sequence_parallel=layout.sp,
-        cp_comm_type=["a2a" if layout.by_heads else "p2p"],
+        cp_comm_type=layout._parallel().cp_comm_type or ["p2p"],
         dtype=dtype,
         kernels=Kernels(attention_backend=backend),
         recompute=layout.recompute,
@@ -215,7 +215,7 @@ def test_tensor_parallel(run_ranks, shape, sp):
         assert predicted(model, layout) == pytest.approx(bytes_seen, rel=0.05), layout.recompute
 
 
-@pytest.mark.parametrize("by_heads", [False, True], ids=["by rows", "by heads"])
+@pytest.mark.parametrize("way", [dict(), dict(gathers=True), dict(cp_heads=2)], ids=["ring", "gather", "heads"])
 @pytest.mark.parametrize(
     "shape, backend",
     [
@@ -228,11 +228,11 @@ def test_tensor_parallel(run_ranks, shape, sp):
         (dict(LLAMA, seq_length=600, window_size="100,0", attn_logit_softcapping=2.0), "auto"),
     ],
 )
-def test_context_parallel(run_ranks, shape, backend, by_heads):
+def test_context_parallel(run_ranks, shape, backend, way):
     """On the last rank, whose windows are full."""
     choices = None, ["core_attn"], ["layernorm", "mlp_act"]
     choices = [Recompute(names and "core_attn", recompute_modules=names) for names in choices]
-    layouts = [Layout(cp=2, by_heads=by_heads, micro_batch_size=2, recompute=again) for again in choices]
+    layouts = [Layout(cp=2, **way, micro_batch_size=2, recompute=again) for again in choices]
     model = Model(**{**GPT_SHAPE, **shape})
     found = run_ranks(2, lambda rank: [measured(model, lay, Mesh(rank, cp=2), backend=backend) for lay in layouts])[1]
     for layout, bytes_seen in zip(layouts, found, strict=True):

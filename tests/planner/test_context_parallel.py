@@ -33,18 +33,26 @@ def test_a_long_sequence_on_many_ranks_is_shared():
     """One sample at a time, for eight ranks: tensor and pipeline parallelism alone would have to hold it whole."""
     found = search(job_of(131072), NODE, Space(global_batch=1))
     assert found.plans[0].layout.cp > 1 and {plan.layout.cp for plan in found.plans} >= {1, 2, 4, 8}
-    assert {plan.layout.by_heads for plan in found.plans} == {False, True}
+    assert {plan.layout.cp_heads > 1 for plan in found.plans} == {False, True}
+    assert not any(plan.layout.gathers for plan in found.plans)
     assert all(plan.layout.dp == 1 and plan.layout.world_size == 8 for plan in found.plans)
 
 
 def test_short_sequences_are_not_shared_unless_it_is_asked_for():
     assert {plan.layout.cp for plan in search(job_of(4096, 8), NODE, Space(global_batch=8)).plans} == {1}
-    asked = search(job_of(4096, 8), NODE, Space(global_batch=8, cp=4, by_heads=True)).plans
-    assert {(plan.layout.cp, plan.layout.by_heads) for plan in asked} == {(4, True)}
+    asked = search(job_of(4096, 8), NODE, Space(global_batch=8, cp=4, cp_comm="a2a")).plans
+    assert {(plan.layout.cp, plan.layout.cp_heads) for plan in asked} == {(4, 4)}
 
 
 @pytest.mark.parametrize(
-    "flags", ["--cp 4", "--cp 2 --cp-comm-type a2a --tp 2 --sequence-parallel", "--cp 2 --zero-stage 1"]
+    "flags",
+    [
+        "--cp 4",
+        "--cp 4 --cp-comm-type allgather",
+        "--cp 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        "--cp 2 --cp-comm-type a2a --tp 2 --sequence-parallel",
+        "--cp 2 --zero-stage 1",
+    ],
 )
 def test_flags_of_a_layout_describe_it(flags):
     base = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --mock-data --vocab-size 99 --lr 1"
@@ -56,28 +64,69 @@ def test_flags_of_a_layout_describe_it(flags):
 
 
 def test_messages_and_their_time():
-    """In bf16: gathered are keys and values of the sequence, exchanged is what a rank has. Rings of four move 3/4 of it."""
+    """In bf16: gathered are keys and values of the sequence, exchanged is what a rank has, and round a ring go those of a
+    rank, and their gradients in fp32. Rings of four move 3/4 of what is gathered.
+    """
     s, b, e, g, q, d, layers = 32768, 1, 2, 8, 4, 128, 8
-    job = job_of(s, 2)
-    rows, heads = (Layout(cp=4, by_heads=by_heads, micro_batch_size=b) for by_heads in (False, True))
-    sent = {(one.op, one.axis): (one.bytes, one.calls) for one in transfers(job, rows) if one.axis == "cp"}
+    job, device, cluster = job_of(s, 2), NODE.device, Cluster(find("H100-80GB"), 4)
+    ways = dict(gather=dict(gathers=True), heads=dict(cp_heads=4), ring=dict(), levels=dict(cp_heads=2))
+    layouts = {name: Layout(cp=4, micro_batch_size=b, **way) for name, way in ways.items()}
+
+    def sent(name):
+        found = [one for one in transfers(job, layouts[name]) if one.axis.startswith("cp")]
+        return {(one.op, one.axis, one.beside): (one.bytes, one.calls) for one in found}
+
     whole = 2 * s * b * g * d * e * layers * 2  # keys and values, all layers, two micro-batches
     # The flash kernel's are gathered again for the backward pass.
-    assert sent == {("all_gather", "cp"): (2 * whole, 4 * layers), ("reduce_scatter", "cp"): (whole, 2 * layers)}
-    sent = {(one.op, one.axis): (one.bytes, one.calls) for one in transfers(job, heads) if one.axis == "cp"}
+    gathered = {("all_gather", "cp", False): (2 * whole, 4 * layers)}
+    assert sent("gather") == gathered | {("reduce_scatter", "cp", False): (whole, 2 * layers)}
     there_and_back = 2 * (s // 4) * b * g * ((q + 2) + q) * d * e * layers * 2
-    assert sent == {("all_to_all", "cp"): (there_and_back, 8 * layers)}
-    took, device = step(job, rows, Cluster(find("H100-80GB"), 4)).parts["context parallel"], NODE.device
-    assert took == pytest.approx(3 * whole * 3 / 4 / device.inner + 6 * layers * 2 * device.latency, rel=0.001)
+    assert sent("heads") == {("all_to_all", "cp", False): (there_and_back, 8 * layers)}
+    # Three messages of a quarter forward and back; four of their gradients, of twice the bytes.
+    shifts = (3 + 3 + 4) * 2 * layers
+    assert sent("ring") == {("shift", "cp", True): (whole // 4 * (3 + 3 + 4 * 2), shifts)}
+    # Pairs exchange rows for heads, and have half of the heads of half of the sequence: one message, and two of gradients.
+    levels = {("all_to_all", "cp_inner", False): (there_and_back, 8 * layers)}
+    assert sent("levels") == levels | {("shift", "cp_outer", True): (whole // 4 * (1 + 1 + 2 * 2), 4 * 2 * layers)}
+
+    took = {name: step(job, layout, cluster).parts["context parallel"] for name, layout in layouts.items()}
+    assert took["gather"] == pytest.approx(
+        3 * whole * 3 / 4 / device.inner + 6 * layers * 2 * device.latency, rel=0.001
+    )
+    in_ring = whole / 4 * 14 / device.inner + shifts * device.latency
+    assert took["ring"] == pytest.approx(
+        device.exposed * in_ring, rel=0.001
+    )  # the attention of so many tokens hides it
+
+
+def test_a_short_step_does_not_hide_a_message():
+    """Of 512 tokens a rank between nodes: what the attention of a step does not hide."""
+    job, cluster = job_of(4096, 8), Cluster(find("H100-80GB"), 8, local_size=1)
+    took = [step(job, Layout(cp=8, **way), cluster).parts["context parallel"] for way in (dict(), dict(gathers=True))]
+    own = 2 * 512 * 8 * 128 * 2 * 8 * 8  # keys and values, layers, micro-batches
+    sends = own * (7 + 7 + 8 * 2) / cluster.device.outer
+    assert cluster.device.exposed * sends < took[0] < 1.5 * sends
 
 
 def test_activations_are_divided():
-    """Of the keys and values that are gathered a rank keeps its own."""
+    """Of keys and values a rank keeps its own. To work, a gather needs those of the whole sequence, a ring of few ranks."""
     s, b = 65536, 1
-    whole, shared, heads = (
-        memory_report(job_of(s), Layout(cp=cp, by_heads=by_heads, micro_batch_size=b), NODE.device).device[
-            "activations"
-        ]
-        for cp, by_heads in ((1, False), (8, False), (8, True))
-    )
-    assert all(whole / 8 <= own < 1.1 * whole / 8 for own in (shared, heads))
+    ways = ((1, {}), (8, dict(gathers=True)), (8, dict(cp_heads=8)), (8, {}), (8, dict(cp_heads=2)))
+    layouts = [Layout(cp=cp, micro_batch_size=b, **way) for cp, way in ways]
+    whole, *others = (memory_report(job_of(s), layout, NODE.device).device for layout in layouts)
+    assert all(whole["activations"] / 8 <= own["activations"] < 1.1 * whole["activations"] / 8 for own in others)
+    job, keys_and_values = job_of(s), 2 * s * b * 8 * 128 * 2
+    gather, _, ring, _ = (job.facts.layer_workspace(layout.rank_setup(job), "layer") for layout in layouts[1:])
+    assert gather >= 4 * keys_and_values and ring < 0.6 * gather
+
+
+def test_exchanges_among_as_many_ranks_as_the_heads_allow():
+    """Of eight groups of heads: sixteen ranks exchange in groups of eight, with a ring of two."""
+    found = search(job_of(262144), Cluster(find("H100-80GB"), 16), Space(global_batch=1, cp=16, tp=1))
+    assert {(plan.layout.cp_heads, plan.layout.gathers) for plan in found.plans} == {(1, False), (8, False)}
+    asked = Space(global_batch=1, cp=16, tp=1, cp_comm="a2a+p2p", cp_levels=(4, 4))
+    [layout] = {plan.layout for plan in search(job_of(262144), Cluster(find("H100-80GB"), 16), asked).plans[:1]}
+    assert layout.cp_heads == 4 and "cp16a2a4" in layout.short()
+    assert "--hierarchical-context-parallel-sizes 4 4" in " ".join(layout.flags())
+    asked = Space(global_batch=1, cp=16, tp=1, cp_comm="allgather")
+    assert all(plan.layout.gathers for plan in search(job_of(262144), Cluster(find("H100-80GB"), 16), asked).plans)

@@ -98,6 +98,12 @@ CASES = [
     ("tp2sp-cp2-zero3", PLAIN),
     ("cp2-dp2-zero1", "--sharding-degree 1"),
     ("cp2", f"{PLAIN} --attention-backend sdpa --window-size 5,0 --window-attn-skip-freq 2"),
+    ("cp2gather", f"{PLAIN} --attention-backend sdpa --window-size 5,0 --window-attn-skip-freq 2"),
+    ("cp2gather-zero1", "--recompute-granularity core_attn"),
+    ("cp2gather-tp2sp-zero3", PLAIN),
+    ("cp4a2a2", f"{LLAMA} --recompute-granularity full_attn --bf16"),
+    ("cp4-zero1", f"{LLAMA} --recompute-granularity full"),
+    ("cp4", f"{PLAIN} --window-size 1,0 --window-attn-skip-freq 2"),
 ]
 
 
@@ -158,6 +164,7 @@ def counted_step():
     counting("start_all_gather", "all_gather", lambda n, args: args[0].nbytes)
     counting("start_reduce_scatter", "reduce_scatter", lambda n, args: args[1].nbytes)
     counting("start_all_to_all", "all_to_all", lambda n, args: args[1].nbytes)
+    counting("start_shift", "shift", lambda n, args: args[0].nbytes * (args[2] % n > 0))
     P2PCommunicator.send = counted_send
 
     def step(config):

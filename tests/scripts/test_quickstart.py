@@ -125,7 +125,7 @@ def test_what_pip_says_goes_to_the_log(copy, tmp_path):
 def test_help_and_mistakes(copy, bash):
     assert "--fresh" in bash("scripts/quickstart.sh", "--help").stdout
     done = bash("scripts/quickstart.sh", "--text", "nowhere.txt", check=False)
-    assert done.returncode == 1 and "--text 'nowhere.txt' is not a file" in done.stderr
+    assert done.returncode == 4 and "--text 'nowhere.txt' is not a file" in done.stderr
     done = bash("scripts/quickstart_t5.sh", "--text", str(copy / "requirements.txt"), check=False)
     assert done.returncode == 1 and "bash scripts/quickstart.sh --text FILE" in done.stderr
     shutil.copytree(copy / "scripts", copy / "elsewhere" / "scripts")

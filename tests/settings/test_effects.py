@@ -108,6 +108,11 @@ CASES = {
     "sharding_stage": ("--use-distributed-optimizer", "2: --tp 2", "2:"),
     "sharding_degree": ("--sharding-degree 2", "4:", "4: --sharding-stage 1"),
     "cp_comm_type": ("--cp-comm-type a2a", "2: --tp 2", "2: --cp 2"),
+    "hierarchical_context_parallel_sizes": (
+        "--hierarchical-context-parallel-sizes 2 1",
+        "2: --cp 2",
+        "2: --cp 2 --cp-comm-type a2a+p2p",
+    ),
     "overlap_grad_reduce": ("--overlap-grad-reduce", "2: --pp 2", "2:"),
     "overlap_param_gather": ("--overlap-param-gather", "2:", "2: --sharding-stage 1"),
     "distributed_backend": ("--distributed-backend gloo", "", "2:"),

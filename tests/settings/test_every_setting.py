@@ -89,6 +89,7 @@ CHECKS = dict(
         pipeline_model_parallel_size=f"{LAYOUT}::test_pipeline_ranks_hold_their_layers",
         context_parallel_size=f"{LAYOUT}::test_context_parallel_ranks_hold_two_chunks_of_the_sequence",
         cp_comm_type=f"{LAYOUT}::test_cp_comm_type_is_what_ranks_send_in_each_layer",
+        hierarchical_context_parallel_sizes=f"{LAYOUT}::test_hierarchical_context_parallel_sizes_are_those_of_two_levels",
         expert_model_parallel_size="test_own_experts::test_ranks_hold_their_part_of_the_experts",
         expert_tensor_parallel_size="test_own_experts::test_ranks_hold_their_part_of_the_experts",
         data_parallel_size=f"{LAYOUT}::test_data_parallel_size_is_asserted",

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from megatron.errors import Failure, SettingsError
 from megatron.mpu import collectives, initialize
+from megatron.mpu.mesh import mesh_of
 from megatron.pipeline.stages import Pipeline
 from megatron.pipeline.timeline import read_timeline
 from megatron.planner import target, tuning
@@ -18,7 +19,7 @@ from megatron.planner.choose import automatic, search_layouts
 from megatron.planner.device import cpu
 from megatron.settings.parse import parse_pretrain
 from megatron.training.build import build_run
-from megatron.training.rules import check, remarks, resolve
+from megatron.training.rules import check, resolve
 
 
 def built(command, flags, world):
@@ -131,7 +132,7 @@ def test_context_parallel_ranks_hold_two_chunks_of_the_sequence(command, run_ran
 def test_cp_comm_type_is_what_ranks_send_in_each_layer(command, run_ranks):
     def body(rank, flags):
         run, sent = built(command, f"--context-parallel-size 2 {flags}", 2), []
-        for name in ("all_gather", "reduce_scatter", "all_to_all"):
+        for name in ("all_gather", "reduce_scatter", "all_to_all", "start_shift"):
             real = getattr(collectives, name)
             note = lambda x, axis, *more, name=name, real=real: sent.append(name) or real(x, axis, *more)
             setattr(collectives, name, note)
@@ -140,12 +141,25 @@ def test_cp_comm_type_is_what_ranks_send_in_each_layer(command, run_ranks):
         return sent
 
     gathers, exchanges = ["all_gather"] * 2 + ["reduce_scatter"] * 2, ["all_to_all"] * 8
-    for flags, expected in (("", gathers), ("--cp-comm-type allgather", gathers), ("--cp-comm-type a2a", exchanges)):
-        assert run_ranks(2, body, flags) == [expected] * 2
-    mixed = ["all_to_all"] * 2 + ["all_gather", "reduce_scatter"] + ["all_to_all"] * 2
-    assert run_ranks(2, body, "--cp-comm-type a2a p2p") == [mixed] * 2
-    said = remarks(parse_pretrain(command("--context-parallel-size 2")), 2)
-    assert any("p2p gathers keys and values" in line for line in said)
+    ring = ["start_shift"] * (2 * 1 + 2 * 3)  # of two layers; back with gradients, which have one way more
+    ways = {"": ring, "p2p": ring, "allgather": gathers, "a2a": exchanges}
+    ways["a2a p2p"] = ["all_to_all"] * 2 + ["start_shift"] * 4 + ["all_to_all"] * 2
+    ways["a2a allgather"] = ["all_to_all"] * 2 + ["all_gather", "reduce_scatter"] + ["all_to_all"] * 2
+    for words, expected in ways.items():
+        assert run_ranks(2, body, f"--cp-comm-type {words}" if words else "") == [expected] * 2, words
+
+
+def test_hierarchical_context_parallel_sizes_are_those_of_two_levels(command):
+    """Consecutive ranks of cp exchange rows for heads; a ring goes over the groups. Counted with tp 2."""
+    flags = "--tp 2 --context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+    parallel = parse_pretrain(command(flags)).parallel
+    found = [mesh_of(parallel, rank, 8, create_groups=False) for rank in range(8)]
+    assert [mesh.cp_inner.ranks for mesh in found] == [(0, 2), (1, 3)] * 2 + [(4, 6), (5, 7)] * 2
+    assert [mesh.cp_outer.ranks for mesh in found] == [(rank % 4, rank % 4 + 4) for rank in range(8)]
+    assert "cp_inner: [0,2] [1,3] [4,6] [5,7]" in found[0].topology()
+    assert "cp_outer: [0,4] [1,5] [2,6] [3,7]" in found[0].topology()
+    plain = mesh_of(parse_pretrain(command("--tp 2 --context-parallel-size 4")).parallel, 0, 8, create_groups=False)
+    assert plain.cp_inner.size == plain.cp_outer.size == 1 and "inner" not in plain.topology()
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,17 @@ FILES = without("--mock-data") + " --tokenizer-type NullTokenizer"
         ("--tp 2 --sequence-parallel --seq-length 127", 2, "--seq-length 127 cannot be divided"),
         ("--cp 2 --seq-length 126", 2, "--seq-length 126 is not a multiple of 4, as --cp 2 needs"),
         ("--cp 2 --tp 4 --sequence-parallel --seq-length 124", 8, "is not a multiple of 8, as --cp 2"),
-        ("--cp 2 --cp-comm-type a2a+p2p", 2, "a2a+p2p exchanges in groups inside of groups"),
+        ("--cp 6 --seq-length 120 --cp-comm-type a2a+p2p", 6, "is --cp 6, as 2 3"),
+        (
+            "--cp 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            2,
+            "2 2 must be two numbers whose product is --cp 2, as 2 1",
+        ),
+        (
+            "--cp 4 --tp 2 --num-query-groups 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            8,
+            "divides the 1 key-value heads of each tensor parallel rank by the first of",
+        ),
         ("--cp 2 --num-layers 4 --cp-comm-type a2a p2p", 2, "--cp-comm-type has 2 words; give one for all layers"),
         (
             "--cp 4 --tp 2 --num-query-groups 4 --cp-comm-type a2a",

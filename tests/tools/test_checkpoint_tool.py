@@ -225,6 +225,9 @@ def test_checkpoint_util_knows_formats(tmp_path, capsys):
     assert not (tmp_path / "b").exists()
     checkpoint_util.main([*words, "--loader", "mcore", "--saver", "mcore"])
     assert "note: --saver mcore writes this suite's format; Megatron-LM's: python -m" in capsys.readouterr().err
+    more = "--max-queue-size 10 --no-checking --true-vocab-size 7".split()
+    checkpoint_util.main([*words[:2], "--save-dir", str(tmp_path / "e"), *more])
+    assert "note: --true-vocab-size has no effect: the checkpoint knows" in capsys.readouterr().err
     (tmp_path / "c" / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="holds no mp_rank"):
         flags = ["--load-dir", str(tmp_path / "c"), "--save-dir", str(tmp_path / "d")]

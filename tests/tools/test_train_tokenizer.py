@@ -101,7 +101,7 @@ def test_files_that_are_replaced_are_named(corpus, tmp_path, capsys):
     train(corpus, tmp_path, "--vocab-size", "300")
     assert "replaces" not in capsys.readouterr().out
     train(corpus, tmp_path, "--vocab-size", "300")
-    assert f"note: replaces {tmp_path}/vocab.json and {tmp_path}/merges.txt\n" in capsys.readouterr().out
+    assert f"note: replaced {tmp_path}/vocab.json and {tmp_path}/merges.txt\n" in capsys.readouterr().out
 
 
 def test_unigrams_that_cannot_be(corpus, tmp_path, capsys):

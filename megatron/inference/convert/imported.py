@@ -2,7 +2,7 @@
 """Write a checkpoint with weights from another library."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -36,11 +36,14 @@ def check_free(out: Path) -> None:
         raise SettingsError(f"{out} is there already", do="give a new folder")
 
 
-def check_complete(source: Path, wanted: Collection[str], seen: set[str]) -> None:
-    """Raise CheckpointError if tensors of the model are missing."""
-    missing = sorted(set(wanted) - seen)
+def check_complete(source: Path, wanted: Collection[str], shards: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
+    """The shards unchanged; after the last one, raise CheckpointError if tensors of the model are missing."""
+    missing = set(wanted)
+    for pieces in shards:
+        missing.difference_update(piece.name for piece in pieces)
+        yield pieces
     if missing:
-        raise CheckpointError(f"{source} lacks {len(missing)} tensors", ", ".join(missing[:8]))
+        raise CheckpointError(f"{source} lacks {len(missing)} tensors", ", ".join(sorted(missing)[:8]))
 
 
 def write_import(open_model: Callable[[], ModelImport], out: Path, state: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ flattened ranges, or lies in buffers, which depend on their layout (`optimizer.d
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
@@ -111,14 +111,11 @@ def open_distributed(
     wanted = with_moments(weights) if has_state else weights
 
     def shards() -> Iterator[list[Piece]]:
-        seen: set[str] = set()
-        for pieces in chain(
+        whole = chain(
             _shards(folder, _without_main(content) if has_state else content.weights, model, weights, log),
             _buffer_shards(folder, content, facts["args"], model, weights, log) if has_state else (),
-        ):
-            seen |= {piece.name for piece in pieces}
-            yield pieces
-        check_complete(source, wanted, seen)
+        )
+        return check_complete(source, wanted, whole)
 
     origin = f"Megatron-LM in {folder.parent.resolve()}"
     return ModelImport(model, vocab_size, origin, notices, shards, facts if has_state else None)
@@ -128,10 +125,17 @@ def _shards(
     folder: Path, chunks: list[Chunk], model: schema.Model, weights: dict[str, Placement], log: Callable[[str], None]
 ) -> Iterator[list[Piece]]:
     """The pieces in each file of a checkpoint."""
-    for file in sorted({chunk.file for chunk in chunks}):
+    for file, own in _by_file(chunks).items():
         log(f"reading {folder / file}")
-        own = sorted((chunk for chunk in chunks if chunk.file == file), key=lambda chunk: chunk.offset)
         yield [piece for chunk, x in read_chunks(folder, own) for piece in pieces_of(chunk, x, model, weights)]
+
+
+def _by_file(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
+    """The chunks of each file, in the order in which it holds them."""
+    files: dict[str, list[Chunk]] = {}
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.file, chunk.offset)):
+        files.setdefault(chunk.file, []).append(chunk)
+    return files
 
 
 def _without_main(content: Metadata) -> list[Chunk]:
@@ -248,8 +252,8 @@ def _read_boxes(
     ]
     found: dict[str, torch.Tensor] = {}
     filled = dict.fromkeys(boxes, 0)
-    for file in sorted({chunk.file for chunk in needed}):
-        for chunk, x in read_chunks(folder, [chunk for chunk in needed if chunk.file == file]):
+    for own_chunks in _by_file(needed).values():
+        for chunk, x in read_chunks(folder, own_chunks):
             for piece in filter(there, pieces_of(chunk, x, model, weights)):
                 box = boxes[piece.name]
                 own = found.setdefault(piece.name, torch.empty(box.extent, dtype=x.dtype))
@@ -268,8 +272,8 @@ def _read_buffers(folder: Path, chunks: list[Chunk]) -> dict[str, torch.Tensor]:
     sizes = {number(chunk): chunk.shape[0] for chunk in chunks}
     starts = dict(zip(sorted(sizes), accumulate((sizes[bucket] for bucket in sorted(sizes)), initial=0)))
     buffers = {kind: torch.zeros(sum(sizes.values())) for kind in {chunk.kind for chunk in chunks}}
-    for file in sorted({chunk.file for chunk in chunks}):
-        for chunk, x in read_chunks(folder, [chunk for chunk in chunks if chunk.file == file]):
+    for own in _by_file(chunks).values():
+        for chunk, x in read_chunks(folder, own):
             start = starts[number(chunk)] + chunk.box.offset[0]
             buffers[chunk.kind][start : start + chunk.box.size] = x
     return buffers

@@ -137,18 +137,14 @@ def open_classic(
     wanted = with_moments(weights) if facts else weights
 
     def shards() -> Iterator[list[Piece]]:
-        seen: set[str] = set()
         for part in parts:
             log(f"reading {part.path}")
             with _opened(part, facts is not None) as file:
                 parameters = list(_parameters(file, model, weights, sizes))
-                pieces = list(_state_pieces(file, parameters) if facts else _weight_pieces(file, parameters))
-                seen |= {piece.name for piece in pieces}
-                yield pieces
-        check_complete(source, wanted, seen)
+                yield list(_state_pieces(file, parameters) if facts else _weight_pieces(file, parameters))
 
     origin = f"Megatron-LM in {parts[0].path.parent.parent.resolve()}"
-    return ModelImport(model, vocab_size, origin, notices, shards, facts)
+    return ModelImport(model, vocab_size, origin, notices, lambda: check_complete(source, wanted, shards()), facts)
 
 
 def find_parts(source: Path, step: Optional[int]) -> list[RankFile]:

@@ -29,8 +29,8 @@ from megatron.model.layer_ops import (
     Residual,
 )
 from megatron.model.weights import Table, add_prefix, attention, mlp, norm
-from megatron.mpu.chunks import own_chunks
-from megatron.settings.kernel_sizes import JOINED, causal_pairs
+from megatron.mpu.chunks import own_chunks, parts_between, ring_distances
+from megatron.settings.kernel_sizes import JOINED, RING_ROWS, causal_pairs
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
@@ -111,8 +111,10 @@ class GPTFacts(Facts):
         )
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
-        """The kernel that `fused_kernels.choose_kernel` will select."""
+        """The kernel that `fused_kernels.choose_kernel` will select. In a ring explicit attention stores no weights."""
         m = self.settings
+        if share.ring:
+            return self._ring_kernel(share)
         if share.backend == "stored" or share.plain_softmax and share.backend == "explicit":
             return "reference"
         drops, scaled = m.attention_dropout > 0, m.apply_query_key_layer_scaling and share.precision == "fp16"
@@ -129,6 +131,13 @@ class GPTFacts(Facts):
         if share.plain_softmax or reach > 4096:
             return "reference" if share.backend == "explicit" else "flash"
         return "flash" if share.backend == "sdpa" else "block-causal"
+
+    def _ring_kernel(self, share: RankSetup) -> str:
+        m, on_cuda = self.settings, share.device == "cuda"
+        scaled = m.apply_query_key_layer_scaling and share.precision == "fp16"
+        flash = share.precision != "fp32" and m.head_dim <= 256 if on_cuda else not scaled
+        explicit = m.attention_dropout > 0 or m.attn_logit_softcapping is not None
+        return "flash" if flash and not explicit and share.backend not in ("explicit", "stored") else "block-causal"
 
 
 @lru_cache(maxsize=1024)
@@ -154,17 +163,19 @@ class Call(NamedTuple):
 def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Call]:
     """The calls of a rank for the attention of a sample.
 
-    If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or all rows
-    of some heads.
+    If ranks share a sequence: the rank's two chunks, each with all keys up to its end, or those in its window; or the
+    rectangles of a ring; or all rows of some heads.
     """
-    m, s = facts.settings, facts.settings.seq_length
-    heads, groups = m.num_attention_heads // share.tp, m.query_groups // share.tp
-    if share.cp == 1:
+    m, s, rows = facts.settings, facts.settings.seq_length, share.cp_rows
+    heads, groups = (n // share.tp // share.cp_heads for n in (m.num_attention_heads, m.query_groups))
+    if rows == 1:
         return [Call(s, s, heads, groups)]
-    if share.by_heads:
-        return [Call(s, s, heads // share.cp, groups // share.cp)]
     # Without a window all ranks have equally many pairs; with one, the last rank has most.
-    chunks = own_chunks(s, share.cp - 1, share.cp)
+    if share.ring:
+        parts = (part for source in range(rows) for part in parts_between(s, rows - 1, source, rows, window))
+        lengths = lambda one: one[1] - one[0]
+        return [Call(lengths(part.rows), lengths(part.keys), heads, groups) for part in parts]
+    chunks = own_chunks(s, rows - 1, rows)
     return [
         Call(stop - start, stop - (0 if window is None else max(0, start - window)), heads, groups)
         for start, stop in chunks
@@ -175,7 +186,7 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
 def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple[LayerOp, ...]:
     m = facts.settings
     x = Residual(m, share, m.seq_length // share.cp * share.micro_batch_size)
-    attended = self_attention(x, *_exchanged(facts, share, _core(facts, share, window)))
+    attended = self_attention(x, *_exchanged(facts, share, _core(facts, share, window), window))
     mlp = mlp_ops(x, m.swiglu, m.squared_relu)
     return x.norm(NORM, ATTENTION), *attended, x.add(), x.norm(NORM), *mlp, x.add()
 
@@ -204,24 +215,37 @@ def mlp_ops(x: Residual, gated: bool, squared: bool = False) -> tuple[LayerOp, .
     return *x.column("mlp", ffn, up, again=(MLP,)), activation, *x.row("mlp", ffn, again=(MLP,))
 
 
-def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention) -> tuple[LayerOp, ...]:
-    """Attention with the messages of context parallel ranks: keys and values of all tokens, or rows for heads."""
+def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention, window: Optional[int]) -> tuple[LayerOp, ...]:
+    """Attention with the messages of context parallel ranks: rows for heads, then keys and values of other rows."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
     queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
-    n = m.seq_length // share.cp * b
-    if share.by_heads:
-        swap = Collective(
-            "attention", "cp", share.cp, n * queries * e, ("all_to_all",), ("all_to_all",), again=(ATTENTION,)
-        )
+    n, rows, ops = m.seq_length // share.cp * b, share.cp_rows, (core,)
+    levels = rows > 1 and share.cp_heads > 1
+    if rows > 1:
+        axis, own = "cp_outer" if levels else "cp", 2 * n * keys * e  # of a rank
+        if share.ring:
+            steps = len(ring_distances(m.seq_length, rows, window))
+            ahead, back = ("shift",) * (steps - 1), ("shift",) * (steps if steps > 1 else 0)
+            gradients = own * 4 // e  # in fp32
+            travelling = (
+                Collective("attention", axis, rows, own, ahead, ahead, again=core.again, in_ring=True),
+                Collective("attention", axis, rows, gradients, back=back, in_ring=True),
+            )
+            # The present block and the next one; gradients of the present one, and those that are sent and arrive.
+            ops = *travelling, replace(core, workspace=core.workspace + 2 * own + 3 * gradients)
+        else:
+            again = (ALWAYS,) if core.kernel == "flash" else core.again  # a flash kernel would save them unchanged
+            size = own * rows
+            gathered = Collective("attention", axis, rows, size, ("all_gather",), ("reduce_scatter",), again=again)
+            # Gathered again: gradients of each chunk, their sum, and that in rank order.
+            ops = gathered, replace(core, workspace=core.workspace + 4 * size)
+    if share.cp_heads > 1:
+        axis, both = "cp_inner" if levels else "cp", (("all_to_all",), ("all_to_all",))
+        swap = Collective("attention", axis, share.cp_heads, n * queries * e, *both, again=(ATTENTION,))
         into = replace(swap, size=n * (queries + 2 * keys) * e, again=core.again)
-        return into, replace(core, workspace=core.workspace + 2 * into.size), swap  # gradients in flight
-    if share.cp == 1:
-        return (core,)
-    again = (ALWAYS,) if core.kernel == "flash" else core.again  # a flash kernel would save them unchanged
-    size = 2 * m.seq_length * b * keys * e
-    gathered = Collective("attention", "cp", share.cp, size, ("all_gather",), ("reduce_scatter",), again=again)
-    # Gathered again: gradients of each chunk, their sum, and that in rank order.
-    return gathered, replace(core, workspace=core.workspace + 4 * size)
+        *before, last = ops
+        ops = into, *before, replace(last, workspace=last.workspace + 2 * into.size), swap  # gradients in flight
+    return ops
 
 
 def _masked(share: RankSetup, window: Optional[int]) -> bool:
@@ -240,9 +264,12 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
     keys = s  # twice the mean number of keys per query
     if window is not None and kernel != "reference":
         reach = min(window + 1, s)
+        whole = kernel == "flash" and _masked(share, window) and not share.ring
         seen = 2 * sum(call.keys for call in calls) // len(calls)
-        keys = seen if kernel == "flash" and _masked(share, window) else min(s, 2 * reach - reach * (reach - 1) / s)
-    if kernel == "flash":
+        keys = seen if whole else min(s, 2 * reach - reach * (reach - 1) / s)
+    if share.ring:
+        workspace = _ring_workspace(facts, share, kernel, calls, window)
+    elif kernel == "flash":
         masked = [
             call for call in calls if _masked(share, window) or call.queries < call.keys and share.device == "cpu"
         ]
@@ -261,10 +288,24 @@ def _core(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> CoreAtten
     return CoreAttention("attention core", kernel, pairs, (d, d), drops, workspace=workspace, **sizes)
 
 
+def _ring_workspace(facts: GPTFacts, share: RankSetup, kernel: str, calls: list[Call], window: Optional[int]) -> int:
+    """Bytes of the backward pass of a ring's largest rectangle, and the gradients of queries in fp32."""
+    m, e, b = facts.settings, share.element, share.micro_batch_size
+    most = max(calls, key=lambda call: call.queries * call.keys)
+    d, masked = m.head_dim, window is not None or share.documents
+    gradients = b * d * (most.queries * most.heads + 2 * most.keys * most.groups)
+    if kernel == "flash":
+        masks = b * most.queries * most.keys * e * (masked and share.device == "cpu")
+        return 4 * b * d * calls[0].heads * m.seq_length // share.cp_rows + gradients * e + masks
+    of_block = 4 * b * most.heads * min(most.queries, RING_ROWS * most.groups // most.heads or 1) * most.keys
+    matrices = 3 + (m.attn_logit_softcapping is not None)
+    return 4 * b * d * calls[0].heads * m.seq_length // share.cp_rows + 4 * gradients + matrices * of_block
+
+
 def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[int]) -> tuple[int, int]:
     """(bytes saved, bytes saved if softmax(q k) v is recomputed), op by op as in `model.attention` and the kernels."""
     m, e, b = facts.settings, share.element, share.micro_batch_size
-    n = m.seq_length // share.cp * b
+    n, exchanged = m.seq_length // share.cp * b, share.cp_heads > 1
     heads, groups, d = m.num_attention_heads // share.tp, m.query_groups // share.tp, m.head_dim
     q, kv = n * heads * d * e, n * groups * d * e
     fused, turned = q + 2 * kv, 0
@@ -275,13 +316,17 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
         turned += share.norm_bytes(m, n * groups * d, d, shared_input=True)
     views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
     recomputed = turned + views
-    gathers, queries = share.cp > 1 and not share.by_heads, m.num_attention_heads // m.query_groups
-    own, grouped = own and not share.by_heads, queries > 1  # exchanged parts arrive as one tensor
-    if share.by_heads:
+    gathers, queries = share.cp_rows > 1 and not share.ring, m.num_attention_heads // m.query_groups
+    own, grouped = own and not exchanged, queries > 1  # exchanged parts arrive as one tensor
+    if exchanged:
         views = fused
     elif gathers:
         views = (q if own else fused) + 2 * kv * (1 if kernel == "flash" else share.cp)  # flash: gathered again
     calls = _calls(facts, share, window)
+    if share.ring:  # the output is that of the next layer's input, unless rows come back for heads
+        copied = q * (grouped and not own and calls[0].groups > 1) + q * exchanged
+        drops = n * heads * m.seq_length * (m.attention_dropout > 0)
+        return turned + views + copied + 4 * n * heads + drops, recomputed
     if kernel == "flash":
         # A copy, if no other op saves the queries; with cp also the output, which the next layer does not save.
         copied = q if grouped and not own and calls[0].groups > 1 else 0

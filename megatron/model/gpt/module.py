@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPT: a causal language model of `Block`s with learned or rotary positions; training, and generation with a cache."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron.model.cache import Cache
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.language_model import LanguageModel
 from megatron.model.positions import Rotary
+from megatron.model.ring_attention import ring_steps_of_documents
 from megatron.model.weights import Table
 from megatron.mpu import mappings
 from megatron.mpu.layers import linear
@@ -63,14 +64,13 @@ class GPT(LanguageModel):
             sequence_parallel=self.sequence_parallel,
             recompute=recompute,
             cp=self.cp,
-            by_heads=self.by_heads(layer),
+            sharing=self.sharing(layer),
             **self.factory_kwargs,
         )
 
     def context(self, batch) -> ForwardContext:
-        documents, of_chunks = self._documents(batch)
         angles = self._angles(len(batch.tokens), batch.position_ids)
-        return ForwardContext(batch.samples, angles, documents, of_chunks, region=self.region, batch=batch)
+        return ForwardContext(batch.samples, angles, region=self.region, batch=batch, **self._documents(batch))
 
     def logits(
         self,
@@ -140,16 +140,22 @@ class GPT(LanguageModel):
             angles=self._angles(s, position_ids, cache), allowed=allowed, cache=cache, region=self.region
         )
 
-    def _documents(self, batch) -> tuple[Optional[Documents], Optional[dict]]:
-        """`documents` and `of_chunks` of a context; layers need one or both."""
+    def _documents(self, batch) -> dict[str, Any]:
+        """The fields of a context for packed documents that the layers need."""
         if batch.document_ids is None:
-            return None, None
+            return {}
         device = batch.document_ids.device
         starts = starts_of(batch.document_ids) if batch.document_starts is None else batch.document_starts
-        layers = [int(layer) for layer in self.blocks]
-        by_rows = {self.facts.settings.window_of(n) for n in layers if self.cp.size > 1 and not self.by_heads(n)}
-        whole = self.cp.size == 1 or any(map(self.by_heads, layers))
-        return (
-            Documents.of(starts, device) if whole else None,
-            documents_of_chunks(starts, self.cp, by_rows, device) if by_rows else None,
-        )
+        by_sharing = {}  # the windows of layers with the same way to share attention
+        for layer in map(int, self.blocks):
+            by_sharing.setdefault(self.sharing(layer), set()).add(self.facts.settings.window_of(layer))
+        whole, of_chunks, of_ring = None, {}, {}
+        for sharing, windows in by_sharing.items():
+            if sharing.rows.size == 1:
+                whole = whole or Documents.of(starts, device)
+            elif sharing.ring:
+                ring = sharing.rows
+                of_ring |= {(ring.size, w): ring_steps_of_documents(starts, ring, w, device) for w in windows}
+            else:
+                of_chunks |= documents_of_chunks(starts, sharing.rows, windows, device)
+        return dict(documents=whole, of_chunks=of_chunks or None, of_ring=of_ring or None)

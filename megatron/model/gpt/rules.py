@@ -65,6 +65,14 @@ RULES = (
         for name, what in (("groups", "--num-query-groups {}"), ("ffn", "--ffn-hidden-size {}"))
     ),
     Rule(
+        lambda s: s.groups % s.tp == 0 and s.groups // s.tp % s.cp_inner,
+        lambda s: (
+            f"--cp-comm-type a2a+p2p divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by the "
+            f"first of --hierarchical-context-parallel-sizes, {s.cp_inner}; use p2p, or "
+            f"{either(divisors(s.groups // s.tp, s.cp_inner))} there"
+        ),
+    ),
+    Rule(
         lambda s: "a2a" in s.cp_comm and s.groups % s.tp == 0 and s.groups // s.tp % s.cp,
         lambda s: (
             f"--cp-comm-type a2a divides the {s.groups // s.tp} key-value heads of each tensor parallel rank by "

@@ -23,6 +23,7 @@ from megatron.model.packed_rows import PackedRows
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.t5.facts import ENCODER_END, T5Facts
 from megatron.model.weights import Table, take_prefix
+from megatron.mpu.context_parallel import UNSHARED
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.mesh import Axis
 from megatron.mpu.random import Dropout
@@ -112,7 +113,7 @@ class CrossAttention(nn.Module):
         # Attributes of `Attention` for the core: scores may be capped; there is no divisor and no window.
         self.score_divisor, self.softmax_in_fp32 = 1.0, model.attention_softmax_in_fp32
         self.softcap, self.window = model.attn_logit_softcapping, None
-        self.cp, self.by_heads = Axis("cp", (0,)), False
+        self.sharing = UNSHARED
         self.backend, self.plain_softmax = kernels.attention_backend, not kernels.masked_softmax_fusion
         self.recompute_core, self.core = False, core_of(self.causal, kernels)
 

@@ -234,8 +234,8 @@ this is DeepSpeed's; use --bf16 or --fp16, --sharding-stage and --load here
     --deepspeed* --ds-* --universal-checkpoint
 layer dropping and curricula of DeepSpeed are not part of this suite
     --random-ltd --data-efficiency-curriculum-learning
-long sequences are split by --context-parallel-size, and --cp-comm-type p2p, allgather or a2a
-    --hierarchical-context-parallel-sizes --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
+long sequences are split by --context-parallel-size, and --cp-comm-type p2p, allgather, a2a or a2a+p2p
+    --hybrid-context-parallel --max-seqlen-per-dp-cp-rank
     --sequence-parallel-size
 this is a flag of torchrun: put it before the name of the script; bash scripts take NPROC=N, NNODES=N and the like in front
     --nnodes --nproc-per-node --node-rank --master-addr --master-port --rdzv-* --standalone --max-restarts
