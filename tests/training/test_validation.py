@@ -4,6 +4,7 @@
 At a rate of almost 0 the weights stay, so every evaluation over the same samples has the same loss.
 """
 
+import json
 import re
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError
 from megatron.settings.schema import Data
+from megatron.tools import trace
 from megatron.training.entry import start
 from pretrain_gpt import recipe
 from tests.models import own_dataset
@@ -202,7 +204,7 @@ def test_a_longer_validation_after_a_resume_has_its_samples(document, tmp_path):
     assert (last["iteration"], last["first_sample"], last["samples"]) == (5, 96, 72)
 
 
-def test_validations_beyond_one_epoch_have_megatrons_order_also_after_a_longer_resume(tmp_path):
+def test_validations_beyond_one_epoch_have_megatrons_order_also_after_a_longer_resume(tmp_path, capsys):
     """80 samples from 40 documents of 10 tokens: the order is that of 4 validations and the final one, of 16 samples."""
     for name, seed in (("a", 1), ("b", 2)):
         tokens = np.random.default_rng(seed).integers(0, EOD, 400).astype(np.uint16)
@@ -227,6 +229,12 @@ def test_validations_beyond_one_epoch_have_megatrons_order_also_after_a_longer_r
     expected = [losses[at : at + 16][counts[at : at + 16]].mean().item() for at in range(0, 80, 16)]
     assert found == pytest.approx(expected[:4], rel=2e-6)
     assert later[:5] == pytest.approx(expected, rel=2e-6) and len(later) == 7
+    capsys.readouterr()
+    trace.main(["--load", str(tmp_path / "resumed"), "--iter", "4", "--of", "valid", "--json"])
+    _, *traced = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(row["sample"], row["parts"]) for row in traced] == [
+        (place, [[*part] for part in valid.origin(place).parts]) for place in range(48, 64)
+    ]
 
 
 def test_a_set_too_short_for_validations_after_a_resume_is_refused_before_training(tmp_path):
