@@ -32,8 +32,8 @@ SHAPE = dict(cpu=(512, 512, 8), cuda=(2048, 4096, 32))  # sequence, hidden size,
 def measure(log, ranks: int = 1) -> Device:
     """Measure one rank's device: the GPU, or this machine's cores divided by `ranks`."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    found = target.installed_gpu() if kind == "cuda" else None
-    figures: dict = vars(found or target.this_cpu(None, ranks)).copy()
+    gpu = target.installed_gpu() if kind == "cuda" else None
+    figures: dict = vars(gpu or target.this_cpu(None, ranks)).copy()
     if kind == "cpu":
         links = run_ranks(2, _links)[0]  # before threads start: they would not survive a fork
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
