@@ -14,6 +14,7 @@ The ranks of a job coordinate through one function, `all_gather_object(value) ->
 """
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -281,6 +282,7 @@ class Saver:
         self.folder, self.rank, self.all_gather_object = location(folder), rank, all_gather_object
         self.keep_last, self.retain_interval, self.in_use, self.log = keep_last, retain_interval, in_use, log
         self._storage, self._lock = backend_of(self.folder), None
+        self.last_write = (0, 0.0)  # bytes of all ranks, and seconds until the checkpoint was durable, of the last save
         _on_all_ranks(self._claim, all_gather_object)
 
     def __enter__(self) -> "Saver":
@@ -309,10 +311,12 @@ class Saver:
         final, temporary = self.folder / f"iter_{iteration:07d}", None
         try:
             temporary = _on_all_ranks(lambda: self._begin(final), self.all_gather_object)[0]
+            started = time.perf_counter()
             sizes = _on_all_ranks(lambda: write_shard(temporary, self.rank, pieces), self.all_gather_object)
             doomed = _on_all_ranks(
                 lambda: self._finish(temporary, final, len(sizes), iteration, state), self.all_gather_object
             )[0]
+            self.last_write = sum(sizes), time.perf_counter() - started
             if doomed:
                 _on_all_ranks(lambda: read_back(final, self.rank), self.all_gather_object)
                 _on_all_ranks(lambda: self._forget(doomed), self.all_gather_object)

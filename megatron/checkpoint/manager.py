@@ -32,6 +32,7 @@ from megatron.errors import Failure, Locked, PeerLost, StorageError
 from megatron.settings import schema
 from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import location
+from megatron.telemetry.disk_speed import DiskSpeed
 from megatron.telemetry.events import EventLog
 
 RETRY_AFTER = 2.0  # seconds; doubles with each further try
@@ -65,6 +66,7 @@ class CheckpointManager:
         """
         self.settings, self.rank, self.all_gather_object, self.log = settings, rank, all_gather_object, log
         self._events = events or EventLog(active=False)
+        self._disk_speed = DiskSpeed(self._events)
         self._mirror: Optional[Saver] = None
         self._copies: Optional[Copies] = None
         self._saver = self._open(settings.save)
@@ -225,6 +227,7 @@ class CheckpointManager:
         if path is not None:
             when = f"durable after {seconds:.2f} s" if background else f"{seconds:.2f} s"
             self.log(f"  successfully saved checkpoint at iteration {iteration:7d} to {path} ({when})")
+            size, writing = (self._saver if path.parent == self._saver.folder else self._mirror).last_write
             self._events.record(
                 "save",
                 f"the checkpoint of iteration {iteration} was written to {path}",
@@ -232,7 +235,9 @@ class CheckpointManager:
                 seconds=round(seconds, 3),
                 in_background=background,
                 folder=str(path.parent),
+                bytes=size,
             )
+            self._disk_speed.judge(str(path.parent), iteration, size, writing)
             if self._copies:
                 self._copies.add(path)
 

@@ -43,6 +43,19 @@ VERSION = 2  # of the index maps; caches of other versions are ignored
 MORE = "take more documents (a .txt is one; preprocess_data.py --document-separator parts it into several)"
 
 
+class SampleCounts(tuple):
+    """(train, valid, test): the numbers of samples that a run needs.
+
+    valid_order: number of validation samples that defines their order; None: the number that is needed. A resumed run
+                 keeps that of its first launch. If it needs more samples than this order has, they repeat.
+    """
+
+    def __new__(cls, counts: Sequence[int], valid_order: Optional[int] = None):
+        self = super().__new__(cls, counts)
+        self.valid_order = valid_order
+        return self
+
+
 def build_datasets(
     data: Data,
     seq_length: int,
@@ -57,9 +70,9 @@ def build_datasets(
 
     Every dataset has `len(d)`, `d[i]` -> int64 [seq_length + 1] and, except mock data, `d.origin(i)`. Every rank calls
     this; the first one builds the index maps. `log` receives a line before a build or a wait.
-    Validation repeats one epoch if necessary, so its order does not depend on --train-iters. Training and test use as
-    many epochs as they need, shuffled together, as in Megatron-LM. With --full-validation, validation is one epoch of all
-    its files, whatever its size.
+    Each split uses as many epochs as it needs, shuffled together, as in Megatron-LM. So the order depends on the number of
+    samples; for validation see `SampleCounts`. With --full-validation, validation is one epoch of all its files, whatever
+    its size.
 
     Raises DataError for missing, damaged or insufficient data, and, when a sample is read, for unknown tokens.
     """
@@ -76,11 +89,14 @@ def build_splits(data: Data, seq_length: int, sizes: Sequence[int], seed: int, v
     """(train, valid, test) from the files of `data`; kind: fields of `GPTDatasetConfig` that define a sample."""
     blends, shares = sources_of(data)
     wanted = [size if blend and share else 0 for size, blend, share in zip(sizes, blends, shares)]
-    whole = data.full_validation
+    whole, needed = data.full_validation, wanted[VALID]
+    if needed:
+        wanted[VALID] = getattr(sizes, "valid_order", None) or needed
     config = GPTDatasetConfig(seq_length, seed, vocab_size, data.data_cache_path, shares, wanted, log, whole, **kind)
-    return tuple(
-        _build_split(blends[split], split, config) if wanted[split] else None for split in (TRAIN, VALID, TEST)
-    )
+    built = [_build_split(blends[split], split, config) if wanted[split] else None for split in (TRAIN, VALID, TEST)]
+    if built[VALID] is not None and not whole and len(built[VALID]) < needed:
+        built[VALID] = Repeated(built[VALID], needed)
+    return tuple(built)
 
 
 @dataclass(frozen=True)
@@ -246,19 +262,10 @@ def _build_file(prefix: str, num_samples: Optional[int], split: int, config: GPT
     if config.documents:
         return _build_documents(tokens, sequences, lengths, num_samples, split, config)
     if config.samples:
-        dataset = config.samples(tokens, sequences, None if split == VALID else num_samples, SPLITS[split], config)
+        dataset = config.samples(tokens, sequences, num_samples, SPLITS[split], config)
         return Repeated(dataset, num_samples) if num_samples and len(dataset) < num_samples else dataset
 
-    def plan_for(count: Optional[int]) -> EpochPlan:
-        return make_epoch_plan(sequences, lengths, config.seq_length, config.seed, count)
-
-    if split == VALID and num_samples is not None:
-        plan = plan_for(None)
-        if plan.num_samples == 0:
-            plan = plan_for(1)  # as many epochs as one sample takes
-        dataset = GPTDataset(tokens, plan, SPLITS[split], config)
-        return dataset if len(dataset) >= num_samples else Repeated(dataset, num_samples)
-    plan = plan_for(num_samples)
+    plan = make_epoch_plan(sequences, lengths, config.seq_length, config.seed, num_samples)
     if plan.num_samples == 0:
         raise DataError(
             f"{prefix}: {SPLITS[split]} has {plan.tokens} tokens, less than one sample",

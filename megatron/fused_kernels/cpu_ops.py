@@ -6,6 +6,8 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
+PART = 1 << 18  # elements of a GELU that are computed at a time
+
 
 def onednn(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """x [m, k] @ weight [n, k].T + bias [n] -> [m, n] by oneDNN; torch itself uses MKL for fp32.
@@ -23,6 +25,37 @@ def _linear(x, weight, bias) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
+def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """`reference.gelu`, whose tanh form is x sigmoid(2 u): torch's tanh takes four times as long as its sigmoid."""
+    if approximate != "tanh":
+        return F.gelu(x, approximate=approximate)
+    return _TanhGELU.apply(x)
+
+
+class _TanhGELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return _tanh_gelu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.aten.gelu_backward(gradient, *ctx.saved_tensors, approximate="tanh")
+
+
+def _tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)) in fp32, a part at a time that stays in the cache."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    whole = min(PART, x.numel())
+    exact, cube = torch.empty(whole), torch.empty(whole)
+    for part, out in zip(x.view(-1).split(PART), y.view(-1).split(PART)):
+        value, into = exact[: len(part)].copy_(part), cube[: len(part)]
+        torch.addcmul(value, value, torch.mul(value, value, out=into), value=0.044715, out=into)
+        out.copy_(into.mul_(1.5957691216057308).sigmoid_().mul_(value))
+    return y
+
+
 def geglu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """`reference.geglu`, but the gradients of gates and values are written into the halves of one tensor."""
     return _GeGLU.apply(x, approximate)
@@ -32,7 +65,7 @@ class _GeGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, approximate):
         gate, value = x.chunk(2, -1)
-        activated = F.gelu(gate, approximate=approximate)
+        activated = _tanh_gelu(gate) if approximate == "tanh" else F.gelu(gate, approximate=approximate)
         ctx.save_for_backward(x, activated)
         ctx.approximate = approximate
         return activated * value

@@ -37,12 +37,12 @@ def _prctl(what: int, value: int) -> bool:
         return False
 
 
-def nobody() -> Collection[int]:
+def no_processes() -> Collection[int]:
     """No processes."""
     return ()
 
 
-def descendants(pid: int, spared: Callable[[], Collection[int]] = nobody) -> list[int]:
+def descendants(pid: int, spared: Callable[[], Collection[int]] = no_processes) -> list[int]:
     """All descendants of a process, parents before children, without zombies.
 
     spared: returns the processes to leave out, with their descendants. It is called after all were listed
@@ -106,7 +106,7 @@ def alive_here(beat: Beat) -> bool:
 def end_descendants(
     of: int,
     waited_for: int = 0,
-    spared: Callable[[], Collection[int]] = nobody,
+    spared: Callable[[], Collection[int]] = no_processes,
     grace: float = 3.0,
     deadline: float = 10.0,
 ) -> list[int]:

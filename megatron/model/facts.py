@@ -320,7 +320,7 @@ class Facts:
         return self.loss_tokens(share) * self.settings.hidden_size * share.element + self.loss_freed_bytes(share)
 
     def loss_freed_bytes(self, share: RankSetup) -> int:
-        """Those of `loss_saved_bytes` that are freed before the layers' backward passes, unless the product is deferred."""
+        """The part of `loss_saved_bytes` that is freed before layers' backward passes, unless the product is deferred."""
         return self.loss_deferred(share) or self.vocabulary_rows(share.tp) * self.settings.hidden_size * share.element
 
     def loss_deferred(self, share: RankSetup) -> int:

@@ -32,8 +32,8 @@ SHAPE = dict(cpu=(512, 512, 8), cuda=(2048, 4096, 32))  # sequence, hidden size,
 def measure(log, ranks: int = 1) -> Device:
     """Measure one rank's device: the GPU, or this machine's cores divided by `ranks`."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    found = target.installed_gpu() if kind == "cuda" else None
-    figures: dict = vars(found or target.this_cpu(None, ranks)).copy()
+    gpu = target.installed_gpu() if kind == "cuda" else None
+    figures: dict = vars(gpu or target.this_cpu(None, ranks)).copy()
     if kind == "cpu":
         links = run_ranks(2, _links)[0]  # before threads start: they would not survive a fork
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -44,6 +44,8 @@ def measure(log, ranks: int = 1) -> Device:
     if kind == "cuda":  # at the measured length; a backward pass has 2.5 times as many FLOPs
         figures |= dict(attention_tokens=0.0, attention_backward=2.5)
     figures |= dict(kind=kind, assumed=False, flops={}, attention={}, bandwidth=_bandwidth(kind))
+    if kind == "cuda":  # times of CPUs agree with runs without it (docs/benchmarks.md)
+        figures |= dict(update_bandwidth=_update_bandwidth(kind, 1 << 28))
     log(f"memory: {figures['bandwidth'] / 1e9:.1f} GB/s")
     for precision in ("fp32", "bf16"):
         best, rows = _products(kind, DTYPES[precision])
@@ -109,6 +111,14 @@ def _bandwidth(kind: str) -> float:
     source = torch.ones(1 << (24 if kind == "cpu" else 28), device=kind)
     into = torch.empty_like(source)
     return 2 * source.nbytes / seconds_of(lambda: into.copy_(source), kind)
+
+
+def _update_bandwidth(kind: str, size: int) -> float:
+    """Bytes a second of a fused AdamW update of `size` weights: reads 4 numbers of each, and writes 3."""
+    weights = torch.ones(size, device=kind, requires_grad=True)
+    weights.grad = torch.ones_like(weights)
+    update = torch.optim.AdamW([weights], fused=True).step
+    return 7 * 4 * size / seconds_of(update, kind)
 
 
 def _ops(kind: str, figures: dict) -> dict:

@@ -43,6 +43,7 @@ class Device:
     attention_tokens:    sequences of this length reach half of that
     attention_backward:  time of its backward pass, divided by the time of its forward pass
     bandwidth:     bytes/s of reads or writes of its memory
+    update_bandwidth:    the same in the optimizer's update; 0: as `bandwidth`
     unfused:       elementwise traffic, as a multiple of the traffic of fused kernels
     exposed:       share of messages that passes do not hide, if both can run at the same time
     inner, outer:  bytes/s of a link inside a node and between nodes, per device and direction
@@ -59,6 +60,7 @@ class Device:
     attention_backward: float = 2.0
     rows: float = 96.0
     bandwidth: float = 1.6e12
+    update_bandwidth: float = 0.0
     unfused: float = 1.0
     exposed: float = 0.3
     inner: float = 250e9
@@ -238,7 +240,10 @@ def _check(device: Device) -> None:
     sizes |= dict(attention_backward=device.attention_backward)
     times = {
         name: getattr(device, name)
-        for name in ("attention_tokens", "exposed", "rows", "latency", "launch", "context_gb", "communication_gb")
+        for name in (
+            *("attention_tokens", "exposed", "rows", "latency", "launch"),
+            *("context_gb", "communication_gb", "update_bandwidth"),
+        )
     }
     for name, value in (speeds | sizes | times).items():
         least = "at least 0" if name in times else "above 0"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The save interval and the goodput of a plan, from the failure rate of a node (--mtbf).
 
->>> found = Saving(stall=10.0, restart=120.0, between=3600.0)
->>> round(found.interval), f"{found.goodput:.1%}"
+>>> saving = Saving(stall=10.0, restart=120.0, between=3600.0)
+>>> round(saving.interval), f"{saving.goodput:.1%}"
 (262, '89.7%')
 """
 
@@ -57,16 +57,16 @@ def describe(config: Config, plan: Plan, cluster: Cluster) -> Iterator[str]:
     hours = config.planner.mtbf
     if not hours:
         return
-    found, step = saving_of(config, plan, cluster, hours), plan.step.seconds
-    steps = max(1, round(found.interval / step))
+    saving, step = saving_of(config, plan, cluster, hours), plan.step.seconds
+    steps = max(1, round(saving.interval / step))
     interval = steps * step
-    share = goodput(interval, found.stall, found.between, found.restart)
+    share = goodput(interval, saving.stall, saving.between, saving.restart)
     nodes = max(1, cluster.world_size // cluster.local_size)
     each = f"{nodes} node{'s' * (nodes > 1)}, of which each fails every {hours:g} h: a failure every"
-    yield f"{each} {seconds(found.between)} (--mtbf)"
+    yield f"{each} {seconds(saving.between)} (--mtbf)"
     yield (
-        f"best: --save-interval {steps}, every {seconds(interval)}; a save stalls {seconds(found.stall)}, a restart takes "
-        f"{seconds(found.restart)} (assumed)"
+        f"best: --save-interval {steps}, every {seconds(interval)}; a save stalls {seconds(saving.stall)}, a restart takes "
+        f"{seconds(saving.restart)} (assumed)"
     )
     yield f"expected goodput: {share:.1%} of the time, {share / step * 86400:,.0f} steps a day (assumed)"
-    yield f"--save-interval auto measures the stalls itself: --mean-time-to-interruption {found.between / 3600:.3g}"
+    yield f"--save-interval auto measures the stalls itself: --mean-time-to-interruption {saving.between / 3600:.3g}"

@@ -315,8 +315,8 @@ def listing(all_runs: Sequence[PublishedRun]) -> str:
 
 def report() -> str:
     """All tables."""
-    found = runs()
-    return "\n\n".join([summary(found), sources(), listing(found)])
+    published = runs()
+    return "\n\n".join([summary(published), sources(), listing(published)])
 
 
 def sources() -> str:

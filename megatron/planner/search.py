@@ -151,10 +151,10 @@ def search(job: Job, cluster: Cluster, space: Space, keep: int = 200) -> Searche
         _try_shardings(base, sized, cluster, space, result, good, close)
     best = _in_order(_plan(*entry, cluster) for entry in good.entries())
     refined = [better for plan in best[:REFINED] for better in _refined(plan, cluster, space)]
-    found = _in_order(best + refined)
-    if found:
-        chosen, result.alike = simplest(found, space.tolerance) if space.tolerance else (found[0], 1)
-        result.fastest, result.plans = found[0], _different([chosen, *found])
+    plans = _in_order(best + refined)
+    if plans:
+        chosen, result.alike = simplest(plans, space.tolerance) if space.tolerance else (plans[0], 1)
+        result.fastest, result.plans = plans[0], _different([chosen, *plans])
     result.rejected = [Rejected(*entry) for entry in close.entries()]
     return result
 
@@ -240,8 +240,8 @@ class _Fastest:
         return self.by_features.setdefault(count, _Shortlist(SIMPLE))
 
     def entries(self) -> list[tuple]:
-        found = self.all.entries() + [one for few in self.by_features.values() for one in few.entries()]
-        return list({(entry[0], entry[1].global_batch): entry for entry in found}.values())
+        entries = self.all.entries() + [one for few in self.by_features.values() for one in few.entries()]
+        return list({(entry[0], entry[1].global_batch): entry for entry in entries}.values())
 
 
 # The grid -------------------------------------------------------------------------------------------------------------

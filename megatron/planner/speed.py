@@ -410,7 +410,7 @@ def _update(job: Job, layout: Layout, cluster: Cluster, rank: int) -> float:
     moved = UPDATE_BYTES + job.shard_gradients(layout.zero)
     moved += sum(2 * size if size == 4 else ROUNDED_BYTES for size in job.moments)
     away = OFFLOAD_BYTES + OFFLOAD_MOMENT_BYTES * sum(job.moments) / 4
-    update = moved * own / device.bandwidth + away * own * layout.offload / device.host
+    update = moved * own / (device.update_bandwidth or device.bandwidth) + away * own * layout.offload / device.host
     update += away * own * layout.offload * (device.kind == "cuda") / HOST_MEMORY
     filed = 2 * (4 + sum(job.moments)) * own * layout.disk  # read and written
     update += _orthogonalizing(units, job, layout, device)

@@ -54,8 +54,8 @@ def choice(searched: SearchedPlans, tolerance: float) -> str:
         return ""
     slower = best.per_sample / fastest.per_sample - 1
     return (
-        f"chosen as the simplest, with most memory free, of {searched.alike:,} plans that an error of {tolerance:.0%} "
-        f"does not tell apart; {fastest.layout.short()} is predicted to be {slower:.1%} faster"
+        f"chosen as the simplest, with most memory free, of {searched.alike:,} plans within the error of {tolerance:.0%} "
+        f"of the fastest; {fastest.layout.short()} is predicted to be {slower:.1%} faster"
     )
 
 

@@ -27,6 +27,7 @@ class EventRule:
 
     threshold: Optional[float] = None
     seconds: Optional[float] = None  # shortest time to which the rule applies
+    bytes_per_second: Optional[float] = None  # a lower rate is always an event; 0: there is no such rate
     level: Optional[str] = None  # None: that of the kind
     off: bool = False
 
@@ -36,6 +37,7 @@ DEFAULTS = {
     "slow_steps": EventRule(0.7, seconds=30),  # share of the median throughput
     "slow_rank": EventRule(1.25),  # times the own time of the ranks that do the same work
     "slow_data": EventRule(0.25),  # share of a step in which all ranks wait for data
+    "slow_disk": EventRule(0.3, seconds=10, bytes_per_second=0),  # share of the median bytes per second of saves
     "loss_above_guess": EventRule(10),  # steps in a row after the warm-up
     "validation_worse": EventRule(3),  # validations in a row
     "skipped_step": EventRule(50),  # steps in a row after which an adjusting loss scale is a warning
@@ -59,16 +61,16 @@ def read_rules(path: Optional[str]) -> dict[str, EventRule]:
     import yaml
 
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"--event-rules {path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"--event-rules {path}: not valid YAML", " ".join(str(error).split())) from None
-    if not isinstance(found or {}, dict):
+    if not isinstance(content or {}, dict):
         raise SettingsError(
             f"--event-rules {path}: it must be a table", do="a line is a kind of event: high_grad_norm: 20"
         )
-    return {kind: _rule(f"--event-rules {path}: {kind}", kind, value) for kind, value in (found or {}).items()}
+    return {kind: _rule(f"--event-rules {path}: {kind}", kind, value) for kind, value in (content or {}).items()}
 
 
 def _rule(where: str, kind: Any, value: Any) -> EventRule:

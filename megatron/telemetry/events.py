@@ -53,6 +53,7 @@ KINDS = {
             "seconds": "time that it took",
             "in_background": "whether training went on meanwhile",
             "folder": "--save, or the mirror",
+            "bytes": "size of the checkpoint",
         },
     ),
     "save_failed": EventKind(
@@ -176,7 +177,11 @@ KINDS = {
     "recovered": EventKind(
         "info",
         "what was slow is so no longer",
-        {"what": "kind of the earlier event", "stage": "of the pipeline, if one was slow"},
+        {
+            "what": "kind of the earlier event",
+            "stage": "of the pipeline, if one was slow",
+            "folder": "whose disk was slow, if one was",
+        },
     ),
     "slow_data": EventKind(
         "warning",
@@ -186,6 +191,17 @@ KINDS = {
             "step_seconds": "time of a step",
             "steps": "number of steps that were measured",
             "rank_host": "machine of the rank",
+        },
+    ),
+    "slow_disk": EventKind(
+        "warning",
+        "writing a checkpoint took much longer than before",
+        {
+            "folder": "of the checkpoint",
+            "bytes": "size of the checkpoint",
+            "seconds": "until it was durable",
+            "bytes_per_second": "their ratio",
+            "median": "bytes per second of earlier saves; null: there are too few",
         },
     ),
     "supervisor_lost": EventKind(
@@ -355,20 +371,23 @@ def slow_now(events: Iterable[dict]) -> list[str]:
     >>> slow_now([slow, dict(event="recovered", rank=3, what="slow_rank")])
     []
     """
-    found = {}
+    slow = {}
     for event in events:
-        kind, rank, stage = event["event"], event.get("rank"), event.get("stage")
+        kind, rank, stage, folder = event["event"], event.get("rank"), event.get("stage"), event.get("folder")
+        key = kind, rank, stage, folder
         if kind == "slow_rank":
-            found[kind, rank, stage] = f"rank {rank} is slow ({event.get('phase')})"
+            slow[key] = f"rank {rank} is slow ({event.get('phase')})"
         elif kind == "slow_data":
-            found[kind, rank, stage] = "all ranks wait for data" if rank is None else f"rank {rank} waits for its data"
+            slow[key] = "all ranks wait for data" if rank is None else f"rank {rank} waits for its data"
         elif kind == "slow_stage":
-            found[kind, rank, stage] = f"stage {stage} of the pipeline is slow"
+            slow[key] = f"stage {stage} of the pipeline is slow"
         elif kind == "slow_network":
-            found[kind, rank, stage] = "the network is slow"
+            slow[key] = "the network is slow"
+        elif kind == "slow_disk":
+            slow[key] = f"the disk of {folder} is slow"
         elif kind == "recovered":
-            found.pop((event.get("what"), rank, stage), None)
-    return list(found.values())
+            slow.pop((event.get("what"), rank, stage, folder), None)
+    return list(slow.values())
 
 
 def count_restarts(events: Iterable[dict]) -> int:

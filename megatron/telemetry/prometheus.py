@@ -130,11 +130,11 @@ class Prometheus:
         if stepped:
             values["step_age_seconds", ()] = max(0.0, now - stepped)
         for metric, words in (GAUGES | COUNTERS).items():
-            found = [(labels, value) for (name, labels), value in values.items() if name == metric]
-            if found:
+            samples = [(labels, value) for (name, labels), value in values.items() if name == metric]
+            if samples:
                 kind = GaugeMetricFamily if metric in GAUGES else CounterMetricFamily
-                family = kind(PREFIX + metric, words, labels=["run", *(name for name, _ in found[0][0])])
-                for labels, value in found:
+                family = kind(PREFIX + metric, words, labels=["run", *(name for name, _ in samples[0][0])])
+                for labels, value in samples:
                     family.add_metric([self._name, *(word for _, word in labels)], value)
                 yield family
 

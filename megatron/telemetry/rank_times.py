@@ -54,7 +54,7 @@ PART_OF = {  # phase -> part; the other phases are inside one of these
     "send F": WAITING,
     "send B": WAITING,
 }
-BEHIND = 2  # number of last steps whose events are not read yet
+READ_AFTER = 2  # steps after which the events of a step are read
 PULSE = 0.1  # seconds between two checks that the process runs
 LATE = 0.025  # seconds: if a check is later than this, the process did not run
 
@@ -165,7 +165,7 @@ class HostTimes(RankTimes):
 
 
 class DeviceTimes(RankTimes):
-    """The times of a rank on CUDA: events on the compute stream, read `BEHIND` steps later.
+    """The times of a rank on CUDA: events on the compute stream, read `READ_AFTER` steps later.
 
     new_event: creates an event that measures time, as `torch.cuda.Event(enable_timing=True)`
     """
@@ -196,7 +196,7 @@ class DeviceTimes(RankTimes):
         self.stack.pop()
         self.steps.append(self.marks)
         self.marks = []
-        while len(self.steps) > BEHIND:
+        while len(self.steps) > READ_AFTER:
             self._read(self.steps.popleft())
 
     def _read(self, marks: list[tuple[str, Any]]) -> None:

@@ -92,10 +92,10 @@ def last_saved(folder: str) -> Optional[Saved]:
 
 def _checkpoints(folder: str) -> list[Path]:
     """The complete checkpoints, newest first."""
-    found = [
+    paths = [
         path for path in location(folder).glob("iter_*") if NAME.fullmatch(path.name) and (path / "index.json").exists()
     ]
-    return sorted(found, key=lambda path: int(NAME.fullmatch(path.name)[1]), reverse=True)
+    return sorted(paths, key=lambda path: int(NAME.fullmatch(path.name)[1]), reverse=True)
 
 
 NAME = re.compile(r"iter_(\d+)")

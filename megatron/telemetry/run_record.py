@@ -222,9 +222,9 @@ LAUNCH = b'{"kind": "run"'  # how the line of a launch begins
 
 def count_launches(text: bytes | mmap.mmap) -> int:
     """The number of launches in the text of a metrics file."""
-    count, found = 0, text.find(LAUNCH)
-    while found >= 0:
-        count, found = count + 1, text.find(LAUNCH, found + 1)
+    count, place = 0, text.find(LAUNCH)
+    while place >= 0:
+        count, place = count + 1, text.find(LAUNCH, place + 1)
     return count
 
 

@@ -205,7 +205,7 @@ def look(folder: Path | UrlPath, now: Optional[float] = None) -> Line:
 
 
 def _urgent(events: list[dict]) -> list[dict]:
-    """The warnings and errors since the newest launch began. Its end is told as its state."""
+    """The warnings and errors since the newest launch began. Its end is part of its state."""
     return [event for event in _newest(events) if event["level"] in ("warning", "error") and event["event"] != "end"]
 
 

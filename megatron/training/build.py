@@ -54,7 +54,14 @@ from megatron.telemetry.run_record import library_versions, now, run_record, sou
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
 from megatron.training.checkpointing import check_later_checkpoints, check_samples, load, open_checkpoint_manager
-from megatron.training.datasets import build_batches, build_datasets, build_requests, build_vocabulary, verify_data
+from megatron.training.datasets import (
+    build_batches,
+    build_datasets,
+    build_requests,
+    build_vocabulary,
+    dataset_sizes,
+    verify_data,
+)
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
@@ -189,6 +196,9 @@ def load_start(
     """Load the checkpoint of `--load`, if there is one, into the optimizer. All ranks call it."""
     fresh = State(LossScaler.of(config.precision), left_out=tuple(config.guard.iterations_to_skip or ()))
     state, record, notices = load(config, context, model.optimizer, fresh, model.vocabulary, model.vocab_size, events)
+    if not state.valid_order:
+        needed = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation)[1]
+        state = replace(state, valid_order=needed)
     code = code_record(module_of(recipe.model_type)) if context.is_rank_zero else {}
     warnings = check_later_checkpoints(config, state.iteration, context.all_gather_object)
     lengths = Lengths.of(config.optimizer, config.batch, context.mesh.dp.size)
@@ -427,6 +437,7 @@ def build_metrics(
         code=start.code,
         **(dict(resumed=start.changed.to_record()) if start.changed else {}),
         criterion=losses.measures and losses.measures.criterion,
+        valid_order=state.valid_order,
         **({"supervisor": os.environ[SUPERVISOR]} if SUPERVISOR in os.environ else {}),
     )
     metrics = Metrics(

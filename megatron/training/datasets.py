@@ -85,6 +85,7 @@ def build_datasets(
     state: the state at the start of this launch
     """
     sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation, state)
+    sizes = gpt_dataset.SampleCounts(sizes, valid_order=state.valid_order)
     if recipe.own_data and config.data.mock_data and recipe.arrays is None:
         eod = tokenizer.eod if tokenizer else None
         length, seed = config.model.seq_length, config.logging.seed

@@ -41,6 +41,7 @@ class DocumentTrace:
 
     def dataset(self, launch):
         """The samples of the traced split in a launch."""
+        from megatron.data.gpt_dataset import SampleCounts
         from megatron.training.datasets import dataset_sizes
 
         config: Config = launch.config
@@ -50,7 +51,10 @@ class DocumentTrace:
             self._refuse_own_data(config)
             which = SPLITS.index(self.split)
             size = sizes[which] if self.split == "train" else max(sizes[which], self._evaluated())
-            sizes = tuple(size if number == which else 0 for number in range(3))
+            counts = [size if number == which else 0 for number in range(3)]
+            record = self.history.record  # of a launch, or of a checkpoint
+            order = record.get("valid_order") or (record.get("state") or {}).get("valid_order")
+            sizes = SampleCounts(counts, valid_order=order)
             dataset = self._splits(config, sizes)[which]
             if dataset is None:
                 raise DataError(f"this run has no {self.split} data", do="see --split and --eval-iters of the run")

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Optional
 
-from megatron.errors import Interrupted, Locked, NumericsError, Preempted, exit_code
+from megatron.errors import Interrupted, Locked, NumericsError, Preempted, exit_code, explain
 from megatron.guard.disk import shortage
 from megatron.settings import schema
 from megatron.telemetry.event_rules import rule_of
@@ -81,5 +81,9 @@ def record_end(
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its name."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of an error's message, or its name.
+
+    >>> first_line(MemoryError("cannot allocate 9 GB"))
+    'out of memory'
+    """
+    return (str(explain(error) or error).splitlines() or [type(error).__name__])[0]

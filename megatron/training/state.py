@@ -53,6 +53,7 @@ class State:
     consumed_samples: int = 0
     scheduled_samples: int = 0  # samples of steps that were not skipped: learning rate and weight decay count these
     consumed_valid_samples: int = 0
+    valid_order: int = 0  # number of validation samples of the first launch, which defines their order; 0: not known
     skipped_iterations: int = 0
     recent: Recent = Recent()  # the reference for spikes
     left_out: tuple[int, ...] = ()  # iterations whose samples are skipped

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.data import index_maps
 from megatron.data.blend import BlendedDataset, Repeated
-from megatron.data.gpt_dataset import SPLITS, build_datasets
+from megatron.data.gpt_dataset import SPLITS, SampleCounts, build_datasets
 from megatron.data.index_maps import build_index_maps, make_epoch_plan, parse_split, sequences_of, suggest_split
 from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
@@ -62,8 +62,6 @@ def assert_as_recorded(dataset, expected):
     if expected is None:
         assert dataset is None
         return
-    if isinstance(dataset, Repeated):  # validation beyond one epoch: differs on purpose
-        return
     assert len(dataset) == expected["length"]
     if "files" in expected:
         assert isinstance(dataset, BlendedDataset)
@@ -75,9 +73,8 @@ def assert_as_recorded(dataset, expected):
         assert digest(dataset.document_index) == expected["document"]
         assert digest(dataset.sample_index) == expected["sample"]
         assert digest(dataset.shuffle_index) == expected["shuffle"]
-    if not any(isinstance(own, Repeated) for own in getattr(dataset, "datasets", [])):
-        for index, recorded in expected["samples"].items():
-            assert digest(dataset[int(index)]) == recorded
+    for index, recorded in expected["samples"].items():
+        assert digest(dataset[int(index)]) == recorded
 
 
 @pytest.mark.parametrize("number", range(len(RECORDED)))
@@ -161,17 +158,19 @@ def test_a_sample_longer_than_the_text_is_told(length, told, tmp_path):
     assert sum("is longer than all of a-train, 54 tokens" in line for line in heard) == told
 
 
-def test_validation_order_does_not_depend_on_its_size(tmp_path):
-    data = Data(
-        data_path=["1", write_tokens(tmp_path / "a", [20] * 50), "3", write_tokens(tmp_path / "b", [9] * 90)],
-        split="80,10,10",
-    )
-    short = build_datasets(data, 8, (10, 12, 2), 7)[1]
-    long = build_datasets(data, 8, (900, 300, 2), 7)[1]
-    assert len(long) >= 300
-    assert all((short[i] == long[i]).all() for i in range(12))
-    alone = build_datasets(Data(data_path=data.data_path[1:2], split="80,10,10"), 8, (9, 100, 2), 7)[1]
-    assert len(alone) == 100 and (alone[0] == alone[12]).all()  # 100 tokens are 12 samples, then again
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_longer_run_keeps_the_order_of_its_validation(weighted, tmp_path):
+    """The first 30 samples are those of the first launch, in three epochs; then they repeat."""
+    first, second = write_tokens(tmp_path / "a", [20] * 50), write_tokens(tmp_path / "b", [9] * 90)
+    data = Data(data_path=["1", first, "3", second] if weighted else [first], split="80,10,10")
+    build = lambda sizes: build_datasets(data, 8, sizes, 7)[1]
+    short, known = build((10, 30, 2)), build(SampleCounts((900, 300, 2), valid_order=30))
+    count = len(short)
+    assert 30 <= count < 300 and len(known) == 300 and isinstance(known, Repeated)
+    assert all((known[i] == short[i % count]).all() for i in range(300))
+    other = build((900, 300, 2))  # the order of a run that was as long from the start
+    assert len(other) >= 300 and any((other[i] != short[i]).any() for i in range(30))
+    assert build(SampleCounts((900, 20, 2), valid_order=30)).__class__ is short.__class__  # a shorter run
 
 
 def test_cache_is_used_and_repaired(tmp_path):

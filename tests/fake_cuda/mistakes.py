@@ -94,4 +94,4 @@ def a_sum_of_two_devices() -> None:
 
 
 def times_that_are_read_too_early():
-    rank_times.BEHIND = 0
+    rank_times.READ_AFTER = 0

@@ -166,7 +166,28 @@ def test_dropout(device, dtype, threshold, share):
         assert (mine.detach().cpu().double() - want).norm() <= TOLERANCE[device, dtype] * want.norm()
 
 
-# ---- gated activations -----------------------------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu(device, dtype, approximate):
+    """In several parts, the last of which is shorter, and of any strides; far from 0 it is 0 or its argument."""
+
+    def formula(x):
+        if approximate == "none":
+            return x * (1 + torch.erf(x / 2**0.5)) / 2
+        return x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2
+
+    entries = [entry for entry in TABLE["gelu"] if entry.fits(Case(device, dtype))]
+    assert entries[-1].run is reference.gelu and (device != "cpu" or len(entries) == 2)
+    for entry in entries:
+        x = drawn(257, 3, 1025, device=device, dtype=dtype) * 3
+        for given in (x, x.transpose(0, 1)):
+            run = lambda x, run=entry.run: run(x, approximate)
+            assert_equal_results(run, formula, [given], TOLERANCE[device, dtype], entry.name)
+        far = entry.run(torch.tensor([-1e4, -30.0, 0.0, 30.0, 1e4], device=device, dtype=dtype), approximate)
+        assert far.tolist() == pytest.approx([0.0, 0.0, 0.0, 30.0, 1e4], rel=1e-2)
 
 
 @DTYPES

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conditions that are injected into runs, and the event that each gives; a quiet run gives none."""
 
+import contextlib
+import signal
 import time
 from types import SimpleNamespace
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.errors import NumericsError, StorageError
+from megatron.checkpoint import store
+from megatron.errors import Interrupted, NumericsError, Preempted, StorageError
 from megatron.guard import alarm as module
 from megatron.guard import disk
 from megatron.guard.alarm import Alarm
@@ -22,7 +25,7 @@ from megatron.telemetry.event_rules import EventRule
 from megatron.telemetry.events import EventLog, read_events
 from megatron.training import loop
 from megatron.training.hooks import Hook
-from tests.guard.test_guarded_runs import NAN, SPIKY, _poisoned, _pretrain, _spike
+from tests.guard.test_guarded_runs import NAN, SPIKY, _poisoned, _pretrain, _spike, _with_event
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -120,6 +123,23 @@ def test_a_full_disk(tmp_path, monkeypatch):
     assert (failed["event"], failed["level"], failed["iteration"], failed["in_a_row"]) == ("save_failed", "error", 2, 1)
     end = events_of(tmp_path, "end")[-1]
     assert (end["level"], end["code"]) == ("error", 6) and "No space left" in end["why"]
+
+
+def test_a_slow_disk(tmp_path, monkeypatch):
+    """From the hook of step 5 on, each of about 80 writes takes 0.02 s longer; again as before from that of step 6 on."""
+    delay, write = [0.0], store._write_all
+    monkeypatch.setattr(store, "_write_all", lambda file, data: (time.sleep(delay[0]), write(file, data)))
+
+    def after_step(iteration):
+        delay[0] = 0.02 * (iteration == 5)
+
+    flags = rules(tmp_path, "slow_disk: {threshold: 0.8, seconds: 1.0}")
+    _pretrain(0, f"--train-iters 7 --save {tmp_path} --save-interval 1 {flags}", recipe=with_hook(after_step))
+    slow, recovered = events_of(tmp_path)
+    assert (slow["event"], slow["level"], recovered["event"]) == ("slow_disk", "warning", "recovered")
+    assert slow["folder"] == recovered["folder"] == str(tmp_path) and 1.0 <= slow["seconds"] < 60
+    assert slow["iteration"] in (5, 6) and recovered["iteration"] == slow["iteration"] + 1
+    assert slow["bytes_per_second"] == pytest.approx(slow["bytes"] / slow["seconds"], rel=0.01)
 
 
 def test_replicas_that_drift(run_ranks, tmp_path):
@@ -249,3 +269,75 @@ def test_a_supervisor_that_was_killed_is_an_event(tmp_path):
     gone.write(path)
     Alarm(log, Heartbeat(), str(path)).close()
     assert len(found) == 1
+
+
+def test_a_high_gradient_norm(tmp_path):
+    large = _poisoned("final_norm", [8 * 39 + 3], backward=1e4)  # in step 40
+    _pretrain(0, f"{SPIKY} --save {tmp_path} --on-spike continue", recipe=large)
+    (event,) = events_of(tmp_path, "high_grad_norm")
+    assert (event["level"], event["iteration"]) == ("warning", 40) and event["times"] > 10
+
+
+def test_a_command_that_fails(tmp_path, capsys):
+    flags = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --mock-data --vocab-size 50 --lr 1e-3 "
+    )
+    flags += "--micro-batch-size 1 --global-batch-size 1 --device cpu --num-workers 0 --eval-iters 0 --train-iters 2"
+    pretrain_gpt.main([*flags.split(), "--save", str(tmp_path), "--on-event", "echo no mail >&2; exit 3"])
+    (lost,) = events_of(tmp_path)  # the event `end` could not be sent
+    assert (lost["event"], lost["to"], lost["lost"], lost["why"]) == (
+        "messages_lost",
+        "--on-event",
+        1,
+        "exit code 3: no mail",
+    )
+
+
+def ended(folder):
+    """(level, iteration, exit code, reason) of the end of the last launch."""
+    end = events_of(folder, "end")[-1]
+    return end["level"], end["iteration"], end["code"], end["why"]
+
+
+@pytest.mark.parametrize("number, error", [(signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)])
+def test_a_signal_to_stop(number, error, tmp_path):
+    """In step 3, which still ends."""
+    flags = f"--train-iters 9 --save {tmp_path} --exit-signal-handler"
+    with pytest.raises(error):
+        _pretrain(0, flags, recipe=_with_event(lambda: signal.raise_signal(number), at_sample=18))
+    assert [one["event"] for one in read_events(tmp_path)] == ["start", "save", "end"]
+    level, iteration, code, why = ended(tmp_path)
+    assert (level, iteration, code) == ("info", 3, error.code) and why.startswith("stopped at iteration 3: ")
+
+
+@pytest.mark.parametrize(
+    "flags, iteration",
+    [("--exit-interval 2", 2), ("--exit-duration-in-mins 0.0001", 1), ("--kill-switch-file {folder}/stop", 1)],
+)
+def test_an_end_before_the_last_step(flags, iteration, tmp_path):
+    flags = flags.format(folder=tmp_path)
+    touched = _with_event(lambda: (tmp_path / "stop").touch(), at_sample=0)
+    _pretrain(0, f"--train-iters 9 --save {tmp_path} {flags}", recipe=touched)
+    assert [one["event"] for one in read_events(tmp_path)] == ["start", "save", "end"]
+    level, at, code, why = ended(tmp_path)
+    assert (level, at, code) == ("info", iteration, 0) and why.startswith(flags.split()[0])
+
+
+@pytest.mark.parametrize(
+    "error, why", [(MemoryError("cannot allocate 9 GB"), "out of memory"), (RuntimeError("a mistake"), "a mistake")]
+)
+def test_an_exception_in_a_step(error, why, tmp_path):
+    def fail():
+        raise error
+
+    with contextlib.suppress(type(error)):
+        _pretrain(0, f"--train-iters 9 --save {tmp_path}", recipe=_with_event(fail, at_sample=18))
+    level, iteration, code, text = ended(tmp_path)
+    assert (level, iteration, code, text) == ("error", 2, 1, why)
+
+
+def test_a_resume_with_another_layout(run_ranks, tmp_path):
+    run_ranks(2, _pretrain, f"--train-iters 2 --tp 2 --lr-decay-iters 9 --save {tmp_path}", 2)
+    _pretrain(0, f"--train-iters 3 --lr-decay-iters 9 --save {tmp_path} --load {tmp_path}")
+    found = [(one["iteration"], one["ranks"], one["resumed"]) for one in events_of(tmp_path, "start")]
+    assert found == [(0, 2, False), (2, 1, True)] and events_of(tmp_path) == []

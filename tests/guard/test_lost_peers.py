@@ -15,6 +15,7 @@ import pretrain_gpt
 from megatron.errors import PeerLost
 from megatron.guard.endings import peer_lost
 from megatron.settings.parse import parse_pretrain
+from megatron.telemetry.events import read_events
 from megatron.training.loop import pretrain
 from megatron.training.rules import resolve
 
@@ -72,6 +73,8 @@ def test_a_silent_rank_is_given_up_with_what_was_waited_for(layout, where, run_r
     assert f"the last checkpoint is {tmp_path / 'run' / 'iter_0000002'}; " in do and "megatron.tools.supervise" in do
     *_, end = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert (end["kind"], end["code"], end["why"]) == ("end", 7, what)
+    *_, event = read_events(tmp_path / "run")
+    assert (event["event"], event["level"], event["code"], event["why"]) == ("end", "error", 7, what)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,19 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import pretrain_gpt
 from megatron.errors import DataError, SettingsError, StorageError, UsageError
-from megatron.planner import device
+from megatron.model.gpt.facts import GPTFacts
+from megatron.planner import calibrate, device
 from megatron.planner.device import cpu, find
-from megatron.planner.layout import Layout
+from megatron.planner.layout import Job, Layout
+from megatron.planner.speed import Cluster, step
 from megatron.settings.parse import parse_pretrain
+from megatron.settings.schema import Model
 from megatron.tools import plan
 from megatron.training.rules import resolve
 
@@ -221,6 +225,18 @@ def test_a_calibration_of_another_kind_of_device(found, words, tmp_path):
     with pytest.raises(SettingsError, match=f"was measured on .*, and {words} is another"):
         plan.main([*line, *words.split()])
     plan.main(line)
+
+
+def test_a_measured_update_takes_its_own_time():
+    """30 bytes a parameter: the gradient and two moments in fp32, the main weight, and the weight in bf16."""
+    job, layout = Job(GPTFacts(Model(12, 768, 12, 1024), 50304), 8), Layout()
+    found = [
+        step(job, layout, Cluster(replace(find("H100-80GB"), update_bandwidth=speed), 1)).parts["update"]
+        for speed in (0.0, 1e12)
+    ]
+    moved = 30 * job.facts.parameters
+    assert found == pytest.approx([moved / find("H100-80GB").bandwidth, moved / 1e12], rel=1e-3)
+    assert 1e9 < calibrate._update_bandwidth("cpu", 1 << 20) < 1e13
 
 
 def test_a_calibration_that_cannot_be_written_is_not_measured_first(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 At a rate of almost 0 the weights stay, so every evaluation over the same samples has the same loss.
 """
 
+import json
 import re
 from dataclasses import replace
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from megatron.data import manifest
+from megatron.data.gpt_dataset import GPTDataset, build_datasets
 from megatron.data.indexed import write_index
 from megatron.data.mock import MockDataset
 from megatron.errors import DataError
+from megatron.settings.schema import Data
+from megatron.tools import trace
 from megatron.training.entry import start
 from pretrain_gpt import recipe
 from tests.models import own_dataset
@@ -198,6 +202,39 @@ def test_a_longer_validation_after_a_resume_has_its_samples(document, tmp_path):
     pretrain(0, f"{line} --train-iters 5 --eval-interval 100 --eval-iters 9 --override data-order")
     last = records(tmp_path / "run", "eval")[-1]
     assert (last["iteration"], last["first_sample"], last["samples"]) == (5, 96, 72)
+
+
+def test_validations_beyond_one_epoch_have_megatrons_order_also_after_a_longer_resume(tmp_path, capsys):
+    """80 samples from 40 documents of 10 tokens: the order is that of 4 validations and the final one, of 16 samples."""
+    for name, seed in (("a", 1), ("b", 2)):
+        tokens = np.random.default_rng(seed).integers(0, EOD, 400).astype(np.uint16)
+        tokens.tofile(tmp_path / f"{name}.bin")
+        write_index(tmp_path / f"{name}.idx", np.uint16, np.full(40, 10, np.int32), np.arange(41))
+    files = dict(train_data_path=[f"{tmp_path}/a"], valid_data_path=[f"{tmp_path}/b"])
+    flags = f"{STILL} --train-data-path {tmp_path}/a --valid-data-path {tmp_path}/b --mock-data false"
+    flags += " --tokenizer-type NullTokenizer --eval-interval 1 --eval-iters 2 --seed 1234"
+    pretrain(0, f"{flags} --save {tmp_path / 'straight'}")
+    resumed = f"{flags} --save {tmp_path / 'resumed'} --load {tmp_path / 'resumed'}"
+    pretrain(0, f"{resumed} --exit-interval 2")
+    pretrain(0, f"{resumed} --train-iters 7 --override data-order")
+    found, later = (
+        [one["lm loss"] for one in records(tmp_path / name, "eval") if not one["final"]]
+        for name in ("straight", "resumed")
+    )
+    valid = build_datasets(Data(**files, data_cache_path=f"{tmp_path}/cache"), LENGTH, (0, 80, 0), 1234)[1]
+    assert isinstance(valid, GPTDataset) and valid.plan.epochs > 1
+    job = Job(**PLAIN)
+    rows = torch.from_numpy(np.stack([valid[place] for place in range(80)]))
+    losses, counts = token_losses(initial_weights(job.seed), rows, job)
+    expected = [losses[at : at + 16][counts[at : at + 16]].mean().item() for at in range(0, 80, 16)]
+    assert found == pytest.approx(expected[:4], rel=2e-6)
+    assert later[:5] == pytest.approx(expected, rel=2e-6) and len(later) == 7
+    capsys.readouterr()
+    trace.main(["--load", str(tmp_path / "resumed"), "--iter", "4", "--of", "valid", "--json"])
+    _, *traced = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [(row["sample"], row["parts"]) for row in traced] == [
+        (place, [[*part] for part in valid.origin(place).parts]) for place in range(48, 64)
+    ]
 
 
 def test_a_set_too_short_for_validations_after_a_resume_is_refused_before_training(tmp_path):

@@ -97,8 +97,8 @@ class WatchedRun:
         try:
             news, error = self._read(look, now), ""
         except Exception as failure:  # an error in its files does not affect other runs
-            told = isinstance(failure, (OSError, Failure))
-            news, error = None, str(failure) if told else f"{type(failure).__name__}: {failure}"
+            has_message = isinstance(failure, (OSError, Failure))
+            news, error = None, str(failure) if has_message else f"{type(failure).__name__}: {failure}"
         if not news and error == self.error:
             return False
         with lock:
