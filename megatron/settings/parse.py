@@ -94,10 +94,11 @@ def parse_with_record(
     if reader.problems:
         raise messages.usage_error(reader.problems, prog)
     reader.print_notes()
-    made = {
-        name: group(**{s.name: chosen[s.name].value for s in settings if s.group == name and s.name in chosen})
-        for name, group in groups.items()
-    }
+    values = {name: {} for name in groups}
+    for s in settings:
+        if s.name in chosen and s.group in values:
+            values[s.group][s.name] = chosen[s.name].value
+    made = {name: group(**values[name]) for name, group in groups.items()}
     if "--print-config" in asked:
         from megatron.settings.help import config_text
         from megatron.settings.rules import out_of_range

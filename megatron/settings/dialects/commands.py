@@ -189,9 +189,11 @@ def defaults_of_paddlenlp(words: list[tuple[str, list[str]]], is_said: Callable[
     flags = dict(words)
     alone = [flag for flag, values in flags.items() if flag in FALSE_ALONE and not values]
     notes = [f"{flag} without a value is true here, and false in PaddleNLP" for flag in alone]
+    if len(THEIRS & set(flags)) < 3:
+        return notes
     said = [*flags, *(f"{flag}={' '.join(values)}" for flag, values in words)]
     others = [one for one in PADDLENLP.defaults if not is_said(one.flag) and not any(map(one.is_said, said))]
-    return notes + [defaults_note(PADDLENLP, others)] * bool(len(THEIRS & set(flags)) > 2 and others)
+    return notes + [defaults_note(PADDLENLP, others)] * bool(others)
 
 
 def defaults_note(dialect: Dialect, defaults: Iterable[Default]) -> str:
