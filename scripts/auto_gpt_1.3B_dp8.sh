@@ -4,9 +4,9 @@
 # starts; add --tune-steps 5 and the best three are timed first.
 #
 # needs      8 x A100-40GB: one node
-# layout     dp8, micro-batch 4: the planner's choice for these
-# predicted  35.2 of 42.9 GB on the fullest rank
-# predicted  3.14 s a step of 524,288 tokens, 167,230 tokens/s, 177 TFLOP/s a GPU (speeds assumed)
+# layout     dp8-zero1, micro-batch 4: the planner's choice for these
+# predicted  19.7 of 42.9 GB on the fullest rank
+# predicted  3.10 s a step of 524,288 tokens, 169,093 tokens/s, 179 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \

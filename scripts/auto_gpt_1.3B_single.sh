@@ -5,7 +5,7 @@
 #
 # needs      1 x A100-40GB: one GPU
 # layout     one rank, micro-batch 4: the planner's choice for these
-# predicted  34.8 of 42.9 GB on the fullest rank
+# predicted  32.4 of 42.9 GB on the fullest rank
 # predicted  24.60 s a step of 524,288 tokens, 21,314 tokens/s, 181 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -5,7 +5,7 @@
 #
 # needs      1 x A100-40GB: one GPU
 # layout     one rank, micro-batch 16: the planner's choice for these
-# predicted  23.8 of 42.9 GB on the fullest rank
+# predicted  22.0 of 42.9 GB on the fullest rank
 # predicted  8.85 s a step of 524,288 tokens, 59,236 tokens/s, 144 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -5,7 +5,7 @@
 #
 # needs      16 x A100-80GB: 2 nodes of 8
 # layout     dp16-zero2, micro-batch 8: the planner's choice for these
-# predicted  64.6 of 85.9 GB on the fullest rank
+# predicted  61.8 of 85.9 GB on the fullest rank
 # predicted  13.01 s a step of 1,048,576 tokens, 80,614 tokens/s, 209 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -4,7 +4,7 @@
 # state. Activations are computed again.
 #
 # needs      2 x V100-16GB: one node
-# predicted  4.8 of 17.2 GB on the fullest rank, and 1.1 GB of the host's memory for each rank
+# predicted  3.4 of 17.2 GB on the fullest rank, and 1.1 GB of the host's memory for each rank
 # predicted  925.26 ms a step of 65,536 tokens, 70,830 tokens/s, 30 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error unknown (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -3,7 +3,7 @@
 # GPT of 1.3B parameters on the 8 GPUs of a node, data parallel, each with an eighth of the optimizer state.
 #
 # needs      8 x A100-40GB: one node
-# predicted  28.9 of 42.9 GB on the fullest rank
+# predicted  26.7 of 42.9 GB on the fullest rank
 # predicted  3.10 s a step of 524,288 tokens, 168,992 tokens/s, 179 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -3,7 +3,7 @@
 # GPT of 1.3B parameters on one GPU, 26 billion tokens; activations are computed again.
 #
 # needs      1 x A100-40GB: one GPU
-# predicted  28.9 of 42.9 GB on the fullest rank
+# predicted  26.9 of 42.9 GB on the fullest rank
 # predicted  30.91 s a step of 524,288 tokens, 16,960 tokens/s, 144 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -4,7 +4,7 @@
 # 2.1).
 #
 # needs      1 x A100-40GB: one GPU
-# predicted  11.0 of 42.9 GB on the fullest rank
+# predicted  9.3 of 42.9 GB on the fullest rank
 # predicted  3.60 s a step of 524,288 tokens, 145,688 tokens/s, 124 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

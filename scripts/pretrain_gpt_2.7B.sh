@@ -4,7 +4,7 @@
 # table 2.1).
 #
 # needs      8 x A100-40GB: one node
-# predicted  37.6 of 42.9 GB on the fullest rank
+# predicted  35.0 of 42.9 GB on the fullest rank
 # predicted  12.59 s a step of 1,048,576 tokens, 83,258 tokens/s, 186 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -4,9 +4,9 @@
 # up to 32.
 #
 # needs      16 x A100-80GB: 2 nodes of 8
-# layout     tp2sp-pp4-zb-v-dp2, micro-batch 1: the planner's choice for these
-# predicted  66.8 of 85.9 GB on the fullest rank
-# predicted  2.93 s a step of 65,536 tokens, 22,378 tokens/s, 195 TFLOP/s a GPU, bubble 8.3% (speeds assumed)
+# layout     tp2sp-pp4vp6-dp2, micro-batch 1: the planner's choice for these
+# predicted  68.7 of 85.9 GB on the fullest rank
+# predicted  2.90 s a step of 65,536 tokens, 22,578 tokens/s, 197 TFLOP/s a GPU, bubble 6.4% (speeds assumed)
 # assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 16 A100-80GB \

@@ -3,7 +3,7 @@
 # GPT of 345M parameters on one GPU, 7 billion tokens: 20 a parameter.
 #
 # needs      1 x A100-40GB: one GPU
-# predicted  17.0 of 42.9 GB on the fullest rank
+# predicted  15.1 of 42.9 GB on the fullest rank
 # predicted  9.13 s a step of 524,288 tokens, 57,442 tokens/s, 139 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

@@ -4,7 +4,7 @@
 # that of GPT-3 (arXiv:2005.14165, table 2.1).
 #
 # needs      16 x A100-80GB: 2 nodes of 8
-# predicted  64.6 of 85.9 GB on the fullest rank
+# predicted  61.8 of 85.9 GB on the fullest rank
 # predicted  13.20 s a step of 1,048,576 tokens, 79,458 tokens/s, 206 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

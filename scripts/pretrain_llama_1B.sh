@@ -3,7 +3,7 @@
 # Llama-like model of 1B parameters on the 8 GPUs of a node, in the shape of Llama 3.2 1B.
 #
 # needs      8 x H100-80GB: one node
-# predicted  29.8 of 85.9 GB on the fullest rank
+# predicted  24.5 of 85.9 GB on the fullest rank
 # predicted  3.16 s a step of 1,048,576 tokens, 332,050 tokens/s, 375 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 2%, worst 11% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"

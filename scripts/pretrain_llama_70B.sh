@@ -3,8 +3,8 @@
 # Llama-like model of 70B parameters on 16 nodes, in the shape of Llama 3 70B (arXiv:2407.21783, table 3).
 #
 # needs      128 x H100-80GB: 16 nodes of 8
-# predicted  50.2 of 85.9 GB on the fullest rank
-# predicted  46.64 s a step of 4,194,304 tokens, 89,938 tokens/s, 338 TFLOP/s a GPU, bubble 4.5% (speeds assumed)
+# predicted  45.2 of 85.9 GB on the fullest rank
+# predicted  46.69 s a step of 4,194,304 tokens, 89,842 tokens/s, 338 TFLOP/s a GPU, bubble 4.5% (speeds assumed)
 # assumed    speeds of eager FSDP: error 1% in 2 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 128 H100-80GB \

@@ -3,7 +3,7 @@
 # Llama-like model of 8B parameters on 4 nodes, in the shape of Llama 3 8B (arXiv:2407.21783, table 3).
 #
 # needs      32 x H100-80GB: 4 nodes of 8
-# predicted  59.6 of 85.9 GB on the fullest rank
+# predicted  52.6 of 85.9 GB on the fullest rank
 # predicted  19.30 s a step of 4,194,304 tokens, 217,293 tokens/s, 393 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 1% in 2 runs (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
