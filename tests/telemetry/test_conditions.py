@@ -24,7 +24,7 @@ def functions(path):
 def test_every_condition_has_a_test_of_its_event(root):
     rows = conditions(root)
     assert len(rows) >= 25 + 1 and len({row[0] for row in rows}) == len(rows)
-    sources = {file: functions(root / "tests" / file) for file in {row[2] for row in rows}}
+    sources = {file: functions(root / file) for file in {row[2] for row in rows}}
     for what, kinds, file, test in rows:
         assert test in sources[file], (what, file, test)
         assert kinds and {*kinds} <= KINDS.keys(), (what, kinds)
