@@ -21,7 +21,7 @@ from megatron.guard.goodput import Attempt
 from megatron.guard.heartbeat import Beat, machine, read_beats
 from megatron.guard.processes import descendants, die_with_parent, end_descendants, is_gone, signal_of_zombie, state
 from megatron.guard.resume_command import COMMAND, newest_checkpoint
-from megatron.guard.supervisor_mark import Mark, lost_supervisor, read_mark
+from megatron.guard.supervisor_mark import SUPERVISOR, Mark, lost_supervisor, read_mark
 from megatron.telemetry.events import count_restarts, read_events
 from megatron.tools import supervise
 from megatron.tools.status import look
@@ -344,7 +344,9 @@ def test_what_cannot_work_is_told_before_anything_is_started(flags, error, text,
 
 
 @pytest.fixture
-def supervisor(tmp_path):
+def supervisor(tmp_path, monkeypatch):
+    monkeypatch.setenv(SUPERVISOR, "")  # what it leaves there is for its own children: taken back after the test
+    monkeypatch.delenv(SUPERVISOR)
     settings = supervise.SuperviseOptions(log_dir=str(tmp_path), heartbeat_dir=str(tmp_path / "beats"))
     made = supervise.Supervisor(settings, [sys.executable, "pretrain_job.py"])
     made.log = tmp_path / "none.log"
@@ -402,8 +404,9 @@ def test_the_signal_that_killed_a_process_is_known_until_it_is_read():
 
 
 def test_commands_of_events_are_not_ended_with_the_job():
+    others = descendants(os.getpid())  # servers of other tests
     keep, end = (subprocess.Popen(["sh", "-c", "sleep 60; true"]) for _ in range(2))
-    assert end_descendants(os.getpid(), spared=lambda: {keep.pid}) == []
+    assert end_descendants(os.getpid(), spared=lambda: {keep.pid, *others}) == []
     assert state(end.pid) in ("", "Z") and state(keep.pid) in ("S", "R")
     for pid in descendants(keep.pid):
         os.kill(pid, signal.SIGKILL)
