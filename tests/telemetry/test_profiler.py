@@ -45,7 +45,7 @@ def test_chosen_steps_of_chosen_ranks(run_ranks, tmp_path):
 
 
 def test_its_table_of_memory_says_how_much(tmp_path):
-    """What GELU's backward pass makes: 16 tokens x 2 sequences x 4 x 32 channels in fp32, of 2 layers, 2 micro-batches and 2 steps."""
+    """What GELU's backward pass makes: 16 tokens x 2 sequences x 4 x 32 channels in fp32, 2 layers, 2 x 2 micro-batches."""
     flags = f"{TINY} --precision fp32 --profile-step-start 2 --profile-step-end 4 --profile-dir {tmp_path}"
     pretrain_gpt.main(flags.split())
     head, *rows = (tmp_path / "rank_0.txt").read_text().partition("\nMemory")[2].splitlines()[2:]
