@@ -271,9 +271,7 @@ class Layout:
             tensor_model_parallel_size=self.tp,
             context_parallel_size=self.cp,
             cp_comm_type=self._comm_type and [self._comm_type],
-            hierarchical_context_parallel_sizes=[self.cp_heads, self.cp // self.cp_heads]
-            if 1 < self.cp_heads < self.cp
-            else None,
+            hierarchical_context_parallel_sizes=self.cp_levels and list(self.cp_levels),
             expert_model_parallel_size=self.ep,
             expert_tensor_parallel_size=self.etp,
             pipeline_model_parallel_size=self.pp,
@@ -286,6 +284,11 @@ class Layout:
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap and self.zero > 0,
         )
+
+    @property
+    def cp_levels(self) -> Optional[tuple[int, int]]:
+        """--hierarchical-context-parallel-sizes of a2a+p2p; None: cp has one level."""
+        return (self.cp_heads, self.cp // self.cp_heads) if 1 < self.cp_heads < self.cp else None
 
     @property
     def _comm_type(self) -> Optional[str]:

@@ -89,7 +89,7 @@ class Plan:
 def features(layout: Layout) -> int:
     """The number of features of a layout that plain data parallelism does not need."""
     axes = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.schedule != "1f1b")
-    axes += 1 < layout.cp_heads < layout.cp
+    axes += layout.cp_levels is not None
     axes += layout.stage_layers is not None and len(set(layout.stage_layers.split(","))) > 1
     again = layout.recompute
     given = (again.recompute_granularity, again.recompute_modules, again.no_recompute_layers)
