@@ -14,6 +14,7 @@ threads sleep, from the start (`choose_waiting`) or once steps become slow (`tra
 """
 
 import ctypes
+import math
 import os
 import re
 import sys
@@ -71,7 +72,10 @@ def choose_waiting(ranks_here: int = 1, env: MutableMapping[str, str] = os.envir
     It has no effect after torch is loaded: libgomp reads the environment once. The user's own variables are kept.
     """
     threads = choose_threads(ranks_here, env).count
-    if may_spin(threads, env) and "torch" not in modules and crowded(threads * ranks_here):
+    if not may_spin(threads, env) or "torch" in modules or not crowded(threads * ranks_here):
+        return
+    # The load average still counts programs that have ended, for example the previous run: nobody takes cores from this one.
+    if runnable() - ranks_here + threads * ranks_here > cores():
         env["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
@@ -98,6 +102,12 @@ def pressure(path: Path = Path("/proc/pressure/cpu")) -> float:
 def load() -> float:
     """The load average of the last minute, scaled to the share of the machine that this process may use."""
     return os.getloadavg()[0] * cores() / (os.cpu_count() or 1)
+
+
+def runnable(path: Path = Path("/proc/loadavg")) -> float:
+    """The number of threads that run or wait for a core at this moment, this one included, scaled as `load`."""
+    match = re.match(r"[\d.]+ [\d.]+ [\d.]+ (\d+)/", _read(path))
+    return int(match[1]) * cores() / (os.cpu_count() or 1) if match else math.inf
 
 
 def sleep_from_now_on(threads: int) -> bool:

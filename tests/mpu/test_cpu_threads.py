@@ -2,6 +2,7 @@
 """Threads of a rank: its share of what the machine leaves to it; and how libgomp itself says that they wait."""
 
 import ast
+import math
 import os
 import subprocess
 import sys
@@ -79,6 +80,7 @@ from megatron.mpu import cpu_threads
 cpu_threads.cores = lambda: 2
 cpu_threads.load = lambda: {busy}
 cpu_threads.pressure = lambda: {pressure}
+cpu_threads.runnable = lambda: {runnable}
 cpu_threads.choose_waiting()
 ctypes.CDLL(sys.argv[1])
 print(cpu_threads.waiting())
@@ -87,26 +89,29 @@ LIBGOMPS_OWN = 300_000
 
 
 @pytest.mark.parametrize(
-    "env, busy, pressure, before, spins, words",
+    "env, busy, pressure, runnable, before, spins, words",
     [
-        ({}, 2.0, 0, "", 0, "waiting threads sleep"),
-        ({}, 0.6, 0, "", 0, "waiting threads sleep"),
-        ({}, 0.4, 0, "", LIBGOMPS_OWN, "waiting threads spin"),
-        ({}, 0.0, 30, "", 0, "waiting threads sleep"),  # programs that came a moment ago
-        (dict(OMP_NUM_THREADS="1"), 2.0, 90, "", LIBGOMPS_OWN, "waiting threads spin"),  # there is none
-        (dict(OMP_WAIT_POLICY="active"), 2.0, 90, "", 30_000_000_000, "waiting threads spin"),
-        (dict(GOMP_SPINCOUNT="77"), 2.0, 90, "", 77, "GOMP_SPINCOUNT 77"),
-        ({}, 2.0, 90, "sys.modules['torch'] = sys", LIBGOMPS_OWN, "waiting threads spin"),  # it is too late then
+        ({}, 2.0, 0, 3, "", 0, "waiting threads sleep"),
+        ({}, 2.0, 0, 2, "", 0, "waiting threads sleep"),
+        ({}, 2.0, 30, 1, "", LIBGOMPS_OWN, "waiting threads spin"),  # those programs have ended, this one runs
+        ({}, 2.0, 0, "float('inf')", "", 0, "waiting threads sleep"),  # the kernel does not report it
+        ({}, 0.6, 0, 3, "", 0, "waiting threads sleep"),
+        ({}, 0.4, 0, 3, "", LIBGOMPS_OWN, "waiting threads spin"),
+        ({}, 0.0, 30, 3, "", 0, "waiting threads sleep"),  # programs that came a moment ago
+        (dict(OMP_NUM_THREADS="1"), 2.0, 90, 3, "", LIBGOMPS_OWN, "waiting threads spin"),  # there is none
+        (dict(OMP_WAIT_POLICY="active"), 2.0, 90, 3, "", 30_000_000_000, "waiting threads spin"),
+        (dict(GOMP_SPINCOUNT="77"), 2.0, 90, 3, "", 77, "GOMP_SPINCOUNT 77"),
+        ({}, 2.0, 90, 3, "sys.modules['torch'] = sys", LIBGOMPS_OWN, "waiting threads spin"),  # it is too late then
     ],
 )
-def test_threads_sleep_while_they_wait_beside_other_programs(env, busy, pressure, before, spins, words):
+def test_threads_sleep_while_they_wait_beside_other_programs(env, busy, pressure, runnable, before, spins, words):
     library = Path(find_spec("torch").submodule_search_locations[0]) / "lib" / "libgomp.so.1"
     if not library.exists():
         pytest.skip("this torch brings another library of threads")
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD.format(before=before, busy=busy, pressure=pressure), str(library)],
+        [sys.executable, "-c", LOAD.format(before=before, busy=busy, pressure=pressure, runnable=runnable), str(library)],
         env=inherited | dict(OMP_DISPLAY_ENV="verbose") | env,
         capture_output=True,
         text=True,
@@ -137,6 +142,15 @@ def test_pressure_is_the_kernels_of_the_last_ten_seconds(tmp_path):
         "some avg10=85.96 avg60=7.06 avg300=5.14 total=1326555937\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
     )
     assert cpu_threads.pressure(path) == 85.96
+
+
+def test_runnable_threads_are_those_of_this_moment(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "cores", lambda: 4)
+    path = tmp_path / "loadavg"
+    assert cpu_threads.runnable(path) == math.inf  # not a Linux kernel
+    path.write_text("12.54 1.72 2.58 6/77 1404\n")
+    assert cpu_threads.runnable(path) == 3.0
 
 
 def test_the_load_is_that_of_these_cores(monkeypatch):
