@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError, numbered
 from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
 from megatron.model.recipe import config_of, recipe_of
@@ -87,11 +88,27 @@ def load_model(
     """
     mesh = mesh or Mesh()
     record = _record(location(folder), step)
-    config = config_of(located(record))
+    config, vocab_size = config_of(located(record)), record["vocab_size"]
+    model, pieces = build_model(config, vocab_size, device=device, precision=precision, mesh=mesh, halves=halves)
+    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
+    restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    return Loaded(model, config, record, vocab_size, restored.state["iteration"], restored.path, restored.notices)
+
+
+def build_model(
+    config: schema.Config,
+    vocab_size: int,
+    *,
+    device="cpu",
+    precision: Optional[str] = None,
+    mesh: Mesh,
+    halves: Halves = (None, None),
+) -> tuple[torch.nn.Module, list[Piece]]:
+    """A model in evaluation mode for `load_model`, and the pieces of its weights, which have to be filled."""
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
-    dtype, vocab_size = DTYPES[precision], record["vocab_size"]
+    dtype = DTYPES[precision]
     parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size)
     plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
     recipe = recipe_of(config)
@@ -118,11 +135,7 @@ def load_model(
         pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
     for name, buffer in placed_buffers(chunks).items():
         pieces += buffer_pieces(name, buffer, mesh.coordinates)
-    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
-    restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
-    return Loaded(
-        model.eval(), config, record, vocab_size, restored.state["iteration"], restored.path, restored.notices
-    )
+    return model.eval(), pieces
 
 
 def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:

@@ -114,7 +114,7 @@ class GPT(LanguageModel):
         with self.region():
             if self.first:
                 x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
-            x, _ = self.run_layers(x, self._context(len(tokens), position_ids, document_ids, cache))
+            x, _ = self.run_layers(x, self._context(tokens.shape[0], position_ids, document_ids, cache))
             if not self.last:
                 return x.to(self.dtype)
             x = self.gather_input(self.final_norm(x), self.tp)
