@@ -16,6 +16,7 @@ from functools import cached_property
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
+from megatron.model.t5.facts import even
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import rank_units
 from megatron.planner.search import divisors
@@ -25,7 +26,7 @@ BLOCK = 16  # tokens of a block of the cache
 MOST_TEXTS = 256  # of a replica, unless --max-batch-size says how many
 CHUNK = 512  # tokens of prompts in a pass
 TOLERANCE = 0.1  # predictions that differ by less are equal: then the fewest ranks share a copy of the model
-ATTENTION_STARTS = 4  # kernels of attention with a cache: two writes, gathering, the core
+ATTENTION_STARTS = 4  # more kernels of attention with a cache: two writes, and gathering of keys and values
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ def plans(job: Job, cluster: Cluster, requests: Requests, *, latency: bool = Fal
 def check(facts: Facts, requests: Requests) -> None:
     """Raise SettingsError if the model continues no texts, or none as long."""
     if hasattr(facts, "encoder_layers") or not any(
-        isinstance(op, CoreAttention) and op.causal for kind in facts.layer_kinds for op in facts.layer_ops(RankSetup(), kind)
+        isinstance(op, CoreAttention) and op.causal
+        for kind in facts.layer_kinds
+        for op in facts.layer_ops(RankSetup(), kind)
     ):
         raise SettingsError(f"--mode inference plans models that continue texts, and {facts.name} is none")
     m = facts.settings
@@ -165,7 +168,9 @@ class Share:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp)
+        """The stages of `inference.stages`: as even as possible."""
+        counts = even(self.job.facts.num_layers, self.pp)
+        return Layout(tp=self.tp, pp=self.pp, stage_layers=",".join(map(str, counts)) if self.pp > 1 else None)
 
     def weight_bytes(self, rank: int) -> int:
         """Bytes of the weights of a pipeline rank, as `inference.load` allocates them, and of constants beside them."""
@@ -221,7 +226,8 @@ class Share:
     def _stage(self, rank: int, s: int, texts: int, cached: int) -> dict[str, float]:
         """Seconds of a pass of a stage over s tokens of each text, by part. cached: tokens before them."""
         facts = self.job.facts
-        facts = replace(facts, settings=replace(facts.settings, seq_length=s, max_position_embeddings=None))
+        own = dict(seq_length=s, max_position_embeddings=None, hidden_dropout=0.0, attention_dropout=0.0)
+        facts = replace(facts, settings=replace(facts.settings, **own))
         job, device = replace(self.job, facts=facts), self.cluster.device
         ops = list(self._ops(job, rank, texts))
         element, bandwidth = job.element, device.bandwidth
@@ -230,16 +236,14 @@ class Share:
         collectives = [op for op in ops if isinstance(op, Collective)]
         arithmetic = [max(arithmetic_seconds(job, op, device), _weights(op) * element / bandwidth) for op in products]
         moved = device.unfused * sum(op.moved for op in kernels) * element
-        starts = len(products) + sum(
-            ATTENTION_STARTS if isinstance(op, CoreAttention) else max(1, op.starts) for op in kernels
-        )
+        starts = sum(op.starts + ATTENTION_STARTS * isinstance(op, CoreAttention) for op in kernels)
         sums = (self.cluster.seconds(c, op.size, 1, op.ranks, 1) for op in collectives for c in op.ahead)
         core = sum(arithmetic_seconds(job, op, device) for op in kernels) if s > 1 else 0.0
         return {
             "weights and arithmetic": sum(arithmetic) + core,
             "keys and values": texts * cached * self.cache_bytes(rank) / bandwidth,
             "other kernels": moved / bandwidth,
-            "starting kernels": max(0.0, starts * device.launch),
+            "starting kernels": starts * device.launch,
             "tensor parallel": sum(sums),
         }
 
@@ -257,4 +261,3 @@ class Share:
 
 def _weights(op: Product) -> int:
     return op.inputs * op.outputs * op.times
-

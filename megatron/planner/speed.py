@@ -268,7 +268,9 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     kernels = [op for op in ops if isinstance(op, Kernel)]
     elementwise = lambda kernels: d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
     work = (
-        sum(arithmetic_seconds(job, op, d) for op in ops) + elementwise(kernels) + sum(op.starts for op in kernels) * d.launch
+        sum(arithmetic_seconds(job, op, d) for op in ops)
+        + elementwise(kernels)
+        + sum(op.starts for op in kernels) * d.launch
     )
     flash = [op for op in ops if isinstance(op, CoreAttention) and op.kernel == "flash"]
     longer = (d.attention_backward - 2) * sum(_core(job, op, d) for op in flash)  # other ops: two products for one

@@ -29,7 +29,9 @@ from megatron.settings.statements import failing_in_users_words
 class PlanOptions:
     """Options of the output."""
 
-    mode: Literal["training", "inference"] = setting("inference: layouts for generation from a trained model", "training")
+    mode: Literal["training", "inference"] = setting(
+        "inference: layouts for generation from a trained model", "training"
+    )
     top: int = setting("plans in the table", 10)
     rejected: int = setting("layouts that do not fit in the table, the closest first", 5)
     tokens: Optional[float] = setting("tokens to train on: how many days that takes", None, "--token-budget")
