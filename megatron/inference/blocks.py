@@ -154,7 +154,7 @@ class BlockPool:
         table.blocks, table.runs, table.digests = [], [], []
 
     def forget(self) -> None:
-        """Let no text find the content of earlier blocks, or of those that a running text fills: the weights have changed."""
+        """Let no text find the content of earlier blocks or those of running texts: the weights have changed."""
         self._clock += 1
         self._root = self._clock.to_bytes(8, "little")  # digests of before begin with another one
         self._digest, self._block = {}, {}

@@ -14,7 +14,6 @@ blocks (`blocks`). A text does not depend on the others: see docs/design.md.
 An engine is used from one thread. Legend: n tokens of a pass, w of them whose successors are wanted, v vocabulary.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -23,10 +22,12 @@ import torch
 
 from megatron.errors import DataError, SettingsError
 from megatron.inference.blocks import BlockPool
+from megatron.inference.choices import RowState, choose
 from megatron.inference.passes import PassRow
 from megatron.inference.requests import Output, Request, TokenScore
-from megatron.inference.rows import RowState, choose
 from megatron.inference.scheduler import Row, Scheduler, Text
+from megatron.inference.scoring import ALONE
+from megatron.inference.stages import of_last_stage
 from megatron.model.cache import PagedCache
 
 BLOCK_SIZE = 16  # tokens of a block
@@ -73,6 +74,7 @@ class Engine:
     ):
         self.model, self.longest = model, longest
         self.device = next(model.parameters()).device
+        self.pp = getattr(model, "pp", ALONE)
         one = -(-longest // block_size)
         if memory is not None:
             blocks = memory // (block_size * bytes_of_a_token(model))
@@ -154,8 +156,17 @@ class Engine:
         for row in rows:
             wanted += [first + place for place in row.wanted()]
             first += len(row.tokens)
-        logits = self.model.logits(tokens, cache=self.cache, wanted=torch.tensor(wanted, dtype=torch.int64, device=self.device))
-        return self._answered(logits, rows)
+        places = torch.tensor(wanted, dtype=torch.int64, device=self.device)
+        logits = self.model.logits(tokens, cache=self.cache, wanted=places)  # [w, v]; None: the last stage has them
+        found = None if logits is None else torch.tensor(self._answered(logits, rows), dtype=torch.float64)
+        size = sum(self._size(row) for row in rows)
+        return of_last_stage(found, (size,), torch.float64, self.device, self.pp).tolist()
+
+    def _size(self, row: PassRow) -> int:
+        """Numbers in the answer to a row."""
+        request = self._texts[row.number].request
+        score = 1 + 2 * (request.logprobs or 0)
+        return len(row.scores) * score + row.chooses * (1 + (0 if request.logprobs is None else score))
 
     def _answered(self, logits: torch.Tensor, rows: list[PassRow]) -> list[float]:
         """Tokens and log-probabilities: for each row, in order, those of its scored tokens and of its new one."""
@@ -165,7 +176,9 @@ class Engine:
             if row.chooses:
                 places.append(first - 1)
                 states.append(self._state(row.number))
-        chosen = iter(choose(logits if len(places) == len(logits) else logits[places], states).tolist() if states else ())
+        chosen = iter(
+            choose(logits if len(places) == len(logits) else logits[places], states).tolist() if states else ()
+        )
         answer, first = [], 0
         for row in rows:
             request, successors = self._texts[row.number].request, []
@@ -218,7 +231,8 @@ class Engine:
             self._sums["cached_tokens"] += text.cached
         self._sums["generated_tokens"] += output.new is not None
         if text.finish:
-            del self._texts[text.number], self._states[text.number]
+            del self._texts[text.number]
+            self._states.pop(text.number, None)
         return output
 
     @staticmethod

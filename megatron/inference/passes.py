@@ -5,13 +5,9 @@ The first rank plans a pass and sends it to the others as integers. The last sta
 which are exact in this format, and log-probabilities. Both ranks know how many there are.
 """
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron.inference.requests import Request, TokenScore
-from megatron.inference.sampling import Sampling
 from megatron.inference.scheduler import Row
 
 

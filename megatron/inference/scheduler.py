@@ -42,6 +42,7 @@ class Text:
     scored    tokens of the prompt whose successors the planned passes score (`Request.prompt_logprobs`)
     cached    tokens of the prompt that were found in the cache; None before the text was admitted
     waits     a planned pass chooses its next token
+    ends      tokens that end it
     finish    why it has ended; None while it goes on
     """
 
@@ -49,6 +50,7 @@ class Text:
     request: Request
     limit: int
     tokens: list[int]
+    ends: frozenset[int]
     table: Table = field(default_factory=Table)
     computed: int = 0
     scored: int = 0
@@ -96,7 +98,7 @@ class Scheduler:
     def add(self, request: Request) -> Text:
         """Let a request wait for its turn."""
         limit = min(request.sampling.tokens_to_generate, self.longest - len(request.prompt))
-        text = Text(self._count, request, limit, list(request.prompt))
+        text = Text(self._count, request, limit, list(request.prompt), request.sampling.ends(request.end))
         self._count += 1
         self.waiting.append(text)
         return text
@@ -139,7 +141,7 @@ class Scheduler:
         text.waits = False
         if text.finish:
             return
-        if token == text.request.end:
+        if token in text.ends:
             text.finish = "stop"
         else:
             text.tokens.append(token)

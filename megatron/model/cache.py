@@ -6,7 +6,7 @@ that divide the groups.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -56,7 +56,7 @@ class PagedCache:
         self._on_device: dict[str, torch.Tensor] = {}
 
     def begin(self, texts: Sequence[tuple[int, Sequence[tuple[int, int]]]], starts: Sequence[int]) -> None:
-        """Describe the next pass. texts: (tokens so far, blocks as (first, number) of consecutive ones) of each; starts: the
+        """Describe the next pass. texts: (tokens so far, blocks as (first, number) of consecutive ones); starts: the
         first token that the pass computes.
         """
         self.parts, self._slots, self._positions, self._on_device, row = [], [], [], {}, 0
@@ -103,7 +103,6 @@ class PagedCache:
         for tensor, new in zip(stored, (key, value), strict=True):
             tensor.index_copy_(0, slots, new.squeeze(1))
         return stored
-
 
     def _tensor(self, name: str, numbers: list[int], device) -> torch.Tensor:
         if name not in self._on_device:

@@ -39,12 +39,7 @@ def make_small_gpt(vocab_size: int = VOCABULARY, scale: float = 8.0, **settings)
     from megatron.mpu.random import init_parameter
 
     plain = dict(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        seq_length=32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, hidden_dropout=0.0, attention_dropout=0.0
     )
     model = GPT(schema.Model(**plain | settings), Mesh(), vocab_size)
     for name, (parameter, placement) in placements(model).items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random mixes of requests for the generation engine, and what each of them gives alone, without a cache.
 
-    python -m tests.inference.engine_mixes 10000     # mixes: lengths, seeds, cancellations, small caches; all equal
+python -m tests.inference.engine_mixes 10000     # mixes: lengths, seeds, cancellations, small caches; all equal
 """
 
 import random
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.inference.choices import RowState, choose
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
-from megatron.inference.rows import RowState, choose
 from megatron.inference.sampling import Sampling
 
 LONGEST = 32
@@ -21,7 +21,7 @@ STARTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8, 1, 8]]  # tha
 
 @dataclass
 class Alone:
-    """What a request gives by itself: its new tokens, why it ended, log-probabilities [1 + tokens, v] of each next token."""
+    """What a request gives by itself: its new tokens, why it ended, log-probabilities [tokens, v] of the next."""
 
     tokens: list[int]
     finish: str
@@ -37,7 +37,7 @@ def alone(model, request: Request) -> Alone:
     while len(state.new) < limit:
         logits = model.logits(torch.tensor(text).unsqueeze(1))[:, 0]  # [t, v]
         token = choose(logits[-1:], [state]).item()
-        if token == request.end:
+        if token in state.ends:
             finish = "stop"
             break
         state.append(token)
@@ -49,7 +49,7 @@ def requests_of(seed: int, count: int, vocabulary: int) -> list[Request]:
     """Requests of all kinds."""
     draw = random.Random(seed)
     found = []
-    for index in range(count):
+    for _ in range(count):
         start = draw.choice([[], *STARTS])[: draw.randint(0, 12)]
         prompt = (*start, *(draw.randrange(vocabulary) for _ in range(draw.randint(0 if start else 1, 16))))
         sampling = draw.choice(
@@ -60,9 +60,7 @@ def requests_of(seed: int, count: int, vocabulary: int) -> list[Request]:
                 Sampling(top_k=1),
             ]
         )
-        sampling = replace(
-            sampling, tokens_to_generate=draw.choice([1, 2, 5, 12, 40]), sampling_seed=draw.randrange(3)
-        )
+        sampling = replace(sampling, tokens_to_generate=draw.choice([1, 2, 5, 12, 40]), sampling_seed=draw.randrange(3))
         end = draw.choice([None, *range(0, vocabulary, vocabulary // 40)])
         more = dict(logprobs=draw.choice([None, None, 0, 3]), prompt_logprobs=draw.random() < 0.3)
         found.append(Request(prompt[:28], sampling, index=draw.randrange(4), end=end, **more))
@@ -70,7 +68,7 @@ def requests_of(seed: int, count: int, vocabulary: int) -> list[Request]:
 
 
 def check_mix(model, requests: list[Request], wanted: list[Alone], seed: int) -> dict[str, int]:
-    """Run a random mix of these requests; each text has to be the one that it is alone. Returns how often things happened."""
+    """Run a random mix of these requests; each text has to be the one that it is alone. Returns counts of events."""
     draw = random.Random(seed)
     size = draw.choice([1, 2, 4, 7, 16])
     one = -(-LONGEST // size)
@@ -96,9 +94,7 @@ def check_mix(model, requests: list[Request], wanted: list[Alone], seed: int) ->
     for number, (place, outputs) in ended.items():
         check(requests[place], wanted[place], outputs, number in cancelled)
     stats = engine.stats()
-    return dict(
-        cached=stats.cached_tokens, preempted=stats.preemptions, cancelled=len(cancelled), texts=len(ended)
-    )
+    return dict(cached=stats.cached_tokens, preempted=stats.preemptions, cancelled=len(cancelled), texts=len(ended))
 
 
 def check(request: Request, wanted: Alone, outputs: list, cancelled: bool) -> None:
