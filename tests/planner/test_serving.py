@@ -2,6 +2,7 @@
 """Layouts for generation: weights and cache to the byte against the tensors of loaded models, times against formulas."""
 
 import json
+import statistics
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 from megatron.errors import SettingsError
 from megatron.inference.stages import stages_of
 from megatron.model.cache import Cache
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.recipe import facts_of, recipe_of
 from megatron.mpu.mesh import Mesh
 from megatron.optimizer.units import flat_units_of
@@ -20,7 +22,7 @@ from megatron.planner.layout import Job
 from megatron.planner.serving import BLOCK, Requests, Share, plan_of, plans
 from megatron.planner.speed import Cluster
 from megatron.settings.parse import parse_pretrain
-from megatron.settings.schema import Parallel, Precision
+from megatron.settings.schema import Model, Parallel, Precision
 from megatron.tools import plan as tool
 
 GPT = "--num-layers 5 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --mock-data --vocab-size 99"
@@ -182,3 +184,58 @@ def test_what_cannot_be_planned_is_refused():
     for flag in ("--prompt-length", "--output-length", "--max-batch-size"):
         with pytest.raises(SettingsError, match=f"{flag} 0 must be at least 1"):
             tool.main([*COMMAND.split(), flag, "0"])
+
+
+# Llama 2 in fp16 on A100-80GB: texts, tp, tokens of prompt and continuation, and what was published. LMDeploy 0.1.0a1
+# (docs/en/benchmark/a100_fp16.md): tokens/s, median ms a token; TensorRT-LLM 0.6.1 (docs/source/performance.md): tokens/s of
+# all GPUs; and ms to the first token.
+LMDEPLOY = """7B 1 1 128 128 102 10; 7B 1 1 2048 2048 94 11; 7B 16 1 128 128 1272 11; 7B 16 1 128 2048 1011 15
+7B 16 1 2048 128 349 20; 7B 64 1 128 128 3024 14; 7B 64 1 128 2048 1852 30; 13B 1 1 128 128 56.6 17; 13B 1 1 2048 2048 52.1 19
+13B 16 1 128 128 757 19; 13B 16 1 128 2048 606 26; 13B 16 1 2048 128 258 33; 13B 64 1 128 128 2033 24; 70B 1 4 128 128 33.6 29
+70B 1 4 2048 2048 31.9 31; 70B 16 4 128 128 440 30; 70B 16 4 2048 128 189 35; 70B 64 4 128 128 1160 37
+70B 64 4 128 2048 1392 43"""
+TENSORRT = """7B 384 1 128 128 5586; 7B 60 1 128 2048 1928; 7B 52 1 2048 128 591; 7B 64 2 2048 2048 1564; 70B 1280 4 128 128 2680
+70B 240 4 128 2048 2100; 70B 120 4 2048 128 316"""
+FIRST = "7B 1 128 16; 7B 1 2048 133; 70B 4 128 47; 70B 4 2048 377"
+LLAMAS = dict(
+    zip(
+        ("7B", "13B", "70B"),
+        ((32, 4096, 32, 32, 11008), (40, 5120, 40, 40, 13824), (80, 8192, 64, 8, 28672)),
+        strict=True,
+    )
+)
+
+
+def llama_job(name: str) -> Job:
+    layers, hidden, heads, groups, ffn = LLAMAS[name]
+    more = dict(swiglu=True, normalization="RMSNorm", position_embedding_type="rope", disable_bias_linear=True)
+    sizes = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=ffn)
+    grouped = dict(group_query_attention=groups < heads, num_query_groups=groups, seq_length=4096)
+    model = Model(**sizes, **grouped, **more, untie_embeddings_and_output_weights=True)
+    return Job(GPTFacts(model, 32000), 1, "fp16")
+
+
+def rows_of(table: str):
+    for row in table.replace("\n", "; ").split("; "):
+        name, *numbers = row.split()
+        yield llama_job(name), *map(float, numbers)
+
+
+def planned(job, texts, tp, prompt, output):
+    cluster = Cluster(devices.find("A100-80GB"), int(tp))
+    return plan_of(job, cluster, Requests(int(prompt), int(output), int(texts)), int(tp), 1)
+
+
+def test_predictions_against_published_figures():
+    """No constant is fitted to them. This suite's layers start kernels one by one, which those programs do not."""
+    tokens, rates = [], []
+    for job, texts, tp, prompt, output, rate, token in rows_of(LMDEPLOY):
+        plan = planned(job, texts, tp, prompt, output)
+        tokens.append(1000 * plan.token / token)
+        rates.append(plan.tokens_per_second / rate)
+    assert 0.95 < min(tokens) and max(tokens) < 1.3 and 1.1 < statistics.median(tokens) < 1.25, tokens
+    for job, texts, tp, prompt, output, rate in rows_of(TENSORRT):
+        rates.append(planned(job, texts, tp, prompt, output).tokens_per_second / rate)
+    assert 0.65 < min(rates) and max(rates) < 1.45 and 0.8 < statistics.median(rates) < 1, rates
+    firsts = [1000 * planned(job, 1, tp, prompt, 8).first / first for job, tp, prompt, first in rows_of(FIRST)]
+    assert 0.88 < min(firsts) and max(firsts) < 1, firsts
