@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from megatron.errors import SettingsError
+from megatron.inference.engine import BLOCK_SIZE, Engine
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling
 from megatron.inference.stages import stages_of
-from megatron.model.cache import Cache
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.recipe import facts_of, recipe_of
 from megatron.mpu.mesh import Mesh
@@ -65,17 +67,17 @@ def test_weights_are_those_that_are_loaded(flags, precision):
 
 
 @pytest.mark.parametrize("flags, precision", [(GPT, "fp32"), (LLAMA, "bf16")], ids=["gpt2", "llama"])
-def test_a_texts_keys_and_values_are_those_of_a_cache(flags, precision):
+def test_a_texts_keys_and_values_are_those_of_an_engine(flags, precision):
     config = config_of(flags, precision)
     model = recipe_of(config).build_model(config, Mesh(), 100, dtype=DTYPES[precision], device="cpu")
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    cache = Cache(capacity=48, batch=3)
-    with torch.no_grad():
-        model.eval().logits(torch.zeros((5, 3), dtype=torch.int64), cache=cache)
-    found = sum(store[layer].nbytes for store in (cache._keys, cache._values) for layer in store)
+    engine = Engine(model.eval(), longest=40, blocks=9)
+    engine.add(Request((1, 2, 3), Sampling(2, greedy=True)))
+    engine.step()
+    found = sum(tensor.nbytes for layer in engine.cache._layers.values() for tensor in layer)
     share = Share(job_of(flags, precision), Cluster(devices.cpu(), 1), 1, 1)
-    assert found == 48 * 3 * share.cache_bytes(0)
+    assert found == 9 * BLOCK * share.cache_bytes(0) and BLOCK == BLOCK_SIZE
 
 
 FAST = replace(
@@ -187,15 +189,15 @@ def test_what_cannot_be_planned_is_refused():
 
 
 # Llama 2 in fp16 on A100-80GB: texts, tp, tokens of prompt and continuation, and what was published. LMDeploy 0.1.0a1
-# (docs/en/benchmark/a100_fp16.md): tokens/s, median ms a token; TensorRT-LLM 0.6.1 (docs/source/performance.md): tokens/s of
-# all GPUs; and ms to the first token.
+# (docs/en/benchmark/a100_fp16.md): tokens/s, median ms a token. TensorRT-LLM 0.6.1 (docs/source/performance.md): tokens/s
+# of all GPUs, and ms to the first token.
 LMDEPLOY = """7B 1 1 128 128 102 10; 7B 1 1 2048 2048 94 11; 7B 16 1 128 128 1272 11; 7B 16 1 128 2048 1011 15
-7B 16 1 2048 128 349 20; 7B 64 1 128 128 3024 14; 7B 64 1 128 2048 1852 30; 13B 1 1 128 128 56.6 17; 13B 1 1 2048 2048 52.1 19
-13B 16 1 128 128 757 19; 13B 16 1 128 2048 606 26; 13B 16 1 2048 128 258 33; 13B 64 1 128 128 2033 24; 70B 1 4 128 128 33.6 29
-70B 1 4 2048 2048 31.9 31; 70B 16 4 128 128 440 30; 70B 16 4 2048 128 189 35; 70B 64 4 128 128 1160 37
-70B 64 4 128 2048 1392 43"""
-TENSORRT = """7B 384 1 128 128 5586; 7B 60 1 128 2048 1928; 7B 52 1 2048 128 591; 7B 64 2 2048 2048 1564; 70B 1280 4 128 128 2680
-70B 240 4 128 2048 2100; 70B 120 4 2048 128 316"""
+7B 16 1 2048 128 349 20; 7B 64 1 128 128 3024 14; 7B 64 1 128 2048 1852 30; 13B 1 1 128 128 56.6 17
+13B 1 1 2048 2048 52.1 19; 13B 16 1 128 128 757 19; 13B 16 1 128 2048 606 26; 13B 16 1 2048 128 258 33
+13B 64 1 128 128 2033 24; 70B 1 4 128 128 33.6 29; 70B 1 4 2048 2048 31.9 31; 70B 16 4 128 128 440 30
+70B 16 4 2048 128 189 35; 70B 64 4 128 128 1160 37; 70B 64 4 128 2048 1392 43"""
+TENSORRT = """7B 384 1 128 128 5586; 7B 60 1 128 2048 1928; 7B 52 1 2048 128 591; 7B 64 2 2048 2048 1564
+70B 1280 4 128 128 2680; 70B 240 4 128 2048 2100; 70B 120 4 2048 128 316"""
 FIRST = "7B 1 128 16; 7B 1 2048 133; 70B 4 128 47; 70B 4 2048 377"
 LLAMAS = dict(
     zip(
