@@ -94,10 +94,8 @@ class _NextToken(_LanguageModel):
     """
 
     def forward(self, input_ids, past_keys, past_values):
-        cache = Past(past_keys, past_values)
-        first, s = past_keys.shape[2], input_ids.shape[1]
-        positions = (torch.arange(s, device=input_ids.device) + first).unsqueeze(1)
-        scores = self.model.logits(input_ids.t(), cache=cache, position_ids=positions, last_only=True)
+        cache = Past(past_keys, past_values, input_ids.shape[1])
+        scores = self.model.logits(input_ids.t(), cache=cache, last_only=True)
         return scores[-1], torch.stack(cache.keys), torch.stack(cache.values)
 
 
@@ -119,24 +117,24 @@ class _Bidirectional(_LanguageModel):
 
 
 class Past:
-    """Earlier tokens' keys and values [L, b, t, g, d], in the place of `model.cache.Cache`; layers add theirs."""
+    """A `model.cache.Cache` of s new tokens after cached keys and values [L, b, t, g, d]; layers add theirs."""
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
-        self.length, self.past = keys.shape[2], (keys, values)
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, s: int):
+        self.past, self.first, self.s = (keys, values), keys.shape[2], s
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values [s, b, g, d] of a layer; returns those of all tokens, [t + s, b, g, d]."""
+    def position_ids(self, device) -> torch.Tensor:
+        """[s, 1], of the new tokens."""
+        return (torch.arange(self.s, device=device) + self.first).unsqueeze(1)
+
+    def attend(self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context) -> torch.Tensor:
+        """Attend to all tokens: query [s, b, g, q, d], key and value [s, b, g, d] of the new ones -> [s, b, g q d]."""
         both = []
         for past, new, kept in zip(self.past, (key, value), (self.keys, self.values)):
-            whole = torch.cat((past[len(kept)].transpose(0, 1), new))
-            kept.append(whole.transpose(0, 1))
-            both.append(whole)
-        return both[0], both[1]
-
-    def extend_documents(self, document_ids, s) -> None:
-        """Texts have no documents here."""
+            both.append(torch.cat((past[len(kept)].transpose(0, 1), new)))
+            kept.append(both[-1].transpose(0, 1))
+        return layer.core(query, *both, layer, context.without_cache)
 
 
 # ---- what is different while a program is recorded -------------------------------------------------------------------
