@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison before an export appears: the client that will run the file against this suite's model, on fixed tokens."""
+"""The comparison before an export appears: the program that will run it, and this suite's model, on fixed tokens."""
 
 from typing import NamedTuple
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.export.tracing import GROUP, Program, record
+from megatron.inference.scoring import ALONE
 from megatron.mpu.mesh import Axis
 
 Run = Callable[..., list[torch.Tensor]]  # (name of an input -> tensor) -> outputs in order
@@ -47,7 +48,7 @@ def write(form: str, program: Program, path: Path) -> None:
         onnx.save(str(path), external_data=size > 1 << 30)  # one file of protobuf ends at 2 GiB
 
 
-def opened(form: str, path: Path, device="cpu", tp: Axis = Axis("alone", (0,))) -> Run:
+def opened(form: str, path: Path, device="cpu", tp: Axis = ALONE) -> Run:
     """The program of a file, as a function. tp: the ranks that share it."""
     return _with_onnxruntime(path, device) if form == "onnx" else _with_torch(path, device, tp)
 
