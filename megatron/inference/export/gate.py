@@ -7,7 +7,8 @@ import torch
 
 from megatron.errors import CheckpointError
 
-# Largest difference of logits, as a share of the largest logit; (format, format of weights) -> (share, why).
+# Largest difference, as a share of the largest value; (format, format of weights) -> (share, why). Those of formats that
+# compute in fewer bits are 4 to 10 times what random models of 2 and 24 layers show: trained ones have larger outliers.
 _FP32 = (2e-5, "two fp32 implementations are within 1e-6 of it; another GeLU gives more than 5e-5")
 LIMITS = {
     ("hf", "any"): _FP32,  # transformers computes in fp32, whatever the weights are stored in
@@ -17,10 +18,10 @@ LIMITS = {
     ("torch-export", "bf16"): (5e-2, "the program computes in bf16, this suite in fp32 with the same weights"),
     ("torch-export", "fp16"): (1e-2, "the program computes in fp16, this suite in fp32 with the same weights"),
     ("gguf", "fp32"): _FP32,
-    ("gguf with GeLU", "fp32"): (1e-3, "llama.cpp looks GeLU up in a table of fp16 values"),
-    ("gguf", "fp16"): (1e-2, "llama.cpp rounds the inputs of products to fp16"),
-    ("gguf", "bf16"): (5e-2, "llama.cpp rounds the inputs of products to bf16"),
-    ("gguf", "q8_0"): (1e-1, "weights and inputs of products are integers of 8 bits"),
+    ("gguf with GeLU", "fp32"): (5e-4, "llama.cpp looks GeLU up in a table of fp16 values"),
+    ("gguf", "fp16"): (2e-3, "llama.cpp rounds the inputs of products to fp16"),
+    ("gguf", "bf16"): (2e-2, "llama.cpp rounds the inputs of products to bf16"),
+    ("gguf", "q8_0"): (5e-2, "weights and inputs of products are integers of 8 bits"),
 }
 
 
