@@ -17,6 +17,8 @@ import torch
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.families import Family
+from megatron.model.bert.facts import BertFacts
+from megatron.model.facts import Facts
 from megatron.model.positions import scaled_frequencies
 from megatron.model.t5.facts import T5Facts
 
@@ -73,15 +75,20 @@ ARCHITECTURES = dict(
 )
 
 
+def refuse_kind(facts: Facts) -> None:
+    """Raise SettingsError for a model that llama.cpp cannot be compared on."""
+    if isinstance(facts, (T5Facts, BertFacts)):
+        of_t5, kind = isinstance(facts, T5Facts), facts.settings.model_type
+        why = "its server runs no encoder-decoder" if of_t5 else "it has this model as an embedding, without its words"
+        raise SettingsError(
+            f"--format gguf: a {kind} is not exported for llama.cpp", why, "--format hf, onnx or torch-export"
+        )
+
+
 def refuse_other(family: Family) -> Architecture:
     """The architecture of a family. Raises SettingsError if llama.cpp does not run it, or runs it differently."""
-    if isinstance(family.facts, T5Facts) or family.kind not in ARCHITECTURES:
-        why = (
-            "its servers run no encoder-decoder" if family.kind == "t5" else "it has no such model with an output layer"
-        )
-        raise SettingsError(
-            f"--format gguf: {family.kind} is not exported for llama.cpp", why, "--format hf, onnx or torch-export"
-        )
+    if family.kind not in ARCHITECTURES:
+        raise SettingsError(f"--format gguf: {family.kind} is not exported for llama.cpp", do="--format hf or onnx")
     config = family.theirs(None, "float32")
     different = {
         f"activation {config.get('activation_function')}": config.get("activation_function", "gelu_new") != "gelu_new",
@@ -302,8 +309,10 @@ def _add_sentencepiece(writer, folder: Path, vocab_size: int) -> None:
 class LlamaCpp:
     """A GGUF file in llama.cpp, in this process: log-probabilities, and the ids of texts."""
 
-    def __init__(self, path: Path, context: int):
+    def __init__(self, path: Path, context: int, plain: int = 0):
+        """plain: a token of ordinary text"""
         x = server_library()
+        self.plain = plain
         settings = x.CommonParams()
         settings.model.path, settings.n_ctx, settings.n_parallel = str(path), context, 1
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
@@ -317,7 +326,9 @@ class LlamaCpp:
 
     def likeliest(self, prompt: list[int], count: int) -> dict[int, float]:
         """The log-probabilities of the `count` likeliest tokens after a prompt."""
-        asked = dict(prompt=prompt, n_predict=1, n_probs=count, temperature=0.0, cache_prompt=False, ignore_eos=True)
+        # It reports nothing for a token that is a part of a character, so a plain one is forced; probabilities are from before.
+        forced = dict(logit_bias=[[self.plain, 1e4]], post_sampling_probs=False)
+        asked = dict(prompt=prompt, n_predict=1, n_probs=count, temperature=0.0, cache_prompt=False, **forced)
         answer = self.server.handle_completions(asked)
         try:
             [choice] = answer["choices"]

@@ -225,6 +225,7 @@ def _write_hf(source: Source, folder: Path, out: Path, wanted: Wanted) -> Writte
 
 def _write_gguf(source: Source, folder: Path, out: Path, wanted: Wanted) -> Written:
     gguf_file.library()
+    gguf_file.refuse_kind(source.facts)
     gguf_file.refuse_other(source.family)
     if wanted.check:
         gguf_file.server_library()
@@ -247,7 +248,7 @@ def _ask_llama_cpp(source: Source, path: Path, wanted: Wanted, texts: bool) -> A
     rounded = "fp32" if wanted.dtype == "q8_0" else wanted.dtype
     prompts, model = source.prompts(), source.model(rounded)
     ours = model.logits(prompts).log_softmax(-1)  # [s, b, v]
-    client = gguf_file.LlamaCpp(path, min(source.longest, 256))
+    client = gguf_file.LlamaCpp(path, min(source.longest, 256), _plain_token(source))
     pairs = []
     for row in range(prompts.shape[1]):
         for length in sorted({1, 2, 5, len(prompts) // 2, len(prompts) - 1} - {0}):
@@ -258,6 +259,13 @@ def _ask_llama_cpp(source: Source, path: Path, wanted: Wanted, texts: bool) -> A
     own, theirs = (torch.tensor(values) for values in zip(*pairs))
     form = "gguf" if source.facts.settings.swiglu else "gguf with GeLU"
     return agreement(form, wanted.dtype, CLIENTS["gguf"], own, theirs, what="log-probabilities")
+
+
+def _plain_token(source: Source) -> int:
+    """A token whose text is ASCII; 0 without a tokenizer."""
+    ids = range(source.vocab_size if source.tokenizer is None else source.tokenizer.vocab_size)
+    is_plain = lambda text: text.isascii() and text.isalnum()
+    return next((n for n in ids if source.tokenizer is not None and is_plain(source.tokenizer.decode([n]))), 0)
 
 
 def _write_programs(source: Source, folder: Path, out: Path, wanted: Wanted) -> Written:
@@ -289,8 +297,7 @@ def _ranks(tp: int) -> Iterator[tuple[int, Mesh]]:
 def _ask_program(source: Source, folder: Path, wanted: Wanted) -> Agreement:
     """Compare logits of the program with the model's; with several ranks, on so many processes."""
     prompts, model = source.prompts(), source.model(wanted.dtype)
-    outputs = [model.logits(prompts)] if not isinstance(source.facts, (T5Facts, BertFacts)) else None
-    ours = outputs[0] if outputs else source.family.ours(model, prompts)
+    ours = _own_answer(model, source.facts, prompts)
     if wanted.kind == "generation":
         ours = ours[[cut.stop - 1 for cut in _cuts(len(prompts))]]
     form, name = wanted.form, CLIENTS[wanted.form]
@@ -310,15 +317,34 @@ def _ask_program(source: Source, folder: Path, wanted: Wanted) -> Agreement:
     return max(found, key=lambda one: one.difference)
 
 
+def _own_answer(model: torch.nn.Module, facts: Facts, prompts: torch.Tensor) -> torch.Tensor:
+    """What `answer_of` has of a program, from a model."""
+    if isinstance(facts, T5Facts):
+        cut = 2 * len(prompts) // 3
+        return model.logits(prompts[:cut], prompts[cut:])
+    if not isinstance(facts, BertFacts):
+        return model.logits(prompts)
+    types = _types(prompts.t()).t()
+    words = model.logits(prompts, types=types)
+    if not facts.own.bert_binary_head:
+        return words
+    return torch.cat((words.transpose(0, 1).flatten(), model.follows(prompts, types=types).flatten()))
+
+
+def _types(ids: torch.Tensor) -> torch.Tensor:
+    """Token types [b, s]: the second half is another sentence."""
+    return (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).long().expand_as(ids).contiguous()
+
+
 def answer_of(run: programs.Run, source: Source, wanted: Wanted, prompts: torch.Tensor) -> torch.Tensor:
-    """A program's outputs for prompts [s, b], as `Family.ours` has those of a model."""
+    """A program's outputs for prompts [s, b], in one tensor."""
     ids = prompts.t().contiguous()
     if isinstance(source.facts, T5Facts):
         cut = 2 * ids.shape[1] // 3
         [logits] = run(input_ids=ids[:, :cut].contiguous(), decoder_input_ids=ids[:, cut:].contiguous())
         return logits.float().transpose(0, 1)
     if isinstance(source.facts, BertFacts):
-        types = (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).long().expand_as(ids).contiguous()
+        types = _types(ids)
         words, *second = run(input_ids=ids, token_type_ids=types)
         words = words.float()
         return torch.cat((words.flatten(), second[0].float().flatten())) if second else words.transpose(0, 1)
