@@ -326,7 +326,7 @@ class LlamaCpp:
 
     def likeliest(self, prompt: list[int], count: int) -> dict[int, float]:
         """The log-probabilities of the `count` likeliest tokens after a prompt."""
-        # It reports nothing for a token that is a part of a character, so a plain one is forced; probabilities are from before.
+        # It reports nothing at a token that is a part of a character: a plain one is forced. Probabilities ignore that.
         forced = dict(logit_bias=[[self.plain, 1e4]], post_sampling_probs=False)
         asked = dict(prompt=prompt, n_predict=1, n_probs=count, temperature=0.0, cache_prompt=False, **forced)
         answer = self.server.handle_completions(asked)
