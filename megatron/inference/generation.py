@@ -12,7 +12,7 @@ import torch
 
 from megatron.errors import DataError
 from megatron.inference.beams import beam_search
-from megatron.inference.choices import allowed_to_end, kept, penalised, sample, uniform_draws
+from megatron.inference.choices import RowState, choose
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
@@ -51,28 +51,30 @@ def generate(
         return [_best_of_beams(model, prompt, sampling, beams, longest, end, use_cache, pp) for prompt in prompts]
     texts = Texts(prompts, longest, next(model.parameters()).device)
     steps = min(sampling.tokens_to_generate, longest - min(map(len, prompts)))
-    draws = uniform_draws(sampling.sampling_seed, len(prompts), steps)
+    rows = [
+        RowState(sampling, prompt, limit=min(steps, longest - len(prompt)), end=end, index=index)
+        for index, prompt in enumerate(prompts)
+    ]
     cache = Cache(capacity=texts.width + steps, batch=len(prompts)) if use_cache else None
-    new: list[list[int]] = [[] for _ in prompts]
     running = [True] * len(prompts)
-    for step in range(steps):
+    for _ in range(steps):
         logits = model.logits(texts.unseen(cache), cache=cache, **texts.places(cache), last_only=True)  # [1, b, v]
         chosen = None
         if logits is not None:
-            chosen = choose_tokens(allowed_to_end(logits[-1], sampling, step, end), texts, sampling, draws[:, step])
+            chosen = choose(logits[-1], rows)
         chosen = of_last_stage(chosen, (len(prompts),), torch.int64, texts.tokens.device, pp)
         for row, token in enumerate(chosen.tolist()):
-            running[row] &= token != end and len(prompts[row]) + len(new[row]) < longest
+            running[row] &= token not in rows[row].ends and len(prompts[row]) + len(rows[row].new) < longest
             if running[row]:
-                new[row].append(token)
-                running[row] = len(new[row]) < steps
+                rows[row].append(token)
+                running[row] = len(rows[row].new) < steps
             else:
                 chosen[row] = -1
         on_token(chosen.tolist())
         if not any(running):
             break
         texts.append(chosen.clamp(min=0))
-    return new
+    return [row.new for row in rows]
 
 
 def _best_of_beams(
@@ -88,7 +90,7 @@ def _best_of_beams(
         return None if logits is None else logits[-1]
 
     sizes = dict(vocab_size=model.vocab_size, cache=cache)
-    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, pp=pp)
+    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, pp=pp)[0]
 
 
 class Texts:
@@ -119,18 +121,3 @@ class Texts:
         positions = positions[0 if cache is None else cache.length :]
         # A text that reached the last position waits there for the others.
         return dict(position_ids=positions.clamp(0, self.longest - 1), document_ids=(positions < 0).int())
-
-    def occurred(self, vocab_size: int) -> torch.Tensor:
-        """[b, v] bool: the tokens that occur in each text."""
-        inside = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1) >= self.padding  # [s, b]
-        counts = torch.zeros((self.tokens.shape[1], vocab_size), device=self.tokens.device)
-        return counts.scatter_add_(1, self.tokens.t(), inside.t().to(counts.dtype)) > 0
-
-
-def choose_tokens(logits: torch.Tensor, texts: Texts, sampling: Sampling, draws: torch.Tensor) -> torch.Tensor:
-    """The next token of each text: logits [b, v], draws [b] in [0, 1) -> [b] int64."""
-    if sampling.repetition_penalty != 1:
-        logits = penalised(logits, texts.occurred(logits.shape[-1]), sampling.repetition_penalty)
-    if sampling.is_greedy:
-        return logits.argmax(dim=-1)
-    return sample(kept(logits / sampling.temperature, sampling.top_k, sampling.top_p), draws)
