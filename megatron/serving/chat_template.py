@@ -86,8 +86,6 @@ class ChatTemplate:
         return ids
 
     def _text(self, messages: Sequence[Mapping[str, str]], more: Mapping[str, Any]) -> str:
-        from jinja2 import TemplateError
-
         template, names = self._compiled
         for name in more:
             if name in OWN or name not in names:
@@ -95,7 +93,9 @@ class ChatTemplate:
         words = {name: None for name in ("tools", "documents")} | dict(self.tokens) | dict(more)
         try:
             text = template.render(messages=messages, add_generation_prompt=True, **words)
-        except (TemplateError, TypeError, ValueError, OverflowError) as error:
+        except ApiError:
+            raise
+        except Exception as error:  # a template is a program: it may raise anything
             raise ApiError(400, f"the chat template cannot write these messages: {error}", param="messages") from None
         for number, message in enumerate(messages):
             if message["role"] in REPEATED and message["content"].strip() not in text:

@@ -98,7 +98,7 @@ class EngineThread:
         # The following belong to the thread.
         self._owners: dict[int, tuple[Job, int]] = {}
         self._held: deque[Job] = deque()  # while the weights are replaced
-        self._replacement: Optional[Callable[[], tuple[Any, str]]] = None
+        self._replacement: Optional[tuple[Callable[[], tuple], asyncio.Future]] = None
         self._open = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -142,12 +142,14 @@ class EngineThread:
             job.put(reason)
             job.cancel()
 
-    def replace(self, make: Callable[[], tuple[Any, str]]) -> None:
-        """Answer later requests with another engine. make: called in the thread, returns (engine, version).
+    async def replaced(self, make: Callable[[], tuple]) -> Any:
+        """Answer later requests with another engine. make: called in the thread, returns (engine, version, result).
 
-        Texts that run end with the present engine, and those that come meanwhile wait for the new one.
+        Texts that run end with the present engine, and those that come meanwhile wait for the new one. Returns `result`.
         """
-        self._commands.put(partial(setattr, self, "_replacement", make))
+        done = self.loop.create_future()
+        self._commands.put(partial(setattr, self, "_replacement", (make, done)))
+        return await done
 
     async def close(self) -> None:
         """Stop. Texts that run are lost: cancel or await them before."""
@@ -213,12 +215,14 @@ class EngineThread:
         self._call(self._deliver, found, self.engine.stats())
 
     def _replace(self) -> None:
-        make, self._replacement = self._replacement, None
+        make, done = self._replacement
         self.engine.close()
-        self.engine, self.version = make()
+        self.engine, self.version, result = make()
+        self._replacement = None
         held, self._held = self._held, deque()
         for job in held:
             self._add(job)
+        self._call(_set, done, result)
 
     def _call(self, function: Callable, *args) -> None:
         try:
@@ -231,8 +235,7 @@ class EngineThread:
     def _accept(self, job: Job) -> None:
         if not job.numbers:
             self._drop(job)
-        if not job.added.done():
-            job.added.set_result(None)
+        _set(job.added, None)
 
     def _refuse(self, job: Job, error: Failure) -> None:
         self._drop(job)
@@ -268,3 +271,8 @@ class EngineThread:
                 job.added.set_exception(refusal)
             job.put(refusal)
         self.on_failure(error)
+
+
+def _set(future: asyncio.Future, result: Any) -> None:
+    if not future.done():
+        future.set_result(result)

@@ -34,7 +34,7 @@ class Metrics:
             PREFIX + "cached_prompt_tokens", "Tokens of prompts that were found in the cache", model, **make
         )
         self.new_tokens = Counter(PREFIX + "generated_tokens", "Generated tokens", model, **make)
-        self.iteration = Gauge(PREFIX + "iteration", "Training iteration of the weights", model, **make)
+        self.iterations = Gauge(PREFIX + "iteration", "Training iteration of the weights", model, **make)
         self.engine = Gauge(
             PREFIX + "engine", "State of the engine: texts running and waiting, blocks of its cache", [*model, "what"], **make
         )
@@ -70,6 +70,9 @@ class Meter:
     def prompts(self, tokens: int, cached: int) -> None:
         self._prompt.inc(tokens)
         self._cached.inc(cached)
+
+    def iteration(self, number: int) -> None:
+        self.metrics.iterations.labels(self.model).set(number)
 
     def look(self, stats) -> None:
         """Take the engine's state (`EngineStats`)."""

@@ -92,9 +92,11 @@ def app(service: Service, local: bool = True):
         Middleware(TrustedHostMiddleware, allowed_hosts=local_names(local)),
         Middleware(Keys, keys=service.keys),
     ]
-    return Starlette(
+    made = Starlette(
         routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lambda app: _running(service)
     )
+    made.router.redirect_slashes = False  # to a client of an API a wrong path is an error
+    return made
 
 
 @contextlib.asynccontextmanager
