@@ -10,18 +10,24 @@ Legend: n first tokens, t tokens so far, k beams, w beams of a group, v vocabula
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Optional, Protocol
 
 import torch
 
 from megatron.inference.choices import RowState, adjusted
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.stages import of_last_stage
-from megatron.model.cache import Cache
 from megatron.mpu.mesh import Axis
 
 Found = tuple[float, int, int]  # score, column of the text that is continued, token
 NEVER = float("-inf")
+
+
+class Reordered(Protocol):
+    """A cache of the texts of a beam search."""
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """Text n continues text order[n]."""
 
 
 def beam_search(
@@ -32,7 +38,7 @@ def beam_search(
     steps: int,
     *,
     vocab_size: int,
-    cache: Optional[Cache],
+    cache: Optional[Reordered],
     end: Optional[int],
     counted: int = 0,
     pp: Axis,

@@ -11,6 +11,7 @@ of t = s cp.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Optional
 
 import numpy as np
@@ -59,7 +60,7 @@ class ForwardContext:
               (`packed_rows`)
     of_chunks the same for the rank's two chunks of rows, by window: each chunk's queries over the keys sliced for it
     of_ring   the same for the steps of a ring, by its size and the window
-    allowed   [b, s, t] bool: query may see key. In inference, if prompts are padded
+    allowed   [b, s, s] bool: query may see key. In inference, if samples have several documents
     cache     keys and values of earlier tokens, or None
     region    returns the context manager for recomputation
     bias      [heads/tp, s, t], added to scores: relative positions; or None
@@ -85,20 +86,21 @@ class ForwardContext:
         """[s, b] float32; None if every position counts, and in inference."""
         return None if self.batch is None else self.batch.loss_mask
 
+    @cached_property
+    def without_cache(self) -> "ForwardContext":
+        """The context of attention over keys that a cache has returned."""
+        return replace(self, cache=None)
+
     @property
     def num_tokens(self) -> Optional[torch.Tensor]:
         """Tokens of the micro-batch that count in the loss, an fp32 scalar; None in inference."""
         return None if self.batch is None else self.batch.num_tokens
 
 
-def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
-    """The keys that each query may see, [b, s, t] bool: those of its document that are not after it; from document ids [s,
-    b] and [t, b]. The queries are the last s tokens.
-    """
-    s, t = query_documents.shape[0], key_documents.shape[0]
-    order = torch.arange(t, device=key_documents.device)
-    same = query_documents.t().unsqueeze(2) == key_documents.t().unsqueeze(1)
-    return same & (order <= order[t - s :, None])
+def allowed_pairs(documents: torch.Tensor) -> torch.Tensor:
+    """The keys that each query may see, [b, s, s] bool: those of its document that are not after it; from ids [s, b]."""
+    ids = documents.t()
+    return (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
 
 
 def chunk_keys(chunk: tuple[int, int], window: Optional[int]) -> slice:
@@ -116,14 +118,6 @@ def documents_of_chunks(starts: np.ndarray, rows: Axis, windows: set[Optional[in
         )
         for window in windows
     }
-
-
-def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
-    """Restrict the allowed keys [b, s, t] of each query to itself and the `window` last ones before it.
-
-    Keys in a cache that are not seen, such as padding of prompts, do not count.
-    """
-    return allowed & (allowed.flip(-1).cumsum(-1).flip(-1) <= window + 1)
 
 
 class Attention(nn.Module):
@@ -183,8 +177,8 @@ class Attention(nn.Module):
             query, key = (rotate(part, context.angles, self.plain_rope) for part in (query, key))
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value)
-        if self.recompute_core:
+            attended = context.cache.attend(self, query, key, value, context)
+        elif self.recompute_core:
             attended = recompute(self.core, query, key, value, self, context, inside=context.region, of=(self,))
         else:
             attended = self.core(query, key, value, self, context)
@@ -322,8 +316,6 @@ def scaled_dot_product_attention(
     queries are the last s of the t tokens. dropout: the weights to keep; default: drawn here.
     """
     allowed, window = context.allowed, layer.window
-    if window is not None and allowed is not None and context.cache is not None:
-        allowed, window = last_allowed(allowed, window), None
     packed = context.documents is not None and not layer.causal
     queries, keys = context.documents.longest if packed else (query.shape[0], key.shape[0])
     case = Case(

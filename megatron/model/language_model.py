@@ -279,11 +279,11 @@ class LanguageModel(nn.Module):
             return x.to(self.dtype), sums
         return (x if self.final_norm is None else self.final_norm(x)), sums
 
-    def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
-        """[s, b] as given, or [s, 1] counted from `start`; with context parallelism those of the rank's rows."""
+    def positions(self, s: int, position_ids) -> torch.Tensor:
+        """[s, b] as given, or [s, 1] counted from 0; with context parallelism those of the rank's rows."""
         if position_ids is not None:
             return position_ids
-        counted = torch.arange(start, start + s * self.cp.size, device=next(self.parameters()).device)
+        counted = torch.arange(s * self.cp.size, device=next(self.parameters()).device)
         return own_rows(counted, self.cp).unsqueeze(1)
 
     def sharing(self, layer: int) -> AttentionSharing:
