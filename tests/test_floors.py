@@ -27,7 +27,7 @@ FLOORS = (  # lowest first: a package imports from itself and from lower floors
     "data optimizer",
     "guard inference corpus",
     "training",
-    "planner tasks",
+    "planner tasks serving",
     "training.entry",  # of the package, what looks ahead with the planner before it trains
     "tools",
     "pretrain_gpt pretrain_t5 pretrain_bert finetune preprocess_data merge_datasets setup",

@@ -188,7 +188,7 @@ def weights_of(settings: ServeOptions, limits: Limits, folder: str, context) -> 
     size = None if memory is None else int(memory * 1e9)
 
     def engine_of(loaded):
-        return Engine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size, mesh=mesh)
+        return Engine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size)
 
     return Weights(load, engine_of, loaded, mesh.world if mesh.world_size > 1 else None)
 

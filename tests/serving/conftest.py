@@ -3,6 +3,8 @@
 
 import pytest
 
+from tests.inference.conftest import checkpoint, new_checkpoint, small_gpt, vocabulary  # noqa: F401
+
 for package in ("starlette", "uvicorn", "pydantic", "prometheus_client", "jinja2"):
     pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[serve]'")
 
