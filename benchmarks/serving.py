@@ -79,7 +79,16 @@ def small_model(folder: Path) -> str:
     """Train a model for one step, on made-up data."""
     sizes = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 256 --init-method-std 0.15"
     run = "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --micro-batch-size 1 --train-iters 1 --lr 1e-9"
-    command = [sys.executable, "pretrain_gpt.py", *sizes.split(), *run.split(), "--save", str(folder), "--eval-interval", "1000"]
+    command = [
+        sys.executable,
+        "pretrain_gpt.py",
+        *sizes.split(),
+        *run.split(),
+        "--save",
+        str(folder),
+        "--eval-interval",
+        "1000",
+    ]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return str(folder)
 
@@ -165,7 +174,7 @@ def check(case: Case, text: str, seen: Seen, whole: bool = True) -> None:
 
 async def request(port: int, body: bytes):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     status = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 120)
     return reader, writer, int(status.split()[1]), b"chunked" in status.lower()
@@ -276,7 +285,9 @@ def report(asked, seen: Seen, memory: list, queue: list, code: int) -> None:
     early = [size for at, size in memory if at < 0.4 * asked.seconds] or [0]
     late = [size for at, size in memory if at > 0.6 * asked.seconds] or [0]
     early, late = early[len(early) // 2 :], late  # not the start
-    print(f"{'MiB of memory':32} {statistics.median(early) / 2**20:.0f} early, {statistics.median(late) / 2**20:.0f} late")
+    print(
+        f"{'MiB of memory':32} {statistics.median(early) / 2**20:.0f} early, {statistics.median(late) / 2**20:.0f} late"
+    )
     print(f"{'exit code of the server':32} {code}")
     for example in seen.wrong[:5]:
         print(f"wrong: {example}", file=sys.stderr)

@@ -3,7 +3,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,23 +35,27 @@ class Limits:
 
 
 async def read_json(request, limits: Limits) -> Any:
-    """The body of a request. Raises ApiError if it is not JSON, too long, or does not arrive."""
+    """The JSON value in the body of a request. Raises ApiError if there is none."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         # Browsers let any web site post other types to a server on this machine, without asking it.
         raise ApiError(415, f"content-type: has to be application/json, not {kind or 'empty'}", code="content_type")
+    try:
+        return orjson.loads(await read_body(request, limits))
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+
+
+async def read_body(request, limits: Limits) -> bytes:
+    """The body of a request. Raises ApiError if it is too long, or does not arrive."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limits.max_body_bytes:
         raise _too_long(limits)
     try:
-        body = await asyncio.wait_for(_body(request, limits), limits.body_timeout)
+        return await asyncio.wait_for(_body(request, limits), limits.body_timeout)
     except asyncio.TimeoutError:
         what = f"the body did not arrive within {limits.body_timeout:g} seconds"
         raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from None
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 async def _body(request, limits: Limits) -> bytes:
@@ -95,15 +99,18 @@ async def _disconnected(receive) -> None:
 
 
 class EventStream:
-    """A response of server-sent events. Errors after its beginning are events, too, as OpenAI's clients expect."""
+    """A response of server-sent events. Errors after its beginning are events, too, as OpenAI's clients expect.
 
-    def __init__(self, events: AsyncIterator[Any], seconds: float):
-        self.events, self.seconds = events, seconds
+    close: called at the end, also if no event was ever asked for
+    """
+
+    def __init__(self, events: AsyncIterator[Any], seconds: float, close: Callable[[], None]):
+        self.events, self.seconds, self.close = events, seconds, close
 
     async def __call__(self, scope, receive, send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
-        await send(dict(type="http.response.start", status=200, headers=headers))
         try:
+            await send(dict(type="http.response.start", status=200, headers=headers))
             await unless_gone(receive, self._send(send), self.seconds)
         except ApiError as error:
             await self._event(send, error.body())
@@ -115,6 +122,7 @@ class EventStream:
             await self._event(send, ApiError(500, "the server failed", code="internal_error").body())
         finally:
             await self.events.aclose()
+            self.close()
         await send(dict(type="http.response.body", body=b"", more_body=False))
 
     async def _send(self, send) -> None:

@@ -52,13 +52,17 @@ class ChatTemplate:
             raise ApiError(400, f"the chat template refuses the messages: {message}", param="messages")
 
         world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        world.filters["tojson"] = lambda value, indent=None, **more: json.dumps(value, ensure_ascii=False, indent=indent)
+        world.filters["tojson"] = lambda value, indent=None, **more: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
         world.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
         try:
             names = meta.find_undeclared_variables(world.parse(self.source))
             return world.from_string(self.source), names
         except TemplateError as error:
-            raise DataError(f"{self.place}: not a chat template", str(error), "give one: --chat-template FILE") from None
+            raise DataError(
+                f"{self.place}: not a chat template", str(error), "give one: --chat-template FILE"
+            ) from None
 
     def check(self) -> None:
         """Raise DataError if the template cannot be compiled."""
@@ -114,7 +118,9 @@ def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[
         source = _source(place, needed=bool(file))
         if source:
             config = _json(place.parent / CONFIG) or next(filter(None, (_json(one / CONFIG) for one in folders)), {})
-            template = ChatTemplate(source, str(place), tokenizer, _tokens(config), _special(folders, tokenizer, config))
+            template = ChatTemplate(
+                source, str(place), tokenizer, _tokens(config), _special(folders, tokenizer, config)
+            )
             template.check()
             return template
     return None
@@ -154,7 +160,9 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _special(folders: Sequence[Path], tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, int]:
     """Name -> id of the special tokens that a template may write."""
-    added = [token for folder in folders for token in (_json(folder / "tokenizer.json") or {}).get("added_tokens") or ()]
+    added = [
+        token for folder in folders for token in (_json(folder / "tokenizer.json") or {}).get("added_tokens") or ()
+    ]
     found = {token["content"]: token["id"] for token in added if token.get("special")}
     names = [*_tokens(config).values(), *(name for names in SPECIAL.values() for name in names)]
     found |= {name: tokenizer.pieces[name] for name in names if name in tokenizer.pieces}

@@ -44,7 +44,11 @@ class Connection(H11Protocol):
             self.transport.close()
             return
         body = orjson.dumps(ApiError(400, "this is not a valid HTTP request", code="invalid_http").body())
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
         for event in (
             h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
             h11.Data(data=body),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers to requests that cannot be served, in OpenAI's form.
 
-    raise ApiError(400, "temperature: has to be 0 or more", param="temperature")
-    # HTTP 400 {"error": {"message": ..., "type": "invalid_request_error", "param": "temperature", "code": None}}
+raise ApiError(400, "temperature: has to be 0 or more", param="temperature")
+# HTTP 400 {"error": {"message": ..., "type": "invalid_request_error", "param": "temperature", "code": None}}
 """
 
 from collections.abc import Mapping

@@ -36,7 +36,10 @@ class Metrics:
         self.new_tokens = Counter(PREFIX + "generated_tokens", "Generated tokens", model, **make)
         self.iterations = Gauge(PREFIX + "iteration", "Training iteration of the weights", model, **make)
         self.engine = Gauge(
-            PREFIX + "engine", "State of the engine: texts running and waiting, blocks of its cache", [*model, "what"], **make
+            PREFIX + "engine",
+            "State of the engine: texts running and waiting, blocks of its cache",
+            [*model, "what"],
+            **make,
         )
 
     def text(self) -> bytes:

@@ -63,7 +63,9 @@ class OpenAI:
         body = parse(Chat, await read_json(request, self.limits))
         model = self._named(body.model)
         if model.template is None:
-            what = f"{model.name} has no chat template; use /v1/completions, or start the server with --chat-template FILE"
+            what = (
+                f"{model.name} has no chat template; use /v1/completions, or start the server with --chat-template FILE"
+            )
             raise ApiError(400, what, param="messages", code="no_chat_template")
         messages = [message.plain() for message in body.messages]
         size = sum(len(message["content"]) for message in messages)
@@ -80,7 +82,9 @@ class OpenAI:
             raise ApiError(400, "model: is missing", param="model", code="missing_required_parameter")
         if name not in self._models:
             known = ", ".join(self._models)
-            raise ApiError(404, f"there is no model {name[:200]!r}; served: {known}", param="model", code="model_not_found")
+            raise ApiError(
+                404, f"there is no model {name[:200]!r}; served: {known}", param="model", code="model_not_found"
+            )
         return self._models[name]
 
     def _work(self, model: ServedModel, body: Words, prompts, default: int, each: int, end, more: dict) -> Work:
@@ -114,7 +118,7 @@ class OpenAI:
         texts = [RunningText(stream, only_prompt=work.body.max_tokens == 0) for stream in streams]
         form.version = job.version
         if work.body.stream:
-            return EventStream(_events(job, work, texts, form), seconds)
+            return EventStream(_events(job, work, texts, form), seconds, job.cancel)
         async with job:
             return _json(await unless_gone(request.receive, _whole(job, work, texts, form), seconds))
 

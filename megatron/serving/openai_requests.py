@@ -22,7 +22,11 @@ from megatron.inference.sampling import Sampling
 from megatron.serving.errors import ApiError
 
 SEEDS = 1 << 43  # `choices.uniform_draws` multiplies them by a million
-MOST_TEXTS, MOST_STOPS, MOST_TOP = 128, 16, 20  # of a request: continuations of a prompt, stop strings, likeliest tokens
+MOST_TEXTS, MOST_STOPS, MOST_TOP = (
+    128,
+    16,
+    20,
+)  # of a request: continuations of a prompt, stop strings, likeliest tokens
 # Parameters of OpenAI that this server has no use for -> values that ask for nothing.
 WITHOUT_EFFECT: Mapping[str, tuple] = {
     "suffix": (None, ""),
@@ -92,7 +96,9 @@ class Words(Strict):
         for name, neutral in WITHOUT_EFFECT.items():
             if name in body and name not in cls.model_fields:
                 if not any(type(body[name]) is type(value) and body[name] == value for value in neutral):
-                    raise ApiError(400, f"{name}: not supported by this server", param=name, code="unsupported_parameter")
+                    raise ApiError(
+                        400, f"{name}: not supported by this server", param=name, code="unsupported_parameter"
+                    )
                 body = {key: value for key, value in body.items() if key != name}
         return body
 
@@ -165,7 +171,9 @@ class Completion(Words):
         if self.best_of is not None and self.best_of < self.n:
             raise ApiError(400, f"best_of: {self.best_of} is less than n, {self.n}", param="best_of")
         if self.best_of is not None and self.best_of > self.n and self.stream:
-            raise ApiError(400, "best_of: the best are known at the end only, so they cannot be streamed", param="best_of")
+            raise ApiError(
+                400, "best_of: the best are known at the end only, so they cannot be streamed", param="best_of"
+            )
         return self
 
     @property
@@ -240,7 +248,9 @@ def _refusal(kind: type[Strict], error: ValidationError) -> ApiError:
 
 def _own(place: tuple) -> list:
     """A place without the names of alternatives, which pydantic adds: ("prompt", "list[int]", 3) -> ["prompt", 3]."""
-    return [part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", part) and part not in TYPE_NAMES]
+    return [
+        part for part in place if isinstance(part, int) or re.fullmatch(r"[a-z_0-9]+", part) and part not in TYPE_NAMES
+    ]
 
 
 PROMPT = "has to be a text, a list of token ids, or a list of texts or of such lists"

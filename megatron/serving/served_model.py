@@ -51,7 +51,9 @@ class ServedModel:
             return tuple(await self.in_turn(self.tokenizer.encode, prompt, size=len(prompt)))
         wrong = next((token for token in prompt if not 0 <= token < self.tokenizer.vocab_size), None)
         if wrong is not None:
-            what = f"{param}: there is no token {wrong}; the vocabulary has ids from 0 to {self.tokenizer.vocab_size - 1}"
+            what = (
+                f"{param}: there is no token {wrong}; the vocabulary has ids from 0 to {self.tokenizer.vocab_size - 1}"
+            )
             raise ApiError(400, what, param=param, code="invalid_value")
         return tuple(prompt)
 

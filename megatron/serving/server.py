@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The web server: routes, authentication, errors, log, and a stop that lets running answers end.
 
-    serve(Service({"345M": model}, metrics, Limits(), keys=()), listen("127.0.0.1", 8000))     # until SIGTERM or Ctrl-C
+serve(Service({"345M": model}, metrics, Limits(), keys=()), listen("127.0.0.1", 8000))     # until SIGTERM or Ctrl-C
 """
 
 import asyncio
@@ -85,7 +85,7 @@ def app(service: Service, local: bool = True):
         *(Route(path, page) for path in FILES),
     ]
     known = [route.path for route in routes]
-    handlers = {ApiError: _refused, HTTPException: _no_route, ClientLeft: _left, Exception: _failed}
+    handlers = {ApiError: refused, HTTPException: no_route, ClientLeft: left, Exception: failed}
     middleware = [
         Middleware(Log, metrics=service.metrics, paths=known),
         Middleware(Headers),
@@ -126,7 +126,7 @@ def _health(service: Service):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-async def _refused(request, error: ApiError):
+async def refused(request, error: ApiError):
     from starlette.responses import JSONResponse
 
     body = error.body()
@@ -135,24 +135,24 @@ async def _refused(request, error: ApiError):
     return JSONResponse(body, error.status, headers=error.headers)
 
 
-async def _no_route(request, error):
+async def no_route(request, error):
     path = request.url.path[:200]
     words = {404: f"there is nothing at {path}", 405: f"{request.method[:20]} is not possible at {path}"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = words.get(error.status_code, str(error.detail))
     more = dict(code=codes.get(error.status_code), headers=error.headers)
-    return await _refused(request, ApiError(error.status_code, message, **more))
+    return await refused(request, ApiError(error.status_code, message, **more))
 
 
-async def _left(request, error):
+async def left(request, error):
     from starlette.responses import Response
 
     request.scope["left"] = True
     return Response(status_code=CLIENT_LEFT)
 
 
-async def _failed(request, error):
-    return await _refused(request, ApiError(500, "the server failed", code="internal_error"))
+async def failed(request, error):
+    return await refused(request, ApiError(500, "the server failed", code="internal_error"))
 
 
 # -- middleware --------------------------------------------------------------------------------------------------------
@@ -218,6 +218,29 @@ class Log:
 
 def serve(service: Service, listener: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C; then let running answers end. Raises the error of a failed engine."""
+
+    def told() -> None:
+        service.stopping = True
+
+    def late() -> None:
+        for model in service.models.values():
+            model.thread.cancel_all(ApiError(503, "the server is stopping", code="stopping"))
+
+    server = web_server(app(service, is_local(listener)), service.limits, told, late)
+    service.stop = lambda: setattr(server, "should_exit", True)
+    server.run(sockets=[listener])
+    if service.failure:
+        raise service.failure
+
+
+def is_local(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+def web_server(
+    application, limits: Limits, told: Callable[[], None] = lambda: None, late: Callable[[], None] = lambda: None
+):
+    """uvicorn's server of an application. told: called when it is told to stop; late: after --stop-timeout."""
     import uvicorn
 
     from megatron.serving.connection import Connection
@@ -227,20 +250,18 @@ def serve(service: Service, listener: socket.socket) -> None:
             """uvicorn's would raise the signal again at the end: a server that was told to stop is done."""
             if self.should_exit:  # the second signal
                 self.force_exit = True
-            service.stopping = self.should_exit = True
+            self.should_exit = True
 
         async def shutdown(self, sockets=None):
-            service.stopping = True
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(service.limits.stop_timeout, _end_all, service)
+            told()
+            timer = asyncio.get_running_loop().call_later(limits.stop_timeout, late)
             try:
                 await super().shutdown(sockets)
             finally:
                 timer.cancel()
 
-    local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
     config = uvicorn.Config(
-        app(service, local),
+        application,
         http=Connection,
         ws="none",
         lifespan="on",
@@ -249,15 +270,6 @@ def serve(service: Service, listener: socket.socket) -> None:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=int(IDLE),
-        timeout_graceful_shutdown=int(service.limits.stop_timeout) + 5,
+        timeout_graceful_shutdown=int(limits.stop_timeout) + 5,
     )
-    server = Server(config)
-    service.stop = lambda: setattr(server, "should_exit", True)
-    server.run(sockets=[listener])
-    if service.failure:
-        raise service.failure
-
-
-def _end_all(service: Service) -> None:
-    for model in service.models.values():
-        model.thread.cancel_all(ApiError(503, "the server is stopping", code="stopping"))
+    return Server(config)

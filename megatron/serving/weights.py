@@ -22,7 +22,6 @@ from typing import Any, Optional
 from megatron.errors import Failure, SettingsError
 from megatron.serving.errors import in_one_line
 from megatron.serving.served_model import ServedModel
-from megatron.settings.statements import NONE
 from megatron.telemetry.run_folder import unique_names
 
 LOOK = 2.0  # seconds between checks for a newer checkpoint

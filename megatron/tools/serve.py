@@ -3,6 +3,7 @@
 
     python -m megatron.tools.serve --load runs/quickstart/checkpoints
     python -m megatron.tools.serve --load runs/base runs/tuned --port 8000          # two models, also side by side
+    python -m megatron.tools.serve --load runs/345M --replicas 4                    # four processes behind one address
     python -m megatron.tools.serve --follow runs/345M                               # newer checkpoints as they come
     python -m megatron.tools.launch --nproc-per-node 4 -m megatron.tools.serve --load runs/13B \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
@@ -12,6 +13,8 @@ It listens on this machine alone, unless --host says otherwise. docs/serving.md 
 
 import importlib.util
 import logging
+import os
+import re
 import signal
 import sys
 from collections.abc import Mapping
@@ -22,6 +25,7 @@ from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
+from megatron.guard.processes import die_with_parent
 from megatron.serving.answers import Limits
 from megatron.serving.weights import Weights, follow, names_of
 from megatron.settings import rank_env
@@ -29,7 +33,7 @@ from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, words_of
 
-PACKAGES = ("jinja2", "prometheus_client", "pydantic", "starlette", "uvicorn")
+PACKAGES = ("aiohttp", "jinja2", "prometheus_client", "pydantic", "starlette", "uvicorn")
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,12 @@ class ServeOptions:
     """The models, and where the server listens."""
 
     load: Optional[list[str]] = setting("folders of checkpoints, or checkpoints: each is a model", None)
-    follow: Optional[str] = setting("folder of checkpoints whose newest one is served, also when there is a newer one", None)
-    served_model_name: Optional[list[str]] = setting("names of the models for clients (default: of their folders)", None)
+    follow: Optional[str] = setting(
+        "folder of checkpoints whose newest one is served, also when there is a newer one", None
+    )
+    served_model_name: Optional[list[str]] = setting(
+        "names of the models for clients (default: of their folders)", None
+    )
     host: str = setting(
         "address to listen on; 0.0.0.0: all networks of the machine. Without --api-key-file whoever reaches the address "
         "can use the models",
@@ -46,7 +54,13 @@ class ServeOptions:
     )
     port: int = setting("port to listen on; 0: a free one", 8000)
     api_key_file: Optional[str] = setting("file with keys, one a line: clients have to send one of them", None)
-    chat_template: Optional[str] = setting("Jinja file that writes conversations as prompts (default: the tokenizer's)", None)
+    chat_template: Optional[str] = setting(
+        "Jinja file that writes conversations as prompts (default: the tokenizer's)", None
+    )
+    replicas: Optional[list[str]] = setting(
+        "a number: so many processes serve the models, started again when they end; addresses: those servers do", None
+    )
+    replica_of: Optional[int] = setting("process with which this replica ends (set by --replicas)", None)
     access_log: bool = setting("a line for each request on standard error", True)
     cache_gigabytes: Optional[float] = setting(
         "memory for keys and values, on each rank (default: enough for --max-batch texts of the greatest length)", None
@@ -88,8 +102,13 @@ def main(argv: list[str]) -> None:
         check(settings, limits, given)
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
             raise Failure(f"the server needs {', '.join(missing)}", do="pip install '.[serve]'")
+        if settings.replica_of is not None:
+            die_with_parent()
         keys = read_keys(settings.api_key_file)
         listener = listen(settings) if rank_env.ranks().rank == 0 else None
+        if settings.replicas not in (None, ["1"]):
+            serve_replicas(settings, limits, argv, listener)
+            return
         tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         parallel = Parallel(
             tensor_model_parallel_size=tp,
@@ -103,7 +122,8 @@ def main(argv: list[str]) -> None:
 def check(settings: ServeOptions, limits: Limits, given: Mapping[str, Statement]) -> None:
     """Raise UsageError or SettingsError for settings that cannot work, before torch is loaded."""
     folders = settings.folders
-    if not folders:
+    check_replicas(settings)
+    if not folders and not addresses_of(settings):
         raise UsageError("which model?", do="--load FOLDER, or --follow FOLDER to take newer checkpoints, too")
     names = settings.served_model_name or []
     if names and len(names) != len(folders):
@@ -131,7 +151,70 @@ def check(settings: ServeOptions, limits: Limits, given: Mapping[str, Statement]
             "--pipeline-model-parallel-size whose product is the number of ranks",
         )
     if world > 1 and len(folders) > 1:
-        raise SettingsError(f"{world} ranks serve one model, and {len(folders)} are given", do="start a server for each")
+        raise SettingsError(
+            f"{world} ranks serve one model, and {len(folders)} are given", do="start a server for each"
+        )
+
+
+def addresses_of(settings: ServeOptions) -> list[str]:
+    """The servers that --replicas names; [] if it is a number."""
+    words = settings.replicas or []
+    return [] if len(words) == 1 and words[0].isdecimal() else [word.rstrip("/") for word in words]
+
+
+def check_replicas(settings: ServeOptions) -> None:
+    """Raise UsageError or SettingsError for replicas that cannot work."""
+    addresses = addresses_of(settings)
+    if wrong := next((one for one in addresses if not re.fullmatch(r"https?://[^/\s]+", one)), None):
+        raise UsageError(
+            f"--replicas {wrong}: neither a number nor an address", do="--replicas 2, or http://HOST:PORT ..."
+        )
+    if addresses and settings.folders:
+        raise UsageError(
+            "--replicas with addresses, and a model: those servers have their own", do="leave out --load and --follow"
+        )
+    if settings.replicas == ["0"]:
+        raise SettingsError("--replicas 0: has to be at least 1")
+    if settings.replicas not in (None, ["1"]) and rank_env.ranks().world_size > 1:
+        raise SettingsError(
+            f"--replicas in a job of {rank_env.ranks().world_size} ranks",
+            do="start each group of ranks as a server of its own, and a front of them: --replicas http://HOST:PORT ...",
+        )
+
+
+def serve_replicas(settings: ServeOptions, limits: Limits, argv: list[str], listener) -> None:
+    """Serve by several processes behind one address."""
+    from megatron.serving.front import Front, front_app
+    from megatron.serving.replicas import Child, Replica, Replicas
+    from megatron.serving.server import is_local, web_server
+
+    addresses = addresses_of(settings)
+    if addresses:
+        replicas = [Replica(address.partition("://")[2], address) for address in addresses]
+    else:
+        count, gpus = int(settings.replicas[0]), len(list(Path("/dev").glob("nvidia[0-9]*")))
+        more = ["--replicas", "1", "--host", "127.0.0.1", "--port", "0", "--replica-of", str(os.getpid())]
+        if settings.device == "auto" and gpus:  # one without a GPU must not fall back to the CPU
+            more += ["--device", "cuda"]
+        command = [sys.executable, "-m", "megatron.tools.serve", *argv, "--then", *more]
+        replicas = [Child(command, str(number), environment_of(number, count)) for number in range(count)]
+    log_to_stderr(access=True)
+    announce(f"{len(replicas)} replicas", listener)
+    web_server(front_app(Front(Replicas(replicas), limits), is_local(listener)), limits).run(sockets=[listener])
+
+
+def environment_of(number: int, count: int) -> dict[str, str]:
+    """A GPU for each replica, and its share of the cores."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    own = visible.split(",")[number : number + 1] if visible else [str(number)]
+    share = str(max(1, (os.cpu_count() or 1) // count))
+    return dict(CUDA_VISIBLE_DEVICES=",".join(own), OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", share))
+
+
+def announce(what: str, listener) -> None:
+    host, port = listener.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    print(f"serving {what}: {address}/v1, page {address}/  (Ctrl-C ends it)", flush=True)
 
 
 def read_keys(path: Optional[str]) -> list[str]:
@@ -153,7 +236,9 @@ def listen(settings: ServeOptions):
     return listen(settings.host, settings.port)
 
 
-def work(settings: ServeOptions, limits: Limits, keys: list[str], tokenizer: Mapping[str, Any], listener, context) -> None:
+def work(
+    settings: ServeOptions, limits: Limits, keys: list[str], tokenizer: Mapping[str, Any], listener, context
+) -> None:
     """Load the models on the ranks of a job (`mpu.initialize.RankContext`). The first serves, and the others follow it."""
     from megatron.inference.load import open_tokenizer
 
@@ -193,7 +278,9 @@ def weights_of(settings: ServeOptions, limits: Limits, folder: str, context) -> 
     return Weights(load, engine_of, loaded, mesh.world if mesh.world_size > 1 else None)
 
 
-def run(settings: ServeOptions, limits: Limits, keys: list[str], whole: list[Weights], tokenizers: list, listener) -> None:
+def run(
+    settings: ServeOptions, limits: Limits, keys: list[str], whole: list[Weights], tokenizers: list, listener
+) -> None:
     """Serve the models until the server is told to stop."""
     from megatron.serving.chat_template import find_template
     from megatron.serving.engine_thread import EngineThread
@@ -212,9 +299,7 @@ def run(settings: ServeOptions, limits: Limits, keys: list[str], whole: list[Wei
         if folder == settings.follow:
             background.append(follow(folder, models[name], weights))
     log_to_stderr(settings.access_log)
-    host, port = listener.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    print(f"serving {', '.join(models)}: {address}/v1, page {address}/  (Ctrl-C ends it)", flush=True)
+    announce(", ".join(models), listener)
     serve(Service(models, metrics, limits, keys, background), listener)
 
 

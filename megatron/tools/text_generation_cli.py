@@ -28,7 +28,9 @@ PROG = "python -m megatron.tools.text_generation_cli"
 class ClientOptions:
     """What is asked for."""
 
-    tokens_to_generate: Optional[int] = setting("length of answers, in tokens (default: asked for, or 64 from a pipe)", None)
+    tokens_to_generate: Optional[int] = setting(
+        "length of answers, in tokens (default: asked for, or 64 from a pipe)", None
+    )
     temperature: Optional[float] = setting("below 1: closer to greedy; above 1: more surprising", None)
     top_k: Optional[int] = setting("choose among this many most likely tokens; 1: greedy", None)
     top_p: Optional[float] = setting("choose among the fewest tokens that together have this probability", None)
@@ -115,7 +117,9 @@ def put(url: str, body: dict, key: str, seconds: float) -> dict:
         raise Refused(f"{url} answers {error.code}: {_message(error.read())}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise Refused(f"{url} does not answer: {reason}", do="check the address; start it: python -m megatron.tools.serve") from None
+        raise Refused(
+            f"{url} does not answer: {reason}", do="check the address; start it: python -m megatron.tools.serve"
+        ) from None
 
 
 def _message(raw: bytes) -> str:

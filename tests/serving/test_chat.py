@@ -52,7 +52,9 @@ def folder(tmp_path_factory):
 
 
 def configured(folder, template, **more):
-    config = dict(bos_token="<s>", eos_token=dict(content="<|im_end|>", __type="AddedToken"), chat_template=template, **more)
+    config = dict(
+        bos_token="<s>", eos_token=dict(content="<|im_end|>", __type="AddedToken"), chat_template=template, **more
+    )
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -64,7 +66,9 @@ def template_of(folder, **more):
     return find_template([folder], build_tokenizer(settings, lambda text: None), **more)
 
 
-@pytest.mark.parametrize("template", [CHATML, INST, [dict(name="other", template=""), dict(name="default", template=INST)]])
+@pytest.mark.parametrize(
+    "template", [CHATML, INST, [dict(name="other", template=""), dict(name="default", template=INST)]]
+)
 def test_the_ids_of_transformers(folder, template):
     transformers = pytest.importorskip("transformers")
     configured(folder, template)
@@ -91,7 +95,12 @@ def test_a_message_cannot_end_itself(folder):
 
 
 def test_templates_are_in_a_sandbox(folder):
-    for bad in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for i in range(10**9) %}{% endfor %}", "{{ 1/0 }}"):
+    for bad in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 1/0 }}",
+    ):
         configured(folder, bad)
         with pytest.raises(ApiError) as error:
             template_of(folder).encode(TALK)
@@ -137,7 +146,8 @@ def client(tmp_path_factory):
 def test_answers(client, stream):
     prompt = tuple(b"user: Hello there, caf\xc3\xa9\nassistant:  Hi. \nuser: What is 1+1?\n>")
     new = [
-        alone(Request(prompt, Sampling(tokens_to_generate=512, sampling_seed=8), index=index, end=EOD)) for index in (0, 1)
+        alone(Request(prompt, Sampling(tokens_to_generate=512, sampling_seed=8), index=index, end=EOD))
+        for index in (0, 1)
     ]
     asked = dict(model="toy", messages=TALK, seed=8, n=2, logprobs=True, top_logprobs=2)
     if not stream:

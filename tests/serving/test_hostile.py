@@ -17,7 +17,24 @@ from tests.serving.toy import ToyEngine, served
 
 GOOD = dict(model="toy", prompt="a good one", max_tokens=8, seed=1)
 TALK = dict(model="toy", messages=[dict(role="user", content="x")])
-ODD = ["", " ", "\x00", "\ud7ff\ue000", "\U0010ffff", "\u202e\u0000\uffff", "a" * 100_000, -1, 1e308, 10**30, True, None, [], {}, [[]], {"a": {}}]
+ODD = [
+    "",
+    " ",
+    "\x00",
+    "\ud7ff\ue000",
+    "\U0010ffff",
+    "\u202e\u0000\uffff",
+    "a" * 100_000,
+    -1,
+    1e308,
+    10**30,
+    True,
+    None,
+    [],
+    {},
+    [[]],
+    {"a": {}},
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +63,12 @@ def exchange(url: str, raw: bytes, pieces=(), wait: float = 10.0) -> bytes:
 
 
 def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
-    own = {"host": "localhost", "authorization": "Bearer right", "content-type": "application/json", "connection": "close"}
+    own = {
+        "host": "localhost",
+        "authorization": "Bearer right",
+        "content-type": "application/json",
+        "connection": "close",
+    }
     own |= {"content-length": str(len(body))} | {name.replace("_", "-"): value for name, value in headers.items()}
     head = "".join(f"{name}: {value}\r\n" for name, value in own.items() if value is not None)
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
@@ -65,13 +87,35 @@ def bodies() -> list[tuple[str, bytes]]:
     fields = """prompt max_tokens temperature top_p n stop seed stream stream_options logprobs echo best_of logit_bias
         presence_penalty frequency_penalty model user""".split()
     for at, field in enumerate(fields):
-        for odd in (ODD[at % len(ODD)], ODD[(3 * at + 1) % len(ODD)], ODD[(5 * at + 2) % len(ODD)], {"x": [1, {}]}, "NaN"):
+        for odd in (
+            ODD[at % len(ODD)],
+            ODD[(3 * at + 1) % len(ODD)],
+            ODD[(5 * at + 2) % len(ODD)],
+            {"x": [1, {}]},
+            "NaN",
+        ):
             found.append(("/v1/completions", json.dumps(GOOD | {field: odd}).encode()))
-    for field in ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "tools", "response_format"):
+    for field in (
+        "messages",
+        "max_completion_tokens",
+        "top_logprobs",
+        "chat_template_kwargs",
+        "tools",
+        "response_format",
+    ):
         for odd in ODD[:12:2]:
             found.append(("/v1/chat/completions", json.dumps(TALK | {field: odd}).encode()))
     good = dict(prompts=["a"], tokens_to_generate=4)
-    for field in ("prompts", "tokens_to_generate", "logprobs", "temperature", "top_k", "top_p", "beam_width", "random_seed"):
+    for field in (
+        "prompts",
+        "tokens_to_generate",
+        "logprobs",
+        "temperature",
+        "top_k",
+        "top_p",
+        "beam_width",
+        "random_seed",
+    ):
         for odd in ({"x": 1}, "1", -5, ["", 3]):
             found.append(("/api", json.dumps(good | {field: odd}).encode()))
     deep = b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
@@ -97,7 +141,18 @@ def requests() -> list[bytes]:
         "/%00", "/serve.js/..", "/index.html%00.js", "/" + "a" * 5000, "/v1/models/%ff%fe", "/page/serve.js", "/%f0%9f%98%80",
     ):  # fmt: skip
         found.append(request("GET", path))
-    for key in (None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "right", "Bearer right2", "Bearer righ", "Bearer \xff"):
+    for key in (
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Basic right",
+        "right",
+        "Bearer right2",
+        "Bearer righ",
+        "Bearer \xff",
+    ):
         found.append(request("POST", "/v1/completions", good, authorization=key))
         found.append(request("GET", "/metrics", authorization=key))
     for kind in (None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonp"):
@@ -162,7 +217,7 @@ def test_slow_clients(toy):
     slow = [(0.05, whole[at : at + 60]) for at in range(0, len(whole), 60)]
     assert parsed(exchange(toy.url, b"", slow))[0] == 200  # slow, but in time
     chunked = request("POST", "/v1/completions", b"", content_length=None, transfer_encoding="chunked")
-    bad = chunked + b"5\r\n{\"pro\r\nzz\r\n"
+    bad = chunked + b'5\r\n{"pro\r\nzz\r\n'
     assert exchange(toy.url, bad) == b"" or parsed(exchange(toy.url, bad))[0] == 400
     long = chunked + b"".join(b"10000\r\n" + b"x" * 65536 + b"\r\n" for _ in range(6))
     assert parsed(exchange(toy.url, long))[0] == 413

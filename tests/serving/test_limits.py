@@ -59,7 +59,10 @@ def test_a_full_queue():
     with served([ToyEngine(max_batch=2, pause=0.01)], Limits(max_batch=2, max_queue=3)) as toy:
         thread = toy.service.models["toy"].thread
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            answers = [pool.submit(post, toy.url, **LONG | dict(seed=seed, max_tokens=100, min_tokens=100)) for seed in range(5)]
+            answers = [
+                pool.submit(post, toy.url, **LONG | dict(seed=seed, max_tokens=100, min_tokens=100))
+                for seed in range(5)
+            ]
             wait_for(lambda: thread.in_flight == 5)
             status, error, headers = refused(toy.url, **LONG)
             assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "queue_full")
@@ -75,7 +78,9 @@ def test_a_full_queue():
 def test_a_client_that_leaves_frees_its_place(stream):
     with served([ToyEngine(pause=0.01)]) as toy:
         connection, engine = http.client.HTTPConnection(toy.url.removeprefix("http://")), toy.engines[0]
-        connection.request("POST", "/v1/completions", json.dumps(LONG | dict(stream=stream)), {"content-type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", json.dumps(LONG | dict(stream=stream)), {"content-type": "application/json"}
+        )
         wait_for(lambda: engine.made > 3)
         connection.sock.shutdown(2)
         connection.close()

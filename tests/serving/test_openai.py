@@ -202,7 +202,9 @@ def test_refusals_name_the_parameter(client, words, status, param, code):
 
 
 def test_parameters_that_ask_for_nothing_may_be_there(client):
-    more = dict(user="somebody", suffix=None, extra_body=dict(service_tier="auto", store=False, tools=[], metadata=None))
+    more = dict(
+        user="somebody", suffix=None, extra_body=dict(service_tier="auto", store=False, tools=[], metadata=None)
+    )
     assert client.completions.create(model="toy", prompt="the rain", seed=5, **more).choices[0].text
 
 

@@ -54,7 +54,9 @@ def visit(browser):
         expected.extend(allowed)
         page = browser.new_page(viewport=dict(width=width, height=800), color_scheme=scheme)
         page.set_default_timeout(30_000)
-        page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
+        page.on(
+            "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+        )
         page.on("pageerror", lambda error: complaints.append(error.stack or str(error)))
         page.goto(url)
         opened.append(page)
@@ -87,7 +89,9 @@ def test_two_models_side_by_side(visit, two):
     page.select_option("#model-1", "tuned")
     page.keyboard.press("Control+Enter")
     wait_for(page, "document.querySelectorAll('[data-model] .soft').length === 2")
-    wait_for(page, "[...document.querySelectorAll('[data-model] .soft')].every((one) => one.innerText.includes('ended'))")
+    wait_for(
+        page, "[...document.querySelectorAll('[data-model] .soft')].every((one) => one.innerText.includes('ended'))"
+    )
     for model, prompt in (("base", "the <b>rain"), ("tuned", "niar>b< eht")):
         whole = ByteTokenizer().decode(answer(prompt, 40, 7))
         assert page.locator(f"[data-model={model}] .text").text_content() == "the <b>rain" + whole
@@ -105,7 +109,11 @@ def test_probabilities_on_hover_and_by_keyboard(visit, two):
     at = next(at for at, token in enumerate(new) if token < 128)  # the first that is a whole character
     scores = distribution((*b"abc", *new[:at]))
     share = f"{100 * math.exp(scores[new[at]]):.1f} %"
-    shown = page.locator(".token").filter(has_text=chr(new[at])).first if chr(new[at]).strip() else page.locator(".token").nth(at)
+    shown = (
+        page.locator(".token").filter(has_text=chr(new[at])).first
+        if chr(new[at]).strip()
+        else page.locator(".token").nth(at)
+    )
     shown.hover()
     assert share in page.locator("#tip .taken").inner_text() and page.locator("#tip tr").count() >= 5
     page.mouse.move(5, 5)
@@ -145,9 +153,6 @@ def test_stop_dark_and_help_by_keyboard(visit, two):
     assert not page.locator("#keys").is_visible()
 
 
-
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_telephone(visit, two, scheme):
     page = visit(two.url, width=400, scheme=scheme)
@@ -157,11 +162,17 @@ def test_a_telephone(visit, two, scheme):
     page.fill("#prompt", "hello" * 30)
     page.fill("#seed", "3")
     page.click("#go")
-    wait_for(page, "[...document.querySelectorAll('[data-model] .soft')].filter((one) => one.innerText.includes('ended')).length === 2")
+    wait_for(
+        page,
+        "[...document.querySelectorAll('[data-model] .soft')].filter((one) => one.innerText.includes('ended')).length === 2",
+    )
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     whole = ByteTokenizer().decode(answer("<" + "hello" * 30 + ">", 64, 3))
     assert page.locator("[data-model=base] .text").text_content() == whole
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == dict(light="rgb(243, 244, 246)", dark="rgb(3, 7, 18)")[scheme]
+    assert (
+        page.evaluate("getComputedStyle(document.body).backgroundColor")
+        == dict(light="rgb(243, 244, 246)", dark="rgb(3, 7, 18)")[scheme]
+    )
     page.locator(".token").last.hover()
     box = page.locator("#tip").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 400

@@ -77,7 +77,9 @@ def test_a_model_is_served(checkpoint, expected, tmp_path):
         assert found["choices"][0]["text"] == expected("the cat sat", tokens_to_generate=8, sampling_seed=3)
         assert found["system_fingerprint"] == "iteration 7"
         talk = [dict(role="user", content="the dog")]
-        found = ask(url, "/v1/chat/completions", key="second", messages=talk, temperature=0, max_tokens=5, logprobs=True)
+        found = ask(
+            url, "/v1/chat/completions", key="second", messages=talk, temperature=0, max_tokens=5, logprobs=True
+        )
         assert found["choices"][0]["message"]["content"] == expected("the dog", tokens_to_generate=5, greedy=True)
         assert len(found["choices"][0]["logprobs"]["content"]) == found["usage"]["completion_tokens"]
         with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -128,7 +130,11 @@ def test_a_newer_checkpoint_is_taken(new_checkpoint, expected, tmp_path):
         ("--load a b --served-model-name x", UsageError, "1 names for 2 models"),
         ("--load a --max-batch 0", SettingsError, "--max-batch 0: has to be at least 1"),
         ("--load a --request-timeout 0", SettingsError, "request-timeout 0"),
-        ("--load a --tensor-model-parallel-size 2", SettingsError, "tensor 2 x pipeline 1 = 2 ranks, and this job has 1"),
+        (
+            "--load a --tensor-model-parallel-size 2",
+            SettingsError,
+            "tensor 2 x pipeline 1 = 2 ranks, and this job has 1",
+        ),
         ("--load a --api-key-file missing", DataError, "cannot be read"),
         ("--load a --port 99999", UsageError, "--port 99999"),
     ],

@@ -56,7 +56,10 @@ def app(board: "Board", local: bool = True):
     )
     routes = [Route(f"/api/{name}", board.answer(ask)) for name, ask in answers.items()]
     routes += [Route("/api/live", board.live), Mount("/", StaticFiles(directory=PAGE, html=True))]
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=local_names(local)), Middleware(Headers, policy=POLICY)]
+    middleware = [
+        Middleware(TrustedHostMiddleware, allowed_hosts=local_names(local)),
+        Middleware(Headers, policy=POLICY),
+    ]
     middleware += [Middleware(GZipMiddleware, minimum_size=1000, compresslevel=4)]
     return Starlette(routes=routes, middleware=middleware, lifespan=board.watching)
 
