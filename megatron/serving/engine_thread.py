@@ -27,6 +27,7 @@ from megatron.inference.requests import Output, Request
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.metrics import Meter
 
+IDLE = 5.0  # seconds without work until the engine is called nevertheless
 LONGEST_RETRY = 60  # seconds that a client is asked to wait, at most
 
 
@@ -163,10 +164,10 @@ class EngineThread:
         try:
             while self._open:
                 self._obey(wait=not self.engine.busy and not self._replacement)
-                if self.engine.busy:
-                    self._sort(self.engine.step())
-                elif self._replacement:
+                if self._replacement and not self.engine.busy:
                     self._replace()
+                else:  # also if there is nothing to do: other ranks wait for a message now and then
+                    self._sort(self.engine.step())
             self.engine.close()
         except BaseException as error:
             self._call(self._fail, error)
@@ -174,7 +175,7 @@ class EngineThread:
     def _obey(self, wait: bool) -> None:
         try:
             while self._open:
-                self._commands.get(block=wait)()
+                self._commands.get(wait, IDLE)()
                 wait = False
         except queue.Empty:
             pass

@@ -138,7 +138,8 @@ def check(settings: ServeOptions, limits: Limits, given: Mapping[str, Statement]
         ("tensor_model_parallel_size", settings.tensor_model_parallel_size, 1),
         ("pipeline_model_parallel_size", settings.pipeline_model_parallel_size, 1),
         ("cache_gigabytes", 1.0 if settings.cache_gigabytes is None else settings.cache_gigabytes, 1e-6),
-        ("distributed_timeout_minutes", settings.distributed_timeout_minutes, 1e-6),
+        # an idle server gives its ranks a sign of life every minute
+        ("distributed_timeout_minutes", settings.distributed_timeout_minutes, 2 if rank_env.ranks().world_size > 1 else 1e-6),
     ]:
         if not least <= value < float("inf"):
             raise SettingsError(f"{words_of(given, name, value)}: has to be at least {least:g}")

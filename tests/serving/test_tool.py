@@ -94,6 +94,26 @@ def test_a_model_is_served(checkpoint, expected, tmp_path):
         assert 'megatron_serve_iteration{model="cats"} 7.0' in text and 'engine{model="cats",what="blocks"}' in text
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
+def test_ranks_serve_together(new_checkpoint, tp, pp, tmp_path):
+    """They take a newer checkpoint together, and end together."""
+    new_checkpoint(tmp_path / "run")
+    launch = ["-m", "megatron.tools.launch", "--nproc-per-node", str(tp * pp)]
+    words = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
+    with serving("--follow", str(tmp_path / "run"), *words, launch=launch) as (url, _):
+        asked = dict(prompt="the cat sat", max_tokens=12, temperature=0, n=3)
+        one = ask(url, "/v1/completions", **asked)
+        new_checkpoint(tmp_path / "run", iteration=9, by=0.5)
+        until = time.monotonic() + 60
+        while (other := ask(url, "/v1/completions", **asked))["system_fingerprint"] == "iteration 7":
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    for answer, step in ((one, 7), (other, 9)):
+        text = texts_of(str(tmp_path / "run" / f"iter_{step:07}"))("the cat sat", tokens_to_generate=12, greedy=True)
+        assert [choice["text"] for choice in answer["choices"]] == [text] * 3
+
+
 def test_a_newer_checkpoint_is_taken(new_checkpoint, expected, tmp_path):
     """Each answer is that of one set of weights, the one that it names; no request is lost meanwhile."""
     new_checkpoint(tmp_path / "run")
