@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServeLimits:
     """What a server takes at most."""
 
     max_batch: int = setting("texts that are generated at a time", 16)
@@ -34,7 +34,7 @@ class Limits:
         return self.max_batch + self.max_queue
 
 
-async def read_json(request, limits: Limits) -> Any:
+async def read_json(request, limits: ServeLimits) -> Any:
     """The JSON value in the body of a request. Raises ApiError if there is none."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -46,7 +46,7 @@ async def read_json(request, limits: Limits) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
-async def read_body(request, limits: Limits) -> bytes:
+async def read_body(request, limits: ServeLimits) -> bytes:
     """The body of a request. Raises ApiError if it is too long, or does not arrive."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limits.max_body_bytes:
@@ -58,7 +58,7 @@ async def read_body(request, limits: Limits) -> bytes:
         raise ApiError(408, what, code="timeout", headers={"connection": "close"}) from None
 
 
-async def _body(request, limits: Limits) -> bytes:
+async def _body(request, limits: ServeLimits) -> bytes:
     from starlette.requests import ClientDisconnect
 
     body = bytearray()
@@ -72,7 +72,7 @@ async def _body(request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-def _too_long(limits: Limits) -> ApiError:
+def _too_long(limits: ServeLimits) -> ApiError:
     what = f"the body has more than {limits.max_body_bytes} bytes"
     return ApiError(413, what, code="body_too_long", headers={"connection": "close"})
 

@@ -31,7 +31,7 @@ IDLE = 5.0  # seconds without work until the engine is called nevertheless
 LONGEST_RETRY = 60  # seconds that a client is asked to wait, at most
 
 
-class Job:
+class TextJob:
     """The texts of one HTTP request. An asynchronous iterator of (place, Output)."""
 
     def __init__(self, thread: "EngineThread", requests: Sequence[Request]):
@@ -45,13 +45,13 @@ class Job:
         self.running = set(range(len(self.requests)))
         self._outputs: asyncio.Queue = asyncio.Queue()
 
-    async def __aenter__(self) -> "Job":
+    async def __aenter__(self) -> "TextJob":
         return self
 
     async def __aexit__(self, *error) -> None:
         self.cancel()
 
-    def __aiter__(self) -> "Job":
+    def __aiter__(self) -> "TextJob":
         return self
 
     async def __anext__(self) -> tuple[int, Output]:
@@ -94,11 +94,11 @@ class EngineThread:
         self.error: Optional[BaseException] = None
         self.loop: asyncio.AbstractEventLoop
         self._seconds = 1.0  # that a text takes, lately
-        self._jobs: set[Job] = set()
+        self._jobs: set[TextJob] = set()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The following belong to the thread.
-        self._owners: dict[int, tuple[Job, int]] = {}
-        self._held: deque[Job] = deque()  # while the weights are replaced
+        self._owners: dict[int, tuple[TextJob, int]] = {}
+        self._held: deque[TextJob] = deque()  # while the weights are replaced
         self._replacement: Optional[tuple[Callable[[], tuple], asyncio.Future]] = None
         self._open = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -107,7 +107,7 @@ class EngineThread:
         self.loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def add(self, requests: Sequence[Request]) -> Job:
+    async def add(self, requests: Sequence[Request]) -> TextJob:
         """Queue requests. Raises ApiError if there is no room for all of them, or the engine refuses one."""
         if self.error is not None:
             raise ApiError(500, "the model has failed; the server is stopping", code="engine_failed")
@@ -121,7 +121,7 @@ class EngineThread:
                 code="queue_full",
                 headers={"retry-after": str(seconds)},
             )
-        job = Job(self, requests)
+        job = TextJob(self, requests)
         self.in_flight += len(job.requests)
         self._jobs.add(job)
         self._commands.put(partial(self._add, job))
@@ -134,7 +134,7 @@ class EngineThread:
             raise
         return job
 
-    def cancel(self, job: Job, place: int) -> None:
+    def cancel(self, job: TextJob, place: int) -> None:
         self._commands.put(partial(self._cancel, job, place))
 
     def cancel_all(self, reason: ApiError) -> None:
@@ -180,7 +180,7 @@ class EngineThread:
         except queue.Empty:
             pass
 
-    def _add(self, job: Job) -> None:
+    def _add(self, job: TextJob) -> None:
         if self._replacement and not job.abandoned:
             self._held.append(job)
             return
@@ -197,7 +197,7 @@ class EngineThread:
         self._owners.update({number: (job, place) for place, number in enumerate(numbers)})
         self._call(self._accept, job)
 
-    def _cancel(self, job: Job, place: int) -> None:
+    def _cancel(self, job: TextJob, place: int) -> None:
         if not job.numbers:  # it is held, or was refused
             return
         number = job.numbers[place]
@@ -233,22 +233,22 @@ class EngineThread:
 
     # -- called by the thread, in the loop -----------------------------------------------------------------------------
 
-    def _accept(self, job: Job) -> None:
+    def _accept(self, job: TextJob) -> None:
         if not job.numbers:
             self._drop(job)
         _set(job.added, None)
 
-    def _refuse(self, job: Job, error: Failure) -> None:
+    def _refuse(self, job: TextJob, error: Failure) -> None:
         self._drop(job)
         if not job.added.done():
             job.added.set_exception(error)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: TextJob) -> None:
         self.in_flight -= len(job.running)
         job.running.clear()
         self._jobs.discard(job)
 
-    def _deliver(self, found: list[tuple[Job, int, Output]], stats) -> None:
+    def _deliver(self, found: list[tuple[TextJob, int, Output]], stats) -> None:
         now = time.monotonic()
         for job, place, output in found:
             if output.new is not None:

@@ -17,7 +17,7 @@ from typing import Any, Optional
 import orjson
 from yarl import URL
 
-from megatron.serving.answers import EventStream, Limits, read_body, unless_gone
+from megatron.serving.answers import EventStream, ServeLimits, read_body, unless_gone
 from megatron.serving.errors import ApiError, ClientLeft
 from megatron.serving.replicas import Replica, Replicas
 
@@ -33,7 +33,7 @@ log = logging.getLogger("megatron.serving")
 class Front:
     """Sends requests to replicas."""
 
-    def __init__(self, replicas: Replicas, limits: Limits):
+    def __init__(self, replicas: Replicas, limits: ServeLimits):
         self.replicas, self.limits = replicas, limits
         self.session: Any = None
 
@@ -147,7 +147,9 @@ class Front:
                 raise Broken("the stream ended early")
             except (aiohttp.ClientError, OSError, Broken) as error:
                 replica = asked.open.replica
-                log.warning("replica %s failed in a stream (%s): another one goes on", replica.name, type(error).__name__)
+                log.warning(
+                    "replica %s failed in a stream (%s): another one goes on", replica.name, type(error).__name__
+                )
             asked.release()
             found = await self._opened(asked, [replica])
             if not isinstance(found, Open):

@@ -16,8 +16,8 @@ from megatron.errors import Failure
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.text_stream import TextStream
-from megatron.serving.answers import Limits, read_json, unless_gone
-from megatron.serving.engine_thread import Job
+from megatron.serving.answers import ServeLimits, read_json, unless_gone
+from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import SEEDS, Strict, length_of, parse
 from megatron.serving.served_model import ServedModel
@@ -83,7 +83,7 @@ class MegatronBody(Strict):
 class MegatronApi:
     """The endpoint for one model."""
 
-    def __init__(self, model: ServedModel, limits: Limits):
+    def __init__(self, model: ServedModel, limits: ServeLimits):
         self.model, self.limits = model, limits
 
     async def generate(self, request):
@@ -124,7 +124,7 @@ class MegatronApi:
             requests.append(Request(prompt, sampling, index=number, end=end, **scores))
         return requests
 
-    async def _answer(self, job: Job, body: MegatronBody, prompts: list[tuple[int, ...]]) -> dict[str, Any]:
+    async def _answer(self, job: TextJob, body: MegatronBody, prompts: list[tuple[int, ...]]) -> dict[str, Any]:
         tokenizer, shown = self.model.tokenizer, self.model.token_texts.shown
         tokens = [list(prompt) for prompt in prompts]
         values: list[list[Optional[float]]] = [[] for _ in prompts]

@@ -8,7 +8,7 @@ TOKEN_TIMES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 REQUEST_TIMES = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 
 
-class Metrics:
+class ServeMetrics:
     """The instruments of a server. `of(model)` returns those of one model."""
 
     def __init__(self):
@@ -54,7 +54,7 @@ class Metrics:
 class Meter:
     """The instruments of one model."""
 
-    def __init__(self, metrics: Metrics, model: str):
+    def __init__(self, metrics: ServeMetrics, model: str):
         self.metrics, self.model = metrics, model
         named = {name: histogram.labels(model) for name, histogram in metrics.histograms.items()}
         self._first, self._between, self._text = named.values()

@@ -12,23 +12,23 @@ import orjson
 from megatron.errors import Failure
 from megatron.inference.requests import Request, TokenScore
 from megatron.inference.text_stream import TextStream
-from megatron.serving.answers import EventStream, Limits, read_json, unless_gone
-from megatron.serving.engine_thread import Job
+from megatron.serving.answers import EventStream, ServeLimits, read_json, unless_gone
+from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
-from megatron.serving.openai_requests import Chat, Completion, Words, length_of, parse
+from megatron.serving.openai_requests import Chat, Completion, TextBody, length_of, parse
 from megatron.serving.served_model import ServedModel
-from megatron.serving.texts import Part, RunningText, TokenTexts, parts_of
+from megatron.serving.texts import RunningText, TextPart, TokenTexts, parts_of
 
 SHORT_ANSWER = 16  # tokens of a completion for which no length is given, as OpenAI's
 LEAST = -9999.0  # stands for a log-probability of -inf, which JSON does not have
 
 
 @dataclass(frozen=True)
-class Work:
+class TextRequest:
     """A body in the engine's terms. requests: `each` texts for each prompt, of which the `n` best are the answer."""
 
     model: ServedModel
-    body: Words
+    body: TextBody
     prompts: Sequence[tuple[int, ...]]
     requests: Sequence[Request]
     each: int
@@ -37,7 +37,7 @@ class Work:
 class OpenAI:
     """The endpoints for some models, by name."""
 
-    def __init__(self, models: Mapping[str, ServedModel], limits: Limits):
+    def __init__(self, models: Mapping[str, ServedModel], limits: ServeLimits):
         self._models, self.limits = models, limits
 
     async def models(self, request):
@@ -87,7 +87,9 @@ class OpenAI:
             )
         return self._models[name]
 
-    def _work(self, model: ServedModel, body: Words, prompts, default: int, each: int, end, more: dict) -> Work:
+    def _work(
+        self, model: ServedModel, body: TextBody, prompts, default: int, each: int, end, more: dict
+    ) -> TextRequest:
         most = self.limits.max_answer_tokens
         lengths = [length_of(body.max_tokens, default, len(prompt), model.longest, most) for prompt in prompts]
         requests = []
@@ -106,9 +108,9 @@ class OpenAI:
                 raise ApiError(400, in_one_line(error)) from None
             own = dict(sampling=sampling, end=end, **more)
             requests += [Request(prompt, index=number, **own) for number in range(each)]
-        return Work(model, body, prompts, requests, each)
+        return TextRequest(model, body, prompts, requests, each)
 
-    async def _answer(self, request, work: Work, form: "Form"):
+    async def _answer(self, request, work: TextRequest, form: "Form"):
         """Generate, and answer with the whole or with a stream."""
         request.scope["label"] = work.body.label
         seconds = self.limits.request_timeout
@@ -123,8 +125,8 @@ class OpenAI:
             return _json(await unless_gone(request.receive, _whole(job, work, texts, form), seconds))
 
 
-async def _whole(job: Job, work: Work, texts: list[RunningText], form: "Form") -> dict[str, Any]:
-    wholes = [Part() for _ in texts]
+async def _whole(job: TextJob, work: TextRequest, texts: list[RunningText], form: "Form") -> dict[str, Any]:
+    wholes = [TextPart() for _ in texts]
     async for place, part in parts_of(job, texts):
         wholes[place] = _joined(wholes[place], part)
     n, choices = work.body.n, []
@@ -136,7 +138,7 @@ async def _whole(job: Job, work: Work, texts: list[RunningText], form: "Form") -
     return form.frame(form.whole) | dict(choices=choices, usage=_usage(work, texts))
 
 
-async def _events(job: Job, work: Work, texts: list[RunningText], form: "Form") -> AsyncIterator[Any]:
+async def _events(job: TextJob, work: TextRequest, texts: list[RunningText], form: "Form") -> AsyncIterator[Any]:
     options = work.body.stream_options
     usage = dict(usage=None) if options and options.include_usage else {}
     frame = form.frame(form.chunk)
@@ -151,11 +153,11 @@ async def _events(job: Job, work: Work, texts: list[RunningText], form: "Form") 
         yield b"[DONE]"
 
 
-def _joined(one: Part, other: Part) -> Part:
-    return Part(one.text + other.text, one.scores + other.scores, other.finish, one.prompt + other.prompt)
+def _joined(one: TextPart, other: TextPart) -> TextPart:
+    return TextPart(one.text + other.text, one.scores + other.scores, other.finish, one.prompt + other.prompt)
 
 
-def _usage(work: Work, texts: list[RunningText]) -> dict[str, Any]:
+def _usage(work: TextRequest, texts: list[RunningText]) -> dict[str, Any]:
     prompt = sum(map(len, work.prompts))
     cached = sum(text.cached for text in texts[:: work.each])
     new = sum(text.tokens for text in texts)
@@ -169,7 +171,7 @@ class Form:
 
     whole = chunk = letters = ""
 
-    def __init__(self, work: Work):
+    def __init__(self, work: TextRequest):
         self.model, self.version, self.scored = work.model, "", bool(work.body.logprobs is not None)
         self.id, self.created = f"{self.letters}-{uuid.uuid4().hex}", int(time.time())
 
@@ -181,7 +183,7 @@ class Form:
         """What a stream begins with."""
         return []
 
-    def choice(self, place: int, part: Part, prompt: int, whole: bool = False) -> dict[str, Any]:
+    def choice(self, place: int, part: TextPart, prompt: int, whole: bool = False) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -191,13 +193,13 @@ class Completions(Form):
     whole = chunk = "text_completion"
     letters = "cmpl"
 
-    def __init__(self, work: Work, texts: Sequence[str]):
+    def __init__(self, work: TextRequest, texts: Sequence[str]):
         super().__init__(work)
         self.texts, self.echo, self.prompts = texts, bool(work.body.echo), work.prompts
         self.offsets: dict[int, int] = {}
         self.repeated: set[int] = set()
 
-    def choice(self, place: int, part: Part, prompt: int, whole: bool = False) -> dict[str, Any]:
+    def choice(self, place: int, part: TextPart, prompt: int, whole: bool = False) -> dict[str, Any]:
         text, scores = part.text, list(part.scores)
         if self.echo and place not in self.repeated:
             self.repeated.add(place)
@@ -224,7 +226,7 @@ class Completions(Form):
 class Chats(Form):
     whole, chunk, letters = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, work: Work):
+    def __init__(self, work: TextRequest):
         super().__init__(work)
         self.scored = bool(work.body.logprobs)
 
@@ -232,7 +234,7 @@ class Chats(Form):
         delta = dict(role="assistant", content="")
         return [dict(index=place, delta=delta, logprobs=None, finish_reason=None)]
 
-    def choice(self, place: int, part: Part, prompt: int, whole: bool = False) -> dict[str, Any]:
+    def choice(self, place: int, part: TextPart, prompt: int, whole: bool = False) -> dict[str, Any]:
         if whole:
             said = dict(message=dict(role="assistant", content=part.text, refusal=None))
         else:

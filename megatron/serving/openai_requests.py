@@ -63,7 +63,7 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] = False
 
 
-class Words(Strict):
+class TextBody(Strict):
     """The parameters of both endpoints."""
 
     model: Optional[str] = None
@@ -151,7 +151,7 @@ class Words(Strict):
         return Sampling(**words)
 
 
-class Completion(Words):
+class Completion(TextBody):
     """The body of POST /v1/completions."""
 
     prompt: Union[Prompt, list[Prompt]]
@@ -183,14 +183,14 @@ class Completion(Words):
         return self.prompt if several else [self.prompt]
 
 
-class TextPart(Strict):
+class MessagePart(Strict):
     type: Literal["text"]
     text: str
 
 
 class Message(Strict):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Union[str, Annotated[list[TextPart], Field(min_length=1)]]
+    content: Union[str, Annotated[list[MessagePart], Field(min_length=1)]]
     name: Optional[str] = None
 
     def plain(self) -> dict[str, str]:
@@ -199,7 +199,7 @@ class Message(Strict):
         return dict(role=self.role, content=text) | (dict(name=self.name) if self.name is not None else {})
 
 
-class Chat(Words):
+class Chat(TextBody):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -281,7 +281,7 @@ def length_of(asked: Optional[int], default: int, prompt: int, longest: int, mos
     if prompt + asked > longest:
         raise ApiError(
             400,
-            f"max_tokens: the prompt's {prompt} tokens and {asked} more are {prompt + asked}; the model's context has {longest}",
+            f"max_tokens: {prompt} tokens of the prompt and {asked} more are {prompt + asked}; the context has {longest}",
             param="max_tokens",
             code="context_length_exceeded",
         )

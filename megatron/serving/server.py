@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The web server: routes, authentication, errors, log, and a stop that lets running answers end.
 
-serve(Service({"345M": model}, metrics, Limits(), keys=()), listen("127.0.0.1", 8000))     # until SIGTERM or Ctrl-C
+serve(Service({"345M": model}, metrics, ServeLimits(), keys=()), listen("127.0.0.1", 8000))     # until SIGTERM or Ctrl-C
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from megatron.serving.answers import Limits
+from megatron.serving.answers import ServeLimits
 from megatron.serving.errors import ApiError, ClientLeft
-from megatron.serving.metrics import Metrics
+from megatron.serving.metrics import ServeMetrics
 from megatron.serving.served_model import ServedModel
 from megatron.telemetry.web import Headers, local_names
 
@@ -36,8 +36,8 @@ class Service:
     """What is served. keys: one of them has to be sent, if there are any; background: runs as long as the server does."""
 
     models: Mapping[str, ServedModel]
-    metrics: Metrics
-    limits: Limits
+    metrics: ServeMetrics
+    limits: ServeLimits
     keys: Sequence[str] = ()
     background: Sequence[Callable[[], AsyncIterator[None]]] = ()
     stopping: bool = False
@@ -184,7 +184,7 @@ class Keys:
 class Log:
     """Counts requests, and logs a line for each. Bodies are not logged."""
 
-    def __init__(self, app, metrics: Metrics, paths: Sequence[str]):
+    def __init__(self, app, metrics: ServeMetrics, paths: Sequence[str]):
         self.app, self.metrics, self.paths = app, metrics, set(paths)
 
     async def __call__(self, scope, receive, send):
@@ -238,7 +238,7 @@ def is_local(listener: socket.socket) -> bool:
 
 
 def web_server(
-    application, limits: Limits, told: Callable[[], None] = lambda: None, late: Callable[[], None] = lambda: None
+    application, limits: ServeLimits, told: Callable[[], None] = lambda: None, late: Callable[[], None] = lambda: None
 ):
     """uvicorn's server of an application. told: called when it is told to stop; late: after --stop-timeout."""
     import uvicorn

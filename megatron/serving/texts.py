@@ -8,12 +8,12 @@ from typing import Optional
 
 from megatron.inference.requests import Output, TokenScore
 from megatron.inference.text_stream import TextStream
-from megatron.serving.engine_thread import Job
+from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError
 
 
 @dataclass(frozen=True)
-class Part:
+class TextPart:
     """What came of a text. finish: "stop" or "length" at its end; prompt: at its beginning, if it was asked for."""
 
     text: str = ""
@@ -34,14 +34,14 @@ class RunningText:
     ended: bool = False
     _waiting: list[TokenScore] = field(default_factory=list)  # tokens whose characters are not complete yet
 
-    def take(self, output: Output) -> Part:
+    def take(self, output: Output) -> TextPart:
         """The part of the text that an output completes; it may be empty."""
         self.cached += output.cached
         if output.finish == "cancelled":
             raise ApiError(503, "the text was cancelled by the server", code="cancelled")
         if self.only_prompt:
             self.ended = True
-            return Part(finish="length", prompt=output.prompt)
+            return TextPart(finish="length", prompt=output.prompt)
         text, finish = "", output.finish
         if output.new is not None:
             self.tokens += 1
@@ -59,10 +59,10 @@ class RunningText:
         if text or finish:
             scores, self._waiting = tuple(self._waiting), []
         self.ended = finish is not None
-        return Part(text, scores, finish, output.prompt)
+        return TextPart(text, scores, finish, output.prompt)
 
 
-async def parts_of(job: Job, texts: Sequence[RunningText]) -> AsyncIterator[tuple[int, Part]]:
+async def parts_of(job: TextJob, texts: Sequence[RunningText]) -> AsyncIterator[tuple[int, TextPart]]:
     """(number of the text, what came of it), until all have ended."""
     async for place, output in job:
         text = texts[place]
@@ -71,7 +71,7 @@ async def parts_of(job: Job, texts: Sequence[RunningText]) -> AsyncIterator[tupl
         part = text.take(output)
         if text.ended and not output.finish:
             job.cancel(place)
-        if part != Part():
+        if part != TextPart():
             yield place, part
         if all(one.ended for one in texts):
             return

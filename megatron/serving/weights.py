@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, Optional
 
@@ -110,7 +111,7 @@ def follow(folder: str, model: ServedModel, weights: Weights) -> Callable[[], As
                 if not failure:
                     await model.thread.replaced(lambda: (weights.engine(), weights.version, None))
             else:
-                failure = await model.thread.replaced(lambda: _renew_all(weights, newest))
+                failure = await model.thread.replaced(partial(_renew_all, weights, newest))
             if failure:
                 log.warning("%s is not taken: %s", newest, in_one_line(failure))
             else:

@@ -26,7 +26,7 @@ from typing import Any, Literal, Optional
 from megatron.errors import DataError, Failure, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.guard.processes import die_with_parent
-from megatron.serving.answers import Limits
+from megatron.serving.answers import ServeLimits
 from megatron.serving.weights import Weights, follow, names_of
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
     groups, given = parse_with_record(
         argv,
-        dict(serve=ServeOptions, limits=Limits, tokenizer=TokenizerSettings),
+        dict(serve=ServeOptions, limits=ServeLimits, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.serve",
         description="Serve a trained model over HTTP.",
         common=COMMON,
@@ -119,7 +119,7 @@ def main(argv: list[str]) -> None:
         on_ranks(parallel, settings.device, partial(work, settings, limits, keys, tokenizer, listener))
 
 
-def check(settings: ServeOptions, limits: Limits, given: Mapping[str, Statement]) -> None:
+def check(settings: ServeOptions, limits: ServeLimits, given: Mapping[str, Statement]) -> None:
     """Raise UsageError or SettingsError for settings that cannot work, before torch is loaded."""
     folders = settings.folders
     check_replicas(settings)
@@ -130,6 +130,7 @@ def check(settings: ServeOptions, limits: Limits, given: Mapping[str, Statement]
         raise UsageError(f"--served-model-name has {len(names)} names for {len(folders)} models")
     if len(set(names)) != len(names) or len(set(folders)) != len(folders):
         raise UsageError("two models have the same name or folder")
+    world = rank_env.ranks().world_size
     positive = ("max_batch", "max_answer_tokens", "max_body_bytes", "body_timeout", "request_timeout")
     for name, value, least in [
         *((name, getattr(limits, name), 1 if isinstance(getattr(limits, name), int) else 0.001) for name in positive),
@@ -138,13 +139,12 @@ def check(settings: ServeOptions, limits: Limits, given: Mapping[str, Statement]
         ("tensor_model_parallel_size", settings.tensor_model_parallel_size, 1),
         ("pipeline_model_parallel_size", settings.pipeline_model_parallel_size, 1),
         ("cache_gigabytes", 1.0 if settings.cache_gigabytes is None else settings.cache_gigabytes, 1e-6),
-        # an idle server gives its ranks a sign of life every minute
-        ("distributed_timeout_minutes", settings.distributed_timeout_minutes, 2 if rank_env.ranks().world_size > 1 else 1e-6),
+        # without work the first rank tells the others every minute to go on waiting
+        ("distributed_timeout_minutes", settings.distributed_timeout_minutes, 2 if world > 1 else 1e-6),
     ]:
         if not least <= value < float("inf"):
             raise SettingsError(f"{words_of(given, name, value)}: has to be at least {least:g}")
     tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
-    world = rank_env.ranks().world_size
     if tp * pp != world:
         raise SettingsError(
             f"the model is shared by tensor {tp} x pipeline {pp} = {tp * pp} ranks, and this job has {world}",
@@ -183,7 +183,7 @@ def check_replicas(settings: ServeOptions) -> None:
         )
 
 
-def serve_replicas(settings: ServeOptions, limits: Limits, argv: list[str], listener) -> None:
+def serve_replicas(settings: ServeOptions, limits: ServeLimits, argv: list[str], listener) -> None:
     """Serve by several processes behind one address."""
     from megatron.serving.front import Front, front_app
     from megatron.serving.replicas import Child, Replica, Replicas
@@ -238,7 +238,7 @@ def listen(settings: ServeOptions):
 
 
 def work(
-    settings: ServeOptions, limits: Limits, keys: list[str], tokenizer: Mapping[str, Any], listener, context
+    settings: ServeOptions, limits: ServeLimits, keys: list[str], tokenizer: Mapping[str, Any], listener, context
 ) -> None:
     """Load the models on the ranks of a job (`mpu.initialize.RankContext`). The first serves, and the others follow it."""
     from megatron.inference.load import open_tokenizer
@@ -257,7 +257,7 @@ def work(
     whole[0].end()
 
 
-def weights_of(settings: ServeOptions, limits: Limits, folder: str, context) -> Weights:
+def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context) -> Weights:
     """The weights of a model, with the ways to load others and to make an engine. Raises SettingsError if it is no GPT."""
     from megatron.inference.engine import Engine
     from megatron.inference.load import load_model
@@ -280,16 +280,16 @@ def weights_of(settings: ServeOptions, limits: Limits, folder: str, context) -> 
 
 
 def run(
-    settings: ServeOptions, limits: Limits, keys: list[str], whole: list[Weights], tokenizers: list, listener
+    settings: ServeOptions, limits: ServeLimits, keys: list[str], whole: list[Weights], tokenizers: list, listener
 ) -> None:
     """Serve the models until the server is told to stop."""
     from megatron.serving.chat_template import find_template
     from megatron.serving.engine_thread import EngineThread
-    from megatron.serving.metrics import Metrics
+    from megatron.serving.metrics import ServeMetrics
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import Service, serve
 
-    metrics, models, background = Metrics(), {}, []
+    metrics, models, background = ServeMetrics(), {}, []
     names = settings.served_model_name or names_of(settings.folders)
     for name, folder, weights, tokenizer in zip(names, settings.folders, whole, tokenizers):
         meter = metrics.of(name)

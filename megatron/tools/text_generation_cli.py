@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         body = dict(prompts=[prompt], tokens_to_generate=length, **settings)
         try:
             answer = put(url, body, key, asked.timeout)
-        except Refused as error:
+        except ServerRefused as error:
             if not sys.stdin.isatty():
                 raise
             print(f"Error: {error.what}")
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
         print(f"Megatron Response:\n{answer['text'][0]}" if sys.stdin.isatty() else answer["text"][0], flush=True)
 
 
-class Refused(Failure):
+class ServerRefused(Failure):
     """The server did not answer the request."""
 
 
@@ -107,17 +107,17 @@ def prompts(length: Optional[int]) -> Iterator[tuple[str, int]]:
 
 
 def put(url: str, body: dict, key: str, seconds: float) -> dict:
-    """The server's answer. Raises Refused with its message."""
+    """The server's answer. Raises ServerRefused with its message."""
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="PUT")
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        raise Refused(f"{url} answers {error.code}: {_message(error.read())}") from None
+        raise ServerRefused(f"{url} answers {error.code}: {_message(error.read())}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise Refused(
+        raise ServerRefused(
             f"{url} does not answer: {reason}", do="check the address; start it: python -m megatron.tools.serve"
         ) from None
 

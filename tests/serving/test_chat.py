@@ -177,7 +177,7 @@ def test_answers(client, stream):
         (dict(messages=[dict(role="user")]), "messages[0].content"),
         (dict(messages=[dict(content="x")]), "messages[0].role"),
         (dict(messages=[dict(role="user", content="x", tool_calls=[])]), "messages[0].tool_calls"),
-        (dict(messages=[dict(role="user", content=[dict(type="image_url", image_url="x")])]), "messages[0].content[0].type"),
+        (dict(messages=[dict(role="user", content=[dict(type="image_url")])]), "messages[0].content[0].type"),
         (dict(top_logprobs=2), "top_logprobs"),
         (dict(max_tokens=3, max_completion_tokens=4), "max_tokens"),
         (dict(tools=[dict(type="function", function=dict(name="f"))]), "tools"),

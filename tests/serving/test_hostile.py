@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from megatron.serving import connection
-from megatron.serving.answers import Limits
+from megatron.serving.answers import ServeLimits
 from tests.serving.toy import ToyEngine, served
 
 GOOD = dict(model="toy", prompt="a good one", max_tokens=8, seed=1)
@@ -40,7 +40,7 @@ ODD = [
 @pytest.fixture(scope="module")
 def toy():
     before, connection.SLOW = connection.SLOW, 0.5
-    limits = Limits(max_body_bytes=200_000, body_timeout=0.5, max_batch=4, max_queue=4)
+    limits = ServeLimits(max_body_bytes=200_000, body_timeout=0.5, max_batch=4, max_queue=4)
     with served([ToyEngine(max_batch=4)], limits, keys=["right", "other"]) as found:
         yield found
     connection.SLOW = before
@@ -120,8 +120,10 @@ def bodies() -> list[tuple[str, bytes]]:
             found.append(("/api", json.dumps(good | {field: odd}).encode()))
     deep = b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
     for raw in (
-        b"", b"{", b"null", b"[]", b'"text"', b"1", b"\xff\xfe", b"\x00", b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', deep,
-        b'{"prompt": "a", "temperature": Infinity}', b"{'prompt': 'a'}", b'{"prompt": "a"} {"prompt": "b"}', b"\xef\xbb\xbf{}",
+        b"", b"{", b"null", b"[]", b'"text"', b"1", b"\xff\xfe", b"\x00", b'{"prompt": "\\ud800"}', b'{"prompt": NaN}',
+        deep,
+        b'{"prompt": "a", "temperature": Infinity}', b"{'prompt': 'a'}", b'{"prompt": "a"} {"prompt": "b"}',
+        b"\xef\xbb\xbf{}",
         b'{"prompt": "\xc3\x28"}', b'{"prompt": "a", "max_tokens": 1e999}', b'{"prompt": "a", "max_tokens": 2.5}',
     ):  # fmt: skip
         found += [(path, raw) for path in ("/v1/completions", "/v1/chat/completions", "/api")]
@@ -137,8 +139,10 @@ def requests() -> list[bytes]:
     for method in ("POST", "GET", "DELETE"):
         found.append(request(method, "/api", b'{"prompts": ["a"]}'))
     for path in (
-        "/v2", "/v1", "/v1/completions/", "//v1/completions", "/v1/models/none", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd",
-        "/%00", "/serve.js/..", "/index.html%00.js", "/" + "a" * 5000, "/v1/models/%ff%fe", "/page/serve.js", "/%f0%9f%98%80",
+        "/v2", "/v1", "/v1/completions/", "//v1/completions", "/v1/models/none", "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/%00", "/serve.js/..", "/index.html%00.js", "/" + "a" * 5000, "/v1/models/%ff%fe", "/page/serve.js",
+        "/%f0%9f%98%80",
     ):  # fmt: skip
         found.append(request("GET", path))
     for key in (

@@ -14,7 +14,7 @@ import pytest
 from megatron.errors import PeerLost
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.serving.answers import Limits
+from megatron.serving.answers import ServeLimits
 from megatron.serving.server import serve
 from megatron.telemetry.web import listen
 from tests.serving.toy import EOD, LONGEST, ByteTokenizer, ToyEngine, alone, served
@@ -56,7 +56,7 @@ def open_stream(url: str, **body):
 
 
 def test_a_full_queue():
-    with served([ToyEngine(max_batch=2, pause=0.01)], Limits(max_batch=2, max_queue=3)) as toy:
+    with served([ToyEngine(max_batch=2, pause=0.01)], ServeLimits(max_batch=2, max_queue=3)) as toy:
         thread = toy.service.models["toy"].thread
         with concurrent.futures.ThreadPoolExecutor() as pool:
             answers = [
@@ -91,7 +91,7 @@ def test_a_client_that_leaves_frees_its_place(stream):
 
 
 def test_an_answer_that_takes_too_long():
-    with served([ToyEngine(pause=0.02)], Limits(request_timeout=0.3)) as toy:
+    with served([ToyEngine(pause=0.02)], ServeLimits(request_timeout=0.3)) as toy:
         status, error, _ = refused(toy.url, **LONG)
         assert (status, error["type"], error["code"]) == (504, "timeout_error", "timeout")
         _, answer = open_stream(toy.url, **LONG)
@@ -122,7 +122,7 @@ def test_an_engine_that_fails():
 def test_a_server_that_is_told_to_stop(limit, whole):
     """Running answers end, within the limit; nothing new is taken. As SIGTERM does it (`Server.handle_exit`)."""
     engine, found = ToyEngine(pause=0.005), {}
-    service = fresh_service(Limits(stop_timeout=limit), engine)
+    service = fresh_service(ServeLimits(stop_timeout=limit), engine)
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     thread = threading.Thread(target=lambda: found.setdefault("end", serve(service, listener)))
@@ -141,12 +141,12 @@ def test_a_server_that_is_told_to_stop(limit, whole):
         assert json.loads(rest.strip().split(b"\n\n")[-1][6:])["error"]["code"] == "stopping"
 
 
-def fresh_service(limits: Limits, engine: ToyEngine):
+def fresh_service(limits: ServeLimits, engine: ToyEngine):
     from megatron.serving.engine_thread import EngineThread
-    from megatron.serving.metrics import Metrics
+    from megatron.serving.metrics import ServeMetrics
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import Service
 
-    metrics = Metrics()
+    metrics = ServeMetrics()
     thread = EngineThread(engine, room=limits.room, version="iteration 7", meter=metrics.of("toy"))
     return Service({"toy": ServedModel("toy", ByteTokenizer(), LONGEST, thread)}, metrics, limits)

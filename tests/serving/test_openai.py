@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's own client with every endpoint. Texts are compared with those of the toy engine's arithmetic, without a server."""
+"""OpenAI's own client with every endpoint. Texts are compared with the toy engine's arithmetic, without a server."""
 
 import concurrent.futures
 import math

@@ -164,7 +164,7 @@ def test_a_telephone(visit, two, scheme):
     page.click("#go")
     wait_for(
         page,
-        "[...document.querySelectorAll('[data-model] .soft')].filter((one) => one.innerText.includes('ended')).length === 2",
+        "[...document.querySelectorAll('[data-model] .soft')].filter((at) => at.innerText.includes('ended')).length > 1",
     )
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     whole = ByteTokenizer().decode(answer("<" + "hello" * 30 + ">", 64, 3))

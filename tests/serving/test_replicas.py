@@ -18,7 +18,7 @@ import pytest
 
 from megatron.errors import PeerLost, SettingsError, UsageError
 from megatron.serving import replicas as module
-from megatron.serving.answers import Limits
+from megatron.serving.answers import ServeLimits
 from megatron.serving.front import Front, front_app, merged
 from megatron.serving.replicas import Child, Replica, Replicas
 from megatron.serving.server import web_server
@@ -69,7 +69,7 @@ class Cutter:
 @contextlib.contextmanager
 def fronted(*found: Replica, limits=None):
     """The address of a front of some replicas, when all of them are ready."""
-    limits = limits or Limits(stop_timeout=5)
+    limits = limits or ServeLimits(stop_timeout=5)
     listener = listen("127.0.0.1", 0)
     server = web_server(front_app(Front(Replicas(found), limits)), limits)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
@@ -147,7 +147,7 @@ def test_weights_that_have_changed_do_not_go_on_with_a_text():
 
 
 def test_the_least_busy_replica_is_asked_and_a_full_one_is_not():
-    limits = Limits(max_batch=1, max_queue=0)
+    limits = ServeLimits(max_batch=1, max_queue=0)
     with served([ToyEngine(1, pause=0.01)], limits) as one, served([ToyEngine(1, pause=0.01)], limits) as two:
         with (
             fronted(Replica("one", one.url), Replica("two", two.url)) as url,
@@ -186,7 +186,7 @@ def test_no_replica():
     module_wait = "megatron.serving.front.WAIT"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module_wait, 0.3)
-        limits = Limits(stop_timeout=1)
+        limits = ServeLimits(stop_timeout=1)
         listener = listen("127.0.0.1", 0)
         server = web_server(front_app(Front(Replicas([silent]), limits)), limits)
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)

@@ -21,7 +21,7 @@ from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.inference.sampling import Sampling
-from megatron.serving.answers import Limits
+from megatron.serving.answers import ServeLimits
 from megatron.tools import serve, text_generation_cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -173,12 +173,12 @@ def test_keys_of_an_empty_file(tmp_path):
 
 def test_the_client_names_what_is_wrong(toy, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
-    with pytest.raises(text_generation_cli.Refused, match="answers 400: top_p: has to be"):
+    with pytest.raises(text_generation_cli.ServerRefused, match="answers 400: top_p: has to be"):
         text_generation_cli.main([toy.url, "--top-p", "2"])
     monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
-    with pytest.raises(text_generation_cli.Refused, match="does not answer"):
+    with pytest.raises(text_generation_cli.ServerRefused, match="does not answer"):
         text_generation_cli.main(["127.0.0.1:9"])
 
 
 def test_the_limits_have_defaults_that_fit():
-    assert Limits().room == 80
+    assert ServeLimits().room == 80

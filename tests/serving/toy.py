@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from megatron.errors import DataError
 from megatron.inference.requests import Output, Request, TokenScore
-from megatron.serving.answers import Limits
+from megatron.serving.answers import ServeLimits
 from megatron.serving.engine_thread import EngineThread
-from megatron.serving.metrics import Metrics
+from megatron.serving.metrics import ServeMetrics
 from megatron.serving.served_model import ServedModel
 from megatron.serving.server import Service, app
 from megatron.telemetry.web import listen
@@ -178,7 +178,7 @@ def served(engines=None, limits=None, keys=(), names=("toy",), **more):
     from megatron.serving.connection import Connection
 
     engines = engines or [ToyEngine() for _ in names]
-    metrics, limits = Metrics(), limits or Limits()
+    metrics, limits = ServeMetrics(), limits or ServeLimits()
     models = {
         name: ServedModel(
             name,
