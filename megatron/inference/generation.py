@@ -43,7 +43,8 @@ def generate(
     longest:   context length of the model; a text that reaches it ends there
     end:       the token that ends a text
     use_cache: False computes all tokens again at each step, of one text after the other
-    on_token:  receives the new token of every prompt, -1 for those without one, after each step; not with beams
+    on_token:  receives the new token of every prompt, -1 for those without one, after each step; not with beams. Only
+               that of the first rank is called
     pp:        ranks that share the model (`inference.stages`); all of them call this and return the same
     Raises DataError for an empty prompt or one that leaves no room.
     """
@@ -59,6 +60,9 @@ def generate(
         options = dict(longest=longest, end=end, on_token=on_token, count=len(prompts), pp=pp)
         return [_recomputed(model, prompt, sampling, index, **options) for index, prompt in enumerate(prompts)]
     engine, texts = Engine(model, longest=longest, max_batch=min(len(prompts), BATCH) or 1), [[] for _ in prompts]
+    if not engine.link.is_first:
+        engine.follow()
+        return engine.link.shared(None)
     for index, prompt in enumerate(prompts):
         engine.add(Request(tuple(prompt), sampling, index=index, end=end))
     while engine.busy:
@@ -68,7 +72,8 @@ def generate(
                 tokens[output.request] = output.new.token
                 texts[output.request].append(output.new.token)
         on_token(tokens)
-    return texts
+    engine.close()
+    return engine.link.shared(texts)
 
 
 def _recomputed(
