@@ -120,12 +120,9 @@ class LanguageModel(nn.Module):
             if hasattr(module, "region"):
                 module.region = self.region
         use_flash_attention(self.kernels.flash_attention_version)
-        if self.kernels.torch_compile:
-            run_probes("attention")
-            folder = self.kernels.dump_graph
-            more = {"backend": dumping_backend(folder, mesh.rank)} if folder else {}
-            for block in self.blocks.values():
-                block.compile(**more)
+        self.rank = mesh.rank
+        if self.kernels.torch_compile is True:
+            self.compile_layers()
         if last:
             self.final_norm = None  # for layers that end with a norm
             if "final_norm" in tables:
@@ -140,7 +137,7 @@ class LanguageModel(nn.Module):
                 else mappings.copy_to_tensor_model_parallel_region
             )
         choose_fusions(self, self.kernels)
-        attach_products(self.blocks, model, facts.products, self.kernels.torch_compile)
+        attach_products(self.blocks, model, facts.products, bool(self.kernels.torch_compile))
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":
@@ -155,6 +152,14 @@ class LanguageModel(nn.Module):
             seed=config.logging.seed,
             **stage,
         )
+
+    def compile_layers(self) -> None:
+        """Compile the layers, each by itself. The compiler runs in the first pass."""
+        run_probes("attention")
+        folder = self.kernels.dump_graph
+        more = {"backend": dumping_backend(folder, self.rank)} if folder else {}
+        for block in self.blocks.values():
+            block.compile(**more)
 
     # ---- methods for subclasses --------------------------------------------------------------------------------------
 

@@ -530,7 +530,11 @@ class Kernels:
     """The device, the implementations of operations, and garbage collection."""
 
     device: Literal["auto", "cpu", "cuda"] = setting("device; auto: CUDA if available", "auto", also=dict(gpu="cuda"))
-    torch_compile: bool = setting("compile the layers with torch.compile", False)
+    torch_compile: bool = setting(
+        "compile the layers with torch.compile; auto: if the first steps show that it pays",
+        False,
+        also=dict(auto="auto"),
+    )
     dump_graph: Optional[str] = setting(
         "folder for the generated code of --torch-compile, with a subfolder per rank", None, on_resume="irrelevant"
     )
