@@ -166,7 +166,8 @@ class LanguageModel(nn.Module):
     def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> nn.Module:
         """Build layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}).
 
-        It keeps the shape of x. recompute: its recomputed parts, of `Facts.recomputes`; ("full",) is for the caller.
+        It keeps the shape of x. recompute: names of the parts that it recomputes, from `Facts.recomputes`. With ("full",)
+        the caller recomputes the whole layer.
         """
         raise NotImplementedError
 
@@ -186,8 +187,8 @@ class LanguageModel(nn.Module):
 
         x: None on the first stage, else the output of the previous stage, [s, b, h]. batch: a `MicroBatch`.
         Returns [s, b, h], or on the last stage (None, {"lm loss": sum of masked losses, "tokens": number that count}),
-        fp32 scalars. With --z-loss-coeff there is also "z loss"; the gradient of the first includes it. If layers
-        return sums: (that, {name: sum}) on any stage.
+        fp32 scalars. With --z-loss-coeff there is also "z loss", and the gradient of "lm loss" includes that of the z
+        loss. Sums that layers return are added to these; an earlier stage returns (x, {name: sum}) then.
         """
         with self.region():
             x, sums = self._hidden(x, batch, gather=not self.overlap)
@@ -285,7 +286,7 @@ class LanguageModel(nn.Module):
         return (x if self.final_norm is None else self.final_norm(x)), sums
 
     def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
-        """[s, b] as given, or [s, 1] counted from `start`; with context parallelism those of the rank's rows."""
+        """Position ids: as given, [s, b], or numbers from `start`, [s, 1]: of its rows with context parallelism."""
         if position_ids is not None:
             return position_ids
         counted = torch.arange(start, start + s * self.cp.size, device=next(self.parameters()).device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LayerNorm and RMSNorm over the last dim, computed in fp32 for any activation format.
 
-With a second argument, a norm first adds it to x, and returns both the sum and its norm, in one kernel if there is one.
+With a second argument, a norm adds it to x and returns (sum, normalized sum), in one kernel if there is one.
 unfused: only torch's kernels (--no-persist-layer-norm).
 """
 

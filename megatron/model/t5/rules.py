@@ -19,7 +19,7 @@ def _target(s: SimpleNamespace) -> int:
 
 
 def refused(names: str, why: str) -> tuple[Rule, ...]:
-    """A rule for each of these settings that refuses it, because the model does not support it."""
+    """Rules that refuse settings which the model does not support, one for each."""
     return tuple(
         Rule(
             lambda s, name=name: getattr(s, name),
