@@ -113,8 +113,8 @@ def is_panic(error: BaseException) -> bool:
 def has_unicode_17(text: str) -> bool:
     """Whether a text has a character added by Unicode 17.
 
-    At least 560 MB/s (a regular expression: 70), and 1.6 GB/s for English prose: searches for single bytes are fastest, so
-    characters are compared only if the first byte of one of these is there.
+    Searches for single bytes are fastest, so characters are compared only if the first byte of one of these is there:
+    2.7 GB/s for English text, 560 MB/s for emoji (a regular expression: 70).
     """
     data = text.encode("utf-8", "surrogatepass")
     if (b"\xe0" in data or b"\xea" in data) and any(character in text for character in UNICODE_17_LOW):
