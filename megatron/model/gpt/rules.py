@@ -22,6 +22,11 @@ def _scalings(s: SimpleNamespace) -> dict[str, bool]:
     }
 
 
+def _activations(s: SimpleNamespace) -> list[str]:
+    """The flags of activations that are enabled."""
+    return [f"--{name.replace('_', '-')}" for name in ("squared_relu", "swiglu", "geglu") if getattr(s, name)]
+
+
 def _bad_window(s: SimpleNamespace) -> bool:
     try:
         left, right = (-1, 0) if s.window_size is None else window_numbers(s.window_size)
@@ -110,8 +115,15 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.squared_relu and s.swiglu,
-        lambda s: "--squared-relu and --swiglu are two activations of the MLP; give one of them",
+        lambda s: s.squared_relu + s.swiglu + s.geglu > 1,
+        lambda s: (
+            f"{' and '.join(_activations(s))} are {('two', 'three')[len(_activations(s)) - 2]} activations of the MLP; "
+            "give one of them"
+        ),
+    ),
+    Rule(
+        lambda s: s.qk_layernorm and s.qk_layernorm_across_heads and s.normalization != "RMSNorm",
+        lambda s: f"--qk-layernorm-across-heads is for --normalization RMSNorm; {s.normalization} is over each head",
     ),
     Rule(
         lambda s: (
@@ -167,6 +179,12 @@ IDLE = {
     ),
     "window_attn_skip_freq": Needs("--window-size", lambda s: s.window_size is not None),
     "rotary_base": _ROPE,
+    "rope_local_base_freq": Needs(
+        "--position-embedding-type rope and a --window-size",
+        lambda s: s.position_embedding_type == "rope" and s.window_size is not None,
+    ),
+    "qk_layernorm_across_heads": Needs("--qk-layernorm", lambda s: s.qk_layernorm),
+    "add_qkv_bias": Needs("--disable-bias-linear", lambda s: s.disable_bias_linear),
     "rotary_percent": _ROPE,
     "rotary_seq_len_interpolation_factor": _ROPE,
     "use_rope_scaling": _ROPE,
