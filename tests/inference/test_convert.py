@@ -128,12 +128,12 @@ def test_the_export_carries_the_tokenizer(tmp_path, capsys, monkeypatch):
 
 def test_nothing_is_written_when_the_models_differ(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    from megatron.model.gpt import hf_names
+    from megatron.model.gpt import hf_settings
 
     save(tmp_path / "ours", GPT2)
-    right = hf_names.their_settings
+    right = hf_settings.their_settings
     monkeypatch.setattr(
-        "megatron.model.gpt.hf_names.their_settings", lambda *args: right(*args) | dict(activation_function="gelu")
+        "megatron.model.gpt.hf_settings.their_settings", lambda *args: right(*args) | dict(activation_function="gelu")
     )
     with pytest.raises(CheckpointError, match="computes something else: logits differ by"):
         tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
@@ -143,7 +143,7 @@ def test_nothing_is_written_when_the_models_differ(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config | dict(layer_norm_epsilon=0.1)))
     monkeypatch.setattr(
-        hf_names, "_from_gpt2", lambda c, old=hf_names._from_gpt2: old(c | dict(layer_norm_epsilon=1e-5))
+        hf_settings, "_from_gpt2", lambda c, old=hf_settings._from_gpt2: old(c | dict(layer_norm_epsilon=1e-5))
     )
     with pytest.raises(CheckpointError, match="computes something else"):
         tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")])

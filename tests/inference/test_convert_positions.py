@@ -5,7 +5,7 @@ import pytest
 
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
-from megatron.model.gpt.hf_names import our_settings, their_settings
+from megatron.model.gpt.hf_settings import our_settings, their_settings
 from megatron.settings import schema
 from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool

@@ -72,8 +72,7 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: Mapping[str, Any], c
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if check:
             loaded = load_model(path, precision="fp32")
-            for parameter in loaded.model.parameters():
-                parameter.data = parameter.data.to(dtype).float()
+            _round(loaded.model, family, dtype)
             notices.append(_compared(family, loaded, folder))
         return [f"{out}: {family.kind} in {', '.join(files)}", *family.notices, *notices]
 
@@ -188,6 +187,16 @@ def _fitting_names(source: Path, files: hf_files.TensorFiles, family: Family) ->
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _round(model, family: Family, dtype: torch.dtype) -> None:
+    """Round the weights of our model as an export in `dtype` does, which may hold differences from them."""
+    parameters = dict(model.named_parameters())
+    for match in family.matches:
+        whole = family.facts.weights[match.ours].shape
+        weight = parameters[match.ours].data[: whole[0]]  # without padding
+        weight.copy_(match.to_ours([part.to(dtype).float() for part in match.to_theirs(weight)]))
 
 
 @torch.no_grad()
