@@ -69,7 +69,7 @@ def family(tmp_path_factory):
                 theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             generator = torch.Generator().manual_seed(7)
             with torch.no_grad():
-                for name, parameter in theirs.named_parameters():
+                for parameter in theirs.parameters():
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(0.15 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
             theirs.save_pretrained(folder / "theirs")

@@ -60,7 +60,7 @@ def _gpt2(m: Model) -> dict[str, bool]:
     }
 
 
-class Family(NamedTuple):
+class DecoderFamily(NamedTuple):
     """A family of transformers.
 
     name, architecture: in words, and the class of its model
@@ -86,8 +86,8 @@ class Family(NamedTuple):
 _EPSILON_5 = dict(rms_norm_eps=1e-5)
 _GEMMA = dict(head_dim=256, tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096)
 _QWEN = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, use_sliding_window=False)
-FAMILIES: dict[str, Family] = {  # model_type -> family
-    "gpt2": Family(
+FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
+    "gpt2": DecoderFamily(
         "GPT-2",
         "GPT2LMHeadModel",
         dict(
@@ -100,26 +100,28 @@ FAMILIES: dict[str, Family] = {  # model_type -> family
         ),
         against=_gpt2,
     ),
-    "llama": Family("Llama", "LlamaForCausalLM", dict(SCALED, disable_bias_linear=ANY)),
-    "mistral": Family("Mistral", "MistralForCausalLM", dict(SCALED, window_size=ANY), dict(sliding_window=4096)),
-    "qwen2": Family("Qwen2", "Qwen2ForCausalLM", dict(SCALED, **WINDOWS, add_qkv_bias=True), _QWEN),
-    "qwen3": Family("Qwen3", "Qwen3ForCausalLM", dict(SCALED, **WINDOWS, qk_layernorm=True), dict(_QWEN, head_dim=128)),
-    "phi3": Family("Phi-3", "Phi3ForCausalLM", dict(rotary_percent=ANY, window_size=ANY), _EPSILON_5),
-    "olmo2": Family(
+    "llama": DecoderFamily("Llama", "LlamaForCausalLM", dict(SCALED, disable_bias_linear=ANY)),
+    "mistral": DecoderFamily("Mistral", "MistralForCausalLM", dict(SCALED, window_size=ANY), dict(sliding_window=4096)),
+    "qwen2": DecoderFamily("Qwen2", "Qwen2ForCausalLM", dict(SCALED, **WINDOWS, add_qkv_bias=True), _QWEN),
+    "qwen3": DecoderFamily(
+        "Qwen3", "Qwen3ForCausalLM", dict(SCALED, **WINDOWS, qk_layernorm=True), dict(_QWEN, head_dim=128)
+    ),
+    "phi3": DecoderFamily("Phi-3", "Phi3ForCausalLM", dict(rotary_percent=ANY, window_size=ANY), _EPSILON_5),
+    "olmo2": DecoderFamily(
         "OLMo 2",
         "Olmo2ForCausalLM",
         dict(SCALED, norm_position="post", qk_layernorm=True, qk_layernorm_across_heads=True),
         _EPSILON_5,
     ),
-    "gemma": Family("Gemma", "GemmaForCausalLM", dict(SCALED, **GEMMA), dict(_GEMMA, num_key_value_heads=16)),
-    "gemma2": Family(
+    "gemma": DecoderFamily("Gemma", "GemmaForCausalLM", dict(SCALED, **GEMMA), dict(_GEMMA, num_key_value_heads=16)),
+    "gemma2": DecoderFamily(
         "Gemma 2",
         "Gemma2ForCausalLM",
         dict(SCALED, **GEMMA_2, attn_logit_softcapping=ANY),
         dict(_GEMMA, num_key_value_heads=4, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
         against=_gemma_2,
     ),
-    "gemma3_text": Family(
+    "gemma3_text": DecoderFamily(
         "Gemma 3",
         "Gemma3ForCausalLM",
         dict(GEMMA_2, rotary_seq_len_interpolation_factor=ANY, rope_local_base_freq=ANY, qk_layernorm=True),

@@ -22,11 +22,6 @@ def _scalings(s: SimpleNamespace) -> dict[str, bool]:
     }
 
 
-def _activations(s: SimpleNamespace) -> list[str]:
-    """The flags of activations that are enabled."""
-    return [f"--{name.replace('_', '-')}" for name in ("squared_relu", "swiglu", "geglu") if getattr(s, name)]
-
-
 def _bad_window(s: SimpleNamespace) -> bool:
     try:
         left, right = (-1, 0) if s.window_size is None else window_numbers(s.window_size)
@@ -114,12 +109,14 @@ RULES = (
             "flash-attn)"
         ),
     ),
-    Rule(
-        lambda s: s.squared_relu + s.swiglu + s.geglu > 1,
-        lambda s: (
-            f"{' and '.join(_activations(s))} are {('two', 'three')[len(_activations(s)) - 2]} activations of the MLP; "
-            "give one of them"
-        ),
+    *(
+        Rule(
+            lambda s, one=one, other=other: getattr(s, one) and getattr(s, other),
+            lambda s, one=one, other=other: (
+                f"--{one.replace('_', '-')} and --{other} are two activations of the MLP; give one of them"
+            ),
+        )
+        for one, other in (("squared_relu", "swiglu"), ("squared_relu", "geglu"), ("swiglu", "geglu"))
     ),
     Rule(
         lambda s: s.qk_layernorm and s.qk_layernorm_across_heads and s.normalization != "RMSNorm",
