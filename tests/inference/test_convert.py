@@ -83,7 +83,7 @@ UNTIED, TIED = dict(untie_embeddings_and_output_weights=True), dict(untie_embedd
 def test_there_and_back_keeps_every_bit(tmp_path, model, capsys):
     pytest.importorskip("transformers")
     weights = save(tmp_path / "ours", model)
-    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--dtype", "fp32"])
     assert "both models agree" in capsys.readouterr().out
     tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")])
     assert_same(loaded(tmp_path / "back"), weights)
@@ -160,12 +160,12 @@ def test_without_transformers_the_message_is_clear(tmp_path, monkeypatch):
     tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back"), "--unchecked"])
 
 
-def test_large_models_come_in_several_files(tmp_path, monkeypatch):
+def test_large_models_come_in_several_files(tmp_path):
     weights = save(tmp_path / "ours", LLAMA)
-    from megatron.inference.convert import hf_files
-
-    monkeypatch.setattr(hf_files.write_tensors, "__defaults__", (20_000,))
-    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--unchecked"])
+    sizes = "--unchecked --dtype fp32 --max-shard-size 20KB".split()
+    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), *sizes])
+    with pytest.raises(UsageError, match="--max-shard-size 5 apples is not a size"):
+        tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "b"), "--max-shard-size", "5 apples"])
     files = sorted((tmp_path / "theirs").glob("*.safetensors"))
     assert len(files) > 3 and all(path.stat().st_size < 22_000 for path in files)
     tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back"), "--unchecked"])

@@ -172,7 +172,8 @@ def kind_of(model: Model) -> str:
     for kind, why in reasons.items():
         if not why:
             return kind
-    nearest = sorted(reasons, key=lambda kind: len(reasons[kind]))[:3]
+    least = min(map(len, reasons.values()))
+    nearest = [kind for kind, why in sorted(reasons.items(), key=lambda item: len(item[1])) if len(why) <= least + 1]
     raise SettingsError(
         "Hugging Face has no model of this shape among " + ", ".join(family.name for family in FAMILIES.values()),
         "\n  ".join(f"not {FAMILIES[kind].name}: {', '.join(reasons[kind])}" for kind in nearest),
@@ -255,6 +256,7 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
             final_logit_softcapping=m.final_logit_softcapping,
             attn_logit_softcapping=m.attn_logit_softcapping,
         )
+        common["sliding_window"] = _their_window(m) or m.position_table  # it builds a mask even if no layer uses it
         del common["hidden_act"]
     if kind == "gemma3_text":
         base = m.rope_local_base_freq
