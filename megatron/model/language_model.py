@@ -5,6 +5,7 @@ Legend: s sequence, b micro-batch, h hidden, v vocabulary, tp ranks that divide 
 or [s/tp, b, h] between layers with sequence parallelism. With context parallelism, s is one rank's part of a sequence.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Optional
@@ -357,6 +358,7 @@ class Embedding(nn.Module):
         if "embedding" in tables:
             self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory_kwargs)
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
+        self.scale = math.sqrt(model.hidden_size) if model.scale_embedding else None
         self.dropout = Dropout(
             model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None, cp=mesh.cp
         )
@@ -364,6 +366,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, samples) -> torch.Tensor:
         """tokens [s, b], position_ids [s, b or 1]."""
         x = self.word(tokens)
+        if self.scale is not None:
+            x = x * self.scale
         if self.position is not None:
             if self.sequence_parallel:
                 position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
