@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a trained model from a checkpoint of any layout: `loaded = load_model("runs/quickstart/checkpoints")`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -51,6 +51,23 @@ class Loaded:
         """Whether the model predicts the next token of a text."""
         others = ("decode", "follows")  # of an encoder-decoder; of a bidirectional model
         return hasattr(self.model, "logits") and not any(hasattr(self.model, name) for name in others)
+
+    @cached_property
+    def tokenizer(self):
+        """The tokenizer of the training run."""
+        return open_tokenizer(self)
+
+    def generate(self, texts: str | Sequence[str], **settings) -> list[str]:
+        """The continuation of each text, or the answer of an encoder-decoder to it.
+
+            loaded.generate(["Once upon a time"], tokens_to_generate=20, top_p=0.9, stop=["\\n"])
+
+        settings: those of `inference.sampling.Sampling` and `Search`, and `samples`, `seeds` and `use_cache` of
+        `inference.answers.Asked`; several samples of a text follow each other. Use one process.
+        """
+        from megatron.inference.answers import answers_to
+
+        return [answer.text for answer in answers_to(self, [texts] if isinstance(texts, str) else texts, **settings)]
 
     def check_words(self) -> None:
         """See `refuse_head`."""
