@@ -57,7 +57,7 @@ def test_a_text_ends_before_its_stop_string(loaded, way):
             assert stop in loaded.tokenizer.decode(found.tokens)
             assert stop not in loaded.tokenizer.decode(found.tokens[:-1])
     [later] = answers_to(loaded, PROMPTS[:1], **how, stop=[whole.text[:1]], min_tokens_to_generate=2)
-    assert len(later.text) > 0
+    assert later.text or whole.text[0] == "\ufffd"  # of a character that is not finished
 
 
 def test_tokens_that_end_texts(loaded):
