@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -108,7 +108,26 @@ def load_model(
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
-    dtype, vocab_size = DTYPES[precision], record["vocab_size"]
+    plan = build_model(config, record["vocab_size"], device=device, precision=precision, mesh=mesh, halves=halves)
+    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
+    restored = restore(location(folder), plan.pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    found = restored.state["iteration"], restored.path, restored.notices
+    return Loaded(plan.model.eval(), config, record, record["vocab_size"], *found)
+
+
+class Built(NamedTuple):
+    """A model whose weights are allocated, and not set; weights: all of them in one tensor; pieces: for `restore`."""
+
+    model: torch.nn.Module
+    weights: torch.Tensor
+    pieces: list
+
+
+def build_model(
+    config: schema.Config, vocab_size: int, *, device, precision: str, mesh: Mesh, halves: Halves = (None, None)
+) -> Built:
+    """The model of some settings, for generation: see `load_model`."""
+    dtype = DTYPES[precision]
     parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size)
     plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
     recipe = recipe_of(config)
@@ -135,11 +154,7 @@ def load_model(
         pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
     for name, buffer in placed_buffers(chunks).items():
         pieces += buffer_pieces(name, buffer, mesh.coordinates)
-    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
-    restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
-    return Loaded(
-        model.eval(), config, record, vocab_size, restored.state["iteration"], restored.path, restored.notices
-    )
+    return Built(model, weights, pieces)
 
 
 def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
