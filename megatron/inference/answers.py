@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.inference.engine import Engine
-from megatron.inference.generation import BATCH, generate
+from megatron.inference.generation import BATCH, check_prompts, generate
 from megatron.inference.prompts import no_sentinels, source_of, targets_of
 from megatron.inference.requests import FinishReason, Request, TokenScore
 from megatron.inference.sampling import Sampling, Search
@@ -93,7 +93,7 @@ class Answered(NamedTuple):
 
 
 def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText = ignored) -> Answered:
-    """Answer prompts.
+    """Answer prompts. Of several ranks that share a model, at least the first one returns the answers.
 
     loaded:  `inference.load.Loaded`, a model that continues texts or an encoder-decoder
     pp:      ranks that share it; all of them call this
@@ -109,6 +109,7 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
         rooms = [loaded.model.facts.target] * len(found)
         return Answered(_whole(found, rooms, tokenizer, sampling, on_text), rooms, no_sentinels(tokenizer, sources))
     prompts = [tokenizer.encode(prompt) for prompt in asked.prompts]
+    check_prompts(prompts, loaded.longest)
     rooms = [loaded.longest - len(prompt) for prompt in prompts for _ in range(asked.samples)]
     if search.num_beams > 1 or not asked.use_cache:
         more |= dict(longest=loaded.longest, end=tokenizer.eod, use_cache=asked.use_cache)
@@ -118,7 +119,13 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
     repeated = (tuple(prompt) for prompt in prompts for _ in range(asked.samples))
     requests = [Request(prompt, *draw, **scores) for prompt, draw in zip(repeated, asked.draws, strict=True)]
     engine = Engine(loaded.model, longest=loaded.longest, max_batch=max(1, min(len(requests), BATCH)))
-    return Answered(continued(engine, requests, tokenizer, on_text), rooms, [])
+    if not engine.link.is_first:
+        engine.follow()
+        return Answered([], [], [])
+    try:
+        return Answered(continued(engine, requests, tokenizer, on_text), rooms, [])
+    finally:
+        engine.close()
 
 
 def answers_to(loaded, texts: Sequence[str], **settings) -> list[Answer]:

@@ -6,40 +6,48 @@
     while engine.busy:
         for output in engine.step():
             print(output.request, output.new, output.finish)
+    engine.close()
 
 A step is one forward pass. It packs the newest token of each running text, and chunks of new prompts, into one row of
 tokens (`scheduler`). Their keys and values are in blocks of a common cache, and texts with a common beginning share its
 blocks (`blocks`). A text does not depend on the others: see docs/design.md.
 
-An engine is used from one thread. Legend: n tokens of a pass, w of them whose successors are wanted, v vocabulary.
+If several ranks share the model, all create an engine. The first one is used as above, by one thread; the others call
+`follow`, which returns when the first one closes.
+Legend: n tokens of a pass, w of them whose successors are wanted, v vocabulary, h hidden.
 """
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 
 from megatron.errors import DataError, SettingsError
 from megatron.inference.blocks import BlockPool
 from megatron.inference.choices import RowState, choose
-from megatron.inference.passes import PassRow
+from megatron.inference.links import Link
+from megatron.inference.passes import Pass, PassRow
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.scheduler import Row, Scheduler, Text
 from megatron.inference.scoring import ALONE
-from megatron.inference.stages import of_last_stage
 from megatron.model.cache import PagedCache
 
 BLOCK_SIZE = 16  # tokens of a block
 CHUNK = 512  # tokens of prompts in a pass
+COMPUTE, CLOSE, WAIT = 1, 2, 3  # what the first rank tells the others
+PATIENCE = 60.0  # seconds without a pass after which it tells them to go on waiting, before a receive times out
 
 
 @dataclass(frozen=True)
 class EngineStats:
     """The state of an engine: texts that run and wait, blocks of its cache, and sums since its start.
 
-    blocks_used: by running texts; others may still hold the beginnings of texts, for new ones
-    prompt_tokens, cached_tokens: of admitted prompts, and those of them that were found in the cache
+    blocks_used:   by running texts; others may still hold the beginnings of texts, for new ones
+    cached_tokens: of the `prompt_tokens` those that were found in the cache
+    preemptions:   texts that had to give their blocks back, and were computed again
     """
 
     running: int
@@ -72,9 +80,7 @@ class Engine:
         block_size: int = BLOCK_SIZE,
         chunk: int = CHUNK,
     ):
-        self.model, self.longest = model, longest
-        self.device = next(model.parameters()).device
-        self.pp = getattr(model, "pp", ALONE)
+        self.longest, self.vocab_size = longest, model.vocab_size
         one = -(-longest // block_size)
         if memory is not None:
             blocks = memory // (block_size * bytes_of_a_token(model))
@@ -84,18 +90,26 @@ class Engine:
                 f"the cache has room for {blocks * block_size} tokens, and a text may have {longest}",
                 do="give it more memory",
             )
-        self.pool, self.cache = BlockPool(blocks, block_size), PagedCache(blocks, block_size)
-        self._scheduler = Scheduler(self.pool, longest=longest, max_batch=max_batch, chunk=chunk)
+        stage = model.chunks[0] if hasattr(model, "chunks") else model
+        device = next(model.parameters()).device
+        self.link = Link(getattr(stage, "tp", ALONE), getattr(model, "pp", ALONE), device)
+        self.stage = Stage(stage, PagedCache(blocks, block_size), self.link, device)
+        self.pool = BlockPool(blocks, block_size)
+        sizes = dict(longest=longest, max_batch=max_batch, chunk=chunk, stages=self.link.under_way)
+        self._scheduler = Scheduler(self.pool, **sizes)
         self._texts: dict[int, Text] = {}
-        self._states: dict[int, RowState] = {}  # of texts on the last stage
+        self._known: set[int] = set()  # texts that the last stage has a state of
+        self._ended: list[int] = []  # those of them that it may forget
         self._cancelled: list[int] = []
         self._scores: dict[int, list[TokenScore]] = {}  # of prompts, so far
+        self._under_way: deque[Planned] = deque()
         self._sums = dict(prompt_tokens=0, cached_tokens=0, generated_tokens=0)
+        self._told = time.monotonic()
 
     def add(self, request: Request) -> int:
         """Take a request; returns the number that its outputs have. Raises DataError or SettingsError for a wrong one."""
         request.sampling.check()
-        length, v = len(request.prompt), self.model.vocab_size
+        length, v = len(request.prompt), self.vocab_size
         if not 0 < length < self.longest:
             raise DataError(
                 f"the prompt has {length} tokens; the model can look at {self.longest}",
@@ -111,26 +125,53 @@ class Engine:
 
     def cancel(self, number: int) -> None:
         """End a text: the next step reports it as cancelled. No effect if it has ended, or is unknown."""
-        text = self._texts.pop(number, None)
+        text = self._texts.get(number)
         if text is not None:
             self._scheduler.cancel(text)
-            self._states.pop(number, None)
+            self._forget(text)
             self._cancelled.append(number)
 
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do or to report."""
-        return bool(self._texts or self._cancelled)
+        return bool(self._texts or self._cancelled or self._under_way)
 
     @torch.no_grad()
     def step(self) -> list[Output]:
-        """Compute one forward pass, and return what it brought; [] if there is nothing to do."""
+        """Compute one forward pass, and return what it brought; [] if there is nothing to do.
+
+        With several stages, passes are under way for all of them, and this returns what the oldest one brought. With
+        several ranks, call this every few minutes even if there is nothing to do: the others wait for a message.
+        """
         outputs = [Output(number, finish="cancelled") for number in self._cancelled]
         self._cancelled.clear()
-        rows = self._scheduler.plan()
-        if rows:
-            outputs += self._outputs(rows, self._computed([PassRow.of(row) for row in rows]))
+        while len(self._under_way) < self.link.under_way and (rows := self._scheduler.plan()):
+            self._under_way.append(self._begun(rows))
+        if self._under_way:
+            outputs += self._brought(*self._under_way.popleft())
+        elif not self.link.alone and time.monotonic() - self._told > PATIENCE:
+            self._tell(WAIT)
         return outputs
+
+    def follow(self) -> None:
+        """On all ranks but the first: take part in its passes until it closes."""
+        with torch.no_grad():
+            while True:
+                kind, *message = self.link.told()
+                if kind == CLOSE:
+                    break
+                if kind == COMPUTE:
+                    self.stage.compute(Pass.decoded(*message))
+        self.link.finish()
+
+    def close(self) -> None:
+        """End all texts, and the work of the other ranks."""
+        while self._under_way:
+            self._brought(*self._under_way.popleft())
+        for number in list(self._texts):
+            self.cancel(number)
+        self._tell(CLOSE)
+        self.link.finish()
 
     def stats(self) -> EngineStats:
         """The current state and sums, for metrics."""
@@ -148,74 +189,34 @@ class Engine:
         """Do not use what the cache holds for later requests: call this after a change of the model's weights."""
         self.pool.forget()
 
-    def _computed(self, rows: list[PassRow]) -> list[float]:
-        """The answer of the last stage to a pass."""
-        self.cache.begin([(row.stop, row.runs) for row in rows], [row.start for row in rows])
-        tokens = torch.tensor([token for row in rows for token in row.tokens], device=self.device).unsqueeze(1)
-        wanted, first = [], 0
-        for row in rows:
-            wanted += [first + place for place in row.wanted()]
-            first += len(row.tokens)
-        places = torch.tensor(wanted, dtype=torch.int64, device=self.device)
-        logits = self.model.logits(tokens, cache=self.cache, wanted=places)  # [w, v]; None: the last stage has them
-        found = None if logits is None else torch.tensor(self._answered(logits, rows), dtype=torch.float64)
-        size = sum(self._size(row) for row in rows)
-        return of_last_stage(found, (size,), torch.float64, self.device, self.pp).tolist()
+    def _tell(self, kind: int, *message) -> None:
+        self._told = time.monotonic()
+        self.link.tell(kind, *message)
 
-    def _size(self, row: PassRow) -> int:
-        """Numbers in the answer to a row."""
-        request = self._texts[row.number].request
-        score = 1 + 2 * (request.logprobs or 0)
-        return len(row.scores) * score + row.chooses * (1 + (0 if request.logprobs is None else score))
+    def _begun(self, rows: list[Row]) -> "Planned":
+        """Tell the other ranks of a pass, and compute this rank's part of it."""
+        texts = [row.text for row in rows if row.text.number not in self._known]
+        self._known.update(text.number for text in texts)
+        new = tuple((text.number, text.request, text.limit) for text in texts)
+        planned = Pass(tuple(map(PassRow.of, rows)), new, tuple(self._ended))
+        self._ended.clear()
+        if not self.link.alone:
+            self._tell(COMPUTE, *planned.encoded())
+        size = sum(row.answer_size(text.request) for row, (text, *_) in zip(planned.rows, rows, strict=True))
+        return Planned(rows, size, self.stage.compute(planned))
 
-    def _answered(self, logits: torch.Tensor, rows: list[PassRow]) -> list[float]:
-        """Tokens and log-probabilities: for each row, in order, those of its scored tokens and of its new one."""
-        places, states, first = [], [], 0
-        for row in rows:
-            first += len(row.scores) + row.chooses
-            if row.chooses:
-                places.append(first - 1)
-                states.append(self._state(row.number))
-        chosen = iter(
-            choose(logits if len(places) == len(logits) else logits[places], states).tolist() if states else ()
-        )
-        answer, first = [], 0
-        for row in rows:
-            request, successors = self._texts[row.number].request, []
-            if row.scores:
-                successors = list(request.prompt[row.scores.start + 1 : row.scores.stop + 1])
-            count = len(successors)
-            if row.chooses:
-                token = next(chosen)
-                self._states[row.number].append(token)
-                answer.append(token)
-                successors += [token] if request.logprobs is not None else []
-            if successors:
-                answer += logprobs_of(logits[first : first + len(successors)], successors, request.logprobs or 0)
-            first += count + row.chooses
-        return answer
-
-    def _state(self, number: int) -> RowState:
-        if number not in self._states:
-            request, limit = self._texts[number].request, self._texts[number].limit
-            more = dict(limit=limit, end=request.end, index=request.index)
-            self._states[number] = RowState(request.sampling, request.prompt, **more)
-        return self._states[number]
-
-    def _outputs(self, rows: Sequence[Row], answer: Sequence[float]) -> list[Output]:
+    def _brought(self, rows: Sequence[Row], size: int, answer: Optional[Sequence[float]]) -> list[Output]:
         """What a pass brought for its texts."""
-        numbers, outputs = iter(answer), []
+        numbers, outputs = iter(self.link.receive_answer(size) if answer is None else answer), []
         for row in rows:
             text, request = row.text, row.text.request
             token = int(next(numbers)) if row.chooses else None
             if row.scores:
                 scores = self._scores.setdefault(text.number, [TokenScore(request.prompt[0])])
-                scores += [self._score(numbers, request.prompt[place + 1], request) for place in row.scores]
+                scores += [_score(numbers, request.prompt[place + 1], request) for place in row.scores]
             if not row.chooses:
                 continue
-            score = TokenScore(token)
-            if request.logprobs is not None:
-                score = self._score(numbers, token, request)
+            score = TokenScore(token) if request.logprobs is None else _score(numbers, token, request)
             if text.finish is None:  # not cancelled meanwhile
                 outputs.append(self._output(text, score))
         return outputs
@@ -231,14 +232,85 @@ class Engine:
             self._sums["cached_tokens"] += text.cached
         self._sums["generated_tokens"] += output.new is not None
         if text.finish:
-            del self._texts[text.number]
-            self._states.pop(text.number, None)
+            self._forget(text)
         return output
 
-    @staticmethod
-    def _score(numbers, token: int, request: Request) -> TokenScore:
-        logprob, count = next(numbers), request.logprobs or 0
-        return TokenScore(token, logprob, tuple((int(next(numbers)), next(numbers)) for _ in range(count)))
+    def _forget(self, text: Text) -> None:
+        del self._texts[text.number]
+        self._scores.pop(text.number, None)
+        if text.number in self._known:
+            self._known.remove(text.number)
+            self._ended.append(text.number)
+
+
+class Planned(NamedTuple):
+    """A pass under way: its rows, how many numbers answer it, and the answer if this rank has it."""
+
+    rows: list[Row]
+    size: int
+    answer: Optional[list[float]]
+
+
+class Stage:
+    """One rank's part of the passes: the layers of its pipeline stage; the last stage also chooses tokens."""
+
+    def __init__(self, model: torch.nn.Module, cache: PagedCache, link: Link, device: torch.device):
+        self.model, self.cache, self.link, self.device = model, cache, link, device
+        self.states: dict[int, tuple[Request, RowState]] = {}
+
+    def compute(self, planned: Pass) -> Optional[list[float]]:
+        """Compute a pass. Returns the answer to the first rank if this is the first rank, too; others send it."""
+        rows, link = planned.rows, self.link
+        self.cache.begin([(row.stop, row.runs) for row in rows], [row.start for row in rows])
+        tokens = torch.tensor(planned.tokens, device=self.device).unsqueeze(1)  # [n, 1]
+        wanted, x = torch.tensor(planned.wanted, dtype=torch.int64, device=self.device), None
+        if link.pp.rank > 0:
+            x = link.receive_hidden((len(tokens), 1, self.model.facts.settings.hidden_size), self.model.dtype)
+        x = self.model.cached_pass(x, tokens, cache=self.cache, wanted=wanted)
+        if link.pp.rank + 1 < link.pp.size:
+            link.send_hidden(x)
+        elif link.answers:
+            answer = self._answered(x, planned)
+            if link.is_first:
+                return answer
+            link.send_answer(answer)
+        return None
+
+    def _answered(self, logits: torch.Tensor, planned: Pass) -> list[float]:
+        """For each row, in order: the log-probabilities of its scored tokens, and its new token. logits [w, v]."""
+        for number in planned.ended:
+            self.states.pop(number, None)
+        for number, request, limit in planned.new:
+            state = RowState(request.sampling, request.prompt, limit=limit, end=request.end, index=request.index)
+            self.states[number] = request, state
+        tokens = iter(self._chosen(logits, planned.rows))
+        answer, first = [], 0
+        for row in planned.rows:
+            request, _ = self.states[row.number]
+            scored = list(request.prompt[row.scores.start + 1 : row.scores.stop + 1])
+            stop = first + len(scored) + row.chooses
+            if row.chooses:
+                answer.append(next(tokens))
+                scored += answer[-1:] if request.logprobs is not None else []
+            if scored:
+                answer += logprobs_of(logits[first : first + len(scored)], scored, request.logprobs or 0)
+            first = stop
+        return answer
+
+    def _chosen(self, logits: torch.Tensor, rows: Sequence[PassRow]) -> list[int]:
+        """The new tokens of the rows that choose one."""
+        places, states, first = [], [], 0
+        for row in rows:
+            first += len(row.scores) + row.chooses
+            if row.chooses:
+                places.append(first - 1)
+                states.append(self.states[row.number][1])
+        if not states:
+            return []
+        chosen = choose(logits if len(places) == len(logits) else logits[places], states).tolist()
+        for state, token in zip(states, chosen, strict=True):
+            state.append(token)
+        return chosen
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[float]:
@@ -248,6 +320,12 @@ def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list
     best = logits.topk(count, -1)
     pairs = torch.stack((best.indices.double(), (best.values - total).double()), -1).flatten(1)
     return torch.cat((own.double(), pairs), 1).flatten().tolist()
+
+
+def _score(numbers, token: int, request: Request) -> TokenScore:
+    """The log-probabilities of a token, from an answer."""
+    logprob, count = next(numbers), request.logprobs or 0
+    return TokenScore(token, logprob, tuple((int(next(numbers)), next(numbers)) for _ in range(count)))
 
 
 def bytes_of_a_token(model: torch.nn.Module) -> int:

@@ -49,16 +49,14 @@ def generate(
     draws:     the settings of each continuation and its number among those with the same seed; default: `sampling`, and
                its number among all
     use_cache: False computes all tokens again at each step, of one text after the other
-    on_token:  receives the new token of every prompt, -1 for those without one, after each step; not with beams
+    on_token:  receives the new token of every prompt, -1 for those without one, after each step; not with beams. Only
+               that of the first rank is called
     pp:        ranks that share the model (`inference.stages`); all of them call this and return the same
     Raises DataError for an empty prompt or one that leaves no room.
     """
     sampling.check()
     beams.check(sampling)
-    for number, prompt in enumerate(prompts, 1):
-        if not 0 < len(prompt) < longest:
-            what = f"prompt {number} has {len(prompt)} tokens; the model can look at {longest}"
-            raise DataError(what, do="give a shorter prompt" if prompt else "give a prompt that is not empty")
+    check_prompts(prompts, longest)
     if beams.num_beams > 1:
         found = (_best_of_beams(model, prompt, sampling, beams, longest, end, use_cache, pp) for prompt in prompts)
         return [text for texts in found for text in first_of(texts, best)]
@@ -69,6 +67,9 @@ def generate(
         each = enumerate(zip(prompts, draws, strict=True))
         return [_recomputed(model, prompt, *draw, place=place, **options) for place, (prompt, draw) in each]
     engine, texts = Engine(model, longest=longest, max_batch=min(len(prompts), BATCH) or 1), [[] for _ in prompts]
+    if not engine.link.is_first:
+        engine.follow()
+        return engine.link.shared(None)
     for prompt, (own, index) in zip(prompts, draws, strict=True):
         engine.add(Request(tuple(prompt), own, index=index, end=end))
     while engine.busy:
@@ -78,7 +79,16 @@ def generate(
                 tokens[output.request] = output.new.token
                 texts[output.request].append(output.new.token)
         on_token(tokens)
-    return texts
+    engine.close()
+    return engine.link.shared(texts)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:
+    """Raise DataError for an empty prompt or one that leaves no room."""
+    for number, prompt in enumerate(prompts, 1):
+        if not 0 < len(prompt) < longest:
+            what = f"prompt {number} has {len(prompt)} tokens; the model can look at {longest}"
+            raise DataError(what, do="give a shorter prompt" if prompt else "give a prompt that is not empty")
 
 
 def _recomputed(

@@ -158,6 +158,8 @@ def run(settings: BenchmarkOptions, config: Optional[Config], context) -> None:
                     f"a prompt of {prompt} and {output} new tokens are more than the model's {loaded.longest} positions"
                 )
             rows.append(measure(loaded, prompt, output, batch, settings.iterations, settings.warmup))
+            if rows[-1] is None:  # another rank has it
+                continue
             if context.is_rank_zero and settings.json:
                 print(json.dumps(asdict(rows[-1])), flush=True)
             elif context.is_rank_zero and sys.stderr.isatty():
@@ -197,8 +199,8 @@ def _model(settings: BenchmarkOptions, config: Optional[Config], precision: Opti
     return Target(model, longest, vocabulary, dict(float32="fp32", bfloat16="bf16", float16="fp16")[dtype])
 
 
-def measure(target: Target, prompt: int, output: int, batch: int, iterations: int, warmup: int) -> Measured:
-    """One row."""
+def measure(target: Target, prompt: int, output: int, batch: int, iterations: int, warmup: int) -> Optional[Measured]:
+    """One row, on the first of the ranks that share the model."""
     import torch
 
     from megatron.inference.engine import BLOCK_SIZE, Engine, bytes_of_a_token
@@ -210,10 +212,13 @@ def measure(target: Target, prompt: int, output: int, batch: int, iterations: in
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     engine = Engine(target.model, longest=prompt + output, max_batch=batch)
+    if not engine.link.is_first:
+        return engine.follow()
     draw, sampling, found = torch.Generator().manual_seed(1), Sampling(output, greedy=True), []
     for _ in range(warmup + iterations):
         prompts = torch.randint(target.vocab_size, (batch, prompt), generator=draw).tolist()
         found.append(_batch(engine, [Request(tuple(tokens), sampling) for tokens in prompts], cuda))
+    engine.close()
     first, token, whole = (
         statistics.median(times)
         if (times := [one[place] for one in found[warmup:] if one[place] is not None])

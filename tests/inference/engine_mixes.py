@@ -67,13 +67,18 @@ def requests_of(seed: int, count: int, vocabulary: int) -> list[Request]:
     return found
 
 
-def check_mix(model, requests: list[Request], wanted: list[Alone], seed: int) -> dict[str, int]:
-    """Run a random mix of these requests; each text has to be the one that it is alone. Returns counts of events."""
+def sizes_of(seed: int) -> dict[str, int]:
+    """The sizes of the engine of a mix."""
     draw = random.Random(seed)
     size = draw.choice([1, 2, 4, 7, 16])
     one = -(-LONGEST // size)
-    shape = dict(block_size=size, blocks=one + draw.choice([0, 1, one, 4 * one]), chunk=draw.choice([1, 3, 8, 64]))
-    engine = Engine(model, longest=LONGEST, max_batch=draw.randint(1, 6), **shape)
+    blocks = one + draw.choice([0, 1, one, 4 * one])
+    return dict(block_size=size, blocks=blocks, chunk=draw.choice([1, 3, 8, 64]), max_batch=draw.randint(1, 6))
+
+
+def check_mix(model, requests: list[Request], wanted: list[Alone], seed: int) -> dict[str, int]:
+    """Run a random mix of these requests; each text has to be the one that it is alone. Returns counts of events."""
+    draw, engine = random.Random(seed), Engine(model, longest=LONGEST, **sizes_of(seed))
     to_come = [draw.randrange(len(requests)) for _ in range(draw.randint(1, 10))]
     running, ended, cancelled = {}, {}, set()
     while to_come or engine.busy:
@@ -91,6 +96,9 @@ def check_mix(model, requests: list[Request], wanted: list[Alone], seed: int) ->
                 ended[output.request] = running.pop(output.request)
     assert not running and engine.pool.free == engine.pool.blocks
     assert engine.step() == []
+    engine.close()
+    if engine.link.answers:
+        assert len(engine.stage.states) <= len(ended)
     for number, (place, outputs) in ended.items():
         check(requests[place], wanted[place], outputs, number in cancelled)
     stats = engine.stats()

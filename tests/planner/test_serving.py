@@ -75,7 +75,7 @@ def test_a_texts_keys_and_values_are_those_of_an_engine(flags, precision):
     engine = Engine(model.eval(), longest=40, blocks=9)
     engine.add(Request((1, 2, 3), Sampling(2, greedy=True)))
     engine.step()
-    found = sum(tensor.nbytes for layer in engine.cache._layers.values() for tensor in layer)
+    found = sum(tensor.nbytes for layer in engine.stage.cache._layers.values() for tensor in layer)
     share = Share(job_of(flags, precision), Cluster(devices.cpu(), 1), 1, 1)
     assert found == 9 * BLOCK * share.cache_bytes(0) and BLOCK == BLOCK_SIZE
 
