@@ -20,7 +20,7 @@ from megatron.mpu.mesh import Axis
 
 
 @dataclass
-class Answer:
+class GeneratedText:
     """A text that a model wrote.
 
     text    ends before a stop string; tokens do not: they are all that the model wrote, without the token that ended it
@@ -35,10 +35,10 @@ class Answer:
     prompt: tuple[TokenScore, ...] = ()
 
 
-OnText = Callable[[int, str, Answer], None]  # receives (number of the answer, its new text, the answer so far)
+OnText = Callable[[int, str, GeneratedText], None]  # receives (number of the answer, its new text, the answer so far)
 
 
-def ignored(number: int, text: str, answer: Answer) -> None:
+def ignored(number: int, text: str, answer: GeneratedText) -> None:
     """For callers that wait for whole texts."""
 
 
@@ -84,15 +84,15 @@ class Asked:
             raise SettingsError(f"{flag}: there are no log-probabilities with {why}", do="leave one out")
 
 
-class Answered(NamedTuple):
+class GeneratedTexts(NamedTuple):
     """The answers, those to one prompt after each other; the most tokens that each could have had; notices for the user."""
 
-    answers: list[Answer]
+    answers: list[GeneratedText]
     rooms: list[int]
     notices: list[str]
 
 
-def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText = ignored) -> Answered:
+def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText = ignored) -> GeneratedTexts:
     """Answer prompts. Of several ranks that share a model, at least the first one returns the answers.
 
     loaded:  `inference.load.Loaded`, a model that continues texts or an encoder-decoder
@@ -107,28 +107,30 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
         sources = [source_of(tokenizer, prompt, number) for number, prompt in enumerate(asked.prompts, 1)]
         found = targets_of(loaded, tokenizer, sources, sampling, search, **more)
         rooms = [loaded.model.facts.target] * len(found)
-        return Answered(_whole(found, rooms, tokenizer, sampling, on_text), rooms, no_sentinels(tokenizer, sources))
+        return GeneratedTexts(
+            _whole(found, rooms, tokenizer, sampling, on_text), rooms, no_sentinels(tokenizer, sources)
+        )
     prompts = [tokenizer.encode(prompt) for prompt in asked.prompts]
     check_prompts(prompts, loaded.longest)
     rooms = [loaded.longest - len(prompt) for prompt in prompts for _ in range(asked.samples)]
     if search.num_beams > 1 or not asked.use_cache:
         more |= dict(longest=loaded.longest, end=tokenizer.eod, use_cache=asked.use_cache)
         found = generate(loaded.model, prompts, sampling, search, **more)
-        return Answered(_whole(found, rooms, tokenizer, sampling, on_text), rooms, [])
+        return GeneratedTexts(_whole(found, rooms, tokenizer, sampling, on_text), rooms, [])
     scores = dict(end=tokenizer.eod, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs)
     repeated = (tuple(prompt) for prompt in prompts for _ in range(asked.samples))
     requests = [Request(prompt, *draw, **scores) for prompt, draw in zip(repeated, asked.draws, strict=True)]
     engine = Engine(loaded.model, longest=loaded.longest, max_batch=max(1, min(len(requests), BATCH)))
     if not engine.link.is_first:
         engine.follow()
-        return Answered([], [], [])
+        return GeneratedTexts([], [], [])
     try:
-        return Answered(continued(engine, requests, tokenizer, on_text), rooms, [])
+        return GeneratedTexts(continued(engine, requests, tokenizer, on_text), rooms, [])
     finally:
         engine.close()
 
 
-def answers_to(loaded, texts: Sequence[str], **settings) -> list[Answer]:
+def answers_to(loaded, texts: Sequence[str], **settings) -> list[GeneratedText]:
     """The answers to texts. settings: of `Sampling`, `Search` and `Asked`. Raises SettingsError for unknown ones."""
     loaded.check_words()
     if not (hasattr(loaded.model, "decode") or loaded.continues_texts):
@@ -146,9 +148,9 @@ def answers_to(loaded, texts: Sequence[str], **settings) -> list[Answer]:
     return answered(loaded, loaded.tokenizer, Asked(texts, sampling, search, **own["asked"])).answers
 
 
-def continued(engine, requests: Sequence[Request], tokenizer, on_text: OnText) -> list[Answer]:
+def continued(engine, requests: Sequence[Request], tokenizer, on_text: OnText) -> list[GeneratedText]:
     """The answers to requests, by an engine that has no others."""
-    found = [Answer() for _ in requests]
+    found = [GeneratedText() for _ in requests]
     numbers = {engine.add(request): place for place, request in enumerate(requests)}
     streams = [
         TextStream(tokenizer, request.sampling.stop or (), request.sampling.min_tokens_to_generate)
@@ -180,7 +182,7 @@ def continued(engine, requests: Sequence[Request], tokenizer, on_text: OnText) -
 
 def _whole(
     found: Sequence[Sequence[int]], rooms: Sequence[int], tokenizer, sampling: Sampling, on_text: OnText
-) -> list[Answer]:
+) -> list[GeneratedText]:
     """The answers of tokens that are all there."""
     made = []
     for place, (tokens, room) in enumerate(zip(found, rooms, strict=True)):
@@ -190,6 +192,6 @@ def _whole(
                 text += stream.feed(token).text
         text += "" if stream.stopped else stream.finish().text
         cut = len(tokens) == min(room, sampling.tokens_to_generate) and not stream.stopped
-        made.append(Answer(text, list(tokens), "length" if cut else "stop"))
+        made.append(GeneratedText(text, list(tokens), "length" if cut else "stop"))
         on_text(place, text, made[-1])
     return made

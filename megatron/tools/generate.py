@@ -17,14 +17,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal, NamedTuple, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
+from megatron.inference import generation_config
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.settings import rank_env
 from megatron.settings.effects import idle_flags
-from megatron.settings.parse import parse_with_record
+from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
 
@@ -102,18 +103,22 @@ DRAWN = {"prompt_seeds": IDLE["sampling_seed"]}
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
+    kinds = dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings)
+    recommended = recommended_for(said(argv, kinds))
     groups, given = parse_with_record(
         argv,
-        dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
+        kinds,
         prog="python -m megatron.tools.generate",
         description="Continue texts with a trained model.",
         common=COMMON,
+        defaults=recommended.settings,
     )
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     with failing_in_users_words(given):
         check(settings, given)
         sampling.check(given)
         sampling, notes = sampling.normalized()
+        notes += recommended.notices
         sampling = replace(sampling, stop=[unescaped(text) for text in sampling.stop or ()] or None)
         search.check(sampling, given)
         notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
@@ -137,6 +142,24 @@ def main(argv: list[str]) -> None:
             write(settings, sampling, search, given, texts, context)
 
         on_ranks(parallel, settings.device, work)
+
+
+class RecommendedSettings(NamedTuple):
+    """Settings of the generation_config.json beside the model, and notices on them."""
+
+    settings: dict[str, object]
+    notices: list[str]
+
+
+def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
+    """The settings that the model's folder recommends. Raises DataError for an invalid file."""
+    folders = [str(given[name].value) for name in ("load_exported", "load") if name in given]
+    if not folders:
+        return RecommendedSettings({}, [])
+    found, name = generation_config.read(folders[0], frozenset(given)), f"{folders[0]}/{generation_config.NAME}"
+    notices = [f"{name} sets {', '.join(found.settings)}"] * bool(found.settings)
+    notices += [f"{name}: {', '.join(found.unknown)}: there is no such setting here"] * bool(found.unknown)
+    return RecommendedSettings(found.settings, notices)
 
 
 def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megatron.errors import SettingsError
+from megatron.errors import DataError, SettingsError
 from megatron.inference.answers import answers_to
 from megatron.inference.load import load_model
 from megatron.tools import generate as tool
@@ -185,3 +185,32 @@ def test_settings_without_effect_are_named(flags, idle, run):
     assert [line.split(" has no effect")[0] for line in err.splitlines() if "has no effect" in line] == [
         f"note: {words}" for words in idle
     ]
+
+
+def test_the_models_folder_may_recommend_settings(checkpoint, run):
+    """Hugging Face's generation_config.json; flags count before it, and what it has beside them is named."""
+    path = checkpoint / "generation_config.json"
+    eod = load_model(str(checkpoint)).tokenizer.eod
+    content = dict(do_sample=False, temperature=0.7, max_new_tokens=5, eos_token_id=[eod, 3], repetition_penalty=1.3)
+    plain = "--greedy --repetition-penalty 1.3 --stop-token-ids 3 --json"
+    wanted = {length: records(run(f"{plain} --tokens-to-generate {length}")[0]) for length in (5, 7)}
+    drawn = records(
+        run("--repetition-penalty 1.3 --stop-token-ids 3 --json --top-k 9 --temperature 0.7 --max-tokens 5")[0]
+    )
+    try:
+        path.write_text(json.dumps(content | dict(watermarking_config=dict(bias=2.0), transformers_version="5")))
+        out, err = run("--json")
+        assert records(out) == wanted[5]
+        assert (
+            f"{path} sets temperature, tokens_to_generate, repetition_penalty, stop_token_ids, greedy"
+            in err.replace("max_new_tokens", "")
+        )
+        assert f"{path}: watermarking_config: there is no such setting here" in err
+        assert records(run("--json --max-new-tokens 7")[0]) == wanted[7]
+        assert records(run("--json --top-k 9")[0]) == drawn
+        assert len(records(run("--json --num-beams 2")[0])) == 2
+        path.write_text("[]")
+        with pytest.raises(DataError, match="generation_config.json: not a generation config"):
+            run("--json")
+    finally:
+        path.unlink()
