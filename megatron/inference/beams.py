@@ -89,6 +89,11 @@ def beam_search(
     return [text for _, text in finished[: search.num_beams]]
 
 
+def first_of(texts: list[list[int]], count: int) -> list[list[int]]:
+    """The first `count` texts; if there are fewer, the last one repeatedly."""
+    return (texts + texts[-1:] * count)[:count]
+
+
 @dataclass
 class BeamGroup:
     """The beams of one group.

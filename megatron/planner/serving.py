@@ -141,7 +141,7 @@ def possible(facts: Facts, tp: int, pp: int) -> bool:
 def plan_of(job: Job, cluster: Cluster, requests: Requests, tp: int, pp: int) -> ServingPlan:
     """Memory and times of one layout."""
     replicas, device, ranks = cluster.world_size // (tp * pp), cluster.device, range(pp)
-    share = Share(job, cluster, tp, pp)
+    share = ServingShare(job, cluster, tp, pp)
     weights, cache = [share.weight_bytes(rank) for rank in ranks], [share.cache_bytes(rank) for rank in ranks]
     blocks = -(-requests.length // BLOCK) * BLOCK
     asked = -(-requests.texts // replicas) if requests.texts else None
@@ -158,7 +158,7 @@ def plan_of(job: Job, cluster: Cluster, requests: Requests, tp: int, pp: int) ->
 
 
 @dataclass(frozen=True)
-class Share:
+class ServingShare:
     """The work of the ranks that share a copy of the model."""
 
     job: Job

@@ -14,12 +14,13 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, SettingsError, UsageError
+from megatron.inference.answers import Asked, answered
 from megatron.inference.export import gguf_file, tracing
 from megatron.inference.export.gate import LIMITS, agreement
 from megatron.inference.export.opened import load_exported
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.model.recipe import recipe_of
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
@@ -290,11 +291,10 @@ def test_models_that_llama_cpp_computes_differently_are_refused(tmp_path, traine
 DRAWN, PROMPTS = Sampling(8, top_k=20, sampling_seed=3), ["the dog", "a cat and the", "hat"]
 
 
-def texts(loaded, sampling=DRAWN, beams=None) -> list[list[int]]:
-    tokenizer = open_tokenizer(loaded)
-    own = getattr(loaded.model, "generate", None) or (lambda *args, **more: generate(loaded.model, *args, **more))
-    ids = [tokenizer.encode(text) for text in PROMPTS]
-    return own(ids, sampling, *([beams] if beams else []), longest=loaded.longest, end=tokenizer.eod)
+def texts(loaded, sampling=DRAWN, search=GREEDY) -> list[list[int]]:
+    """Tokens, as tools.generate has them."""
+    found = answered(loaded, open_tokenizer(loaded), Asked(PROMPTS, sampling, search))
+    return [answer.tokens for answer in found.answers]
 
 
 @pytest.mark.sampled(3)

@@ -21,7 +21,7 @@ from megatron.optimizer.units import flat_units_of
 from megatron.pipeline.build import build_stages
 from megatron.planner import device as devices
 from megatron.planner.layout import Job
-from megatron.planner.serving import BLOCK, Requests, Share, plan_of, plans
+from megatron.planner.serving import BLOCK, Requests, ServingShare, plan_of, plans
 from megatron.planner.speed import Cluster
 from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import Model, Parallel, Precision
@@ -59,7 +59,7 @@ def held(flags: str, precision: str, tp: int, pp: int, rank: int) -> tuple[int, 
 def test_weights_are_those_that_are_loaded(flags, precision):
     job = job_of(flags, precision)
     for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 5), (2, 2), (4, 5)):
-        share = Share(job, Cluster(devices.cpu(), tp * pp), tp, pp)
+        share = ServingShare(job, Cluster(devices.cpu(), tp * pp), tp, pp)
         for rank in range(pp):
             found, layers = held(flags, precision, tp, pp, rank)
             assert share.weight_bytes(rank) == found
@@ -75,8 +75,8 @@ def test_a_texts_keys_and_values_are_those_of_an_engine(flags, precision):
     engine = Engine(model.eval(), longest=40, blocks=9)
     engine.add(Request((1, 2, 3), Sampling(2, greedy=True)))
     engine.step()
-    found = sum(tensor.nbytes for layer in engine.cache._layers.values() for tensor in layer)
-    share = Share(job_of(flags, precision), Cluster(devices.cpu(), 1), 1, 1)
+    found = sum(tensor.nbytes for layer in engine.stage.cache._layers.values() for tensor in layer)
+    share = ServingShare(job_of(flags, precision), Cluster(devices.cpu(), 1), 1, 1)
     assert found == 9 * BLOCK * share.cache_bytes(0) and BLOCK == BLOCK_SIZE
 
 
@@ -99,7 +99,7 @@ def test_a_token_reads_all_weights_and_the_keys_and_values():
     h, e, d = 64, 2, 24
     layer = h * (8 + 2 * 4) * d + 8 * d * h + 3 * h * job.facts.settings.ffn_size
     for tp, pp in ((1, 1), (2, 1), (1, 5), (4, 5)):
-        share = Share(job, Cluster(FAST, tp * pp), tp, pp)
+        share = ServingShare(job, Cluster(FAST, tp * pp), tp, pp)
         token, parts = share.token_seconds(n, length)
         output = h * job.facts.vocabulary_rows(tp)
         each = n // min(n, pp) if n % pp == 0 else -(-n // pp)
@@ -144,7 +144,7 @@ def test_the_best_of_all_layouts_is_the_first():
 
 def test_as_many_texts_as_fit():
     job, device = job_of(LLAMA), devices.find("A100-80GB")
-    share = Share(job, Cluster(device, 1), 1, 1)
+    share = ServingShare(job, Cluster(device, 1), 1, 1)
     need = share.weight_bytes(0) + share.workspace_bytes(256)
     for room in (1, 7, 300):
         usable = need + room * 48 * share.cache_bytes(0)

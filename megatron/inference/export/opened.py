@@ -5,7 +5,6 @@ Weights of Hugging Face become a model of this suite, on any number of ranks. Pr
 are: they score texts, and continue them one by one, so that a text does not depend on others.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,17 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.checkpoint.folder import checkpoints
-from megatron.errors import CheckpointError, DataError, SettingsError
-from megatron.inference.beams import beam_search
-from megatron.inference.choices import RowState, choose
+from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files
 from megatron.inference.convert.families import imported
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.export import programs
 from megatron.inference.export.write import RECORD, empty_past
 from megatron.inference.load import Loaded, build_model
-from megatron.inference.sampling import GREEDY, Sampling, Search
-from megatron.inference.scoring import ALONE
 from megatron.inference.stages import Halves
 from megatron.model.facts import Facts
 from megatron.model.recipe import config_of, facts_of
@@ -81,7 +76,9 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
         content["vocabulary"] = record["vocabulary"]
     config, vocab_size = config_of(content["config"]), content["vocab_size"]
     precision = precision or _precision(settings)
-    model, pieces = build_model(config, vocab_size, device=device, precision=precision, mesh=mesh, halves=halves)
+    if precision == "fp16" and torch.device(device).type == "cpu":
+        precision = "fp32"
+    built = build_model(config, vocab_size, device=device, precision=precision, mesh=mesh, halves=halves)
     matches = {match.ours: match for match in family.matches}
     names = [name for match in family.matches for name in match.theirs]
     known = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in names}
@@ -95,9 +92,9 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
         return match.to_ours([files.get(known[theirs]).float() for theirs in match.theirs])
 
     with torch.no_grad():
-        for piece in pieces:
+        for piece in built.pieces:
             piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
-    return Loaded(model, config, content, vocab_size, int(record.get("iteration", 0)), place, ())
+    return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, ())
 
 
 def _precision(settings: dict[str, Any]) -> str:
@@ -147,22 +144,27 @@ def _load_program(place: Path, record: dict[str, Any], device, precision, mesh: 
 
 
 class ExportedProgram(nn.Module):
-    """A program in the place of a GPT: it has scores and losses, and continues texts itself.
+    """A program in the place of a GPT: it has scores and losses.
 
-    kind: `lm` (scores at every position) or `generation` (of the next token, with a cache)
+    kind: `lm` (scores at every position) or `generation` (of the next token, with a cache, which is kept for one text)
     """
+
+    is_program = True
 
     def __init__(self, run: programs.Run, facts: Facts, record: dict[str, Any], device):
         super().__init__()
         self.run, self.facts, self.vocab_size = run, facts, record["vocab_size"]
         self.kind, self.dtype, self.ranks = record["kind"], record["dtype"], record["ranks"]
         self.at = nn.Parameter(torch.empty(0, device=device), requires_grad=False)  # says where the model is
+        self.seen, self.past = torch.empty(0, 1, dtype=torch.int64), empty_past(facts, 1, self.dtype, self.ranks)
 
     def logits(self, tokens: torch.Tensor, *, wanted=None, last_only: bool = False) -> torch.Tensor:
         """As of `model.gpt.module.GPT`."""
-        if self.kind != "lm":
+        if self.kind == "generation" and last_only:
+            return self._next(tokens.cpu()).unsqueeze(0).to(self.at.device)
+        if self.kind == "generation":
             raise SettingsError(
-                "this program has scores of the next token only (--kind generation), and all positions are asked for",
+                "this program has scores of the next token only (--kind generation), and all positions are requested",
                 do="export with --kind lm",
             )
         [scores] = self.run(input_ids=tokens.t().contiguous())
@@ -171,70 +173,17 @@ class ExportedProgram(nn.Module):
             return scores.flatten(0, 1)[wanted.flatten()]
         return scores[-1:] if last_only else scores
 
+    def _next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores [b, v] after texts [t, b]. If they continue the one of the last call, only what is new is computed."""
+        known = len(self.seen)
+        if not (known < len(tokens) and torch.equal(tokens[:known], self.seen)):
+            known, self.past = 0, empty_past(self.facts, tokens.shape[1], self.dtype, self.ranks)
+        new = tokens[known:].t().contiguous()
+        scores, *self.past = self.run(input_ids=new, past_keys=self.past[0], past_values=self.past[1])
+        self.seen = tokens.clone()
+        return scores.float()
+
     def token_losses(self, x: None, batch) -> torch.Tensor:
         """The cross-entropy of each token, [s, b]."""
         scores = self.logits(batch.tokens)
         return F.cross_entropy(scores.flatten(0, 1), batch.labels.flatten(), reduction="none").view_as(batch.labels)
-
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        beams: Search = GREEDY,
-        *,
-        longest: int,
-        end: Optional[int] = None,
-        on_token: Callable[[list[int]], None] = lambda tokens: None,
-        **ignored,
-    ) -> list[list[int]]:
-        """As `inference.generation.generate`, one text after the other."""
-        sampling.check()
-        beams.check(sampling)
-        for number, prompt in enumerate(prompts, 1):
-            if not 0 < len(prompt) < longest:
-                what = f"prompt {number} has {len(prompt)} tokens; the model can look at {longest}"
-                raise DataError(what, do="give a shorter prompt" if prompt else "give a prompt that is not empty")
-        if beams.num_beams > 1:
-            return [self._best(prompt, sampling, beams, longest, end) for prompt in prompts]
-        answers = []
-        for index, prompt in enumerate(prompts):
-            room = min(sampling.tokens_to_generate, longest - len(prompt))
-            row = RowState(sampling, prompt, limit=room, end=end, index=index)
-            scores = self._scorer()
-            while len(row.new) < row.limit:
-                token = choose(scores(torch.tensor([[*prompt, *row.new]])), [row]).item()
-                if token in row.ends:
-                    break
-                row.append(token)
-                on_token([token if place == index else -1 for place in range(len(prompts))])
-            answers.append(row.new)
-        return answers
-
-    def _scorer(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function from the tokens of a text so far [1, t] to the scores of its next token [1, v]."""
-        past, known = empty_past(self.facts, 1, self.dtype, self.ranks), 0
-
-        def scores(tokens: torch.Tensor) -> torch.Tensor:
-            nonlocal past, known
-            if self.kind == "lm":
-                return self.run(input_ids=tokens)[0][:, -1].float()
-            found, *past = self.run(input_ids=tokens[:, known:].contiguous(), past_keys=past[0], past_values=past[1])
-            known = tokens.shape[1]
-            return found.float()
-
-        return scores
-
-    def _best(self, prompt, sampling: Sampling, beams: Search, longest: int, end: Optional[int]) -> list[int]:
-        """Beam search; every step computes all tokens."""
-
-        def next_logits(tokens: torch.Tensor) -> torch.Tensor:
-            if self.kind == "lm":
-                return self.run(input_ids=tokens.t().contiguous())[0][:, -1].float()
-            past = empty_past(self.facts, tokens.shape[1], self.dtype, self.ranks)
-            return self.run(input_ids=tokens.t().contiguous(), past_keys=past[0], past_values=past[1])[0].float()
-
-        first, steps = torch.tensor(prompt).unsqueeze(1), min(sampling.tokens_to_generate, longest - len(prompt))
-        return beam_search(
-            next_logits, first, beams, sampling, steps, vocab_size=self.vocab_size, cache=None, end=end, pp=ALONE
-        )[0]

@@ -105,9 +105,10 @@ class Source:
 
     def model(self, dtype: str, mesh: Optional[Mesh] = None, computes_in: str = "fp32") -> torch.nn.Module:
         """The model of one rank, with weights that were rounded to `dtype`."""
-        model, pieces = build_model(self.config, self.vocab_size, precision="fp32", mesh=mesh or Mesh())
+        built = build_model(self.config, self.vocab_size, device="cpu", precision="fp32", mesh=mesh or Mesh())
         with Reader(self.path) as reader:
-            reader.load(pieces, cast=True)
+            reader.load(built.pieces, cast=True)
+        model = built.model.eval()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(DTYPES[dtype]).float()
         if computes_in != "fp32":
