@@ -102,6 +102,17 @@ def test_the_first_token_is_forced_as_hugging_face_does():
     torch.testing.assert_close(ours(logits, forced), their_probabilities(logits))  # later ones are not
 
 
+def test_the_last_token_is_forced_where_the_context_ends():
+    """The room that the prompt leaves may be less than --tokens-to-generate."""
+    row = RowState(Sampling(20, greedy=True, forced_eos_token_id=6), PROMPT, limit=3)
+    found = []
+    for _ in range(3):
+        found.append(choose(logits_of(1), [row]).item())
+        row.append(found[-1])
+    best = logits_of(1).argmax().item()
+    assert found == [best, best, 6]
+
+
 def test_penalties_as_openai_defines_them():
     """score[j] - count[j] frequency - (count[j] > 0) presence, of the new tokens alone."""
     logits = logits_of(1)
