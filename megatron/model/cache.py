@@ -108,8 +108,9 @@ class PagedCache:
             shape = (self.blocks * self.block_size, *key.shape[2:])
             # In fp32 on a CPU, whose attention of one token takes 2 to 7 times as long in bf16.
             dtype = torch.float32 if key.device.type == "cpu" else key.dtype
-            self._layers[layer] = key.new_empty(shape, dtype=dtype), value.new_empty(
-                (shape[0], *value.shape[2:]), dtype=dtype
+            self._layers[layer] = (
+                key.new_empty(shape, dtype=dtype),
+                value.new_empty((shape[0], *value.shape[2:]), dtype=dtype),
             )
         stored = self._layers[layer]
         for tensor, new in zip(stored, (key, value), strict=True):

@@ -464,9 +464,7 @@ class ColumnParallelLinear(nn.Module):
         reduce = self.tp if self.tp.size > 1 and not self.gather else None
         if reduce and not self.overlap:
             x, reduce = mappings.copy_to_tensor_model_parallel_region(x, self.tp), None
-        options = LinearOptions(
-            self.gather, reduce, self.weight_grad_store, self.accumulate, self.product, self.packed
-        )
+        options = LinearOptions(self.gather, reduce, self.weight_grad_store, self.accumulate, self.product, self.packed)
         bias = self.bias if add_bias else None
         if bias is not None and self.unfused:
             return linear(x, self.weight, None, options) + bias.flatten()
