@@ -31,7 +31,7 @@ def test_every_combination_is_a_row(capsys):
         assert row["tokens_per_second"] == pytest.approx(1000 * row["batch"] * row["output"] / row["whole"])
         size = 4 if row["precision"] == "fp32" else 2
         blocks = row["batch"] * -(-(row["prompt"] + row["output"]) // 16)
-        assert row["cache"] == pytest.approx(blocks * 16 * 2 * 2 * 32 * size / 1e6)
+        assert row["cache"] == pytest.approx(blocks * 16 * 2 * 2 * 32 * 4 / 1e6)  # fp32 on a CPU
         layers = 2 * (12 * 32 * 32 + 13 * 32)  # two layers with biases and norms
         assert row["weights"] == pytest.approx((layers + 128 * 32 + 1024 * 32 + 2 * 32) * size / 1e6)
         assert row["peak"] > row["weights"]
