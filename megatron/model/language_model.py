@@ -5,6 +5,7 @@ Legend: s sequence, b micro-batch, h hidden, v vocabulary, tp ranks that divide 
 or [s/tp, b, h] between layers with sequence parallelism. With context parallelism, s is one rank's part of a sequence.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Optional
@@ -285,11 +286,11 @@ class LanguageModel(nn.Module):
             return x.to(self.dtype), sums
         return (x if self.final_norm is None else self.final_norm(x)), sums
 
-    def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
-        """Position ids: as given, [s, b], or numbers from `start`, [s, 1]: of its rows with context parallelism."""
+    def positions(self, s: int, position_ids) -> torch.Tensor:
+        """Position ids: as given, [s, b], or numbers from 0, [s, 1]: of its rows with context parallelism."""
         if position_ids is not None:
             return position_ids
-        counted = torch.arange(start, start + s * self.cp.size, device=next(self.parameters()).device)
+        counted = torch.arange(s * self.cp.size, device=next(self.parameters()).device)
         return own_rows(counted, self.cp).unsqueeze(1)
 
     def sharing(self, layer: int) -> AttentionSharing:
@@ -323,9 +324,13 @@ class LanguageModel(nn.Module):
         return x, sums
 
     @property
+    def output_layer(self) -> VocabParallelEmbedding:
+        return self.embedding.word if self.output is None else self.output
+
+    @property
     def output_weight(self) -> torch.Tensor:
         """[v/tp, h]"""
-        return self.embedding.word.weight if self.output is None else self.output.weight
+        return self.output_layer.weight
 
     @property
     def output_bias(self) -> Optional[torch.Tensor]:
@@ -357,6 +362,7 @@ class Embedding(nn.Module):
         if "embedding" in tables:
             self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory_kwargs)
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
+        self.scale = math.sqrt(model.hidden_size) if model.scale_embedding else None
         self.dropout = Dropout(
             model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None, cp=mesh.cp
         )
@@ -364,6 +370,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, samples) -> torch.Tensor:
         """tokens [s, b], position_ids [s, b or 1]."""
         x = self.word(tokens)
+        if self.scale is not None:
+            x = x * self.scale
         if self.position is not None:
             if self.sequence_parallel:
                 position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]
