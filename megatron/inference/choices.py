@@ -26,7 +26,9 @@ import torch
 
 from megatron.inference.sampling import Sampling
 
-CANDIDATES = 256  # likeliest tokens among which a nucleus is looked for, before more of them: a tenth of the time of a sort
+CANDIDATES = (
+    256  # likeliest tokens among which a nucleus is looked for, before more of them: a tenth of the time of a sort
+)
 
 
 class RowState:

@@ -191,6 +191,8 @@ def test_unknown_settings_of_python_are_named(loaded):
     "flags, idle",
     [
         ("--greedy --min-p 0.1 --prompt-seeds 1 2", ["--min-p 0.1", "--prompt-seeds 1 2"]),
+        ("--top-k 1 --num-samples 2", ["--num-samples 2"]),
+        ("--num-beams 2 --num-samples 2", []),
         ("--top-p-decay 0.9 --top-p-bound 0.1", ["--top-p-decay 0.9", "--top-p-bound 0.1"]),
         ("--top-p 0.9 --top-p-decay 0.9 --top-p-bound 0.1 --min-p 0.1", []),
     ],

@@ -232,7 +232,7 @@ def test_draws_depend_on_seed_text_and_place_alone():
     assert counts.tolist() == pytest.approx([0.1] * 10, abs=0.012)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(-20, 20) | st.just(-math.inf), min_size=2, max_size=30), st.floats(0, 1, exclude_max=True))
 def test_sample_never_takes_the_impossible(values, draw):
     if all(value == -math.inf for value in values):
@@ -252,10 +252,10 @@ def test_draws_have_the_exact_probabilities():
 
 
 def test_random_draws_have_the_probabilities():
-    logits, number = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3), 20_000
+    logits, number = torch.tensor([0.5, 0.3, 0.2]).log().expand(5_000, 3), 5_000
     rows = [RowState(Sampling(), index=index) for index in range(number)]
     counts = choose(logits, rows).bincount(minlength=3) / number
-    assert counts.tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.011)  # three standard deviations
+    assert counts.tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.021)  # three standard deviations
 
 
 @pytest.mark.parametrize(
