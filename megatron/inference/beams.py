@@ -68,9 +68,7 @@ def beam_search(
             chances = adjusted(logits.double(), rows).log_softmax(-1)  # [b, v]
         earlier: Counter[int] = Counter()  # the new tokens of earlier groups
         for group in groups:
-            if group.done:
-                group.live = [(NEVER, group.start + place, 0) for place in range(w)]  # its columns stay
-            else:
+            if not group.done:  # the columns of others stay, and count no more
                 found = _likeliest(chances, group, earlier, search, vocab_size, first.device, pp)
                 group.advance(found, step, ends, tokens[n:])
                 earlier.update(token for _, _, token in group.live)

@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel
+from megatron.fused_kernels.attention import one_query
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
@@ -169,7 +170,7 @@ class Attention(nn.Module):
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
-        self.core = core_of(self.causal and not sharing.in_ring, kernels)
+        self.core = self._usual_core = core_of(self.causal and not sharing.in_ring, kernels)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query, key, value = self._query_key_value(x)
@@ -186,6 +187,23 @@ class Attention(nn.Module):
         else:
             attended = self.core(query, key, value, self, context)
         return self.project(attended, x)
+
+    def takes_one_query(self, like: torch.Tensor) -> bool:
+        """Whether `one_query` attends for this layer, for one new token in the format of `like`."""
+        if self.core is not self._usual_core:
+            return False
+        case = Case(
+            like.device.type,
+            like.dtype,
+            queries=1,
+            keys=2,
+            causal=True,
+            grouped=self.queries > 1,
+            softcap=self.softcap is not None,
+            window=self.window,
+            unfused=self.plain_softmax,
+        )
+        return choose_kernel("attention", case, self.backend).run is one_query
 
     def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Project the attention output [s, b, g/tp q d] to [s, b, h]. x: the layer's input, for variants."""

@@ -324,9 +324,13 @@ class LanguageModel(nn.Module):
         return x, sums
 
     @property
+    def output_layer(self) -> VocabParallelEmbedding:
+        return self.embedding.word if self.output is None else self.output
+
+    @property
     def output_weight(self) -> torch.Tensor:
         """[v/tp, h]"""
-        return self.embedding.word.weight if self.output is None else self.output.weight
+        return self.output_layer.weight
 
     @property
     def output_bias(self) -> Optional[torch.Tensor]:

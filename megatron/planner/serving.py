@@ -179,9 +179,9 @@ class ServingShare:
         return (units.padded(sizes) + units.padded_frozen(sizes)) * self.job.element + units.buffers // 2
 
     def cache_bytes(self, rank: int) -> int:
-        """Bytes of a token's keys and values on a pipeline rank."""
-        m = self.job.facts.settings
-        return 2 * len(self._layers(rank)) * m.query_groups // self.tp * m.head_dim * self.job.element
+        """Bytes of a token's keys and values on a pipeline rank; in fp32 on a CPU (`model.cache.stored_dtype`)."""
+        m, element = self.job.facts.settings, 4 if self.job.device == "cpu" else self.job.element
+        return 2 * len(self._layers(rank)) * m.query_groups // self.tp * m.head_dim * element
 
     def workspace_bytes(self, texts: int) -> int:
         """An estimate of everything else: the driver and libraries, buffers of collectives, the tensors of a pass."""

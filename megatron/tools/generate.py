@@ -25,7 +25,7 @@ from megatron.inference import generation_config
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.inference.which import EXPORTED, check_one_model, load_one_model
 from megatron.settings import rank_env
-from megatron.settings.effects import idle_flags
+from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
@@ -102,7 +102,12 @@ COMMON = tuple(
 )
 
 
-DRAWN = {"prompt_seeds": IDLE["sampling_seed"]}
+DRAWN = {
+    "prompt_seeds": IDLE["sampling_seed"],
+    "num_samples": Needs(
+        "sampling or --num-beams: all texts of a prompt are the same", lambda s: s.beams > 1 or not s.is_greedy
+    ),
+}
 
 
 def main(argv: list[str]) -> None:
@@ -128,7 +133,9 @@ def main(argv: list[str]) -> None:
         sampling = replace(sampling, stop=[unescaped(text) for text in sampling.stop or ()] or None)
         search.check(sampling, given)
         notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
-        notes += idle_flags(settings, given, DRAWN, **vars(sampling), beams=search.num_beams)
+        notes += idle_flags(
+            settings, given, DRAWN, **vars(sampling), is_greedy=sampling.is_greedy, beams=search.num_beams
+        )
         here = rank_env.ranks()
         for note in notes if here.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)

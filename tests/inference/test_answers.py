@@ -3,13 +3,17 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron.errors import DataError, SettingsError
-from megatron.inference.answers import answers_to
+from megatron.inference.answers import answers_to, continued, ignored
+from megatron.inference.engine import Engine
 from megatron.inference.load import load_model
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling
 from megatron.tools import generate as tool
 
 PROMPTS = ["the cat", "a dog"]
@@ -58,6 +62,17 @@ def test_a_text_ends_before_its_stop_string(loaded, way):
             assert stop not in loaded.tokenizer.decode(found.tokens[:-1])
     [later] = answers_to(loaded, PROMPTS[:1], **how, stop=[whole.text[:1]], min_tokens_to_generate=2)
     assert later.text or whole.text[0] == "\ufffd"  # of a character that is not finished
+
+
+def test_a_text_that_has_ended_is_not_continued(loaded):
+    engine, words = Engine(loaded.model, longest=loaded.longest), loaded.tokenizer
+    requests = [Request(tuple(words.encode(prompt)), Sampling(20, greedy=True)) for prompt in PROMPTS]
+    [whole, _] = continued(engine, requests, words, ignored)
+    before = engine.stats().generated_tokens
+    stop = replace(requests[0], sampling=replace(requests[0].sampling, stop=[words.decode(whole.tokens[:2])[-1:]]))
+    [short] = continued(engine, [stop], words, ignored)
+    assert short.finish == "stop" and len(short.tokens) <= 3
+    assert engine.stats().generated_tokens - before <= len(short.tokens) + 1 and not engine.busy
 
 
 def test_tokens_that_end_texts(loaded):
@@ -176,6 +191,8 @@ def test_unknown_settings_of_python_are_named(loaded):
     "flags, idle",
     [
         ("--greedy --min-p 0.1 --prompt-seeds 1 2", ["--min-p 0.1", "--prompt-seeds 1 2"]),
+        ("--top-k 1 --num-samples 2", ["--num-samples 2"]),
+        ("--num-beams 2 --num-samples 2", []),
         ("--top-p-decay 0.9 --top-p-bound 0.1", ["--top-p-decay 0.9", "--top-p-bound 0.1"]),
         ("--top-p 0.9 --top-p-decay 0.9 --top-p-bound 0.1 --min-p 0.1", []),
     ],

@@ -16,7 +16,7 @@ from megatron.model.positions import Rotary
 from megatron.model.ring_attention import ring_steps_of_documents
 from megatron.model.weights import Table
 from megatron.mpu import mappings
-from megatron.mpu.layers import linear
+from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Config, Model
 
@@ -124,9 +124,9 @@ class GPT(LanguageModel):
             x = x[-1 if last_only else 0 :] if wanted is None else x.flatten(0, 1)[wanted.flatten()]
             if x.shape[0] == 0:
                 return x.new_empty((0, self.vocab_size), dtype=torch.float32)
-            scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)[
-                ..., : self.vocab_size
-            ].float()
+            scores = linear(x, self.output_weight, None, LinearOptions(packed=self.output_layer.packed))
+            scores = mappings.gather_from_tensor_model_parallel_region(scores, self.tp)
+            scores = scores[..., : self.vocab_size].float()
             return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
     def _angles(self, s: int, position_ids) -> dict[str, Any]:
