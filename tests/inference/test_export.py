@@ -17,6 +17,7 @@ from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.answers import Asked, answered
 from megatron.inference.export import gguf_file, tracing
 from megatron.inference.export.gate import LIMITS, agreement
+from megatron.inference.export.llama_cpp import LlamaCpp
 from megatron.inference.export.opened import load_exported
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
@@ -148,7 +149,7 @@ def test_clients_compute_the_same(models, exported_to, shape, form):
 def test_llama_cpp_writes_the_same_text(models, exported_to, shape):
     """Greedy, token for token, and from a text, so with the exported vocabulary."""
     folder = exported_to(shape, "--format gguf")
-    client, loaded = gguf_file.LlamaCpp(folder / "model.gguf", S), load_model(models[shape])
+    client, loaded = LlamaCpp(folder / "model.gguf", S), load_model(models[shape])
     tokenizer = open_tokenizer(loaded)
     prompt = client.encode("the dog sat on the ")
     assert prompt == list(tokenizer.encode("the dog sat on the "))
@@ -156,6 +157,88 @@ def test_llama_cpp_writes_the_same_text(models, exported_to, shape):
     answer = client.server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
     [ours] = generate(loaded.model, [prompt], Sampling(12, greedy=True), longest=S)
     assert [one["id"] for one in answer] == ours
+
+
+TWO_BASES = dict(full_attention=dict(rope_type="linear", rope_theta=5e4, factor=4.0))
+TWO_BASES |= dict(sliding_attention=dict(rope_type="default", rope_theta=300.0))
+FAMILIES = {  # of llama.cpp; the windows are shorter than the compared prompts
+    "llama": dict(attention_bias=True, mlp_bias=True),
+    "llama, as in 3.1": dict(
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=1e4,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        )
+    ),
+    "llama, yarn": dict(
+        rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+    ),
+    "llama, linear": dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0)),
+    "mistral": dict(sliding_window=64),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(head_dim=16),
+    "phi3": dict(sliding_window=None),
+    "olmo2": {},
+    "gemma": dict(num_key_value_heads=1),
+    "gemma2": dict(sliding_window=6, query_pre_attn_scalar=16),
+    "gemma3_text": dict(
+        sliding_window=6,
+        sliding_window_pattern=6,
+        query_pre_attn_scalar=16,
+        rope_parameters=TWO_BASES,
+        num_hidden_layers=6,
+    ),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families_of_hugging_face_in_llama_cpp(tmp_path, vocabulary, case, capsys):
+    for form in ("hf", "gguf"):
+        need(form)
+    import transformers
+
+    from megatron.tools import checkpoint
+
+    count = len(json.loads((vocabulary / "vocab.json").read_text(encoding="utf-8")))
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    common = dict(
+        vocab_size=count, hidden_size=64, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=64
+    )
+    kind = case.split(",")[0]
+    config = transformers.AutoConfig.for_model(kind, **heads | common | FAMILIES[case], pad_token_id=None)
+    theirs, generator = transformers.AutoModelForCausalLM.from_config(config), torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.15 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
+    theirs.save_pretrained(tmp_path / "theirs")
+    checkpoint.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--unchecked"])
+    files = ["--vocab-file", str(vocabulary / "vocab.json"), "--merge-file", str(vocabulary / "merges.txt")]
+    files += ["--tokenizer-type", "GPT2BPETokenizer"]
+    export_to(tmp_path / "out", tmp_path / "ours", "--format", "gguf", *files)
+    assert "log-probabilities of llama.cpp differ by at most" in capsys.readouterr().out
+
+
+def test_what_llama_cpp_cannot_use_is_not_written(tmp_path, models, monkeypatch):
+    """It ends its own process, not this one."""
+    need("gguf")
+    import gguf
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_head_count", lambda self, count: None)
+    with pytest.raises(CheckpointError, match="llama.cpp cannot use the exported file: its process ended with"):
+        export_to(tmp_path / "out", models["gpt2"], "--format", "gguf")
+    assert nothing_in(tmp_path)
+
+
+def test_a_model_without_a_vocabulary_has_no_gguf(tmp_path, trained):
+    need("gguf")
+    with pytest.raises(SettingsError, match="llama.cpp's programs need a vocabulary that it knows"):
+        export_to(tmp_path / "out", trained(GPT2, tokenizer=None, vocab_size=90), "--format", "gguf")
+    assert nothing_in(tmp_path)
 
 
 def test_a_program_with_a_cache(models, exported_to):

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a model as a GGUF file for llama.cpp, tensor by tensor, and run it there (the packages gguf and xllamacpp).
+"""Write a model as a GGUF file for llama.cpp, tensor by tensor (with the package gguf).
 
 The names and shapes of Hugging Face are the start (`convert.families`), because gguf maps those names to llama.cpp's.
 """
 
 import json
-import os
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -15,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.reader import Reader
-from megatron.errors import CheckpointError, SettingsError
+from megatron.errors import SettingsError
 from megatron.inference.convert.families import Family
 from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
@@ -52,8 +50,8 @@ def _llama(name: str, x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
     """llama.cpp rotates neighbours in this architecture, channels 2i and 2i + 1, and Hugging Face i and i + d/2."""
     heads = dict(q_proj=config["num_attention_heads"], k_proj=config["num_key_value_heads"])
     for part, count in heads.items():
-        if name.endswith(f"{part}.weight"):
-            return x.view(count, 2, -1, x.shape[-1]).transpose(1, 2).reshape(x.shape)
+        if name.endswith((f"{part}.weight", f"{part}.bias")):
+            return x.view(count, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
     return x
 
 
@@ -68,6 +66,7 @@ ARCHITECTURES = dict(
     mistral=Architecture("LLAMA", _llama),
     qwen2=Architecture("QWEN2"),
     qwen3=Architecture("QWEN3"),
+    gemma=Architecture("GEMMA", _gemma),
     gemma2=Architecture("GEMMA2", _gemma),
     gemma3_text=Architecture("GEMMA3", _gemma),
     phi3=Architecture("PHI3"),
@@ -90,10 +89,12 @@ def refuse_other(family: Family) -> Architecture:
     if family.kind not in ARCHITECTURES:
         raise SettingsError(f"--format gguf: {family.kind} is not exported for llama.cpp", do="--format hf or onnx")
     config = family.theirs(None, "float32")
+    longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
+    activation, scalar = config.get("activation_function", "gelu_new"), config.get("query_pre_attn_scalar")
     different = {
-        f"activation {config.get('activation_function')}": config.get("activation_function", "gelu_new") != "gelu_new",
-        f"--window-size {config.get('sliding_window')} of every layer": family.kind == "mistral"
-        and config["sliding_window"] < config["max_position_embeddings"],
+        f"activation {activation}": activation != "gelu_new",
+        f"--window-size {window}": window is not None and window < longest and not family.kind.startswith("gemma"),
+        f"--query-pre-attn-scalar {scalar}": scalar is not None and scalar != config.get("head_dim"),
     }
     if any(different.values()):
         named = ", ".join(what for what, so in different.items() if so)
@@ -107,9 +108,9 @@ def refuse_other(family: Family) -> Architecture:
 
 
 def write(
-    path: Path, reader: Reader, family: Family, dtype: str, tokenizer: Optional[Path], end: Optional[int], name: str
-) -> list[str]:
-    """Write a GGUF file; returns notices. dtype: fp32, fp16, bf16, q8_0. tokenizer: folder with its files, or None.
+    path: Path, reader: Reader, family: Family, dtype: str, tokenizer: Path, end: Optional[int], name: str
+) -> None:
+    """Write a GGUF file. dtype: fp32, fp16, bf16, q8_0. tokenizer: folder with its files.
 
     Matrices have this dtype; vectors and positions stay in fp32, as llama.cpp expects.
     """
@@ -126,7 +127,7 @@ def write(
             q8_0=gguf.LlamaFileType.MOSTLY_Q8_0,
         )[dtype]
     )
-    notices = _add_vocabulary(writer, tokenizer, config["vocab_size"], end)
+    _add_vocabulary(writer, tokenizer, config["vocab_size"], end)
     wanted, kinds = dict(fp32="F32", fp16="F16", bf16="BF16", q8_0="Q8_0")[dtype], gguf.GGMLQuantizationType
     names = gguf.get_tensor_name_map(kind, family.facts.num_layers)
 
@@ -160,7 +161,6 @@ def write(
     for _, made, x in tensors(meta=False):
         writer.write_tensor_data(gguf.quantize(x.float().contiguous().numpy(), kinds[made]))
     writer.close()
-    return notices
 
 
 def _describe(writer, config: dict[str, Any], name: str) -> None:
@@ -186,7 +186,7 @@ def _describe(writer, config: dict[str, Any], name: str) -> None:
     writer.add_key_length(width)
     writer.add_value_length(width)
     writer.add_rope_dimension_count(width)
-    if config.get("sliding_window") and config["model_type"] != "mistral":
+    if config.get("sliding_window") and config["model_type"].startswith("gemma"):
         writer.add_sliding_window(config["sliding_window"])
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -197,17 +197,19 @@ def _describe(writer, config: dict[str, Any], name: str) -> None:
 
 def _describe_rope(writer, config: dict[str, Any]) -> None:
     rope = config.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)  # Gemma 3 has those of windows, too
-    kind = rope.get("rope_type", "default")
+    if "sliding_attention" in rope:  # Gemma 3: other frequencies in layers with a window
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    rope = rope.get("full_attention", rope)
+    kind, scalings = rope.get("rope_type", "default"), library().RopeScalingType
     writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
     if kind == "linear":
-        writer.add_rope_scaling_type("linear")
+        writer.add_rope_scaling_type(scalings.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         if not rope.get("truncate", True):
             raise SettingsError("--format gguf: llama.cpp rounds the borders of YaRN", do="--format hf or onnx")
         usual = 0.1 * np.log(rope["factor"]) + 1.0
-        writer.add_rope_scaling_type("yarn")
+        writer.add_rope_scaling_type(scalings.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
@@ -226,11 +228,8 @@ def _extra_tensors(family: Family) -> Iterator[tuple[str, torch.Tensor]]:
 # ---- vocabularies ----------------------------------------------------------------------------------------------------
 
 
-def _add_vocabulary(writer, folder: Optional[Path], vocab_size: int, end: Optional[int]) -> list[str]:
-    """Add the tokenizer from files as transformers has them; returns notices."""
-    if folder is None:
-        writer.add_tokenizer_model("no_vocab")
-        return ["the run had no tokenizer: llama.cpp takes and gives token ids"]
+def _add_vocabulary(writer, folder: Path, vocab_size: int, end: Optional[int]) -> None:
+    """Add the tokenizer from files as transformers has them."""
     if (folder / "tokenizer.model").is_file():
         _add_sentencepiece(writer, folder, vocab_size)
     else:
@@ -245,7 +244,6 @@ def _add_vocabulary(writer, folder: Optional[Path], vocab_size: int, end: Option
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if template:
         writer.add_chat_template(template)
-    return []
 
 
 def _add_bytes(writer, folder: Path, vocab_size: int) -> None:
@@ -303,50 +301,6 @@ def _add_sentencepiece(writer, folder: Path, vocab_size: int) -> None:
     writer.add_add_space_prefix(proto.normalizer_spec.add_dummy_prefix)
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
-
-
-class LlamaCpp:
-    """A GGUF file in llama.cpp, in this process: log-probabilities, and the ids of texts."""
-
-    def __init__(self, path: Path, context: int, plain: int = 0):
-        """plain: a token of ordinary text"""
-        x = server_library()
-        self.plain = plain
-        settings = x.CommonParams()
-        settings.model.path, settings.n_ctx, settings.n_parallel = str(path), context, 1
-        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
-        settings.cache_type_k = settings.cache_type_v = x.ggml_type.GGML_TYPE_F32
-        settings.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        settings.warmup, settings.verbosity, settings.n_gpu_layers = False, 0, 0
-        try:
-            self.server = x.Server(settings)
-        except Exception as error:  # whatever its C++ raises
-            raise CheckpointError(f"llama.cpp does not load the exported file: {error}") from None
-
-    def likeliest(self, prompt: list[int], count: int) -> dict[int, float]:
-        """The log-probabilities of the `count` likeliest tokens after a prompt."""
-        # It reports nothing at a token that is a part of a character: a plain one is forced. Probabilities ignore that.
-        forced = dict(logit_bias=[[self.plain, 1e4]], post_sampling_probs=False)
-        asked = dict(prompt=prompt, n_predict=1, n_probs=count, temperature=0.0, cache_prompt=False, **forced)
-        answer = self.server.handle_completions(asked)
-        try:
-            [choice] = answer["choices"]
-            return {one["id"]: one["logprob"] for one in choice["logprobs"]["content"][0]["top_logprobs"]}
-        except (KeyError, ValueError, TypeError, IndexError):
-            raise CheckpointError(f"llama.cpp does not answer: {json.dumps(answer)[:300]}") from None
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without a token at its start."""
-        asked = json.dumps(dict(content=text, add_special=False, parse_special=False)).encode()
-        request = urllib.request.Request(
-            f"{self.server.listening_address}/tokenize", asked, {"Content-Type": "application/json"}
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=60) as answer:
-            return json.load(answer)["tokens"]
-
-
 def library():
     """The package gguf. Raises SettingsError where it is not installed."""
     try:
@@ -354,16 +308,3 @@ def library():
     except ImportError:
         raise SettingsError("--format gguf needs the package gguf", do="pip install gguf") from None
     return gguf
-
-
-def server_library():
-    """The package xllamacpp. Raises SettingsError where it is not installed."""
-    os.environ.setdefault("GGML_LOG_LEVEL", "error")
-    try:
-        import xllamacpp
-    except ImportError:
-        raise SettingsError(
-            "logits are compared with llama.cpp's before anything is written, which needs xllamacpp",
-            do="pip install xllamacpp, or --no-check to export without the comparison",
-        ) from None
-    return xllamacpp

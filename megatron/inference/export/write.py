@@ -19,7 +19,7 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files, huggingface
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, prompts_for
-from megatron.inference.export import gguf_file, programs
+from megatron.inference.export import gguf_file, llama_cpp, programs
 from megatron.inference.export.card import model_card
 from megatron.inference.export.gate import Agreement, agreement
 from megatron.inference.export.tracing import program_of
@@ -229,44 +229,50 @@ def _write_gguf(source: Source, folder: Path, out: Path, wanted: Wanted) -> Writ
     gguf_file.refuse_kind(source.facts)
     gguf_file.refuse_other(source.family)
     if wanted.check:
-        gguf_file.server_library()
-    more = _write_tokenizer(source, folder)
-    has = source.tokenizer is not None and any((folder / n).exists() for n in ("tokenizer.json", "tokenizer.model"))
-    path = folder / "model.gguf"
+        llama_cpp.require()
+    more, path = _write_tokenizer(source, folder), folder / "model.gguf"
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        raise SettingsError(
+            "--format gguf: llama.cpp's programs need a vocabulary that it knows", more[-1], "--format hf needs none"
+        )
     with Reader(source.path) as reader:
         huggingface.refuse_unknown(reader, source.family)
-        more += gguf_file.write(
-            path, reader, source.family, wanted.dtype, folder if has else None, source.end, out.resolve().name
-        )
-    if not wanted.check:
-        return [path.name], None, more
-    return [path.name], _ask_llama_cpp(source, path, wanted, texts=has), more
+        gguf_file.write(path, reader, source.family, wanted.dtype, folder, source.end, out.resolve().name)
+    return [path.name], _ask_llama_cpp(source, path, wanted) if wanted.check else None, more
 
 
 @torch.no_grad()
-def _ask_llama_cpp(source: Source, path: Path, wanted: Wanted, texts: bool) -> Agreement:
+def _ask_llama_cpp(source: Source, path: Path, wanted: Wanted) -> Agreement:
     """Compare log-probabilities of the likeliest tokens after prompts of several lengths, and ids of texts."""
-    rounded = "fp32" if wanted.dtype == "q8_0" else wanted.dtype
-    prompts, model = source.prompts(), source.model(rounded)
+    prompts, model = source.prompts(), source.model("fp32" if wanted.dtype == "q8_0" else wanted.dtype)
+    lengths = sorted({1, 2, 5, len(prompts) // 2, len(prompts) - 1} - {0})
+    places = [(length, row) for row in range(prompts.shape[1]) for length in lengths if length < len(prompts)]
+    found, ids = llama_cpp.asked(
+        path,
+        context=min(source.longest, 256),
+        plain=_plain_token(source),
+        threads=torch.get_num_threads(),
+        prompts=[prompts[:length, row].tolist() for length, row in places],
+        count=min(20, source.vocab_size),
+        texts=huggingface.PROBES,
+    )
+    of_text = dict(zip(huggingface.PROBES, ids))
+    _same_ids(source, CLIENTS["gguf"], of_text.__getitem__)
     ours = model.logits(prompts).log_softmax(-1)  # [s, b, v]
-    client = gguf_file.LlamaCpp(path, min(source.longest, 256), _plain_token(source))
-    pairs = []
-    for row in range(prompts.shape[1]):
-        for length in sorted({1, 2, 5, len(prompts) // 2, len(prompts) - 1} - {0}):
-            found = client.likeliest(prompts[:length, row].tolist(), min(20, source.vocab_size))
-            pairs += [(ours[length - 1, row, token].item(), value) for token, value in found.items()]
-    if texts:
-        _same_ids(source, CLIENTS["gguf"], client.encode)
+    pairs = [
+        (ours[length - 1, row, token].item(), value)
+        for (length, row), likeliest in zip(places, found)
+        for token, value in likeliest
+    ]
     own, theirs = (torch.tensor(values) for values in zip(*pairs))
     form = "gguf" if source.facts.settings.swiglu else "gguf with GeLU"
     return agreement(form, wanted.dtype, CLIENTS["gguf"], own, theirs, what="log-probabilities")
 
 
 def _plain_token(source: Source) -> int:
-    """A token whose text is ASCII; 0 without a tokenizer."""
-    ids = range(source.vocab_size if source.tokenizer is None else source.tokenizer.vocab_size)
-    is_plain = lambda text: text.isascii() and text.isalnum()
-    return next((n for n in ids if source.tokenizer is not None and is_plain(source.tokenizer.decode([n]))), 0)
+    """A token whose text is ASCII."""
+    texts = ((n, source.tokenizer.decode([n])) for n in range(source.tokenizer.vocab_size))
+    return next((n for n, text in texts if text.isascii() and text.isalnum()), 0)
 
 
 def _write_programs(source: Source, folder: Path, out: Path, wanted: Wanted) -> Written:
