@@ -60,7 +60,7 @@ class Wanted:
     check: bool = True
 
 
-class Source:
+class ExportSource:
     """A checkpoint to export. Raises SettingsError if it holds no model with an output layer."""
 
     def __init__(self, load: str, step: Optional[int], given: Mapping[str, Any]):
@@ -127,7 +127,7 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
     Raises SettingsError for a model or a setting that the format does not have, CheckpointError if its client gives other
     results. Nothing is written then.
     """
-    source = Source(load, step, given)
+    source = ExportSource(load, step, given)
     if not isinstance(source.path, UrlPath) and out.resolve() in (source.path.resolve(), source.path.resolve().parent):
         raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
     wanted, notices = _complete(source, wanted)
@@ -162,7 +162,7 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
     ]
 
 
-def _complete(source: Source, wanted: Wanted) -> tuple[Wanted, list[str]]:
+def _complete(source: ExportSource, wanted: Wanted) -> tuple[Wanted, list[str]]:
     """The request with its dtype. Raises SettingsError for what the format does not have. Returns notices, too."""
     form, notices, known = wanted.form, [], WEIGHTS[wanted.form]
     dtype = wanted.dtype or source.config.precision.precision
@@ -184,7 +184,7 @@ def _complete(source: Source, wanted: Wanted) -> tuple[Wanted, list[str]]:
     return replace(wanted, dtype=dtype), notices
 
 
-def _refuse_ranks(source: Source, wanted: Wanted) -> list[str]:
+def _refuse_ranks(source: ExportSource, wanted: Wanted) -> list[str]:
     """Raise SettingsError for ranks that cannot share the model or the format; returns notices."""
     for what, size in source.facts.divisible_by_tp().items():
         if size % wanted.tp:
@@ -205,7 +205,7 @@ def _refuse_ranks(source: Source, wanted: Wanted) -> list[str]:
 Written = tuple[list[str], Optional[Agreement], list[str]]
 
 
-def _write_hf(source: Source, folder: Path, out: Path, wanted: Wanted) -> Written:
+def _write_hf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
     transformers = huggingface._transformers() if wanted.check else None
     _, *more = huggingface.to_hf(source.path, folder, DTYPES[wanted.dtype], source.given, check=False)
     more += _fast_tokenizer(source, folder)
@@ -224,7 +224,7 @@ def _write_hf(source: Source, folder: Path, out: Path, wanted: Wanted) -> Writte
     return sorted(path.name for path in folder.glob("*.safetensors")), agreed, more
 
 
-def _write_gguf(source: Source, folder: Path, out: Path, wanted: Wanted) -> Written:
+def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
     gguf_file.library()
     gguf_file.refuse_kind(source.facts)
     gguf_file.refuse_other(source.family)
@@ -242,7 +242,7 @@ def _write_gguf(source: Source, folder: Path, out: Path, wanted: Wanted) -> Writ
 
 
 @torch.no_grad()
-def _ask_llama_cpp(source: Source, path: Path, wanted: Wanted) -> Agreement:
+def _ask_llama_cpp(source: ExportSource, path: Path, wanted: Wanted) -> Agreement:
     """Compare log-probabilities of the likeliest tokens after prompts of several lengths, and ids of texts."""
     prompts, model = source.prompts(), source.model("fp32" if wanted.dtype == "q8_0" else wanted.dtype)
     lengths = sorted({1, 2, 5, len(prompts) // 2, len(prompts) - 1} - {0})
@@ -269,13 +269,13 @@ def _ask_llama_cpp(source: Source, path: Path, wanted: Wanted) -> Agreement:
     return agreement(form, wanted.dtype, CLIENTS["gguf"], own, theirs, what="log-probabilities")
 
 
-def _plain_token(source: Source) -> int:
+def _plain_token(source: ExportSource) -> int:
     """A token whose text is ASCII."""
     texts = ((n, source.tokenizer.decode([n])) for n in range(source.tokenizer.vocab_size))
     return next((n for n, text in texts if text.isascii() and text.isalnum()), 0)
 
 
-def _write_programs(source: Source, folder: Path, out: Path, wanted: Wanted) -> Written:
+def _write_programs(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
     form = wanted.form
     if form == "onnx":
         programs.require_onnx()
@@ -301,7 +301,7 @@ def _ranks(tp: int) -> Iterator[tuple[int, Mesh]]:
 
 
 @torch.no_grad()
-def _ask_program(source: Source, folder: Path, wanted: Wanted) -> Agreement:
+def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreement:
     """Compare logits of the program with the model's; with several ranks, on so many processes."""
     prompts, model = source.prompts(), source.model(wanted.dtype)
     ours = _own_answer(model, source.facts, prompts)
@@ -343,7 +343,7 @@ def _types(ids: torch.Tensor) -> torch.Tensor:
     return (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).long().expand_as(ids).contiguous()
 
 
-def answer_of(run: programs.Run, source: Source, wanted: Wanted, prompts: torch.Tensor) -> torch.Tensor:
+def answer_of(run: programs.Run, source: ExportSource, wanted: Wanted, prompts: torch.Tensor) -> torch.Tensor:
     """A program's outputs for prompts [s, b], in one tensor."""
     ids = prompts.t().contiguous()
     if isinstance(source.facts, T5Facts):
@@ -376,7 +376,7 @@ def empty_past(facts: Facts, batch: int, dtype: str, tp: int) -> list[torch.Tens
     return [torch.zeros(shape, dtype=DTYPES[dtype]), torch.zeros(shape, dtype=DTYPES[dtype])]
 
 
-def _same_ids(source: Source, client: str, encode) -> None:
+def _same_ids(source: ExportSource, client: str, encode) -> None:
     """Raise CheckpointError if the exported tokenizer gives other ids than the run's."""
     for text in huggingface.PROBES:
         theirs, ours = list(encode(text)), list(source.tokenizer.encode(text))
@@ -391,7 +391,7 @@ def _same_ids(source: Source, client: str, encode) -> None:
 # ---- what all formats have -------------------------------------------------------------------------------------------
 
 
-def _write_tokenizer(source: Source, folder: Path) -> list[str]:
+def _write_tokenizer(source: ExportSource, folder: Path) -> list[str]:
     """The tokenizer's files, as transformers has them; returns notices."""
     if source.tokenizer is None:
         return ["the run had no tokenizer, so the export has none"]
@@ -402,7 +402,7 @@ def _write_tokenizer(source: Source, folder: Path) -> list[str]:
     return _fast_tokenizer(source, folder)
 
 
-def _fast_tokenizer(source: Source, folder: Path) -> list[str]:
+def _fast_tokenizer(source: ExportSource, folder: Path) -> list[str]:
     """tokenizer.json for vocab.json and merges.txt, if it gives the same ids; returns notices."""
     path = folder / "tokenizer.json"
     if path.exists() or not (folder / "vocab.json").exists():
@@ -421,7 +421,7 @@ def _fast_tokenizer(source: Source, folder: Path) -> list[str]:
     return []
 
 
-def _settings_of_model(source: Source) -> dict[str, Any]:
+def _settings_of_model(source: ExportSource) -> dict[str, Any]:
     """The settings that describe the model, without those of its training and paths of this machine."""
     config, recorded = asdict(source.config), source.record["config"]
     tokenizer = {name: value for name, value in config["tokenizer"].items() if not _is_path(value)}
@@ -433,7 +433,7 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and ("/" in value or Path(value).exists())
 
 
-def _card(source: Source, out: Path, wanted: Wanted, files: list[str], agreed: Optional[Agreement]) -> str:
+def _card(source: ExportSource, out: Path, wanted: Wanted, files: list[str], agreed: Optional[Agreement]) -> str:
     task = "translation" if isinstance(source.facts, T5Facts) else "text-generation"
     task = "fill-mask" if isinstance(source.facts, BertFacts) else task
     how = [
@@ -450,7 +450,7 @@ def _card(source: Source, out: Path, wanted: Wanted, files: list[str], agreed: O
     )
 
 
-def _use(source: Source, wanted: Wanted, name: str) -> str:
+def _use(source: ExportSource, wanted: Wanted, name: str) -> str:
     """A few lines that run the export."""
     here = f"python -m megatron.tools.generate --load-exported {name} --prompt ..."
     if wanted.tp > 1:
