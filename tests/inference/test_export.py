@@ -15,7 +15,7 @@ from megatron.checkpoint.folder import Saver
 from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.inference.answers import Asked, answered
-from megatron.inference.export import gguf_file, tracing
+from megatron.inference.export import gguf_file, programs, tracing
 from megatron.inference.export.gate import LIMITS, agreement
 from megatron.inference.export.llama_cpp import LlamaCpp
 from megatron.inference.export.opened import load_exported
@@ -130,9 +130,22 @@ def by_client(form: str, folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return torch.export.load(folder / "model.pt2").module()(input_ids=ids).detach()
 
 
+def full(*case):
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("form", ["hf", "onnx", "torch-export"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape, form",
+    [
+        ("gpt2", "hf"),
+        full("llama", "hf"),
+        ("llama", "onnx"),
+        full("gpt2", "onnx"),
+        ("llama", "torch-export"),
+        full("gpt2", "torch-export"),
+    ],
+)
 def test_clients_compute_the_same(models, exported_to, shape, form):
     """For batches and lengths other than those that the export compared, too."""
     folder = exported_to(shape, f"--format {form}")
@@ -255,8 +268,18 @@ def test_a_program_with_a_cache(models, exported_to):
     assert past[0].shape == (2, 3, 9, 2, 16)
 
 
+def test_a_program_moves_to_another_device(exported_to):
+    """All of it, with the constants that it was recorded with."""
+    run = programs.opened("torch-export", exported_to("llama", PROGRAM) / "model.pt2", "meta")
+    inputs = dict(input_ids=torch.zeros(1, 3, dtype=torch.int64), past_keys=torch.zeros(2, 1, 0, 2, 16))
+    found = run(**inputs, past_values=inputs["past_keys"])
+    assert [(x.device.type, list(x.shape)) for x in found][1:] == [("meta", [2, 1, 3, 2, 16])] * 2
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("form, dtype", [key for key in LIMITS if key[1] not in ("any", "fp32")])
+@pytest.mark.parametrize(
+    "form, dtype", [key if key[0] == "gguf" else full(*key) for key in LIMITS if key[1] not in ("any", "fp32")]
+)
 def test_narrow_weights_stay_within_their_limits(tmp_path, models, form, dtype, capsys):
     need(form)
     export_to(tmp_path / "out", models["llama"], "--format", form, "--dtype", dtype)
@@ -266,7 +289,7 @@ def test_narrow_weights_stay_within_their_limits(tmp_path, models, form, dtype, 
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("kind, form", [("T5", "onnx"), ("T5", "torch-export"), ("BERT", "onnx"), ("T5", "hf")])
+@pytest.mark.parametrize("kind, form", [full("T5", "onnx"), ("T5", "torch-export"), ("BERT", "onnx"), ("T5", "hf")])
 def test_encoder_decoders_and_encoders(tmp_path, trained, kind, form, capsys):
     need(form)
     plain = dict(position_embedding_type="relative", normalization="RMSNorm", disable_bias_linear=True)
@@ -414,8 +437,8 @@ def test_an_export_writes_the_checkpoints_texts(models, exported_to, shape, word
     assert (loaded.iteration, loaded.longest) == (7, S)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["lm", "generation"])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["generation", full("lm")])
 def test_a_program_for_each_of_two_ranks(tmp_path, models, kind, run_ranks):
     words = f"--format torch-export --tensor-model-parallel-size 2 --kind {kind}".split()
     folder, whole = export_to(tmp_path / "out", models["llama"], *words), texts(load_model(models["llama"]))
@@ -490,7 +513,7 @@ def test_a_gguf_file_is_run_by_llama_cpp(tmp_path):
         load_exported(str(tmp_path))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_paddlenlps_export_and_end(tmp_path, models, monkeypatch, capsys):
     """Its flag exports, and its command for the result generates."""
     monkeypatch.chdir(tmp_path)

@@ -57,11 +57,13 @@ def _with_torch(path: Path, device, tp: Axis) -> Run:
     try:
         with _quiet():
             program = torch.export.load(path)
+            if torch.device(device).type != "cpu":  # where it was recorded
+                program = torch.export.passes.move_to_device_pass(program, device)
     except Exception as error:  # a zip file's, or torch's own
         raise CheckpointError(f"torch.export cannot load {path}: {str(error).splitlines()[0]}") from None
     if tp.size > 1:
         _connect(program.graph_module, tp)
-    module = program.module().to(device)
+    module = program.module()
 
     @torch.no_grad()
     def run(**inputs: torch.Tensor) -> list[torch.Tensor]:

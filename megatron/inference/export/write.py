@@ -227,6 +227,12 @@ def _write_hf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> 
 def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
     gguf_file.library()
     gguf_file.refuse_kind(source.facts)
+    if source.config.model.linear is not None:
+        raise SettingsError(
+            f"{source.path} was trained with --linear {source.config.model.linear}, which llama.cpp does not have",
+            "its layers would multiply with other weights there",
+            "--format onnx or torch-export records what its layers compute",
+        )
     gguf_file.refuse_other(source.family)
     if wanted.check:
         llama_cpp.require()
