@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.export.passes import move_to_device_pass
 
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.export.tracing import GROUP, Program, record
@@ -29,7 +30,7 @@ def file_name(form: str, rank: int = 0, ranks: int = 1) -> str:
 
 def write(form: str, program: Program, path: Path) -> None:
     """Record a program and write it."""
-    with _quiet():
+    with _quiet(), _recording():
         recorded = record(program)
         if form == "torch-export":
             torch.export.save(recorded, path)
@@ -58,7 +59,7 @@ def _with_torch(path: Path, device, tp: Axis) -> Run:
         with _quiet():
             program = torch.export.load(path)
             if torch.device(device).type != "cpu":  # where it was recorded
-                program = torch.export.passes.move_to_device_pass(program, device)
+                program = move_to_device_pass(program, device)
     except Exception as error:  # a zip file's, or torch's own
         raise CheckpointError(f"torch.export cannot load {path}: {str(error).splitlines()[0]}") from None
     if tp.size > 1:
@@ -132,9 +133,18 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
-    except Exception as error:
-        if isinstance(error, (SettingsError, CheckpointError)):
-            raise
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Raise SettingsError for a model that torch cannot record, with the line that it stopped at."""
+    try:
+        yield
+    except (SettingsError, CheckpointError):
+        raise
+    except Exception as error:  # of many kinds
         lines = [line for line in str(error).splitlines() if line.strip()]
         where = re.search(r"File \"([^\"]*/megatron/[^\"]+)\", line (\d+)", str(error))
         raise SettingsError(
@@ -142,5 +152,3 @@ def _quiet() -> Iterator[None]:
             f"at {where[1]}:{where[2]}" if where else None,
             "--format hf exports weights",
         ) from error
-    finally:
-        logger.setLevel(before)
