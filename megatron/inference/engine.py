@@ -278,7 +278,9 @@ class Stage:
         """Take the weights as they are now."""
         self.unpack()
         if self._packs:
-            self._packed = pack_weights(self.model, getattr(self.model, "output_layer", None) if self.model.last else None)
+            self._packed = pack_weights(
+                self.model, getattr(self.model, "output_layer", None) if self.model.last else None
+            )
 
     def unpack(self) -> None:
         for layer in self._packed:
