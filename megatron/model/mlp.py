@@ -36,7 +36,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.up.reads_packed(x) and not (self.gated or self.squared):
+        if self.up.reads_packed(x) and self.is_gelu:
             return self.down(cpu_ops.onednn_gelu(x, self.up.packed, self.up.bias, self.approximate))
         adds_bias = self._bias_gelu(x)
         activation = partial(adds_bias, bias=self.up.bias) if adds_bias else self._activation
@@ -46,6 +46,12 @@ class MLP(nn.Module):
         x, reading = recompute_output(activation, x, inside=self.region, of=(self,))
         with reading:
             return self.down(x)
+
+    @property
+    def is_gelu(self) -> bool:
+        """Whether the activation is GeLU, without a gate."""
+        own = type(self)._activation is not MLP._activation  # a variant's
+        return not (self.swiglu or self.geglu or self.squared or own)
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of the output of `up`, [s, b, ffn/tp]."""
