@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,11 @@ import torch
 from megatron.inference.engine import Engine
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
+from megatron.inference.stages import DecoderStages, stages_of
+from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_names import matches
 from megatron.model.gpt.module import GPT
+from megatron.mpu.forked import run_ranks
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Model
 
@@ -256,6 +260,45 @@ def compare(name: str, asked: argparse.Namespace, folder: Path) -> None:
     print(f"{name} 16 slots have {statistics.median(16 * a / b for a, b in zip(one, many)):.1f} x the tokens/s of one")
 
 
+def busy_stages(name: str, texts: int = 8, new: int = 40) -> None:
+    """How long each of two stages, of one thread each, computes while a batch of texts is continued."""
+    facts, dtype = GPTFacts(SHAPE, WORDS), FORMATS[name]
+
+    def body(rank: int) -> tuple[float, float]:
+        mesh = Mesh(rank, pp=2)
+        build = lambda **stage: GPT(SHAPE, mesh, WORDS, dtype=dtype, **stage)
+        model = DecoderStages(build, facts, stages_of(facts, 2), mesh).eval()
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+        engine = Engine(model, longest=LONGEST, max_batch=texts)
+        stage, busy = engine.stage, [0.0]
+        run, answered = stage.model.cached_pass, stage._answered
+
+        def timed(work: Callable, *arguments, **more):
+            start = time.perf_counter()
+            result = work(*arguments, **more)
+            busy[0] += time.perf_counter() - start
+            return result
+
+        stage.model.cached_pass, stage._answered = partial(timed, run), partial(timed, answered)
+        if rank:
+            engine.follow()
+            return busy[0], 0.0
+        sampling = Sampling(new, greedy=True)
+        numbers = [engine.add(Request(tuple(text), sampling)) for text in prompts(texts, PROMPT)]
+        while len({output.request for output in engine.step()} & set(numbers)) == 0:
+            busy[0] = 0.0
+        start = time.perf_counter()
+        while engine.busy:
+            engine.step()
+        seconds = time.perf_counter() - start
+        engine.close()
+        return busy[0], seconds
+
+    (first, seconds), (second, _) = run_ranks(2, body, timeout=600)
+    print(f"{name}, {texts} texts: the stages compute {first / seconds:.0%} and {second / seconds:.0%} of the time")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -263,7 +306,12 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="CPU time of this process instead of wall time")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-llama", dest="llama", action="store_false")
+    parser.add_argument("--busy-stages", action="store_true", help="how long each of two pipeline stages computes")
     asked = parser.parse_args()
+    if asked.busy_stages:
+        for name in asked.formats:
+            busy_stages(name)
+        return
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     with tempfile.TemporaryDirectory() as folder:
         for name in asked.formats:
