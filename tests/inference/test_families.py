@@ -21,6 +21,7 @@ from tests.inference.test_convert import loaded
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.sampled(2)
 V, S = 96, 24
 COMMON = dict(
     vocab_size=V,
