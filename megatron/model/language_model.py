@@ -286,11 +286,11 @@ class LanguageModel(nn.Module):
             return x.to(self.dtype), sums
         return (x if self.final_norm is None else self.final_norm(x)), sums
 
-    def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
-        """Position ids: as given, [s, b], or numbers from `start`, [s, 1]: of its rows with context parallelism."""
+    def positions(self, s: int, position_ids) -> torch.Tensor:
+        """Position ids: as given, [s, b], or numbers from 0, [s, 1]: of its rows with context parallelism."""
         if position_ids is not None:
             return position_ids
-        counted = torch.arange(start, start + s * self.cp.size, device=next(self.parameters()).device)
+        counted = torch.arange(s * self.cp.size, device=next(self.parameters()).device)
         return own_rows(counted, self.cp).unsqueeze(1)
 
     def sharing(self, layer: int) -> AttentionSharing:
@@ -324,9 +324,13 @@ class LanguageModel(nn.Module):
         return x, sums
 
     @property
+    def output_layer(self) -> VocabParallelEmbedding:
+        return self.embedding.word if self.output is None else self.output
+
+    @property
     def output_weight(self) -> torch.Tensor:
         """[v/tp, h]"""
-        return self.embedding.word.weight if self.output is None else self.output.weight
+        return self.output_layer.weight
 
     @property
     def output_bias(self) -> Optional[torch.Tensor]:
