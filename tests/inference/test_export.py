@@ -2,6 +2,7 @@
 """tools.export: four other programs compute the same as this suite, or nothing is written; and --load-exported."""
 
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -505,6 +506,33 @@ def test_which_model(main, words, kind, said, tmp_path, monkeypatch):
     (tmp_path / "t.bin").touch()
     with pytest.raises(kind, match=said):
         main([*words.split(), *(["--prompt", "x"] if main is tool.main else ["--data-path", "t"])])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(format="tensorrt"), "format: 'tensorrt'"),
+        (dict(ranks="2"), "ranks: '2'"),
+        (dict(config=None), "config: None"),
+        (dict(dtype="int3"), "dtype: 'int3'"),
+    ],
+)
+def test_a_record_that_is_damaged(tmp_path, change, said):
+    good = dict(format="onnx", kind="lm", dtype="fp32", ranks=1, vocab_size=9, iteration=1, files=[], config={})
+    (tmp_path / "export.json").write_text(json.dumps(good | change))
+    with pytest.raises(CheckpointError, match="export.json is not what tools.export writes") as no:
+        load_exported(str(tmp_path))
+    assert said in str(no.value)
+
+
+def test_files_of_a_program_that_are_damaged(tmp_path, exported_to):
+    shutil.copytree(exported_to("llama", PROGRAM), tmp_path / "out")
+    (tmp_path / "out" / "model.pt2").write_bytes(b"PK" + bytes(99))
+    with pytest.raises(CheckpointError, match="torch.export cannot load"):
+        load_exported(str(tmp_path / "out"))
+    (tmp_path / "out" / "model.pt2").unlink()
+    with pytest.raises(CheckpointError, match="has no model.pt2"):
+        load_exported(str(tmp_path / "out"))
 
 
 def test_a_gguf_file_is_run_by_llama_cpp(tmp_path):
