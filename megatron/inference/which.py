@@ -15,7 +15,7 @@ def check_one_model(settings: Any, given: Mapping[str, Statement]) -> None:
     """Raise UsageError unless one model is given. given: setting -> its source"""
     if settings.load is None and settings.load_exported is None:
         raise UsageError(
-            "--load is missing", do="--load FOLDER of checkpoints, or --load-exported FOLDER of tools.export"
+            "missing: --load", do="--load FOLDER of checkpoints, or --load-exported FOLDER of tools.export"
         )
     if settings.load is not None and settings.load_exported is not None:
         both = (words_of(given, name, getattr(settings, name)) for name in ("load", "load_exported"))

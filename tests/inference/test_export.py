@@ -495,7 +495,7 @@ def test_a_program_of_the_next_token_is_not_evaluated(exported_to):
 @pytest.mark.parametrize(
     "words, kind, said",
     [
-        ("", UsageError, "--load is missing"),
+        ("", UsageError, "missing: --load"),
         ("--load a --load-exported b", UsageError, "--load a and --load-exported b: one of them is the model"),
         ("--load-exported b --ckpt-step 3", UsageError, "--ckpt-step 3: an export has one step"),
         ("--load-exported nowhere", CheckpointError, "--load-exported nowhere holds no export"),
