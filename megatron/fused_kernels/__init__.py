@@ -221,7 +221,7 @@ TABLE: dict[str, list[Implementation]] = {
             attention.one_query,
             "on CPUs 1.3 x as fast as the reference, in fp32",
             lambda case: case.queries == 1 and case.device == "cpu" and case.dtype == torch.float32,
-            covers=frozenset({"cached", "grouped", "window", "scaled_softmax"}),
+            covers=frozenset({"cached", "grouped", "window"}),
         ),
         Implementation(
             "flash-attn",

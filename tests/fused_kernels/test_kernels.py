@@ -86,6 +86,12 @@ def cannot(name: str, case: Case) -> bool:
         "block-causal": not case.causal or case.scaled_softmax,
         "block-full": case.causal or case.documents or case.scaled_softmax,
         "sdpa (CPU)": case.dropout or case.scaled_softmax,
+        "one query": case.queries > 1
+        or not case.causal
+        or case.masked
+        or case.documents
+        or case.dropout
+        or case.softcap,
         "reference": False,
     }[name]
 
