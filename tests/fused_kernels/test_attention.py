@@ -289,6 +289,9 @@ def test_one_query_of_each_text(groups):
         key, value = (torch.cat([stored[place] for place in own]).unsqueeze(1) for stored in (keys, values))
         wanted = reference.attention(row[None, None], key, value, scale=0.3, causal=True)
         torch.testing.assert_close(got, wanted[0, 0])
+        torch.testing.assert_close(attention.one_query(row[None, None], key, value, scale=0.3), wanted)
+        near = attention.one_query(row[None, None], key, value, scale=0.3, window=5)
+        torch.testing.assert_close(near, attention.one_query(row[None, None], key[-6:], value[-6:], scale=0.3))
 
 
 @pytest.mark.parametrize("softcap, window", [(None, None), (0.4, None), (None, 0), (0.4, 2)])
