@@ -133,9 +133,7 @@ IDLE = {
     "a terminal shows how far an evaluation is, and results are over all": "Offline_Eval.logging_freq",
 }
 # sentence -> keys that are refused
-REFUSED = {
-    "say --load DIR --finetune for weights to start from": "Model.pretrained",
-}
+REFUSED = {"say --load DIR --finetune for weights to start from": "Model.pretrained"}
 # What its engine does where nothing is said.
 DEFAULTS = (
     Default("--train-iters", "500000", ("Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode=epoch")),
