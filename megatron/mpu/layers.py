@@ -21,7 +21,7 @@ from megatron.fused_kernels import Case, choose_kernel, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
-from megatron.mpu.linear_product import LinearProduct, Operand
+from megatron.mpu.linear_product import Gradients, LinearProduct, Operand
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Buffer, Own, Placement
 
@@ -220,15 +220,16 @@ class _OwnLinear(torch.autograd.Function):
         by_autograd = any(ctx.needs_input_grad[6:])
         waits = bool(deferred and ctx.wgrads_handler and deferred.collecting)
         if by_autograd or ctx.wgrads_handler:
-            weight, pull_back = product.transformed(weights, ctx.trained, later=waits)
-            wgrad = OwnWgrad(product, ctx.multiply, prepared, _Operand(operand, gather), pull_back)
+            weight, gradients_of = product.for_backward(weights, ctx.trained, later=waits)
+            wgrad = OwnWgrad(gradients_of, ctx.multiply, prepared, _Operand(operand, gather))
         else:
             weight = product.weight_operand(*weights)
         if by_autograd or ctx.wgrads_handler and not waits:
             wgrad.start()
         d_x, d_weights = None, [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            d_rows = product.grad_input(ctx.multiply, prepared, weight).to(ctx.dtype)
+            more = _Operand(operand[1:], gather)() if product.input_in_grad else ()
+            d_rows = product.grad_input(ctx.multiply, (*prepared, *more), weight).to(ctx.dtype)
             d_x = start_input_reduction(d_rows, ctx.shape, gather, options.reduce)
         if by_autograd:
             gradients = iter(wgrad())
@@ -242,15 +243,14 @@ class _OwnLinear(torch.autograd.Function):
 class OwnWgrad(NamedTuple):
     """The pending product for the gradients of a layer's trained weights, by its `LinearProduct`."""
 
-    product: LinearProduct
+    gradients_of: Gradients  # `LinearProduct.for_backward`
     multiply: Callable
     gradient: Operand  # of the output
     operand: "_Operand"  # returns the input; waits for its all-gather, if any
-    pull_back: Callable[[torch.Tensor], Operand]  # from the transformed weight's gradient to those of the weights
 
     def __call__(self) -> Operand:
         """The gradient of each trained weight."""
-        return self.pull_back(self.product.grad_weight(self.multiply, self.gradient, self.operand()))
+        return self.gradients_of(self.multiply, self.gradient, self.operand())
 
     def start(self) -> None:
         """As `WgradGemm.start`."""
