@@ -79,7 +79,7 @@ def with_adapters(config: Config) -> Config:
     if model.lora_rank is None:
         return config
     named = [part for part in (model.linear or "").replace(",", " ").split() if part.endswith(f"={KIND}")]
-    targets = model.lora_target or ([] if named else ["*"])
+    targets = (model.lora_target or ("" if named else "*")).replace(",", " ").split()
     added = [f"{target}={KIND}" for target in targets if f"{target}={KIND}" not in named]
     linear = ",".join([*filter(None, [model.linear]), *added])
     kept = config.optimizer.train_only or []

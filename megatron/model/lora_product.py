@@ -88,7 +88,7 @@ class LoRAProduct(LinearProduct):
             self.dropout = self.made_dropout()
         samples = self.draws.samples
         mask = self.dropout.keep((len(x) // len(samples), len(samples), x.shape[-1]), samples, x.device).mask()
-        return mask.view(x.shape).view(torch.uint8)
+        return mask.reshape(x.shape).view(torch.uint8)
 
     def made_dropout(self) -> Dropout:
         """Ranks of tp have parts of the rows of x (sequence parallelism), or parts of a row (row-parallel layers)."""

@@ -157,8 +157,8 @@ class Model:
         "the product of a pair is multiplied by this / --lora-rank (default: --lora-rank)", None, on_resume="refused"
     )
     lora_dropout: float = setting("dropout of the input of a pair", 0.0)
-    lora_target: Optional[list[str]] = setting(
-        "patterns of the linear layers that get a pair: attention.qkv 'mlp.*' 'blocks.[01].*' (default: all in blocks)",
+    lora_target: Optional[str] = setting(
+        "patterns of the linear layers that get a pair: 'attention.qkv, mlp.*, blocks.[01].*' (default: all in blocks)",
         None,
         on_resume="refused",
     )
