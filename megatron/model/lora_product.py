@@ -61,11 +61,7 @@ class LoRAProduct(LinearProduct):
 
     def wide(self, b: torch.Tensor) -> torch.Tensor:
         """B as a matrix [o, R]. A row is 0 outside of the columns of its own part."""
-        r, last = b.shape[-1], len(self.parts) - 1
-        if not last:
-            return b.flatten(0, -2)
-        pieces = enumerate(b.split(self.parts, self.part_dim))
-        return torch.cat([F.pad(piece, (n * r, (last - n) * r)) for n, piece in pieces], self.part_dim).flatten(0, -2)
+        return widened(b, self.part_dim, self.parts)
 
     def narrow(self, wide: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """The columns of each row's own part, [rows..., r], from [o, R]."""
@@ -96,7 +92,13 @@ class LoRAProduct(LinearProduct):
         by_row = placement.cut.get("tp") == len(placement.shape) - 1
         axis = tp if by_row or getattr(self.layer, "gather", None) else None
         return Dropout(
-            self.settings.lora_dropout, f"lora {self.name}", -1, self.draws.seed, cut=by_row, axis=axis, cp=self.draws.cp
+            self.settings.lora_dropout,
+            f"lora {self.name}",
+            -1,
+            self.draws.seed,
+            cut=by_row,
+            axis=axis,
+            cp=self.draws.cp,
         )
 
     def masked(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -106,3 +108,16 @@ class LoRAProduct(LinearProduct):
     def dropped(self, x: Operand) -> torch.Tensor:
         """The input of A."""
         return x[0] if len(x) == 1 else self.masked(*x)
+
+
+def widened(b: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+    """B [rows..., r] as a matrix [o, R], by the parts of the rows along `dim`.
+
+    >>> widened(torch.ones(3, 1), 0, (2, 1)).tolist()
+    [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
+    """
+    r, last = b.shape[-1], len(parts) - 1
+    if not last:
+        return b.flatten(0, -2)
+    pieces = enumerate(b.split(parts, dim))
+    return torch.cat([F.pad(piece, (n * r, (last - n) * r)) for n, piece in pieces], dim).flatten(0, -2)

@@ -37,7 +37,8 @@ def recompute(function: Callable, *args, inside: Callable = nullcontext, of: Seq
 
     inside() -> a context for the second run, for contexts around the first that autograd does not restore.
     of: the modules that it runs. In the second run their buffers have the values of the first, and changes to them
-    are discarded; their products draw for the samples of the first (`mpu.random.Draws`). draws: whether it may draw from torch's generators, whose state (5 KB on a CPU) is then kept.
+    are discarded; their products draw for the samples of the first (`mpu.random.Draws`). draws: whether it may
+    draw from torch's generators, whose state (5 KB on a CPU) is then kept.
     """
     if not torch.is_grad_enabled():
         return function(*args)

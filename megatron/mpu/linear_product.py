@@ -164,7 +164,13 @@ class LinearProduct:
         return operand, lambda *operands: pull_back(self.grad_weight(*operands))
 
     def _grads_beside(
-        self, trained: tuple[bool, ...], whole: torch.Size, own: Operand, multiply: Multiply, gradient: Operand, x: Operand
+        self,
+        trained: tuple[bool, ...],
+        whole: torch.Size,
+        own: Operand,
+        multiply: Multiply,
+        gradient: Operand,
+        x: Operand,
     ) -> Operand:
         weight = (self.grad_weight(multiply, gradient, x).view(whole),) if trained[0] else ()
         if not any(trained[1:]):

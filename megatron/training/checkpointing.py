@@ -121,15 +121,20 @@ def load(
         notices.append(
             "the checkpoint was trained with another vocabulary than this run's: the same ids stand for other tokens"
         )
-    if config.model.lora_rank is not None:
-        whose = (restored.path, settings.save) if context.is_rank_zero else None
-        base = all_gather_object((base_record(*whose), base_names(restored.path)) if whose else None)[0]
-        record = {**record, BASE: base[0], IN_BASE: base[1]}
+    record |= _base(config, context, restored.path, record)
     if settings.finetune:
         return fresh, record, notices + new_weights(restored.reinitialized)
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices
+
+
+def _base(config: schema.Config, context: RankContext, path: Path | UrlPath, record: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the record about the base of a run with adapters; empty if its checkpoints have all weights."""
+    if config.model.lora_rank is None or not (config.checkpoint.finetune or record.get(BASE)):
+        return {}
+    found = (base_record(path, config.checkpoint.save), base_names(path)) if context.is_rank_zero else None
+    return dict(zip((BASE, IN_BASE), context.all_gather_object(found)[0]))
 
 
 def new_weights(names: tuple[str, ...]) -> list[str]:

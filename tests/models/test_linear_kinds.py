@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that make their products in another way (`--linear`): a mask, a pair of small matrices, an emulated cast to fp8, each
-a file of its own. Whole trainings are compared with the same network in plain torch.
+"""Linear layers that make their products in another way (`--linear`): a mask, a pair of small matrices, an emulated cast
+to fp8, each a file of its own. Whole trainings are compared with the same network in plain torch.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import TokenizerSettings
 from megatron.training.entry import start
 from megatron.training.rules import check, idle, resolve
-from tests.models import alibi, own_fp8, own_pair, own_mask
+from tests.models import alibi, own_fp8, own_mask, own_pair
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, Job, logits, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
