@@ -146,8 +146,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, product, wgrad_handler, deferred, gather, reduce):
-        ctx.save_for_backward(x, weight)
-        ctx.product, ctx.has_bias, ctx.wgrad_handler, ctx.deferred, ctx.gather, ctx.reduce = (
+        learns = ctx.needs_input_grad[1] or wgrad_handler is not None
+        ctx.save_for_backward(x if learns else None, weight)  # only the weight's gradient needs the input
+        ctx.shape, ctx.product, ctx.has_bias, ctx.wgrad_handler, ctx.deferred, ctx.gather, ctx.reduce = (
+            x.shape,
             product,
             bias is not None,
             wgrad_handler,
@@ -162,14 +164,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         rows, multiply, d_x, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None, None
-        wgrad = WgradGemm(rows, _Columns(x, ctx.gather), multiply)
+        wgrad = None if x is None else WgradGemm(rows, _Columns(x, ctx.gather), multiply)
         by_autograd, waits = ctx.needs_input_grad[1], ctx.deferred is not None and ctx.deferred.collecting
         # Communication is launched before the product that it overlaps with: on a GPU it then runs before the product
         # fills the device. The all-gather overlaps with the first product, the reduction with the second.
         if by_autograd or ctx.wgrad_handler and not waits:
             wgrad.start()
         if ctx.needs_input_grad[0]:
-            d_x = start_input_reduction(multiply(rows, weight.t(), None), x.shape, ctx.gather, ctx.reduce)
+            d_x = start_input_reduction(multiply(rows, weight.t(), None), ctx.shape, ctx.gather, ctx.reduce)
         if by_autograd:
             d_weight = wgrad()
         elif ctx.wgrad_handler:

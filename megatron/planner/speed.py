@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from megatron.model.facts import Facts
+from megatron.model.facts import OUTPUT, Facts
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
@@ -159,7 +159,7 @@ def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommuni
 
 def useful_flops(job: Job) -> float:
     """Model FLOPs of an iteration, of all ranks."""
-    return job.facts.flops() * job.global_batch * job.facts.sample_tokens
+    return job.facts.flops(job.selection) * job.global_batch * job.facts.sample_tokens
 
 
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
@@ -252,7 +252,8 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
         softmax = LOSS_BYTES * n * rows * d.unfused / d.bandwidth
         # The loss computes its gradients in the forward pass, except the weight's.
-        total += Pass(2 * product + softmax + tp_seconds * sp, product + tp_seconds, tp_seconds * (1 + sp))
+        of_weight = 0.0 if OUTPUT in share.frozen else product
+        total += Pass(2 * product + softmax + tp_seconds * sp, of_weight + tp_seconds, tp_seconds * (1 + sp))
     return total
 
 
@@ -295,9 +296,11 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
         if not op.in_ring:
             ahead += sent(op, op.ahead)
             back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
+    pairs = sum(_pair(job, op, d) for op in ops if isinstance(op, Product))
+    still = sum(_arithmetic(job, op, d) for op in ops if isinstance(op, Product) and op.frozen)
     return Pass(
-        work + sums * each + ahead,
-        2 * work + longer + sums * each + repeated + messages * each + back,
+        work + pairs + sums * each + ahead,
+        2 * work + 3 * pairs - still + longer + sums * each + repeated + messages * each + back,
         (2 * sums + messages) * each,
         ahead + back,
     )
@@ -308,6 +311,19 @@ def _arithmetic(job: Job, op: LayerOp, d: Device) -> float:
     if isinstance(op, Product):
         return op.flops / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
+
+
+def _pair(job: Job, op: Product, d: Device) -> float:
+    """Seconds of the forward products of a LoRA pair. The backward pass has three times as many (`lora_product.py`).
+
+    Narrow products are limited by memory: they read the input, and add to the output.
+    """
+    if not op.pair:
+        return 0.0
+    outputs = op.outputs * op.times
+    flops = 2.0 * op.rows * op.pair * (op.inputs + outputs)
+    arithmetic = flops / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
+    return arithmetic + op.rows * (op.inputs + 2 * outputs) * job.element / d.bandwidth
 
 
 def _tensor_parallel_sums(job: Job, share: RankSetup, ops, cluster: Cluster) -> tuple[int, float]:

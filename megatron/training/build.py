@@ -431,7 +431,7 @@ def build_metrics(
         facts.sample_tokens,
         ranks=mesh.world_size,
         data_ranks=mesh.dp.size,
-        flops_per_token=facts.flops(),
+        flops_per_token=facts.flops(model.selection),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
         perplexities=recipe.perplexities,
