@@ -41,14 +41,13 @@ class LoRAProduct(LinearProduct):
 
     def forward(self, multiply: Multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
         whole, a, b = weight
-        y = multiply(x[0], whole, bias)
-        return y.addmm_(multiply(self.dropped(x), a, None), b.t(), alpha=self.scale)
+        return self.added(multiply, multiply(x[0], whole, bias), multiply(self.dropped(x), a, None), b)
 
     def grad_input(self, multiply: Multiply, gradient: Operand, weight: Operand) -> torch.Tensor:
         whole, a, b = weight
         d_x, narrow = multiply(gradient[0], whole.t(), None), multiply(gradient[0], b.t(), None)
         if len(gradient) == 1:
-            return d_x.addmm_(narrow, a, alpha=self.scale)
+            return self.added(multiply, d_x, narrow, a.t())
         return d_x.add_(self.masked(multiply(narrow, a.t(), None), gradient[1]), alpha=self.scale)
 
     def grad_own(self, multiply: Multiply, gradient: Operand, x: Operand, own: Operand) -> Operand:
@@ -56,6 +55,12 @@ class LoRAProduct(LinearProduct):
         d_a = self.scale * multiply(multiply(gradient[0], self.wide(b).t(), None).t(), seen.t(), None)  # [R, i]
         d_b = self.scale * multiply(gradient[0].t(), multiply(seen, a, None).t(), None)  # [o, R]
         return d_a, self.narrow(d_b, b.shape)
+
+    def added(self, multiply: Multiply, total: torch.Tensor, narrow: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """total [n, o] + s narrow [n, R] b^T, in place. On CPUs a product that adds takes twice as long as both apart."""
+        if total.device.type == "cpu":
+            return total.add_(multiply(narrow, b, None), alpha=self.scale)
+        return total.addmm_(narrow, b.t(), alpha=self.scale)
 
     # ---- parts of a fused weight ---------------------------------------------------------------------------------------
 

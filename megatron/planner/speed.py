@@ -296,11 +296,11 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
         if not op.in_ring:
             ahead += sent(op, op.ahead)
             back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
-    pairs = sum(_pair(job, op, d) for op in ops if isinstance(op, Product))
+    pairs = [sum(of_pass) for of_pass in zip(*(_pair(job, op, d) for op in ops if isinstance(op, Product)), (0.0, 0.0))]
     still = sum(_arithmetic(job, op, d) for op in ops if isinstance(op, Product) and op.frozen)
     return Pass(
-        work + pairs + sums * each + ahead,
-        2 * work + 3 * pairs - still + longer + sums * each + repeated + messages * each + back,
+        work + pairs[0] + sums * each + ahead,
+        2 * work + pairs[1] - still + longer + sums * each + repeated + messages * each + back,
         (2 * sums + messages) * each,
         ahead + back,
     )
@@ -313,17 +313,18 @@ def _arithmetic(job: Job, op: LayerOp, d: Device) -> float:
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
 
 
-def _pair(job: Job, op: Product, d: Device) -> float:
-    """Seconds of the forward products of a LoRA pair. The backward pass has three times as many (`lora_product.py`).
+def _pair(job: Job, op: Product, d: Device) -> tuple[float, float]:
+    """Seconds of the products of a LoRA pair in the forward pass, and in the backward pass (`model/lora_product.py`).
 
-    Narrow products are limited by memory: they read the input, and add to the output.
+    They are narrow, and so limited by memory: forward they read the input and add to the output, backward they add to the
+    gradient of the input, and read the input twice and the gradient of the output three times.
     """
-    if not op.pair:
-        return 0.0
-    outputs = op.outputs * op.times
-    flops = 2.0 * op.rows * op.pair * (op.inputs + outputs)
-    arithmetic = flops / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
-    return arithmetic + op.rows * (op.inputs + 2 * outputs) * job.element / d.bandwidth
+    inputs, outputs = op.inputs, op.outputs * op.times
+    arithmetic = 2.0 * op.pair * (inputs + outputs) / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
+    moved = job.element / d.bandwidth * (op.pair > 0)
+    return op.rows * (arithmetic + (inputs + 2 * outputs) * moved), op.rows * (
+        3 * arithmetic + (4 * inputs + 3 * outputs) * moved
+    )
 
 
 def _tensor_parallel_sums(job: Job, share: RankSetup, ops, cluster: Cluster) -> tuple[int, float]:
