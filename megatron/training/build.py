@@ -61,6 +61,7 @@ from megatron.training.checkpointing import (
     load,
     open_checkpoint_manager,
 )
+from megatron.training.compile_trial import CompileTrial
 from megatron.training.datasets import (
     build_batches,
     build_datasets,
@@ -161,6 +162,7 @@ def build_run(
         origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages)),
         in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
+        compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
         saved_hooks=(start.record.get("hooks") or {}) if start.changed else None,
     )
 

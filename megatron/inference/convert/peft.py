@@ -109,6 +109,11 @@ def _to_theirs(
         raise SettingsError(
             f"{match.ours}: --lora-rank {r} is larger than its {inputs} inputs, which is not written here"
         )
+    if parts > 1 and count != parts:
+        raise SettingsError(
+            f"{match.ours}: --lora-split-fused gives its {parts} parts a pair each, and {match.theirs[0]} has one",
+            do="python -m megatron.tools.checkpoint merge-lora, then to-hf",
+        )
     own = a.split(r) if parts > 1 else [a] * count
     pairs = {name.removesuffix(WEIGHT): Pair(x, y[:, :r]) for name, x, y in zip(match.theirs, own, rows[0])}
     # The whole product, by the way that weights take.
