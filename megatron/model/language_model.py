@@ -20,7 +20,8 @@ from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
 from megatron.model.graph_dump import dumping_backend
-from megatron.model.lora import kinds_of
+from megatron.model.lora import KIND as LORA
+from megatron.model.lora_product import LoRAProduct
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.recipe import Z_LOSS
@@ -141,7 +142,8 @@ class LanguageModel(nn.Module):
             )
         choose_fusions(self, self.kernels)
         draws = partial(Draws, seed, mesh.cp)
-        attach_products(self.blocks, model, kinds_of(model), facts.products, draws, bool(self.kernels.torch_compile))
+        kinds = {LORA: LoRAProduct, **model.own_linears}
+        attach_products(self.blocks, model, kinds, facts.products, draws, bool(self.kernels.torch_compile))
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from megatron.errors import SettingsError, did_you_mean
 from megatron.model import lora
-from megatron.model.lora import kinds_of
 from megatron.model.weights import Table, add_prefix
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Model
@@ -82,7 +81,7 @@ def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:
 def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
     """A block's table with the weights that kinds of linear layers add, each next to its layer's."""
     for name, kind in picked:
-        own = kinds_of(settings)[kind].own_weights(settings, table[name + WEIGHT])
+        own = settings.own_linears.get(kind, lora).own_weights(settings, table[name + WEIGHT])
         table = {**table, **add_prefix(name, own)}
     return table
 
@@ -90,12 +89,12 @@ def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
 def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
     """The problems of --linear and of adapters, as messages. tables: returns the weights of each block, by its index."""
     if settings.linear is None:
-        return lora.problems(settings)
+        return lora.problems(settings, ())
     try:
         parts = choices(settings.linear)
     except SettingsError as error:
         return [error.what]
-    kinds = [PLAIN, *kinds_of(settings)]
+    kinds = list(dict.fromkeys([PLAIN, lora.KIND, *settings.own_linears]))
     unknown = dict.fromkeys(choice.kind for choice in parts if choice.kind not in kinds)
     if unknown or not parts:
         return [
@@ -104,7 +103,8 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
             for name in unknown or [""]
         ]
     names = {f"blocks.{layer}.{name}": name for layer, table in tables().items() for name in linear_layers(table)}
-    return lora.problems(settings) + [
+    adapted = [choice.pattern for choice in parts if choice.kind == lora.KIND]
+    return lora.problems(settings, adapted) + [
         f"--linear {settings.linear}: '{choice.pattern}' is no linear layer of this model; each block has "
         f"{', '.join(dict.fromkeys(names.values()))}"
         for choice in parts

@@ -11,8 +11,7 @@ their own, as separate layers would: A [parts x rank, i], and a row of B multipl
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from megatron.mpu.placement import Constant, Normal, Placement, beside_inputs, beside_rows
 from megatron.settings.schema import Config, Model
@@ -22,33 +21,14 @@ PAIR = ("lora_a", "lora_b")
 TRAINED = tuple(f"*.{name}" for name in PAIR)  # patterns of --train-only
 
 
-class LoRA:
-    """The kind `lora` of linear layers; an instance is a `lora_product.LoRAProduct`."""
-
-    group = None  # its settings are those of every model
-
-    def __new__(cls, layer, name: str, settings: Model):
-        from megatron.model.lora_product import LoRAProduct
-
-        return LoRAProduct(layer, name, settings)
-
-    @staticmethod
-    def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
-        """A and B. A has the variance of the original code and of PEFT, 1 / (3 inputs)."""
-        rank = settings.lora_rank or 1  # without --lora-rank the settings are refused
-        std = 1 / math.sqrt(3 * weight.shape[-1])
-        parts = len(parts_of(settings, weight)[1])
-        return dict(
-            lora_a=beside_inputs(weight, parts * rank, Normal(std)), lora_b=beside_rows(weight, rank, Constant(0.0))
-        )
-
-
-KINDS: Mapping[str, Any] = {KIND: LoRA}
-
-
-def kinds_of(settings: Model) -> dict[str, Any]:
-    """The kinds of linear layers of a model: name -> class. Those of its recipe come first."""
-    return {**KINDS, **settings.own_linears}
+def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
+    """A and B of a layer with this weight. A has the variance of the original code and of PEFT, 1 / (3 inputs)."""
+    rank = settings.lora_rank or 1  # without --lora-rank the settings are refused
+    std = 1 / math.sqrt(3 * weight.shape[-1])
+    parts = len(parts_of(settings, weight)[1])
+    return dict(
+        lora_a=beside_inputs(weight, parts * rank, Normal(std)), lora_b=beside_rows(weight, rank, Constant(0.0))
+    )
 
 
 def parts_of(settings: Model, weight: Placement) -> tuple[int, tuple[int, ...]]:
@@ -87,17 +67,14 @@ def with_adapters(config: Config) -> Config:
     return config.derive("--lora-rank", linear=linear, train_only=train_only)
 
 
-def problems(settings: Model) -> list[str]:
-    """The problems of the flags of LoRA, as messages."""
-    from megatron.model.linear_kinds import choices
-
+def problems(settings: Model, patterns: Sequence[str]) -> list[str]:
+    """The problems of the flags of LoRA, as messages. patterns: of the layers that --linear gives pairs."""
     found = []
-    picks = [choice for choice in choices(settings.linear or "") if choice.kind == KIND]
     if settings.lora_rank is None:
         own = dict(lora_alpha=None, lora_target=None, lora_dropout=0.0, lora_split_fused=False, use_rslora=False)
         given = [f"--{name.replace('_', '-')}" for name, value in own.items() if getattr(settings, name) != value]
-        if picks and KIND not in settings.own_linears:
-            given.append(f"--linear {picks[0].pattern}={KIND}")
+        if KIND not in settings.own_linears:
+            given += [f"--linear {pattern}={KIND}" for pattern in patterns]
         return [f"{', '.join(given)}: there are no adapters without --lora-rank"] if given else []
     if settings.lora_rank < 1:
         found.append(f"--lora-rank {settings.lora_rank} must be at least 1")

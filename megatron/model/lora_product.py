@@ -15,7 +15,7 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
-from megatron.model.lora import LoRA, parts_of, scale_of
+from megatron.model.lora import own_weights, parts_of, scale_of
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 from megatron.mpu.random import Dropout
 
@@ -23,7 +23,7 @@ from megatron.mpu.random import Dropout
 class LoRAProduct(LinearProduct):
     """See above."""
 
-    own_weights = staticmethod(LoRA.own_weights)
+    own_weights = staticmethod(own_weights)
 
     def __init__(self, layer, name, settings):
         super().__init__(layer, name, settings)

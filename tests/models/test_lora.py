@@ -22,7 +22,7 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model import weights
 from megatron.model.arguments import parse_any
-from megatron.model.lora import LoRA
+from megatron.model.lora import own_weights
 from megatron.model.lora_product import LoRAProduct
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.layers import ColumnParallelLinear
@@ -151,7 +151,7 @@ SETTINGS = Model(num_layers=1, hidden_size=INPUTS, num_attention_heads=2, lora_r
 def made(split: bool, dropout: float = 0.0):
     settings = Model(**{**vars(SETTINGS), "lora_split_fused": split, "lora_dropout": dropout})
     table = weights.column(INPUTS, ROWS, 1.0, matrices=(1, (2, 1, 1)))
-    table |= LoRA.own_weights(settings, table["weight"])
+    table |= own_weights(settings, table["weight"])
     layer = ColumnParallelLinear(table, Mesh().tp, dtype=torch.float64)
     layer.product = LoRAProduct(layer, "blocks.7.mlp.up", settings)
     for seed, parameter in enumerate(layer.parameters()):
