@@ -399,9 +399,8 @@ def _learned(facts: Facts, selection: Selection) -> tuple[frozenset[str], tuple[
 @lru_cache(maxsize=1024)
 def _frozen_flops(facts: Facts, selection: Selection) -> float:
     """FLOPs per token of the gradients of frozen matrices, less those of adapters."""
-    weights = facts.weights
-    frozen = selection.frozen(weights)
-    blocks = {name: placed for name, placed in weights.items() if name.startswith("blocks.")}
+    frozen = selection.frozen(facts.weights)
+    blocks = logical([unit for unit in facts.whole if unit.layer is not None])
     still = sum(
         math.prod(placed.shape)
         for name, placed in blocks.items()

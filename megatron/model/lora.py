@@ -69,17 +69,10 @@ def with_adapters(config: Config) -> Config:
 
 def problems(settings: Model, patterns: Sequence[str]) -> list[str]:
     """The problems of the flags of LoRA, as messages. patterns: of the layers that --linear gives pairs."""
-    found = []
-    if settings.lora_rank is None:
-        own = dict(lora_alpha=None, lora_target=None, lora_dropout=0.0, lora_split_fused=False, use_rslora=False)
-        given = [f"--{name.replace('_', '-')}" for name, value in own.items() if getattr(settings, name) != value]
-        if KIND not in settings.own_linears:
-            given += [f"--linear {pattern}={KIND}" for pattern in patterns]
-        return [f"{', '.join(given)}: there are no adapters without --lora-rank"] if given else []
-    if settings.lora_rank < 1:
-        found.append(f"--lora-rank {settings.lora_rank} must be at least 1")
-    if not 0 <= settings.lora_dropout < 1:
-        found.append(f"--lora-dropout {settings.lora_dropout} must be at least 0 and less than 1")
-    if settings.lora_alpha is not None and not (settings.lora_alpha > 0 and math.isfinite(settings.lora_alpha)):
-        found.append(f"--lora-alpha {settings.lora_alpha} must be greater than 0")
-    return found
+    if settings.lora_rank is not None:
+        return []
+    own = dict(lora_alpha=None, lora_target=None, lora_dropout=0.0, lora_split_fused=False, use_rslora=False)
+    given = [f"--{name.replace('_', '-')}" for name, value in own.items() if getattr(settings, name) != value]
+    if KIND not in settings.own_linears:
+        given += [f"--linear {pattern}={KIND}" for pattern in patterns]
+    return [f"{', '.join(given)}: there are no adapters without --lora-rank"] if given else []

@@ -80,7 +80,8 @@ def test_model_flops(words, pairs):
 
 
 def test_times_and_memory_of_a_large_model():
-    """A base of 7 billion on eight H100: LoRA takes between half and 0.8 of a step of training everything, and no state."""
+    """A base of 7 billion on eight H100: a step takes less than one that trains everything, though narrow products wait for
+    memory; and two thirds of its FLOPs."""
     flags = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 32000 --mock-data
         --swiglu --ffn-hidden-size 11008 --bf16 --micro-batch-size 1 --global-batch-size 64 --lr 1e-4 --train-iters 10"""
     found = []
@@ -91,7 +92,7 @@ def test_times_and_memory_of_a_large_model():
         cluster = Cluster(find("H100-80GB"), 8)
         found.append((speed.step(job, layout, cluster), job, layout))
     (full, *_), (ours, job, layout) = found
-    assert 0.5 < ours.seconds / full.seconds < 0.8
+    assert 0.7 < ours.seconds / full.seconds < 1
     assert ours.flops / full.flops == pytest.approx(2 / 3, abs=0.05)
     still = speed.step(replace(job, pairs=()), layout, cluster)
     assert still.seconds < ours.seconds

@@ -30,7 +30,7 @@ def merge(path: Path, out: Path, writers: int = 1) -> Path:
     """
     check_free(out)
     with open_checkpoint(path) as reader:
-        source = Merged(reader)
+        source = MergedReader(reader)
         pieces = reshard.whole_pieces(source)
         return reshard.reshard(source, out, reshard.evenly(pieces, writers), source.state)
 
@@ -54,7 +54,7 @@ def has_adapters(reader: Reader) -> bool:
     return bool(model.get("lora_rank")) and all(choice.kind == KIND for choice in choices(model.get("linear") or ""))
 
 
-class Merged:
+class MergedReader:
     """A reader of the merged weights, with the part of `Reader`'s methods that rewriting needs."""
 
     def __init__(self, reader: Reader):

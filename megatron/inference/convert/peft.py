@@ -47,7 +47,7 @@ IRRELEVANT = """task_type auto_mapping peft_version base_model_name_or_path revi
 PLAIN_START = (True, False, None, "gaussian", "eva", "orthogonal")  # others change the base's weights
 
 
-class Pair:
+class PeftPair:
     """A pair of PEFT's, of one of their modules."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor):
@@ -70,7 +70,7 @@ def to_peft(path: Path, out: Path, base_model: Optional[str] = None) -> list[str
         refuse_head(config, vocab_size, path)
         _refuse_other_weights(path, reader)
         family, weights = exported(config, vocab_size), facts_of(config, vocab_size).weights
-        pairs: dict[str, Pair] = {}
+        pairs: dict[str, PeftPair] = {}
         for match in family.matches:
             layer = match.ours.removesuffix(WEIGHT)
             if f"{layer}.{PAIR[0]}" in reader.tensors:
@@ -100,7 +100,7 @@ def _refuse_other_weights(path: Path, reader: Reader) -> None:
 
 def _to_theirs(
     match: Match, weight: Placement, model: Model, a: torch.Tensor, b: torch.Tensor, transposed: bool
-) -> dict[str, Pair]:
+) -> dict[str, PeftPair]:
     """The pairs of their modules from a pair of ours. transposed: their weights are [i, o]."""
     count, r, inputs = len(match.theirs), b.shape[-1], weight.shape[-1]
     parts = len(parts_of(model, weight)[1])
@@ -115,7 +115,7 @@ def _to_theirs(
             do="python -m megatron.tools.checkpoint merge-lora, then to-hf",
         )
     own = a.split(r) if parts > 1 else [a] * count
-    pairs = {name.removesuffix(WEIGHT): Pair(x, y[:, :r]) for name, x, y in zip(match.theirs, own, rows[0])}
+    pairs = {name.removesuffix(WEIGHT): PeftPair(x, y[:, :r]) for name, x, y in zip(match.theirs, own, rows[0])}
     # The whole product, by the way that weights take.
     wanted = [x.t() if transposed else x for x in match.to_theirs(delta(model, weight, a, b))]
     one = delta(model, Placement((1, 1), weight.init), torch.ones(r, 1), torch.ones(1, r)).item() / r
@@ -130,7 +130,7 @@ def _in_columns(b: torch.Tensor, inputs: int, match: Match, transposed: bool) ->
     return [x.t() if transposed else x for x in match.to_theirs(wide)]
 
 
-def _write_tensors(folder: Path, pairs: Mapping[str, Pair]) -> None:
+def _write_tensors(folder: Path, pairs: Mapping[str, PeftPair]) -> None:
     from safetensors.torch import save_file
 
     tensors = {f"{PREFIX}{name}.lora_A.weight": pair.a for name, pair in pairs.items()}
@@ -138,7 +138,7 @@ def _write_tensors(folder: Path, pairs: Mapping[str, Pair]) -> None:
     save_file({name: x.clone().contiguous() for name, x in tensors.items()}, folder / TENSORS, {"format": "pt"})
 
 
-def _their_config(model: Model, names: Mapping[str, Pair], kind: str, base_model: Optional[str]) -> dict[str, Any]:
+def _their_config(model: Model, names: Mapping[str, PeftPair], kind: str, base_model: Optional[str]) -> dict[str, Any]:
     return dict(
         peft_type="LORA",
         task_type={"t5": "SEQ_2_SEQ_LM", "bert": None}.get(kind, "CAUSAL_LM"),
@@ -236,7 +236,7 @@ def refuse_others(theirs: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{CONFIG} has no valid {' and '.join(wrong) or 'r'}")
 
 
-def _read_pairs(source: Path, rank: int) -> dict[str, Pair]:
+def _read_pairs(source: Path, rank: int) -> dict[str, PeftPair]:
     """Their module -> its pair."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -256,13 +256,13 @@ def _read_pairs(source: Path, rank: int) -> dict[str, Pair]:
         halves.setdefault(module, {})[kind] = x.float()
     if alone := sorted(name for name, pair in halves.items() if len(pair) == 1):
         raise CheckpointError(f"{source / TENSORS} has half of a pair: {', '.join(alone[:6])}")
-    return {name: Pair(pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
+    return {name: PeftPair(pair["lora_A"], pair["lora_B"]) for name, pair in halves.items()}
 
 
-Found = tuple[Match, list[Optional[Pair]]]  # a weight, and the pair of each of their modules
+Found = tuple[Match, list[Optional[PeftPair]]]  # a weight, and the pair of each of their modules
 
 
-def _by_layer(source: Path, pairs: Mapping[str, Pair], matches: list[Match], linear: set[str]) -> dict[str, Found]:
+def _by_layer(source: Path, pairs: Mapping[str, PeftPair], matches: list[Match], linear: set[str]) -> dict[str, Found]:
     """Our layer -> what there is of it. Raises CheckpointError for modules that have no counterpart."""
     left, found = dict(pairs), {}
     for match in matches:
@@ -284,13 +284,13 @@ def _by_layer(source: Path, pairs: Mapping[str, Pair], matches: list[Match], lin
     return found
 
 
-def _shares_a(match: Match, own: list[Optional[Pair]]) -> bool:
+def _shares_a(match: Match, own: list[Optional[PeftPair]]) -> bool:
     """Whether all parts of a weight have the same A, so that they are one pair of the whole."""
     return all(pair is not None and torch.equal(pair.a, own[0].a) for pair in own) if own[0] else False
 
 
 def _to_ours(
-    source: Path, match: Match, weight: Placement, model: Model, own: list[Optional[Pair]], transposed: bool
+    source: Path, match: Match, weight: Placement, model: Model, own: list[Optional[PeftPair]], transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A and B of ours. Raises CheckpointError for other shapes than the weight's."""
     r, inputs = model.lora_rank, weight.shape[-1]
