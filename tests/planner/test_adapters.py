@@ -81,7 +81,7 @@ def test_model_flops(words, pairs):
 
 def test_times_and_memory_of_a_large_model():
     """A base of 7 billion on eight H100: a step takes less than one that trains everything, though narrow products wait for
-    memory; and two thirds of its FLOPs."""
+    memory; and 0.7 of its FLOPs: attention is in both."""
     flags = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 32000 --mock-data
         --swiglu --ffn-hidden-size 11008 --bf16 --micro-batch-size 1 --global-batch-size 64 --lr 1e-4 --train-iters 10"""
     found = []
@@ -93,7 +93,7 @@ def test_times_and_memory_of_a_large_model():
         found.append((speed.step(job, layout, cluster), job, layout))
     (full, *_), (ours, job, layout) = found
     assert 0.7 < ours.seconds / full.seconds < 1
-    assert ours.flops / full.flops == pytest.approx(2 / 3, abs=0.05)
+    assert ours.flops / full.flops == pytest.approx(0.7, abs=0.05)
     still = speed.step(replace(job, pairs=()), layout, cluster)
     assert still.seconds < ours.seconds
 
