@@ -366,6 +366,7 @@ def test_a_task_trains_pairs_and_its_new_head(tmp_path, run_ranks):
     line += " --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --train-epochs 1 --log-interval 1 --device cpu"
     finetune.main(line.split())
     own = [name for name in tensors(tmp_path / "run") if not name.startswith("optimizer.")]
+    assert "optimizer.exp_avg.head.weight" in tensors(tmp_path / "run")  # and not frozen with its first values
     assert "head.weight" in own and {name.rpartition(".")[2] for name in own} == {"lora_a", "lora_b", "weight"}
     finetune.main(f"{line} --load {tmp_path / 'run'} --skip-train --predictions {tmp_path / 'said'}".split())
     model = load_model(str(tmp_path / "run")).model.state_dict()
