@@ -27,7 +27,7 @@ from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers
 from megatron.model.lora import PAIR
 from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, vocab_embedding
 from megatron.mpu.placement import EXPERT_AXES, Placement, elements
-from megatron.mpu.selection import ALL, Selection
+from megatron.mpu.selection import Selection
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Model, Parallel
 
@@ -241,16 +241,19 @@ class Facts:
 
     # ---- arithmetic -------------------------------------------------------------------------------------------------
 
-    def flops(self, selection: Selection = ALL) -> float:
+    def flops(self) -> float:
         """Model FLOPs per token of training: the forward pass, and twice that for the backward pass.
 
         Counts matrix products, two FLOPs per multiply-add, as arXiv:2104.04473 (appendix) and Megatron-LM's
-        throughput do: attention over the whole sequence, causal or not. A matrix that `selection` freezes has no product
-        for its gradient, and adapters have products of their own.
+        throughput do: attention over the whole sequence, causal or not.
         """
         layers = sum(map(self.layer_flops, range(self.num_layers)))
-        whole = 3.0 * (layers / self.seq_length + self.output_flops)
-        return whole - _frozen_flops(self, selection) if selection or self.settings.lora_rank else whole
+        return 3.0 * (layers / self.seq_length + self.output_flops)
+
+    def trained_flops(self, selection: Selection) -> float:
+        """`flops` of a run with frozen weights: their gradients have no products, and adapters have products of their own."""
+        adapted = selection or self.settings.lora_rank
+        return self.flops() - _frozen_flops(self, selection) if adapted else self.flops()
 
     def learned(self, selection: Selection) -> tuple[frozenset[str], tuple[tuple[str, int], ...]]:
         """(linear layers of blocks whose weight is frozen in all of them, and "output"; (linear layer, rows of A) of LoRA
@@ -399,16 +402,13 @@ def _learned(facts: Facts, selection: Selection) -> tuple[frozenset[str], tuple[
 @lru_cache(maxsize=1024)
 def _frozen_flops(facts: Facts, selection: Selection) -> float:
     """FLOPs per token of the gradients of frozen matrices, less those of adapters."""
-    frozen = selection.frozen(facts.weights)
-    blocks = logical([unit for unit in facts.whole if unit.layer is not None])
-    still = sum(
-        math.prod(placed.shape)
-        for name, placed in blocks.items()
-        if name in frozen and placed.matrices and placed.model_axes != EXPERT_AXES
-    )
-    pairs = sum(math.prod(placed.shape) for name, placed in blocks.items() if name.endswith(PAIR))
-    output = facts.output_flops if facts.output_name in frozen else 0.0
-    return 2.0 * still + output - 6.0 * pairs
+    frozen, pairs = facts.learned(selection)
+    share, still = RankSetup(frozen=frozen, pairs=pairs), 0.0
+    for layer in range(facts.num_layers):
+        for op in facts.layer_ops(share, facts.layer_kind(layer)):
+            if isinstance(op, Product):
+                still += op.flops * op.frozen - 6.0 * op.rows * op.pair * (op.inputs + op.outputs * op.times)
+    return still / facts.seq_length + facts.output_flops * (OUTPUT in frozen)
 
 
 @lru_cache(maxsize=1024)

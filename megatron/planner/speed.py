@@ -159,7 +159,7 @@ def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommuni
 
 def useful_flops(job: Job) -> float:
     """Model FLOPs of an iteration, of all ranks."""
-    return job.facts.flops(job.selection) * job.global_batch * job.facts.sample_tokens
+    return job.facts.trained_flops(job.selection) * job.global_batch * job.facts.sample_tokens
 
 
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:

@@ -433,7 +433,7 @@ def build_metrics(
         facts.sample_tokens,
         ranks=mesh.world_size,
         data_ranks=mesh.dp.size,
-        flops_per_token=facts.flops(model.selection),
+        flops_per_token=facts.trained_flops(model.selection),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
         perplexities=recipe.perplexities,
