@@ -251,7 +251,7 @@ class Facts:
         return 3.0 * (layers / self.seq_length + self.output_flops)
 
     def trained_flops(self, selection: Selection) -> float:
-        """`flops` of a run with frozen weights: their gradients have no products, and adapters have products of their own."""
+        """`flops` of a run with frozen weights, which have no products for gradients, and with the products of adapters."""
         adapted = selection or self.settings.lora_rank
         return self.flops() - _frozen_flops(self, selection) if adapted else self.flops()
 
