@@ -33,6 +33,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/training/document_trace.py": "reads the maps of that order of samples backwards",
     "megatron/data/epochs.py": "the module of that order says what is read",
     "megatron/inference/convert/*": "models of other programs",
+    "megatron/inference/export/*": "models of other programs",
     "megatron/training/exchange.py": "models of other programs",
     "megatron/planner/calibrate.py": "the layer that is measured",
     "megatron/planner/published.py": "models of published runs",

@@ -100,6 +100,8 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
     on_text: is called as texts grow, and when they end; with beam search, without a cache and for encoder-decoders only at
              the end, once for each
     """
+    if getattr(loaded.model, "is_program", False):  # of an export: its cache is its own
+        asked = replace(asked, use_cache=False)
     asked.check(pairs := hasattr(loaded.model, "decode"))
     asked.sampling.check_tokens(tokenizer.vocab_size)
     sampling, search, more = asked.sampling, asked.search, dict(best=asked.samples, draws=asked.draws, pp=pp)
