@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=128, help="different requests")
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--ray", action="store_true", help="replicas on Ray")
     parser.add_argument("--kill-every", type=float, default=0, help="seconds between two kill -9 of a replica; 0: none")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,6 +67,7 @@ def main() -> None:
         cases = cases_of(load, asked.cases)
         words = ["--max-batch", str(asked.max_batch), "--max-queue", str(max(64, 2 * asked.clients)), "--no-access-log"]
         words += ["--replicas", str(asked.replicas)] if asked.replicas > 1 else []
+        words += ["--ray"] if asked.ray else []
         server, port = start(load, words)
         try:
             seen, memory, queue = asyncio.run(measure(port, server.pid, cases, asked))
@@ -266,7 +268,8 @@ async def kills(pid: int, every: float, seen: Seen) -> None:
     chance = random.Random(5)
     while True:
         await asyncio.sleep(every)
-        replicas = [one for one in family(pid)[1:] if b"--replica-of" in Path(f"/proc/{one}/cmdline").read_bytes()]
+        names = {one: Path(f"/proc/{one}/cmdline").read_bytes() for one in family(pid)[1:]}
+        replicas = [one for one, name in names.items() if b"--replica-of" in name or b"ModelReplica" in name]
         if len(replicas) > 1:
             os.kill(chance.choice(replicas), signal.SIGKILL)
             seen.counts["replicas killed"] += 1

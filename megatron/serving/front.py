@@ -17,14 +17,16 @@ from typing import Any, Optional
 import orjson
 from yarl import URL
 
-from megatron.serving.answers import EventStream, ServeLimits, read_body, unless_gone
+from megatron.serving.answers import EventStream, read_body, unless_gone
 from megatron.serving.errors import ApiError, ClientLeft
 from megatron.serving.replicas import Replica, Replicas
+from megatron.serving.settings import ServeLimits
 
 SEEDED = {"/v1/completions": "seed", "/v1/chat/completions": "seed", "/api": "random_seed"}  # path -> its parameter
 PASSED_ON = ("authorization", "content-type", "accept")  # headers of requests
 KEPT = ("content-type", "content-security-policy", "cache-control", "x-content-type-options", "retry-after", "allow",
     "www-authenticate")  # headers of answers  # fmt: skip
+AGAIN, PAUSE = 10, 0.5  # how often a replica that stands for several is asked, and seconds between
 WAIT = 60.0  # seconds that a request waits for a replica to be ready
 ELSEWHERE = (429, 500, 503)  # answers after which another replica is asked
 log = logging.getLogger("megatron.serving")
@@ -72,7 +74,7 @@ class Front:
         """What `take` makes of the first answer that is neither lost nor a reason to ask another replica."""
         import aiohttp
 
-        failed, refusal = list(failed), None
+        failed, refusal, asked_again = list(failed), None, 0
         while replica := await self._ready(failed, wait=refusal is None):
             found = Open(replica)
             try:
@@ -81,6 +83,11 @@ class Front:
                 if found.answer.status not in ELSEWHERE:
                     return taken
                 refusal = taken
+                if replica.several and found.answer.status != 429 and asked_again < AGAIN:
+                    refusal, asked_again = None, asked_again + 1
+                    found.close()
+                    await asyncio.sleep(PAUSE)
+                    continue
             except (aiohttp.ClientError, OSError) as error:
                 log.warning("replica %s failed (%s): another one is asked", replica.name, type(error).__name__)
                 replica.ready = False  # until its next check

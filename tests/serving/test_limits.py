@@ -14,8 +14,8 @@ import pytest
 from megatron.errors import PeerLost
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.serving.answers import ServeLimits
 from megatron.serving.server import serve
+from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import listen
 from tests.serving.toy import EOD, LONGEST, ByteTokenizer, ToyEngine, alone, served
 
@@ -85,7 +85,7 @@ def test_a_client_that_leaves_frees_its_place(stream):
         connection.sock.shutdown(2)
         connection.close()
         wait_for(lambda: not engine.busy)
-        assert engine.made < 200 and toy.service.models["toy"].thread.in_flight == 0
+    X
         wait_for(lambda: b"clients_left_total 1.0" in toy.service.metrics.text())
         assert b'texts_total{finish="cancelled",model="toy"} 1.0' in toy.service.metrics.text()
 

@@ -18,10 +18,10 @@ import pytest
 
 from megatron.errors import PeerLost, SettingsError, UsageError
 from megatron.serving import replicas as module
-from megatron.serving.answers import ServeLimits
 from megatron.serving.front import Front, front_app, merged
 from megatron.serving.replicas import Child, Replica, Replicas
 from megatron.serving.server import web_server
+from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import listen
 from megatron.tools import serve
 from tests.serving.test_limits import LONG, open_stream, post, text_of, wait_for

@@ -21,7 +21,7 @@ from megatron.errors import DataError, SettingsError, UsageError
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.inference.sampling import Sampling
-from megatron.serving.answers import ServeLimits
+from megatron.serving.settings import ServeLimits, read_keys
 from megatron.tools import serve, text_generation_cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -168,7 +168,7 @@ def test_wrong_settings(words, error, why, monkeypatch, tmp_path):
 def test_keys_of_an_empty_file(tmp_path):
     (tmp_path / "keys").write_text("\n  \n")
     with pytest.raises(DataError, match="has no key"):
-        serve.read_keys(str(tmp_path / "keys"))
+        read_keys(str(tmp_path / "keys"))
 
 
 def test_the_client_names_what_is_wrong(toy, capsys, monkeypatch):
