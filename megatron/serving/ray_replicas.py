@@ -24,6 +24,10 @@ NAME = "megatron"  # of the application
 @contextlib.contextmanager
 def on_ray(build: Callable[[], Any], count: int, limits: ServeLimits) -> Iterator[Replica]:
     """Start replicas, and end them at the end. build: makes the application, in the process of a replica."""
+
+    def application():  # Ray takes anything but a function for the application itself
+        return build()
+
     ray, serve = _import()
     _connect(ray)
     try:
@@ -39,7 +43,7 @@ def on_ray(build: Callable[[], Any], count: int, limits: ServeLimits) -> Iterato
             graceful_shutdown_timeout_s=limits.stop_timeout,
             ray_actor_options=dict(num_cpus=1, num_gpus=int(ray.cluster_resources().get("GPU", 0) > 0)),
         )
-        replica = serve.deployment(**options)(serve.ingress(build)(type("ModelReplica", (), {})))
+        replica = serve.deployment(**options)(serve.ingress(application)(type("ModelReplica", (), {})))
         try:
             serve.run(replica.bind(), name=NAME, route_prefix="/")
         except RuntimeError as error:

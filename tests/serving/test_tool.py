@@ -4,6 +4,7 @@
 import concurrent.futures
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError, SettingsError, UsageError
+from megatron.guard import processes
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.inference.sampling import Sampling
@@ -182,3 +184,21 @@ def test_the_client_names_what_is_wrong(toy, capsys, monkeypatch):
 
 def test_the_limits_have_defaults_that_fit():
     assert ServeLimits().room == 80
+
+
+@pytest.mark.full
+def test_replicas_on_ray(checkpoint, expected):
+    """A request goes on after kill -9 of its replica."""
+    pytest.importorskip("ray.serve", reason="ray is not installed: pip install '.[scale]'")
+    with serving("--load", str(checkpoint), "--replicas", "2", "--ray") as (url, process):
+        found = ask(url, "/v1/completions", prompt="the cat sat", max_tokens=8, seed=3)
+        assert found["choices"][0]["text"] == expected("the cat sat", tokens_to_generate=8, sampling_seed=3)
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes.descendants(process.pid)}
+        replicas = [pid for pid, name in names.items() if b"ModelReplica" in name]
+        assert len(replicas) == 2
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, url, "/v1/completions", prompt="a dog", max_tokens=20, seed=n) for n in range(40)]
+            os.kill(replicas[0], signal.SIGKILL)
+            for seed, answer in enumerate(asked):
+                text = expected("a dog", tokens_to_generate=20, sampling_seed=seed)
+                assert answer.result()["choices"][0]["text"] == text
