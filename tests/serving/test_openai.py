@@ -137,6 +137,19 @@ def test_stop_strings(client, stream):
         choices = [chunk.choices[0] for chunk in found] if stream else found.choices
         assert "".join(choice.text for choice in choices) == until_stop(whole, stop)[0]
         assert choices[-1].finish_reason == "stop"
+        tokens = [token for choice in choices for token in choice.logprobs.tokens]
+        assert "".join(tokens).isascii() and not until_stop("".join(tokens), stop)[1]  # none of the stop string alone
+
+
+def test_a_stop_string_ends_one_text_of_two(toy, client):
+    """The engine does not go on with it."""
+    whole = expected("stop", length=300, seed=1)
+    before, asked = toy.engines[0].made, dict(seed=1, max_tokens=300)
+    found = client.completions.create(
+        model="toy", prompt=["stop", "other"], stop=whole[2:5], **asked | dict(extra_body=dict(ignore_eos=True))
+    )
+    assert found.choices[0].text == whole[:2]
+    assert toy.engines[0].made - before < 300 + 20
 
 
 def test_no_half_characters_in_a_stream(client):
@@ -150,10 +163,10 @@ def test_no_half_characters_in_a_stream(client):
 
 
 def test_best_of(client):
-    found = client.completions.create(model="toy", prompt="best", seed=4, n=2, best_of=6, max_tokens=10)
+    found = client.completions.create(model="toy", prompt="best", seed=4, n=2, best_of=6, max_tokens=100)
     means = {}
     for index in range(6):
-        request = Request(tuple(b"best"), Sampling(tokens_to_generate=10, sampling_seed=4), index=index, end=EOD)
+        request = Request(tuple(b"best"), Sampling(tokens_to_generate=100, sampling_seed=4), index=index, end=EOD)
         new = alone(request)
         scores = [distribution(request.prompt + tuple(new[:at]))[token] for at, token in enumerate(new)]
         means[decode(new)] = sum(scores) / max(1, len(scores))
