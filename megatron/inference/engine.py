@@ -33,11 +33,13 @@ from megatron.inference.passes import Pass, PassRow
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.scheduler import Row, Scheduler, Text
 from megatron.inference.scoring import ALONE
-from megatron.model.cache import PagedCache
+from megatron.model.cache import PagedCache, stored_dtype
+from megatron.mpu.layers import pack_weights
+from megatron.telemetry.host_memory import available_memory
 
 BLOCK_SIZE = 16  # tokens of a block
 CHUNK = 512  # tokens of prompts in a pass
-COMPUTE, CLOSE, WAIT = 1, 2, 3  # what the first rank tells the others
+COMPUTE, CLOSE, WAIT, RENEW = 1, 2, 3, 4  # what the first rank tells the others
 PATIENCE = 60.0  # seconds without a pass after which it tells them to go on waiting, before a receive times out
 
 
@@ -66,6 +68,8 @@ class Engine:
     memory:     bytes for the cache, on each rank; default: enough for `max_batch` texts of the greatest length
     blocks:     the same as a number of blocks
     chunk:      tokens of prompts that one step computes at most, beside the new tokens of texts
+    packed:     keep a second copy of the weights, on a CPU, in the order that products read (`mpu.layers.pack_weights`);
+                default: if it fits into half of the memory that is left
     Raises SettingsError if the cache is too small for one text.
     """
 
@@ -79,6 +83,7 @@ class Engine:
         blocks: Optional[int] = None,
         block_size: int = BLOCK_SIZE,
         chunk: int = CHUNK,
+        packed: Optional[bool] = None,
     ):
         self.longest, self.vocab_size = longest, model.vocab_size
         one = -(-longest // block_size)
@@ -93,7 +98,7 @@ class Engine:
         stage = model.chunks[0] if hasattr(model, "chunks") else model
         device = next(model.parameters()).device
         self.link = Link(getattr(stage, "tp", ALONE), getattr(model, "pp", ALONE), device)
-        self.stage = Stage(stage, PagedCache(blocks, block_size), self.link, device)
+        self.stage = Stage(stage, PagedCache(blocks, block_size), self.link, device, packed)
         self.pool = BlockPool(blocks, block_size)
         sizes = dict(longest=longest, max_batch=max_batch, chunk=chunk, stages=self.link.under_way)
         self._scheduler = Scheduler(self.pool, **sizes)
@@ -136,7 +141,7 @@ class Engine:
         """Whether `step` has something to do or to report."""
         return bool(self._texts or self._cancelled or self._under_way)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute one forward pass, and return what it brought; [] if there is nothing to do.
 
@@ -155,13 +160,16 @@ class Engine:
 
     def follow(self) -> None:
         """On all ranks but the first: take part in its passes until it closes."""
-        with torch.no_grad():
+        with torch.inference_mode():
             while True:
                 kind, *message = self.link.told()
                 if kind == CLOSE:
                     break
                 if kind == COMPUTE:
                     self.stage.compute(Pass.decoded(*message))
+                if kind == RENEW:
+                    self.stage.renew()
+        self.stage.unpack()
         self.link.finish()
 
     def close(self) -> None:
@@ -171,6 +179,7 @@ class Engine:
         for number in list(self._texts):
             self.cancel(number)
         self._tell(CLOSE)
+        self.stage.unpack()
         self.link.finish()
 
     def stats(self) -> EngineStats:
@@ -185,9 +194,11 @@ class Engine:
             **self._sums,
         )
 
-    def forget_prefixes(self) -> None:
-        """Do not use what the cache holds for later requests: call this after a change of the model's weights."""
+    def weights_changed(self) -> None:
+        """Call this after a change of the model's weights on all ranks: later requests do not use what the cache holds."""
         self.pool.forget()
+        self._tell(RENEW)
+        self.stage.renew()
 
     def _tell(self, kind: int, *message) -> None:
         self._told = time.monotonic()
@@ -254,9 +265,27 @@ class Planned(NamedTuple):
 class Stage:
     """One rank's part of the passes: the layers of its pipeline stage; the last stage also chooses tokens."""
 
-    def __init__(self, model: torch.nn.Module, cache: PagedCache, link: Link, device: torch.device):
+    def __init__(
+        self, model: torch.nn.Module, cache: PagedCache, link: Link, device: torch.device, packed: Optional[bool]
+    ):
         self.model, self.cache, self.link, self.device = model, cache, link, device
         self.states: dict[int, tuple[Request, RowState]] = {}
+        size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        self._packs, self._packed = size < available_memory() / 2 if packed is None else packed, []
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the weights as they are now."""
+        self.unpack()
+        if self._packs:
+            self._packed = pack_weights(
+                self.model, getattr(self.model, "output_layer", None) if self.model.last else None
+            )
+
+    def unpack(self) -> None:
+        for layer in self._packed:
+            layer.packed = None
+        self._packed = []
 
     def compute(self, planned: Pass) -> Optional[list[float]]:
         """Compute a pass. Returns the answer to the first rank if this is the first rank, too; others send it."""
@@ -334,4 +363,4 @@ def bytes_of_a_token(model: torch.nn.Module) -> int:
     pipeline = getattr(model, "pipeline", None)
     layers = settings.num_layers if pipeline is None else max(map(len, pipeline.layers))
     tp = (model if pipeline is None else model.chunks[0]).tp
-    return 2 * layers * (settings.query_groups // tp.size) * settings.head_dim * own.element_size()
+    return 2 * layers * (settings.query_groups // tp.size) * settings.head_dim * stored_dtype(own).itemsize

@@ -11,7 +11,7 @@ of t = s cp.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Optional
 
 import numpy as np
@@ -21,13 +21,14 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel
+from megatron.fused_kernels.attention import one_query
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model import ring_attention
 from megatron.model.cache import Cache
 from megatron.model.facts import Facts
-from megatron.model.norms import NORMS
+from megatron.model.norms import NORMS, RMSNormAcrossHeads
 from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
 from megatron.model.ring_attention import Steps, ring_steps
@@ -55,6 +56,7 @@ class ForwardContext:
     batch     the `MicroBatch`; None in inference
     samples   [b] positions in the order of training samples, for dropout; None in inference
     angles    cos and sin of RoPE, or None
+    local_angles  those of layers with a window, if they have another base (--rope-local-base-freq)
     documents the keys that each query sees if documents are packed into samples, for whole sequences, even if this rank
               has only some rows; None: plain causal attention. For non-causal layers: the sample of each row
               (`packed_rows`)
@@ -70,6 +72,7 @@ class ForwardContext:
 
     samples: Optional[torch.Tensor] = None
     angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+    local_angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
     documents: Optional[Documents] = None
     of_chunks: Optional[dict[Optional[int], tuple[Documents, Documents]]] = None
     of_ring: Optional[dict[tuple[int, Optional[int]], Steps]] = None
@@ -145,17 +148,17 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.layer, self.head_dim = layer, model.head_dim
-        self.scale = self.head_dim**-0.5  # of scores
+        self.scale = (model.query_pre_attn_scalar or self.head_dim) ** -0.5  # of scores
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups
         self.qkv = ColumnParallelLinear(take_prefix(weights, "qkv"), tp, **common)
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **common)
         self.q_norm = self.k_norm = None
         if model.qk_layernorm:
+            norm = partial(RMSNormAcrossHeads, tp) if model.qk_layernorm_across_heads else NORMS[model.normalization]
             factory_kwargs = dict(dtype=common["dtype"], device=common["device"])
             self.q_norm, self.k_norm = (
-                NORMS[model.normalization](take_prefix(weights, name), model.norm_epsilon, **factory_kwargs)
-                for name in ("q_norm", "k_norm")
+                norm(take_prefix(weights, name), model.norm_epsilon, **factory_kwargs) for name in ("q_norm", "k_norm")
             )
         self.sharing, self.gather_again = sharing, gather_again
         heads = tp if sharing.heads.size == 1 else _divided_by_both(tp, sharing.heads)
@@ -167,14 +170,15 @@ class Attention(nn.Module):
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
-        self.core = core_of(self.causal and not sharing.in_ring, kernels)
+        self.core = self._usual_core = core_of(self.causal and not sharing.in_ring, kernels)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query, key, value = self._query_key_value(x)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if context.angles is not None:
-            query, key = (rotate(part, context.angles, self.plain_rope) for part in (query, key))
+        angles = context.angles if context.local_angles is None or self.window is None else context.local_angles
+        if angles is not None:
+            query, key = (rotate(part, angles, self.plain_rope) for part in (query, key))
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
             attended = context.cache.attend(self, query, key, value, context)
@@ -183,6 +187,23 @@ class Attention(nn.Module):
         else:
             attended = self.core(query, key, value, self, context)
         return self.project(attended, x)
+
+    def takes_one_query(self, like: torch.Tensor) -> bool:
+        """Whether `one_query` attends for this layer, for one new token in the format of `like`."""
+        if self.core is not self._usual_core:
+            return False
+        case = Case(
+            like.device.type,
+            like.dtype,
+            queries=1,
+            keys=2,
+            causal=True,
+            grouped=self.queries > 1,
+            softcap=self.softcap is not None,
+            window=self.window,
+            unfused=self.plain_softmax,
+        )
+        return choose_kernel("attention", case, self.backend).run is one_query
 
     def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Project the attention output [s, b, g/tp q d] to [s, b, h]. x: the layer's input, for variants."""

@@ -111,7 +111,7 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:
-    """Setting of a kind -> its condition for having an effect: --linear names the kind."""
+    """Setting of a kind -> the condition under which it has an effect: --linear names the kind."""
     users: dict[str, list[str]] = {}
     for kind, product in settings.own_linears.items():
         for one in fields(product.group) if product.group else ():

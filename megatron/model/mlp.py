@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668) or gated SiLU (SwiGLU, arXiv:2002.05202)."""
+"""The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668), gated SiLU or gated GeLU (SwiGLU, GeGLU, arXiv:2002.05202)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fused_kernels import Case, choose_kernel, reference
+from megatron.fused_kernels import Case, choose_kernel, cpu_ops, reference
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
@@ -30,12 +30,14 @@ class MLP(nn.Module):
 
     def __init__(self, model: Model, tp: Axis, weights: Table, **common):
         super().__init__()
-        self.gated, self.squared = model.swiglu, model.squared_relu
+        self.swiglu, self.geglu, self.squared = model.swiglu, model.geglu, model.squared_relu
         self.approximate = "tanh" if model.bias_gelu_fusion else "none"
         self.up = ColumnParallelLinear(take_prefix(weights, "up"), tp, **common)
         self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.up.reads_packed(x) and self.is_gelu:
+            return self.down(cpu_ops.onednn_gelu(x, self.up.packed, self.up.bias, self.approximate))
         adds_bias = self._bias_gelu(x)
         activation = partial(adds_bias, bias=self.up.bias) if adds_bias else self._activation
         x = self.up(x, add_bias=not adds_bias)  # [s, b, ffn/tp], twice as wide with a gate
@@ -45,17 +47,25 @@ class MLP(nn.Module):
         with reading:
             return self.down(x)
 
+    @property
+    def is_gelu(self) -> bool:
+        """Whether the activation is GeLU, without a gate."""
+        own = type(self)._activation is not MLP._activation  # a variant's
+        return not (self.swiglu or self.geglu or self.squared or own)
+
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of the output of `up`, [s, b, ffn/tp]."""
-        if self.gated:
+        if self.swiglu:
             return choose_kernel("swiglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x)
+        if self.geglu:
+            return choose_kernel("geglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x, self.approximate)
         if self.squared:
             return F.relu(x).square()
         return choose_kernel("gelu", Case(x.device.type, x.dtype)).run(x, self.approximate)
 
     def _bias_gelu(self, x: torch.Tensor) -> Optional[Callable]:
         """A kernel that adds the bias of `up` before GeLU; None: the product adds it, at no cost."""
-        if self.gated or self.squared or self.approximate != "tanh" or self.up.bias is None:
+        if self.swiglu or self.geglu or self.squared or self.approximate != "tanh" or self.up.bias is None:
             return None
         kernel = choose_kernel("bias_gelu", Case(x.device.type, x.dtype)).run
         return None if kernel is reference.bias_gelu else kernel

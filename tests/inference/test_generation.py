@@ -143,7 +143,7 @@ def test_beams_are_hugging_faces(tmp_path, monkeypatch):
     sharp = lambda model: {name: 2 * weight for name, weight in weights_of(model, seed=1).items()}
     monkeypatch.setattr("tests.inference.test_convert.weights_of", sharp)
     save(tmp_path / "ours", GPT2 | dict(untie_embeddings_and_output_weights=True))
-    checkpoint.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    checkpoint.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--dtype", "fp32"])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     ours, greedy, differ = load_model(str(tmp_path / "ours")), Sampling(9, greedy=True), 0
     early = 0  # texts that end before they have to
@@ -152,6 +152,8 @@ def test_beams_are_hugging_faces(tmp_path, monkeypatch):
         wanted = theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
         assert generate(ours.model, [prompt], greedy, Search(beams), longest=ours.longest) == [wanted]
         [plain] = generate(ours.model, [prompt], greedy, longest=ours.longest)
+        more = dict(max_new_tokens=9, min_new_tokens=9, do_sample=False)
+        assert plain == theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
         differ += plain != wanted
         for end, penalty in itertools.product({plain[1], plain[4]}, (1.0, 2.0, -0.5)):
             more = dict(num_beams=beams, max_new_tokens=9, do_sample=False, length_penalty=penalty, eos_token_id=end)

@@ -24,8 +24,24 @@ WINDOWED = dict(MODERN, window_size="3,0", attn_logit_softcapping=2.0, final_log
 SOME_WINDOWED = dict(
     window_size="3,0", window_attn_skip_freq=2, squared_relu=True, untie_embeddings_and_output_weights=True
 )
+OLMO = dict(MODERN, norm_position="post", qk_layernorm_across_heads=True)
+GEMMA = dict(
+    SOME_WINDOWED,
+    position_embedding_type="rope",
+    rope_local_base_freq=30.0,
+    normalization="RMSNorm",
+    norm_position="sandwich",
+    squared_relu=False,
+    geglu=True,
+    disable_bias_linear=True,
+    add_qkv_bias=True,
+    scale_embedding=True,
+    query_pre_attn_scalar=3.0,
+)
 VARIANTS = pytest.mark.parametrize(
-    "settings", [{}, MODERN, WINDOWED, SOME_WINDOWED], ids=["gpt2", "modern", "windowed", "some windowed"]
+    "settings",
+    [{}, MODERN, WINDOWED, SOME_WINDOWED, OLMO, GEMMA],
+    ids=["gpt2", "modern", "windowed", "some windowed", "olmo", "gemma"],
 )
 
 

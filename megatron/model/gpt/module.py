@@ -16,7 +16,7 @@ from megatron.model.positions import Rotary
 from megatron.model.ring_attention import ring_steps_of_documents
 from megatron.model.weights import Table
 from megatron.mpu import mappings
-from megatron.mpu.layers import linear
+from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Config, Model
 
@@ -32,9 +32,11 @@ class GPT(LanguageModel):
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, facts: Optional[GPTFacts] = None, **keywords):
         super().__init__(facts or GPTFacts(model, vocab_size), mesh, **keywords)
-        self.rotary = None
+        self.rotary = self.local_rotary = None
         if model.position_embedding_type == "rope":
             self.rotary = Rotary(model)
+            if model.rope_local_base_freq is not None:
+                self.local_rotary = Rotary(model, model.rope_local_base_freq)
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: GPTFacts, **stage) -> "GPT":
@@ -70,7 +72,7 @@ class GPT(LanguageModel):
 
     def context(self, batch) -> ForwardContext:
         angles = self._angles(len(batch.tokens), batch.position_ids)
-        return ForwardContext(batch.samples, angles, region=self.region, batch=batch, **self._documents(batch))
+        return ForwardContext(batch.samples, **angles, region=self.region, batch=batch, **self._documents(batch))
 
     def logits(
         self,
@@ -122,20 +124,23 @@ class GPT(LanguageModel):
             x = x[-1 if last_only else 0 :] if wanted is None else x.flatten(0, 1)[wanted.flatten()]
             if not len(x):
                 return x.new_empty((0, self.vocab_size), dtype=torch.float32)
-            scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)[
-                ..., : self.vocab_size
-            ].float()
+            scores = linear(x, self.output_weight, None, LinearOptions(packed=self.output_layer.packed))
+            scores = mappings.gather_from_tensor_model_parallel_region(scores, self.tp)
+            scores = scores[..., : self.vocab_size].float()
             return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
-    def _angles(self, s: int, position_ids):
+    def _angles(self, s: int, position_ids) -> dict[str, Any]:
+        """The fields of a context for rotary positions."""
         if self.rotary is None:
-            return None
-        return self.rotary.angles(self.positions(s, position_ids), self.dtype)
+            return {}
+        positions = self.positions(s, position_ids)
+        local = self.local_rotary and self.local_rotary.angles(positions, self.dtype)
+        return dict(angles=self.rotary.angles(positions, self.dtype), local_angles=local)
 
     def _context(self, s: int, position_ids, document_ids, cache: Optional[PagedCache]) -> ForwardContext:
         """The context of s tokens without labels. Documents are a mask of all pairs."""
         allowed = None if document_ids is None else allowed_pairs(document_ids)
-        return ForwardContext(angles=self._angles(s, position_ids), allowed=allowed, cache=cache, region=self.region)
+        return ForwardContext(**self._angles(s, position_ids), allowed=allowed, cache=cache, region=self.region)
 
     def _documents(self, batch) -> dict[str, Any]:
         """The fields of a context for packed documents that the layers need."""

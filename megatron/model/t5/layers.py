@@ -88,7 +88,7 @@ class FeedForward(MLP):
     proj = "gelu"
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gated or self.proj == "gelu":
+        if self.swiglu or self.proj == "gelu":
             return super()._activation(x)
         if self.proj == "relu":
             return F.relu(x)

@@ -133,9 +133,7 @@ IDLE = {
     "a terminal shows how far an evaluation is, and results are over all": "Offline_Eval.logging_freq",
 }
 # sentence -> keys that are refused
-REFUSED = {
-    "say --load DIR --finetune for weights to start from": "Model.pretrained",
-}
+REFUSED = {"say --load DIR --finetune for weights to start from": "Model.pretrained"}
 # What its engine does where nothing is said.
 DEFAULTS = (
     Default("--train-iters", "500000", ("Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode=epoch")),
@@ -676,7 +674,7 @@ def _weights(out: Translated) -> None:
 def _strategy(out: Translated) -> None:
     """Sampling, greedy or beam search."""
     at, strategy = "Generation.", "Generation.decode_strategy"
-    beams, penalty, count = at + "num_beams", at + "length_penalty", at + "num_return_sequences"
+    beams, penalty = at + "num_beams", at + "length_penalty"
     groups = [at + "num_beam_groups", at + "diversity_rate"]
     drawn, how = [at + name for name in ("top_k", "top_p", "temperature")], out.word(strategy, "sampling")
     if how not in ("sampling", "greedy_search", "beam_search"):
