@@ -52,7 +52,7 @@ class Front:
         """Answer with what a replica answers."""
         raw = await read_body(request, self.limits)
         body, raw = _seeded(request.url.path, raw)
-        asked = Asked(request, raw)
+        asked = Forwarded(request, raw)
         seconds = self.limits.request_timeout
         if not (isinstance(body, dict) and body.get("stream") is True and request.url.path in SEEDED):
             return await unless_gone(request.receive, self._whole(asked), seconds)
@@ -62,15 +62,15 @@ class Front:
         asked.open = found
         return EventStream(self._events(asked), seconds, asked.release)
 
-    async def _whole(self, asked: "Asked"):
+    async def _whole(self, asked: "Forwarded"):
         """The whole answer of the first replica that has one."""
         return await self._first(asked, self._read)
 
-    async def _opened(self, asked: "Asked", failed: Sequence[Replica] = ()):
+    async def _opened(self, asked: "Forwarded", failed: Sequence[Replica] = ()):
         """An open stream; or a whole answer, if it is a refusal."""
         return await self._first(asked, self._keep, failed)
 
-    async def _first(self, asked: "Asked", take, failed: Sequence[Replica] = ()):
+    async def _first(self, asked: "Forwarded", take, failed: Sequence[Replica] = ()):
         """What `take` makes of the first answer that is neither lost nor a reason to ask another replica."""
         import aiohttp
 
@@ -128,7 +128,7 @@ class Front:
         more = dict(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), allow_redirects=False)
         return await self.session.request(request.method, URL(url, encoded=True), data=raw, headers=headers, **more)
 
-    async def _events(self, asked: "Asked") -> AsyncIterator[Any]:
+    async def _events(self, asked: "Forwarded") -> AsyncIterator[Any]:
         """The events of a stream, which goes on with another replica if one fails."""
         import aiohttp
 
@@ -206,7 +206,7 @@ class Open:
 
 
 @dataclass
-class Asked:
+class Forwarded:
     """A request, and the stream that answers it at present."""
 
     request: Any

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load models from checkpoints, and make a service of them."""
 
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -10,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import SettingsError
-from megatron.serving.settings import ServeLimits, ServeOptions, read_keys
+from megatron.inference import generation_config
+from megatron.serving.openai_requests import DEFAULTS
+from megatron.serving.settings import ServeLimits, ServeOptions, log_to_stderr, parsed, read_keys
 from megatron.serving.weights import Weights, follow, names_of
+from megatron.settings.schema import Kernels, Parallel, TokenizerSettings
+from megatron.settings.statements import given_values
 
 
 def load_all(settings: ServeOptions, limits: ServeLimits, context) -> list[Weights]:
@@ -30,7 +35,7 @@ def load_all(settings: ServeOptions, limits: ServeLimits, context) -> list[Weigh
 
 
 def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context) -> Weights:
-    """The weights of a model, with the ways to load others and to make an engine. Raises SettingsError if it is no GPT."""
+    """The weights of a model, with the ways to load others and to make an engine. Raises SettingsError if it continues no texts."""
     from megatron.inference.engine import Engine
     from megatron.inference.load import load_model
 
@@ -67,10 +72,34 @@ def service_of(settings: ServeOptions, limits: ServeLimits, whole: list[Weights]
         meter.iteration(weights.loaded.iteration)
         thread = EngineThread(weights.engine(), room=limits.room, version=weights.version, meter=meter)
         template = find_template(folders_of(folder, weights.loaded, tokenizer), opened, settings.chat_template)
-        models[name] = ServedModel(name, opened, weights.loaded.longest, thread, template)
+        more = dict(template=template, defaults=recommended(folder))
+        models[name] = ServedModel(name, opened, weights.loaded.longest, thread, **more)
         if folder == settings.follow:
             background.append(follow(folder, models[name], weights))
     return Service(models, metrics, limits, read_keys(settings.api_key_file), background)
+
+
+def recommended(folder: str) -> dict[str, Any]:
+    """Values of the generation_config.json beside a model, for requests that have none."""
+    found = generation_config.read(folder)
+    settings = dict(temperature=0.0) if found.settings.pop("greedy", False) else {}
+    settings |= {name: found.settings.pop(name) for name in DEFAULTS if name in found.settings}
+    if left_out := [*found.settings, *found.unknown]:
+        print(f"note: {folder}/{generation_config.NAME}: {', '.join(left_out)}: requests decide", file=sys.stderr)
+    return settings
+
+
+def application_of(argv: list[str]):
+    """The application of a command line, for a replica in a process of its own."""
+    from megatron.mpu.initialize import join_job
+    from megatron.serving.server import app
+
+    settings, limits, given = parsed(argv)
+    log_to_stderr(settings.access_log)
+    whole = load_all(settings, limits, join_job(Parallel(), Kernels(device=settings.device)))
+    service = service_of(settings, limits, whole, given_values(TokenizerSettings, given))
+    service.stop = partial(os._exit, 1)  # its engine has failed: another replica is started
+    return app(service, local=False)
 
 
 def folders_of(folder: str, loaded, tokenizer: Mapping[str, Any]) -> list[Path]:

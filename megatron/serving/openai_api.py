@@ -102,7 +102,7 @@ class OpenAI:
             if (body.min_tokens or 0) > length:
                 what = f"min_tokens: {body.min_tokens} is more than the longest answer, {length}"
                 raise ApiError(400, what, param="min_tokens")
-            sampling = body.sampling(length)
+            sampling = body.sampling(length, model.defaults)
             try:
                 sampling.check()
             except Failure as error:

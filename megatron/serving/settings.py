@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the server, and what they have to be."""
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError
 from megatron.settings import rank_env
-from megatron.settings.schema import setting
+from megatron.settings.parse import parse_with_record
+from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import Statement, words_of
 
 
@@ -152,3 +154,32 @@ def read_keys(path: Optional[str]) -> list[str]:
     if not keys:
         raise DataError(f"--api-key-file {path}: has no key", do="write one into it, or leave the flag out")
     return keys
+
+
+COMMON = tuple(
+    """
+    load follow served_model_name host port api_key_file chat_template max_batch max_queue max_answer_tokens device
+    tensor_model_parallel_size pipeline_model_parallel_size
+    """.split()
+)
+
+
+def parsed(argv: list[str]) -> tuple[ServeOptions, ServeLimits, Mapping[str, Statement]]:
+    """The settings of a command line, and who set them."""
+    groups, given = parse_with_record(
+        argv,
+        dict(serve=ServeOptions, limits=ServeLimits, tokenizer=TokenizerSettings),
+        prog="python -m megatron.tools.serve",
+        description="Serve a trained model over HTTP.",
+        common=COMMON,
+    )
+    return groups["serve"], groups["limits"], given
+
+
+def log_to_stderr(access: bool) -> None:
+    log = logging.getLogger("megatron.serving")
+    log.setLevel(logging.INFO if access else logging.WARNING)
+    log.propagate = False
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    log.handlers = [handler]

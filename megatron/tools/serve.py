@@ -12,7 +12,6 @@ It listens on this machine alone, unless --host says otherwise. docs/serving.md 
 """
 
 import importlib.util
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -22,20 +21,13 @@ from pathlib import Path
 from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
 from megatron.guard.processes import die_with_parent
-from megatron.serving.settings import ServeLimits, ServeOptions, addresses_of, check, read_keys
+from megatron.serving.settings import ServeLimits, ServeOptions, addresses_of, check, log_to_stderr, parsed, read_keys
 from megatron.settings import rank_env
-from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings
 from megatron.settings.statements import Statement, failing_in_users_words, given_values
 from megatron.telemetry.web import listen
 
 PACKAGES = ("aiohttp", "jinja2", "prometheus_client", "pydantic", "starlette", "uvicorn")
-COMMON = tuple(
-    """
-    load follow served_model_name host port api_key_file chat_template max_batch max_queue max_answer_tokens device
-    tensor_model_parallel_size pipeline_model_parallel_size
-    """.split()
-)
 
 
 def main(argv: list[str]) -> None:
@@ -62,18 +54,6 @@ def main(argv: list[str]) -> None:
                 distributed_timeout_minutes=settings.distributed_timeout_minutes,
             )
             on_ranks(parallel, settings.device, partial(serve_models, settings, limits, given, listener))
-
-
-def parsed(argv: list[str]) -> tuple[ServeOptions, ServeLimits, Mapping[str, Statement]]:
-    """The settings of a command line, and who set them."""
-    groups, given = parse_with_record(
-        argv,
-        dict(serve=ServeOptions, limits=ServeLimits, tokenizer=TokenizerSettings),
-        prog="python -m megatron.tools.serve",
-        description="Serve a trained model over HTTP.",
-        common=COMMON,
-    )
-    return groups["serve"], groups["limits"], given
 
 
 def serve_models(
@@ -112,27 +92,12 @@ def serve_by_replicas(settings: ServeOptions, limits: ServeLimits, argv: list[st
 
 def serve_by_ray(settings: ServeOptions, limits: ServeLimits, argv: list[str], listener) -> None:
     """Serve by replicas on a cluster of Ray, behind one address."""
+    from megatron.serving.models import application_of
     from megatron.serving.ray_replicas import on_ray
-    from megatron.tools.serve import ray_application  # of this name for Ray, and not of __main__
 
     count = int(settings.replicas[0])
-    with on_ray(partial(ray_application, argv), count, limits) as replica:
+    with on_ray(partial(application_of, argv), count, limits) as replica:
         run_front(limits, [replica], f"{count} replicas on Ray", listener)
-
-
-def ray_application(argv: list[str]):
-    """The application of a replica, in its process on the cluster."""
-    from megatron.mpu.initialize import join_job
-    from megatron.serving.models import load_all, service_of
-    from megatron.serving.server import app
-    from megatron.settings.schema import Kernels
-
-    settings, limits, given = parsed(argv)
-    log_to_stderr(settings.access_log)
-    whole = load_all(settings, limits, join_job(Parallel(), Kernels(device=settings.device)))
-    service = service_of(settings, limits, whole, given_values(TokenizerSettings, given))
-    service.stop = partial(os._exit, 1)  # its engine has failed: Ray starts another replica
-    return app(service, local=False)
 
 
 def run_front(limits: ServeLimits, replicas: list, what: str, listener) -> None:
@@ -157,15 +122,6 @@ def announce(what: str, listener) -> None:
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     print(f"serving {what}: {address}/v1, page {address}/  (Ctrl-C ends it)", flush=True)
-
-
-def log_to_stderr(access: bool) -> None:
-    log = logging.getLogger("megatron.serving")
-    log.setLevel(logging.INFO if access else logging.WARNING)
-    log.propagate = False
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
-    log.handlers = [handler]
 
 
 if __name__ == "__main__":

@@ -60,8 +60,7 @@ def test_a_full_queue():
         thread = toy.service.models["toy"].thread
         with concurrent.futures.ThreadPoolExecutor() as pool:
             answers = [
-                pool.submit(post, toy.url, **LONG | dict(seed=seed, max_tokens=40, min_tokens=40))
-                for seed in range(5)
+                pool.submit(post, toy.url, **LONG | dict(seed=seed, max_tokens=40, min_tokens=40)) for seed in range(5)
             ]
             wait_for(lambda: thread.in_flight == 5)
             status, error, headers = refused(toy.url, **LONG)
