@@ -285,12 +285,9 @@ def report(asked, seen: Seen, memory: list, queue: list, code: int) -> None:
             print(f"{name:32} median {cuts[49]:.3f}, p90 {cuts[89]:.3f}, p99 {cuts[98]:.3f}, most {max(values):.3f}")
     if queue:
         print(f"{'texts that wait':32} mean {statistics.mean(queue):.1f}, most {max(queue):.0f}")
-    early = [size for at, size in memory if at < 0.4 * asked.seconds] or [0]
-    late = [size for at, size in memory if at > 0.6 * asked.seconds] or [0]
-    early, late = early[len(early) // 2 :], late  # not the start
-    print(
-        f"{'MiB of memory':32} {statistics.median(early) / 2**20:.0f} early, {statistics.median(late) / 2**20:.0f} late"
-    )
+    fifths = [[size for at, size in memory if part <= 5 * at / asked.seconds < part + 1] for part in range(5)]
+    shown = ", ".join(f"{statistics.median(sizes) / 2**20:.0f}" for sizes in fifths if sizes)
+    print(f"{'MiB of memory, in each fifth':32} {shown}")
     print(f"{'exit code of the server':32} {code}")
     for example in seen.wrong[:5]:
         print(f"wrong: {example}", file=sys.stderr)

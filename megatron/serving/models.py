@@ -35,7 +35,10 @@ def load_all(settings: ServeOptions, limits: ServeLimits, context) -> list[Weigh
 
 
 def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context) -> Weights:
-    """The weights of a model, with the ways to load others and to make an engine. Raises SettingsError if it continues no texts."""
+    """The weights of a model, with the ways to load others and to make an engine.
+
+    Raises SettingsError if it does not continue texts.
+    """
     from megatron.inference.engine import Engine
     from megatron.inference.load import load_model
 

@@ -76,6 +76,22 @@ class Second(ToyEngine):
         return super().add(Request(given.prompt[::-1], given.sampling))
 
 
+def test_all_texts_end_also_those_that_wait_for_another_engine():
+    async def body(thread):
+        early = await thread.add([request("abc", 400)])
+        exchange = asyncio.create_task(thread.replaced(lambda: (Second(), "two", None)))
+        await asyncio.sleep(0.01)
+        late = asyncio.create_task(thread.add([request("abc", 400)]))
+        await asyncio.sleep(0.01)
+        thread.cancel_all(ApiError(503, "the server is stopping"))
+        for waits in (late, texts(early)):
+            with pytest.raises(ApiError, match="stopping"):
+                await waits
+        await exchange
+
+    run(body, ToyEngine(pause=0.002))
+
+
 def test_engines_are_exchanged_between_texts():
     """Running texts end with the first, later ones have the second, also those that came before it was there."""
     first = ToyEngine(pause=0.002)
