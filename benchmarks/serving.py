@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=128, help="different requests")
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--ray", action="store_true", help="replicas on Ray")
     parser.add_argument("--kill-every", type=float, default=0, help="seconds between two kill -9 of a replica; 0: none")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -66,6 +67,7 @@ def main() -> None:
         cases = cases_of(load, asked.cases)
         words = ["--max-batch", str(asked.max_batch), "--max-queue", str(max(64, 2 * asked.clients)), "--no-access-log"]
         words += ["--replicas", str(asked.replicas)] if asked.replicas > 1 else []
+        words += ["--ray"] if asked.ray else []
         server, port = start(load, words)
         try:
             seen, memory, queue = asyncio.run(measure(port, server.pid, cases, asked))
@@ -266,7 +268,8 @@ async def kills(pid: int, every: float, seen: Seen) -> None:
     chance = random.Random(5)
     while True:
         await asyncio.sleep(every)
-        replicas = [one for one in family(pid)[1:] if b"--replica-of" in Path(f"/proc/{one}/cmdline").read_bytes()]
+        names = {one: Path(f"/proc/{one}/cmdline").read_bytes() for one in family(pid)[1:]}
+        replicas = [one for one, name in names.items() if b"--replica-of" in name or b"ModelReplica" in name]
         if len(replicas) > 1:
             os.kill(chance.choice(replicas), signal.SIGKILL)
             seen.counts["replicas killed"] += 1
@@ -282,12 +285,9 @@ def report(asked, seen: Seen, memory: list, queue: list, code: int) -> None:
             print(f"{name:32} median {cuts[49]:.3f}, p90 {cuts[89]:.3f}, p99 {cuts[98]:.3f}, most {max(values):.3f}")
     if queue:
         print(f"{'texts that wait':32} mean {statistics.mean(queue):.1f}, most {max(queue):.0f}")
-    early = [size for at, size in memory if at < 0.4 * asked.seconds] or [0]
-    late = [size for at, size in memory if at > 0.6 * asked.seconds] or [0]
-    early, late = early[len(early) // 2 :], late  # not the start
-    print(
-        f"{'MiB of memory':32} {statistics.median(early) / 2**20:.0f} early, {statistics.median(late) / 2**20:.0f} late"
-    )
+    fifths = [[size for at, size in memory if part <= 5 * at / asked.seconds < part + 1] for part in range(5)]
+    shown = ", ".join(f"{statistics.median(sizes) / 2**20:.0f}" for sizes in fifths if sizes)
+    print(f"{'MiB of memory, in each fifth':32} {shown}")
     print(f"{'exit code of the server':32} {code}")
     for example in seen.wrong[:5]:
         print(f"wrong: {example}", file=sys.stderr)

@@ -26,6 +26,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/settings/rules.py": "names of tokenizers",
     "megatron/settings/effects.py": "names of tokenizers",
     "megatron/tokenizer/*": "names of tokenizers",
+    "megatron/inference/stage_layers.py": "an example of a shape",
     "megatron/training/datasets.py": "the module of Megatron-LM's order of samples makes --mock-data",
     "megatron/data/gpt_dataset.py": "Megatron-LM's name of this order of samples",
     "megatron/data/masked_dataset.py": "the module of that order divides and mixes files",

@@ -4,34 +4,15 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
 
 from megatron.serving.errors import ApiError, ClientLeft
-from megatron.settings.schema import setting
+from megatron.serving.settings import ServeLimits
 
 log = logging.getLogger("megatron.serving")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class ServeLimits:
-    """What a server takes at most."""
-
-    max_batch: int = setting("texts that are generated at a time", 16)
-    max_queue: int = setting("texts that wait; further requests get status 429", 64)
-    max_answer_tokens: int = setting("longest answer, in tokens, that a request may ask for", 4096)
-    max_body_bytes: int = setting("longest body of a request", 1 << 20)
-    body_timeout: float = setting("seconds for a client to send its request", 20.0)
-    request_timeout: float = setting("seconds until an answer is given up", 600.0)
-    stop_timeout: float = setting("seconds for running answers to end when the server is told to stop", 30.0)
-
-    @property
-    def room(self) -> int:
-        """Texts that run and wait."""
-        return self.max_batch + self.max_queue
 
 
 async def read_json(request, limits: ServeLimits) -> Any:

@@ -65,6 +65,12 @@ class TextJob:
     def put(self, found: Any) -> None:
         self._outputs.put_nowait(found)
 
+    def end(self, error: ApiError) -> None:
+        """Raise an error where the job, or its outputs, are waited for."""
+        if not self.added.done():
+            self.added.set_exception(error)
+        self.put(error)
+
     def cancel(self, place: Optional[int] = None) -> None:
         """End one text or all of them, if they go on."""
         if place is None:
@@ -140,7 +146,7 @@ class EngineThread:
     def cancel_all(self, reason: ApiError) -> None:
         """End all texts; their clients get `reason`."""
         for job in list(self._jobs):
-            job.put(reason)
+            job.end(reason)
             job.cancel()
 
     async def replaced(self, make: Callable[[], tuple]) -> Any:
@@ -268,9 +274,7 @@ class EngineThread:
         self.error = error
         refusal = ApiError(500, "the model has failed; the server is stopping", code="engine_failed")
         for job in list(self._jobs):
-            if not job.added.done():
-                job.added.set_exception(refusal)
-            job.put(refusal)
+            job.end(refusal)
         self.on_failure(error)
 
 

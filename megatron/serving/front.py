@@ -17,14 +17,16 @@ from typing import Any, Optional
 import orjson
 from yarl import URL
 
-from megatron.serving.answers import EventStream, ServeLimits, read_body, unless_gone
+from megatron.serving.answers import EventStream, read_body, unless_gone
 from megatron.serving.errors import ApiError, ClientLeft
 from megatron.serving.replicas import Replica, Replicas
+from megatron.serving.settings import ServeLimits
 
 SEEDED = {"/v1/completions": "seed", "/v1/chat/completions": "seed", "/api": "random_seed"}  # path -> its parameter
 PASSED_ON = ("authorization", "content-type", "accept")  # headers of requests
 KEPT = ("content-type", "content-security-policy", "cache-control", "x-content-type-options", "retry-after", "allow",
     "www-authenticate")  # headers of answers  # fmt: skip
+AGAIN, PAUSE = 10, 0.5  # how often a replica that stands for several is asked, and seconds between
 WAIT = 60.0  # seconds that a request waits for a replica to be ready
 ELSEWHERE = (429, 500, 503)  # answers after which another replica is asked
 log = logging.getLogger("megatron.serving")
@@ -50,7 +52,7 @@ class Front:
         """Answer with what a replica answers."""
         raw = await read_body(request, self.limits)
         body, raw = _seeded(request.url.path, raw)
-        asked = Asked(request, raw)
+        asked = Forwarded(request, raw)
         seconds = self.limits.request_timeout
         if not (isinstance(body, dict) and body.get("stream") is True and request.url.path in SEEDED):
             return await unless_gone(request.receive, self._whole(asked), seconds)
@@ -60,19 +62,19 @@ class Front:
         asked.open = found
         return EventStream(self._events(asked), seconds, asked.release)
 
-    async def _whole(self, asked: "Asked"):
+    async def _whole(self, asked: "Forwarded"):
         """The whole answer of the first replica that has one."""
         return await self._first(asked, self._read)
 
-    async def _opened(self, asked: "Asked", failed: Sequence[Replica] = ()):
+    async def _opened(self, asked: "Forwarded", failed: Sequence[Replica] = ()):
         """An open stream; or a whole answer, if it is a refusal."""
         return await self._first(asked, self._keep, failed)
 
-    async def _first(self, asked: "Asked", take, failed: Sequence[Replica] = ()):
+    async def _first(self, asked: "Forwarded", take, failed: Sequence[Replica] = ()):
         """What `take` makes of the first answer that is neither lost nor a reason to ask another replica."""
         import aiohttp
 
-        failed, refusal = list(failed), None
+        failed, refusal, asked_again = list(failed), None, 0
         while replica := await self._ready(failed, wait=refusal is None):
             found = Open(replica)
             try:
@@ -81,6 +83,11 @@ class Front:
                 if found.answer.status not in ELSEWHERE:
                     return taken
                 refusal = taken
+                if replica.several and found.answer.status != 429 and asked_again < AGAIN:
+                    refusal, asked_again = None, asked_again + 1
+                    found.close()
+                    await asyncio.sleep(PAUSE)
+                    continue
             except (aiohttp.ClientError, OSError) as error:
                 log.warning("replica %s failed (%s): another one is asked", replica.name, type(error).__name__)
                 replica.ready = False  # until its next check
@@ -121,7 +128,7 @@ class Front:
         more = dict(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), allow_redirects=False)
         return await self.session.request(request.method, URL(url, encoded=True), data=raw, headers=headers, **more)
 
-    async def _events(self, asked: "Asked") -> AsyncIterator[Any]:
+    async def _events(self, asked: "Forwarded") -> AsyncIterator[Any]:
         """The events of a stream, which goes on with another replica if one fails."""
         import aiohttp
 
@@ -199,7 +206,7 @@ class Open:
 
 
 @dataclass
-class Asked:
+class Forwarded:
     """A request, and the stream that answers it at present."""
 
     request: Any

@@ -16,11 +16,12 @@ from megatron.errors import Failure
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.text_stream import TextStream
-from megatron.serving.answers import ServeLimits, read_json, unless_gone
+from megatron.serving.answers import read_json, unless_gone
 from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import SEEDS, Strict, length_of, parse
 from megatron.serving.served_model import ServedModel
+from megatron.serving.settings import ServeLimits
 
 RENAMED = {"max_len": "tokens_to_generate", "sentences": "prompts"}  # as in its versions of long ago
 MISSING = {  # name -> what to use instead

@@ -12,11 +12,12 @@ import orjson
 from megatron.errors import Failure
 from megatron.inference.requests import Request, TokenScore
 from megatron.inference.text_stream import TextStream
-from megatron.serving.answers import EventStream, ServeLimits, read_json, unless_gone
+from megatron.serving.answers import EventStream, read_json, unless_gone
 from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import Chat, Completion, TextBody, length_of, parse
 from megatron.serving.served_model import ServedModel
+from megatron.serving.settings import ServeLimits
 from megatron.serving.texts import RunningText, TextPart, TokenTexts, parts_of
 
 SHORT_ANSWER = 16  # tokens of a completion for which no length is given, as OpenAI's
@@ -101,7 +102,7 @@ class OpenAI:
             if (body.min_tokens or 0) > length:
                 what = f"min_tokens: {body.min_tokens} is more than the longest answer, {length}"
                 raise ApiError(400, what, param="min_tokens")
-            sampling = body.sampling(length)
+            sampling = body.sampling(length, model.defaults)
             try:
                 sampling.check()
             except Failure as error:

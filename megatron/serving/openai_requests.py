@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from megatron.errors import did_you_mean
 from megatron.inference.sampling import Sampling
 from megatron.serving.errors import ApiError
+from megatron.settings.statements import NONE
 
 SEEDS = 1 << 43  # `choices.uniform_draws` multiplies them by a million
 MOST_TEXTS, MOST_STOPS, MOST_TOP = (
@@ -27,6 +28,8 @@ MOST_TEXTS, MOST_STOPS, MOST_TOP = (
     16,
     20,
 )  # of a request: continuations of a prompt, stop strings, likeliest tokens
+# Settings for which a model may have defaults of its own.
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_token_ids")
 # Parameters of OpenAI that this server has no use for -> values that ask for nothing.
 WITHOUT_EFFECT: Mapping[str, tuple] = {
     "suffix": (None, ""),
@@ -130,21 +133,24 @@ class TextBody(Strict):
     def label(self) -> Optional[str]:
         return self.user or self.safety_identifier
 
-    def sampling(self, length: int) -> Sampling:
-        """The settings of the engine for answers of at most `length` tokens."""
-        greedy = self.temperature == 0
+    def sampling(self, length: int, defaults: Mapping[str, Any] = NONE) -> Sampling:
+        """The settings of the engine for answers of at most `length` tokens. defaults: those of the model."""
+        value = {name: getattr(self, name) for name in DEFAULTS}
+        value = {name: defaults.get(name) if given is None else given for name, given in value.items()}
+        ends = [*(self.stop_token_ids or ()), *(() if self.ignore_eos else defaults.get("stop_token_ids") or ())]
+        greedy = value["temperature"] == 0
         words = dict(
             tokens_to_generate=max(1, length),
             min_tokens_to_generate=self.min_tokens or 0,
-            temperature=1.0 if self.temperature is None else float(self.temperature),
-            top_p=0.0 if greedy or self.top_p in (None, 1) else float(self.top_p),
-            top_k=0 if greedy else max(0, self.top_k or 0),
-            min_p=0.0 if greedy else float(self.min_p or 0),
-            repetition_penalty=float(self.repetition_penalty or 1.0),
+            temperature=1.0 if value["temperature"] is None else float(value["temperature"]),
+            top_p=0.0 if greedy or value["top_p"] in (None, 1) else float(value["top_p"]),
+            top_k=0 if greedy else max(0, value["top_k"] or 0),
+            min_p=0.0 if greedy else float(value["min_p"] or 0),
+            repetition_penalty=float(value["repetition_penalty"] or 1.0),
             presence_penalty=float(self.presence_penalty or 0),
             frequency_penalty=float(self.frequency_penalty or 0),
-            logit_bias=[f"{token}:{value}" for token, value in (self.logit_bias or {}).items()] or None,
-            stop_token_ids=self.stop_token_ids,
+            logit_bias=[f"{token}:{bias}" for token, bias in (self.logit_bias or {}).items()] or None,
+            stop_token_ids=ends or None,
             ignore_eos=self.ignore_eos,
             sampling_seed=(secrets.randbits(43) if self.seed is None else self.seed) % SEEDS,
         )

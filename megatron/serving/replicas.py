@@ -25,10 +25,10 @@ log = logging.getLogger("megatron.serving")
 
 
 class Replica:
-    """A server at an address. name: for the metrics and the log."""
+    """A server at an address. name: for the metrics and the log; several: it stands for more than one."""
 
-    def __init__(self, name: str, url: str = ""):
-        self.name, self.url = name, url
+    def __init__(self, name: str, url: str = "", several: bool = False):
+        self.name, self.url, self.several = name, url, several
         self.ready = False
         self.requests = 0  # that were sent to it and are not answered
         self.turn = 0

@@ -3,9 +3,10 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 from megatron.errors import Failure
 from megatron.serving.chat_template import ChatTemplate
@@ -18,13 +19,17 @@ SHORT = 10_000  # characters that are encoded at once; longer texts must not kee
 
 @dataclass
 class ServedModel:
-    """longest: tokens of prompt and answer; template: None if the model has none."""
+    """longest: tokens of prompt and answer; template: None if the model has none.
+
+    defaults: settings of requests that do not have them, by the names of `Sampling`
+    """
 
     name: str
     tokenizer: object
     longest: int
     thread: EngineThread
     template: Optional[ChatTemplate] = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from megatron.serving.answers import ServeLimits
 from megatron.serving.errors import ApiError, ClientLeft
 from megatron.serving.metrics import ServeMetrics
 from megatron.serving.served_model import ServedModel
+from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import Headers, local_names
 
 PAGE = Path(__file__).parent / "page"

@@ -273,7 +273,8 @@ def write(
     if not context.is_rank_zero:
         return
     seconds, tokens = time.perf_counter() - start, [answer.tokens for answer in found.answers]
-    for note in [*notes, *found.notices, *cut_off(found.rooms, tokens, sampling)]:
+    cut = [answer.tokens if answer.finish == "length" else [] for answer in found.answers]
+    for note in [*notes, *found.notices, *cut_off(found.rooms, cut, sampling)]:
         print(f"note: {in_users_words(note, given)}", file=sys.stderr)
     if settings.output:
         write_output(Path(settings.output), printed.all(found.answers))

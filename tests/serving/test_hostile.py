@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from megatron.serving import connection
-from megatron.serving.answers import ServeLimits
+from megatron.serving.settings import ServeLimits
 from tests.serving.toy import ToyEngine, served
 
 GOOD = dict(model="toy", prompt="a good one", max_tokens=8, seed=1)

@@ -2,6 +2,7 @@
 """OpenAI's own client with every endpoint. Texts are compared with the toy engine's arithmetic, without a server."""
 
 import concurrent.futures
+import json
 import math
 import random
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.text_stream import until_stop
+from megatron.serving.models import recommended
 from tests.serving.toy import EOD, ByteTokenizer, ToyEngine, alone, distribution, served
 
 openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
@@ -25,6 +26,15 @@ def client(toy):
 def expected(prompt: str, index: int = 0, length: int = 16, seed: int = 5, end=EOD, **sampling) -> str:
     settings = Sampling(tokens_to_generate=length, sampling_seed=seed, **sampling)
     return decode(alone(Request(tuple(prompt.encode()), settings, index=index, end=end)))
+
+
+def until_stop(text: str, stop: list[str]) -> tuple[str, bool]:
+    """(a text up to the stop string that is complete first, whether there is one), letter by letter."""
+    for end in range(len(text) + 1):
+        for word in stop:
+            if text[:end].endswith(word):
+                return text[: end - len(word)], True
+    return text, False
 
 
 def test_a_completion(client):
@@ -86,6 +96,23 @@ def test_settings_reach_the_engine(client, toy):
     assert seeds[0] != seeds[1]  # without a seed, each answer is another one
 
 
+def test_a_model_has_defaults_of_its_own(tmp_path):
+    """Those of its generation_config.json; a request may change them."""
+    own = dict(temperature=0.25, top_p=0.5, eos_token_id=[65, 66], do_sample=True, guidance_scale=2)
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    with served(defaults=recommended(str(tmp_path))) as toy:
+        client = openai.OpenAI(base_url=f"{toy.url}/v1", api_key="none", max_retries=0)
+        client.completions.create(model="toy", prompt="x")
+        client.completions.create(model="toy", prompt="x", temperature=2, extra_body=dict(stop_token_ids=[7]))
+        client.completions.create(model="toy", prompt="x", top_p=1, extra_body=dict(ignore_eos=True))
+        first, second, third = [request.sampling for request in toy.engines[0].added]
+        assert (first.temperature, first.top_p, first.stop_token_ids) == (0.25, 0.5, [65, 66])
+        assert (second.temperature, second.top_p, second.stop_token_ids) == (2, 0.5, [7, 65, 66])
+        assert (third.temperature, third.top_p, third.stop_token_ids) == (0.25, 0, None)
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(do_sample=False)))
+    assert recommended(str(tmp_path)) == dict(temperature=0.0)
+
+
 def test_logprobs_are_those_of_the_distribution(client):
     found = client.completions.create(model="toy", prompt="then a", seed=1, logprobs=3, echo=True, max_tokens=30)
     [choice] = found.choices
@@ -137,6 +164,19 @@ def test_stop_strings(client, stream):
         choices = [chunk.choices[0] for chunk in found] if stream else found.choices
         assert "".join(choice.text for choice in choices) == until_stop(whole, stop)[0]
         assert choices[-1].finish_reason == "stop"
+        tokens = [token for choice in choices for token in choice.logprobs.tokens]
+        assert "".join(tokens).isascii() and not until_stop("".join(tokens), stop)[1]  # none of the stop string alone
+
+
+def test_a_stop_string_ends_one_text_of_two(toy, client):
+    """The engine does not go on with it."""
+    whole = expected("stop", length=300, seed=1)
+    before, asked = toy.engines[0].made, dict(seed=1, max_tokens=300)
+    found = client.completions.create(
+        model="toy", prompt=["stop", "other"], stop=whole[2:5], **asked | dict(extra_body=dict(ignore_eos=True))
+    )
+    assert found.choices[0].text == whole[:2]
+    assert toy.engines[0].made - before < 300 + 20
 
 
 def test_no_half_characters_in_a_stream(client):
@@ -150,10 +190,10 @@ def test_no_half_characters_in_a_stream(client):
 
 
 def test_best_of(client):
-    found = client.completions.create(model="toy", prompt="best", seed=4, n=2, best_of=6, max_tokens=10)
+    found = client.completions.create(model="toy", prompt="best", seed=4, n=2, best_of=6, max_tokens=100)
     means = {}
     for index in range(6):
-        request = Request(tuple(b"best"), Sampling(tokens_to_generate=10, sampling_seed=4), index=index, end=EOD)
+        request = Request(tuple(b"best"), Sampling(tokens_to_generate=100, sampling_seed=4), index=index, end=EOD)
         new = alone(request)
         scores = [distribution(request.prompt + tuple(new[:at]))[token] for at, token in enumerate(new)]
         means[decode(new)] = sum(scores) / max(1, len(scores))

@@ -116,6 +116,8 @@ def test_probabilities_on_hover_and_by_keyboard(visit, two):
     )
     shown.hover()
     assert share in page.locator("#tip .taken").inner_text() and page.locator("#tip tr").count() >= 5
+    rows = page.locator("#tip td:first-child").all_inner_texts()
+    assert len(set(rows)) == len(rows)
     page.mouse.move(5, 5)
     assert not page.locator("#tip").is_visible()
     page.locator(".text").focus()

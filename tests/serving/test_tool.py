@@ -4,6 +4,7 @@
 import concurrent.futures
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,10 +19,11 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError, SettingsError, UsageError
+from megatron.guard import processes
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.inference.sampling import Sampling
-from megatron.serving.answers import ServeLimits
+from megatron.serving.settings import ServeLimits, read_keys
 from megatron.tools import serve, text_generation_cli
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -114,6 +116,7 @@ def test_ranks_serve_together(new_checkpoint, tp, pp, tmp_path):
         assert [choice["text"] for choice in answer["choices"]] == [text] * 3
 
 
+@pytest.mark.sampled(2)
 def test_a_newer_checkpoint_is_taken(new_checkpoint, expected, tmp_path):
     """Each answer is that of one set of weights, the one that it names; no request is lost meanwhile."""
     new_checkpoint(tmp_path / "run")
@@ -127,6 +130,7 @@ def test_a_newer_checkpoint_is_taken(new_checkpoint, expected, tmp_path):
                 found.append((seed, answer["system_fingerprint"], answer["choices"][0]["text"]))
                 if done.is_set():
                     return
+                time.sleep(0.02)
 
         clients = [pool.submit(client, number) for number in range(4)]
         new_checkpoint(tmp_path / "run", iteration=9, by=0.5)
@@ -139,7 +143,8 @@ def test_a_newer_checkpoint_is_taken(new_checkpoint, expected, tmp_path):
     other = texts_of(str(tmp_path / "run"))
     texts = {"iteration 7": expected, "iteration 9": other}
     assert {version for _, version, _ in found} == set(texts)
-    for seed, version, text in found:
+    first_of_the_new = [version for _, version, _ in found].index("iteration 9")
+    for seed, version, text in found[max(0, first_of_the_new - 12) : first_of_the_new + 12]:
         assert text == texts[version]("a dog", tokens_to_generate=12, sampling_seed=seed), (seed, version)
 
 
@@ -168,7 +173,7 @@ def test_wrong_settings(words, error, why, monkeypatch, tmp_path):
 def test_keys_of_an_empty_file(tmp_path):
     (tmp_path / "keys").write_text("\n  \n")
     with pytest.raises(DataError, match="has no key"):
-        serve.read_keys(str(tmp_path / "keys"))
+        read_keys(str(tmp_path / "keys"))
 
 
 def test_the_client_names_what_is_wrong(toy, capsys, monkeypatch):
@@ -182,3 +187,21 @@ def test_the_client_names_what_is_wrong(toy, capsys, monkeypatch):
 
 def test_the_limits_have_defaults_that_fit():
     assert ServeLimits().room == 80
+
+
+@pytest.mark.full
+def test_replicas_on_ray(checkpoint, expected):
+    """A request goes on after kill -9 of its replica."""
+    pytest.importorskip("ray.serve", reason="ray is not installed: pip install '.[scale]'")
+    with serving("--load", str(checkpoint), "--replicas", "2", "--ray") as (url, process):
+        found = ask(url, "/v1/completions", prompt="the cat sat", max_tokens=8, seed=3)
+        assert found["choices"][0]["text"] == expected("the cat sat", tokens_to_generate=8, sampling_seed=3)
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes.descendants(process.pid)}
+        replicas = [pid for pid, name in names.items() if b"ModelReplica" in name]
+        assert len(replicas) == 2
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, url, "/v1/completions", prompt="a dog", max_tokens=20, seed=n) for n in range(40)]
+            os.kill(replicas[0], signal.SIGKILL)
+            for seed, answer in enumerate(asked):
+                text = expected("a dog", tokens_to_generate=20, sampling_seed=seed)
+                assert answer.result()["choices"][0]["text"] == text

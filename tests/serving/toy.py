@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from megatron.errors import DataError
 from megatron.inference.requests import Output, Request, TokenScore
-from megatron.serving.answers import ServeLimits
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.metrics import ServeMetrics
 from megatron.serving.served_model import ServedModel
 from megatron.serving.server import Service, app
+from megatron.serving.settings import ServeLimits
 from megatron.telemetry.web import listen
 
 EOD, LONGEST = 256, 512
@@ -118,6 +118,7 @@ class ToyEngine:
         return bool(self.waiting or self.running)
 
     def step(self):
+        self.thread = self.thread or threading.get_ident()
         assert threading.get_ident() == self.thread and not self.closed
         time.sleep(self.pause)
         if self.failing:
