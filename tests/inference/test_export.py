@@ -248,6 +248,28 @@ def test_what_llama_cpp_cannot_use_is_not_written(tmp_path, models, monkeypatch)
     assert nothing_in(tmp_path)
 
 
+@pytest.mark.sampled(3)
+def test_adapters_are_merged(tmp_path):
+    """Of LoRA, into a program of the whole model."""
+    import pretrain_gpt
+
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100"
+    shape += " --device cpu --micro-batch-size 4 --eval-iters 0 --lr 3e-2"
+    pretrain_gpt.main(f"{shape} --train-iters 1 --save {tmp_path / 'base'}".split())
+    more = f"--lora-rank 4 --lora-alpha 64 --train-iters 4 --finetune --load {tmp_path / 'base'}"
+    pretrain_gpt.main(f"{shape} {more} --save {tmp_path / 'adapted'}".split())
+    folder = export_to(tmp_path / "out", tmp_path / "adapted", "--format", "torch-export")
+    ids = torch.arange(10).unsqueeze(1)
+    with torch.no_grad():
+        base, adapted, found = (
+            loaded.model.logits(ids)
+            for loaded in (*(load_model(tmp_path / name) for name in ("base", "adapted")), load_exported(str(folder)))
+        )
+    assert (adapted - base).abs().max() > 0.01
+    np.testing.assert_allclose(found, adapted, atol=1e-5, rtol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapted", "base", "out"]
+
+
 def test_a_model_without_a_vocabulary_has_no_gguf(tmp_path, trained):
     need("gguf")
     with pytest.raises(SettingsError, match="llama.cpp's programs need a vocabulary that it knows"):
