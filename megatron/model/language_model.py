@@ -18,6 +18,7 @@ from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
 from megatron.model.graph_dump import dumping_backend
+from megatron.model.linear_kinds import kinds_of
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.recipe import Z_LOSS
@@ -140,7 +141,7 @@ class LanguageModel(nn.Module):
                 else mappings.copy_to_tensor_model_parallel_region
             )
         choose_fusions(self, self.kernels)
-        attach_products(self.blocks, model, facts.products, self.kernels.torch_compile)
+        attach_products(self.blocks, model, kinds_of(model), facts.products, self.kernels.torch_compile)
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":

@@ -3,7 +3,7 @@
 
 A shell pattern is compared with the layer's full name, `blocks.3.mlp.up`, and with every suffix after a dot: `mlp.*`
 matches `mlp.up` and `mlp.down` of all blocks, `blocks.[01].*` all layers of two blocks. If several match,
-the last one applies. A kind is a row of `Recipe.linears`, or `plain`.
+the last one applies. A kind is a row of `KINDS` or `Recipe.linears`, or `plain`.
 
     >>> chosen("mlp.*=mask, blocks.0.*=plain", 1, ["attention.qkv", "mlp.up", "mlp.down"])
     (('mlp.up', 'mask'), ('mlp.down', 'mask'))
@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, did_you_mean
+from megatron.model import quantization
 from megatron.model.weights import Table, add_prefix
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Model
 
 PLAIN = "plain"
 WEIGHT = ".weight"
+KINDS: Mapping[str, Any] = {quantization.KIND: quantization.FakeQuantize}  # of every model
 
 Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
 
@@ -50,6 +52,11 @@ def choices(text: str) -> tuple[LinearChoice, ...]:
             raise SettingsError(f"--linear {text}: '{part}' is not PATTERN=KIND, such as mlp.*=mask")
         result.append(LinearChoice(pattern, kind))
     return tuple(result)
+
+
+def kinds_of(settings: Model) -> dict[str, Any]:
+    """The kinds of linear layers of a model: name -> class. Those of its recipe come first."""
+    return {**KINDS, **settings.own_linears}
 
 
 def chosen(text: str | None, layer: int, names: Iterable[str]) -> Chosen:
@@ -80,20 +87,22 @@ def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:
 def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
     """A block's table with the weights that kinds of linear layers add, each next to its layer's."""
     for name, kind in picked:
-        own = settings.own_linears[kind].own_weights(settings, table[name + WEIGHT])
+        own = kinds_of(settings)[kind].own_weights(settings, table[name + WEIGHT])
         table = {**table, **add_prefix(name, own)}
     return table
 
 
 def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
-    """The problems of --linear, as messages. tables: returns the weights of each block, by its index."""
+    """The problems of --linear and of its kinds, as messages. tables: returns the weights of each block, by its index."""
     if settings.linear is None:
         return []
+    if wrong := quantization.problems(settings):
+        return wrong
     try:
         parts = choices(settings.linear)
     except SettingsError as error:
         return [error.what]
-    kinds = [PLAIN, *settings.own_linears]
+    kinds = [PLAIN, *kinds_of(settings)]
     unknown = dict.fromkeys(choice.kind for choice in parts if choice.kind not in kinds)
     if unknown or not parts:
         return [

@@ -47,7 +47,8 @@ class LinearProduct:
     def __init__(self, layer: nn.Module, name: str, settings: Model):
         self.layer, self.name, self.settings = layer, name, settings
         self.whole_shape = layer.placements["weight"].shape
-        self.own_names = tuple(self.own_weights(settings, layer.placements["weight"]))
+        own = self.own_weights(settings, layer.placements["weight"])
+        self.own_names = tuple(name for name, placed in own.items() if not placed.buffer)
         self._kept: Optional[Operand] = None
 
     # ---- what a kind may override ----------------------------------------------------------------------------------------
@@ -65,6 +66,12 @@ class LinearProduct:
         own: this rank's pieces of `own_weights`, in their order.
         """
         return weight
+
+    def transform_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the effective input, of the shape of x, with differentiable ops. x is the input of the layer on this rank:
+        under sequence parallelism its rows, in a row-parallel layer its part of each row.
+        """
+        return x
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         """The transformed weight [o, i], for `forward` and `grad_input`."""
@@ -173,12 +180,13 @@ def _pull_back(
 def attach_products(
     blocks: Mapping[str, nn.Module],
     settings: Model,
+    kinds: Mapping[str, Callable],
     picked_of: Callable[[int], Iterable[tuple[str, str]]],
     compiled: bool = False,
 ) -> None:
     """Attach a `LinearProduct` to linear layers of a stage's blocks (number -> module).
 
-    picked_of: number of a block -> (linear layer, kind) pairs that --linear selects. compiled: the blocks are compiled;
+    kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs that --linear selects. compiled: the blocks are compiled;
     these layers are then excluded, because torch cannot trace the code of a kind.
     """
     for number, block in blocks.items() if settings.linear else ():
@@ -189,7 +197,7 @@ def attach_products(
                     f"--linear {settings.linear}: {full} is a {type(layer).__name__}, whose product is its own",
                     do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py)",
                 )
-            layer.product = settings.own_linears[kind](layer, full, settings)
+            layer.product = kinds[kind](layer, full, settings)
             if compiled:
                 layer.forward = torch.compiler.disable(layer.forward)
 
