@@ -12,7 +12,9 @@ import torch
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
+from megatron.inference.quantize import quantize_layers
 from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
+from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu import collectives
 from megatron.mpu.initialize import DTYPES
@@ -75,6 +77,7 @@ def load_model(
     step: Optional[int] = None,
     mesh: Optional[Mesh] = None,
     halves: Halves = (None, None),
+    quantize: QuantizeOptions = QuantizeOptions(),
 ) -> Loaded:
     """Load the weights of a checkpoint folder (or of one checkpoint in it), on one device or on those of a mesh.
 
@@ -83,7 +86,9 @@ def load_model(
     mesh: ranks that all load the model; `tp` divides each matrix, `pp` the layers (default: this process has all of it).
         With several ranks of `pp` the model is an `inference.stages.Stages`, which can only generate and score.
     halves: numbers of `pp` ranks with encoder layers and with decoder layers (default: all have some of both).
-    Raises CheckpointError if there is no valid checkpoint, SettingsError for ranks that cannot share the model.
+    quantize: round the weights of linear layers after loading.
+    Raises CheckpointError if there is no valid checkpoint, SettingsError for ranks that cannot share the model, and for a
+    format of `quantize` that does not suit it.
     """
     mesh = mesh or Mesh()
     record = _record(location(folder), step)
@@ -120,6 +125,8 @@ def load_model(
         pieces += buffer_pieces(name, buffer, mesh.coordinates)
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
     restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    if quantize.quantize:
+        quantize_layers(chunks, config.model, quantize)
     return Loaded(
         model.eval(), config, record, vocab_size, restored.state["iteration"], restored.path, restored.notices
     )

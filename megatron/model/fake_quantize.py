@@ -24,9 +24,8 @@ class FakeQuantizeProduct(LinearProduct):
     def __init__(self, layer, name, settings):
         super().__init__(layer, name, settings)
         self.observes = settings.activation_quantize_type != "none"
-        self.by_row = isinstance(layer, RowParallelLinear)
         # A column-parallel layer without sequence parallelism has the whole input on each rank.
-        self.copies = 1 if self.by_row or layer.gather is not None else layer.tp.size
+        self.copies = 1 if has_part(layer) or layer.gather is not None else layer.tp.size
         self.weight_levels, self.input_levels = levels(settings.weight_bits), levels(settings.activation_bits)
         self._largest: torch.Tensor | None = None
         if self.observes:
@@ -36,18 +35,9 @@ class FakeQuantizeProduct(LinearProduct):
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         if self._largest is None:
-            self._largest = self.weight_absmax(weight)
+            whole = self.settings.weight_quantize_type == "abs_max"
+            self._largest = rows_absmax(self.layer, weight, whole)
         return (rounded_rows(weight, self._largest, self.weight_levels),)
-
-    def weight_absmax(self, weight: torch.Tensor) -> torch.Tensor:
-        """The abs-max of each output channel of the whole weight, [o], or of all of it, as [o] equal numbers."""
-        largest = weight.detach().abs().amax(1).float()
-        whole = self.settings.weight_quantize_type == "abs_max"
-        if whole:
-            largest = largest.amax().expand(len(largest)).contiguous()
-        if (whole or self.by_row) and not weight.is_meta:
-            collectives.all_reduce(largest, self.layer.tp, "max")
-        return largest
 
     def after_update(self) -> None:
         self._largest = None
@@ -79,6 +69,24 @@ class FakeQuantizeProduct(LinearProduct):
         new = DECAY * average + torch.stack([largest, torch.ones_like(largest)])
         average.copy_(torch.where(largest > 0, new, average))  # a layer that no token has reached keeps its scale
         largest.zero_()
+
+
+def has_part(layer) -> bool:
+    """Whether each tensor parallel rank has a part of the layer's input channels."""
+    return isinstance(layer, RowParallelLinear)
+
+
+def rows_absmax(layer, weight: torch.Tensor, whole: bool = False) -> torch.Tensor:
+    """The abs-max of each output channel of a layer's weight [o, i] on all ranks, [o] in fp32.
+
+    whole: that of the whole weight instead, as [o] equal numbers
+    """
+    largest = weight.detach().abs().amax(1).float()
+    if whole:
+        largest = largest.amax().expand(len(largest)).contiguous()
+    if (whole or has_part(layer)) and not weight.is_meta:
+        collectives.all_reduce(largest, layer.tp, "max")
+    return largest
 
 
 def rounded_rows(weight: torch.Tensor, largest: torch.Tensor, levels: int) -> torch.Tensor:

@@ -17,16 +17,38 @@ With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound, `pact_
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Optional
 
 from megatron.errors import SettingsError
 from megatron.mpu.placement import Buffer, Constant, Placement
-from megatron.settings.schema import Config, Model
+from megatron.settings.effects import Needs
+from megatron.settings.schema import Config, Model, setting
 
 KIND = "fake_quantize"
 DECAY = 0.9  # of the moving average
 ALPHA = 20.0  # initial bound of PACT
 FEWEST_BITS, MOST_BITS = 2, 8
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """How a tool quantizes the model that it loads (`inference/quantize.py`)."""
+
+    quantize: Optional[Literal["int8", "int8-dynamic", "int4"]] = setting(
+        "format of the linear layers: int8 weights, int8-dynamic: inputs as well, int4 weights in groups", None
+    )
+    quantize_group_size: int = setting("--quantize int4: inputs that share a scale", 128)
+    quantize_skip: Optional[str] = setting(
+        "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output", None
+    )
+
+
+IDLE = {
+    "quantize_group_size": Needs("--quantize int4", lambda s: s.quantize == "int4"),
+    "quantize_skip": Needs("--quantize", lambda s: s.quantize),
+}
 
 
 class FakeQuantize:
@@ -74,15 +96,15 @@ def with_quantization(config: Config) -> Config:
     return config.derive("--quantization", linear=linear, quantization_skip=",".join(skip) or None)
 
 
-def skipped_layers(text: str | None) -> list[str]:
-    """The patterns of --quantization-skip: names, or those that `tools.sensitivity` recommends in a .json file."""
+def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> list[str]:
+    """The patterns of a flag: names, or those that `tools.sensitivity` recommends in a .json file."""
     if text is None or not text.endswith(".json"):
         return _words(text or "")
     try:
         return list(json.loads(Path(text).read_text(encoding="utf-8"))["skip"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(
-            f"--quantization-skip {text}: cannot be read: {error}",
+            f"{flag} {text}: cannot be read: {error}",
             do="give patterns of layers, such as blocks.0.*, or the file of python -m megatron.tools.sensitivity --output",
         ) from error
 

@@ -20,6 +20,8 @@ from typing import Literal, Optional
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
+from megatron.model import quantization
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
@@ -85,7 +87,13 @@ def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
     groups, given = parse_with_record(
         argv,
-        dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
+        dict(
+            generate=GenerateOptions,
+            quantize=QuantizeOptions,
+            sampling=Sampling,
+            search=Search,
+            tokenizer=TokenizerSettings,
+        ),
         prog="python -m megatron.tools.generate",
         description="Continue texts with a trained model.",
         common=COMMON,
@@ -97,6 +105,7 @@ def main(argv: list[str]) -> None:
         sampling, notes = sampling.normalized()
         search.check(sampling, given)
         notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
+        notes += idle_flags(groups["quantize"], given, quantization.IDLE)
         here = rank_env.ranks()
         for note in notes if here.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
@@ -113,7 +122,7 @@ def main(argv: list[str]) -> None:
             from megatron.mpu.collectives import broadcast_object
 
             texts = broadcast_object(prompts, context.mesh.world)
-            write(settings, sampling, search, given, texts, context)
+            write(settings, groups["quantize"], sampling, search, given, texts, context)
 
         on_ranks(parallel, settings.device, work)
 
@@ -143,6 +152,7 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
 
 def write(
     settings: GenerateOptions,
+    quantize: QuantizeOptions,
     sampling: Sampling,
     search: Search,
     given: Mapping[str, Statement],
@@ -165,6 +175,7 @@ def write(
         step=settings.ckpt_step,
         mesh=context.mesh,
         halves=settings.halves,
+        quantize=quantize,
     )
     loaded.check_words()
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources

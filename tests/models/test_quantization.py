@@ -162,7 +162,7 @@ def test_a_plain_run_goes_on_with_it_and_is_evaluated(tmp_path, capsys):
     base = tmp_path / "base"
     pretrain_gpt.main(f"{LINE} --save {base} --train-iters 2".split())
     pretrain(0, "5 bits", f"--finetune --load {base} --save {tmp_path / 'own'} --use-checkpoint-args")
-    assert "new, and not out of the checkpoint: blocks.0.attention.qkv.input_absmax" in capsys.readouterr().out
+    assert "new, and not out of the checkpoint: blocks.0.attention.output.input_absmax" in capsys.readouterr().out
     with Reader(base / "iter_0000002") as reader:
         start = {name: reader.read(name).double() for name in reader.tensors}
     own = Quantized(5)
