@@ -49,6 +49,13 @@ launch() { # GPUs and device that the flags are made for, then flags of pretrain
     fi
 }
 
+start_from_pretrained() { # START: flags for the weights of PRETRAINED, until there is an own checkpoint
+    START=()
+    if [ -n "${PRETRAINED:-}" ] && [ ! -e "${CHECKPOINTS:-}/latest_checkpointed_iteration.txt" ]; then
+        START=(--load "$PRETRAINED" --finetune)
+    fi
+}
+
 run_tool() { # module, its flags
     run "$PYTHON" -m "$@"
 }

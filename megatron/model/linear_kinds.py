@@ -120,13 +120,13 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:
-    """Setting of a kind -> its condition for having an effect: --linear names the kind."""
+    """Setting of a kind -> its condition for having an effect: those of the recipe's kinds need --linear to name the kind."""
     users: dict[str, list[str]] = {}
     for kind, product in settings.own_linears.items():
         for one in fields(product.group) if product.group else ():
             users.setdefault(one.name, []).append(kind)
     named = {choice.kind for choice in choices(settings.linear or "")}
-    return {
+    return quantization.EFFECTS | {
         name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
         for name, kinds in users.items()
     }

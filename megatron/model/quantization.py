@@ -45,6 +45,20 @@ class QuantizeOptions:
     )
 
 
+# The conditions for effects of the settings of training, and of a tool
+_CHOSEN = Needs("--quantization", lambda s: s.quantization or KIND in (s.linear or ""))
+_OF_INPUTS = Needs(
+    "--quantization that rounds inputs", lambda s: _CHOSEN.met(s) and s.activation_quantize_type != "none"
+)
+EFFECTS = dict(
+    weight_quantize_type=_CHOSEN,
+    activation_quantize_type=_CHOSEN,
+    activation_preprocess_type=_OF_INPUTS,
+    weight_bits=_CHOSEN,
+    activation_bits=_OF_INPUTS,
+    quantization_layers=Needs("--quantization", lambda s: s.quantization),
+    quantization_skip=Needs("--quantization", lambda s: s.quantization),
+)
 IDLE = {
     "quantize_group_size": Needs("--quantize int4", lambda s: s.quantize == "int4"),
     "quantize_skip": Needs("--quantize", lambda s: s.quantize),

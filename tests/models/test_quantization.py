@@ -131,6 +131,21 @@ def test_any_layout_is_the_plain_loop(way, layout, run_ranks, tmp_path, monkeypa
     compare(tmp_path, plain(way), rel=1e-6)
 
 
+def test_weights_alone(tmp_path):
+    """Weights of chosen layers, with inputs as they are."""
+    flags = "--activation-quantize-type none --quantization-layers mlp.*"
+    pretrain_gpt.main(f"{LINE} --quantization {flags} --weight-bits 4 --save {tmp_path}".split())
+
+    def linear(weights, name, x):
+        if ".mlp." in name:
+            weight = weights[f"{name}.weight"]
+            largest = weight.detach().abs().amax(-1, keepdim=True)
+            weights = {**weights, f"{name}.weight": Round.apply(weight, largest, 7)}
+        return plain_linear(weights, name, x)
+
+    compare(tmp_path, train(Job(**PLAIN, linear=linear)), rel=1e-6)
+
+
 def tensors(folder) -> dict[str, torch.Tensor]:
     with Reader(folder / "iter_0000006") as reader:
         return {name: reader.read(name) for name in reader.tensors}

@@ -15,6 +15,7 @@ from megatron.settings.schema import GROUPS
 
 MODEL = "test_model_settings"
 PLAIN = f"{MODEL}::test_a_network_is_the_plain_one"  # logits, loss and shapes of a transformer written down plainly
+QUANTIZED = "test_quantization::test_any_layout_is_the_plain_loop"
 ROPE = "test_rope_scaling::test_frequencies_and_stretch"
 DATA, STEP, RUN = "test_data_settings", "test_step_settings", "test_run_settings"
 RATE = f"{STEP}::test_learning_rates_are_the_closed_forms"
@@ -68,6 +69,14 @@ CHECKS = dict(
         bias_gelu_fusion=PLAIN,
         disable_bias_linear=PLAIN,
         linear="test_linear_kinds::test_any_layout_is_the_plain_loop",
+        quantization=QUANTIZED,
+        weight_quantize_type=QUANTIZED,
+        activation_quantize_type="test_quantization::test_weights_alone",
+        activation_preprocess_type=QUANTIZED,
+        weight_bits=QUANTIZED,
+        activation_bits=QUANTIZED,
+        quantization_layers="test_quantization::test_what_cannot_be_is_said",
+        quantization_skip=QUANTIZED,
         untie_embeddings_and_output_weights=PLAIN,
         apply_query_key_layer_scaling=f"{MODEL}::test_query_key_layer_scaling_keeps_scores_in_the_range_of_fp16",
         attention_softmax_in_fp32=f"{MODEL}::test_softmax_in_fp32_is_that_of_the_rounded_scores",
