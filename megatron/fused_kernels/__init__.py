@@ -113,9 +113,11 @@ class Implementation:
 
 def choose_kernel(op: str, case: Case, backend: str = "auto") -> Implementation:
     """The best implementation of `op` for `case`; a `backend` other than auto is preferred if it covers the case."""
-    fitting = [entry for entry in TABLE[op] if entry.fits(case)]
-    requested = [entry for entry in fitting if entry.backend == backend]
-    return (requested or fitting)[0]
+    fitting = (entry for entry in TABLE[op] if entry.fits(case))
+    if backend == "auto":
+        return next(fitting)
+    fitting = list(fitting)
+    return next((entry for entry in fitting if entry.backend == backend), fitting[0])
 
 
 def run_probes(op: str) -> None:
@@ -214,6 +216,13 @@ EXPLICIT_KEYS = 4096  # with more keys the stored weights of explicit attention 
 
 TABLE: dict[str, list[Implementation]] = {
     "attention": [
+        Implementation(
+            "one query",
+            attention.one_query,
+            "on CPUs 1.3 x as fast as the reference, in fp32",
+            lambda case: case.queries == 1 and case.device == "cpu" and case.dtype == torch.float32,
+            covers=frozenset({"cached", "grouped", "window", "scaled_softmax"}),
+        ),
         Implementation(
             "flash-attn",
             attention.flash_attn,

@@ -339,6 +339,26 @@ def _shared_bias(s: int, t: int, window: int, dtype: torch.dtype, device: torch.
         return bias.masked_fill_(~in_window(s, t, window, device), float("-inf"))
 
 
+def one_query(query, key, value, *, scale: float, window: Optional[int] = None, **_) -> torch.Tensor:
+    """Attention of the last token: the queries of a group are rows of one product."""
+    _, b, g, q, d = query.shape
+    first = 0 if window is None else max(0, len(key) - 1 - window)
+    key, value = (x[first:].permute(1, 2, 0, 3) for x in (key, value))  # [b, g, t, d]
+    attended = F.scaled_dot_product_attention(query.squeeze(0), key, value, scale=scale)
+    return attended.reshape(1, b, g * q * d)
+
+
+def one_query_over_parts(query, keys, values, scale: float) -> torch.Tensor:
+    """`one_query` of one sample [1, 1, g, q, d] over its keys in several places, lists of [t, g, d]: the results of the
+    parts are merged by their log-sum-exp of scores. Cheaper than a copy of the keys.
+    """
+    _, _, g, q, d = query.shape
+    query, run = query.view(1, g, q, d), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    parts = [run(query, *(x.transpose(0, 1).unsqueeze(0) for x in pair), scale=scale) for pair in zip(keys, values)]
+    attended, lse = (torch.stack(each) for each in zip(*parts))  # [parts, 1, g, q, d] and [parts, 1, g, q]
+    return (attended * lse.softmax(0).unsqueeze(-1)).sum(0).reshape(1, 1, g * q * d)
+
+
 def flash_attn(query, key, value, *, scale: float, causal: bool, softcap=None, window=None, **_) -> torch.Tensor:
     """The flash-attn package (arXiv:2307.08691)."""
     from flash_attn import flash_attn_func

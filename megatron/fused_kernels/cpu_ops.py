@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 PART = 1 << 18  # elements of a GELU that are computed at a time
+ROWS = 16  # of products that the order of packed weights suits best: a few texts with one new token each
 
 
 def onednn(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
@@ -23,6 +24,19 @@ def onednn(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor] =
 
 def _linear(x, weight, bias) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def packs(weight: torch.Tensor) -> bool:
+    """Whether `packed` supports a weight."""
+    known = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return known and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [n, k] for `onednn`, in the order in which it is read. Otherwise each product of few rows reorders it, in
+    bf16, or reads it in strides.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
 
 
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:

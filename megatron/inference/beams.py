@@ -1,19 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beam search for the continuation with the greatest sum of log-probabilities, divided by a power of its length.
+"""Beam search for the continuations with the greatest sum of log-probabilities, divided by a power of their length.
 
-Legend: n first tokens, t tokens so far, k beams, v vocabulary.
+With several groups of beams, each group searches by itself, and a token costs it the diversity penalty for each beam of an
+earlier group that has the same token at the same place (arXiv:1610.02424, section 4, with the Hamming distance).
+
+Legend: n first tokens, t tokens so far, k beams, w beams of a group, v vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import Optional, Protocol
 
 import torch
 
-from megatron.inference.choices import allowed_to_end, occurred, penalised
+from megatron.inference.choices import RowState, adjusted
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.stages import of_last_stage
-from megatron.model.cache import Cache
 from megatron.mpu.mesh import Axis
+
+Found = tuple[float, int, int]  # score, column of the text that is continued, token
+NEVER = float("-inf")
+
+
+class Reordered(Protocol):
+    """A cache of the texts of a beam search."""
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """Text n continues text order[n]."""
 
 
 def beam_search(
@@ -24,72 +38,129 @@ def beam_search(
     steps: int,
     *,
     vocab_size: int,
-    cache: Optional[Cache],
+    cache: Optional[Reordered],
     end: Optional[int],
     counted: int = 0,
     pp: Axis,
-) -> list[int]:
-    """The best continuation of at most `steps` tokens, without `end`.
+) -> list[list[int]]:
+    """The best continuations of at most `steps` tokens, without the token that ends them, best first: at most k.
 
     next_logits: tokens [t, b] so far -> scores of the next token, [b, v]; None on ranks without them
     first:       [n, b] the common prompt; b equal columns, 1, or k if `cache` has room for k from the start
-    sampling:    its repetition penalty, for tokens from position `counted` on, and minimum length; nothing is sampled
+    sampling:    its penalties (tokens from position `counted` on), minimum length and forced tokens; nothing is sampled
     pp:          ranks that share the model; all of them call this and return the same
 
-    Each step keeps the k best continuations that do not end; those among the k best of all that end are finished. The
-    search stops when k finished ones are better than the best unfinished one is now: Megatron-LM's rule, and Hugging
-    Face's early_stopping=False. (With a greater length, an unfinished one could still become better.)
+    Each step keeps the w best continuations of a group that do not end; those among the w best of all that end are
+    finished. A group stops when w finished ones are better than the best unfinished one is now: Megatron-LM's rule, and
+    Hugging Face's early_stopping=False. (With a greater length, an unfinished one could still become better.)
     """
-    k, n, tokens = search.num_beams, len(first), first
-    scores = torch.full((first.shape[1],), float("-inf"), dtype=torch.float64, device=first.device)
-    scores[0] = 0.0  # initially, all are the same
-    of = lambda score, length: score / length**search.length_penalty
-    finished: list[tuple[float, list[int]]] = []  # the k best, best first
+    n, tokens, ends = len(first), first, sampling.ends(end)
+    w = search.num_beams // search.num_beam_groups
+    common, shared = first[counted:, 0].tolist(), first.shape[1] == 1  # shared: all groups begin with the same column
+    groups = [
+        BeamGroup(w, 0 if shared else number * w, search.length_penalty) for number in range(search.num_beam_groups)
+    ]
     for step in range(1, steps + 1):
-        logits = next_logits(tokens)
-        likeliest = None
+        logits, chances = next_logits(tokens), None
         if logits is not None:
-            logits = allowed_to_end(logits, sampling, step - 1, end)
-            likeliest = _likeliest(logits, tokens[counted:], scores, sampling.repetition_penalty, 2 * k)
-        likeliest = of_last_stage(likeliest, (3, min(2 * k, len(scores) * vocab_size)), torch.float64, first.device, pp)
-        found = [
-            (score, int(beam), int(token)) for score, beam, token in likeliest.t().tolist() if score > float("-inf")
-        ]
-        finished += [(of(score, step), tokens[n:, beam].tolist()) for score, beam, token in found[:k] if token == end]
-        finished = sorted(finished, key=lambda one: -one[0])[:k]
-        live = [one for one in found if one[2] != end][:k]
-        if not live or len(finished) == k and of(live[0][0], step) <= finished[-1][0]:
-            return finished[0][1]
-        tokens, scores, order = _longer(tokens, live, k)
+            texts = tokens[n:].t().tolist()
+            rows = [RowState(sampling, common, limit=steps, end=end, new=text) for text in texts]
+            chances = adjusted(logits.double(), rows).log_softmax(-1)  # [b, v]
+        earlier: Counter[int] = Counter()  # the new tokens of earlier groups
+        for group in groups:
+            if group.done:
+                group.live = [(NEVER, group.start + place, 0) for place in range(w)]  # its columns stay
+            else:
+                found = _likeliest(chances, group, earlier, search, vocab_size, first.device, pp)
+                group.advance(found, step, ends, tokens[n:])
+                earlier.update(token for _, _, token in group.live)
+        if all(group.done for group in groups):
+            break
+        live = [one for group in groups for one in group.live]
+        order, chosen = (torch.tensor(column, device=first.device) for column in list(zip(*live))[1:])
+        tokens = torch.cat((tokens[:, order], chosen.unsqueeze(0)))
         if cache is not None:
             cache.reorder(order)
-    finished.append((of(scores[0].item(), steps), tokens[n:, 0].tolist()))
-    return max(finished, key=lambda one: one[0])[1]
+        for number, group in enumerate(groups):
+            group.start = number * w
+    for group in groups:
+        group.cut(steps, tokens[n:])
+    finished = sorted((one for group in groups for one in group.finished), key=lambda one: -one[0])
+    return [text for _, text in finished[: search.num_beams]]
 
 
-def _longer(
-    tokens: torch.Tensor, live: list[tuple[float, int, int]], k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(texts [t + 1, k], their scores [k], the text that each continues [k]).
+@dataclass
+class BeamGroup:
+    """The beams of one group.
 
-    live: (score, text, token), at most k of them, best first; if there are fewer, texts with score -inf are added.
+    w         their number
+    start     the column of its first text
+    live      its texts that have not ended, as their last step found them: always w, some of them with the score NEVER
+    finished  (score, text) of the w best that have ended, best first
     """
-    live = live + [(float("-inf"), *live[0][1:])] * (k - len(live))
-    order, chosen = (torch.tensor(column, device=tokens.device) for column in list(zip(*live))[1:])
-    scores = torch.tensor([score for score, _, _ in live], dtype=torch.float64, device=tokens.device)
-    return torch.cat((tokens[:, order], chosen.unsqueeze(0))), scores, order
+
+    w: int
+    start: int
+    length_penalty: float
+    live: list[Found] = field(default_factory=list)
+    finished: list[tuple[float, list[int]]] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def scores(self) -> list[float]:
+        """The scores of its texts; at the start there is one, or equal ones, of which one counts."""
+        return [score for score, _, _ in self.live] or [0.0]
+
+    def score(self, total: float, length: int) -> float:
+        return total / length**self.length_penalty
+
+    def advance(self, found: list[Found], step: int, ends: frozenset[int], texts: torch.Tensor) -> None:
+        """Take the best continuations by one token, best first. texts: the new tokens so far, [t, b]."""
+        self.finished += [
+            (self.score(score, step), texts[:, column].tolist())
+            for score, column, token in found[: self.w]
+            if token in ends
+        ]
+        self.finished = sorted(self.finished, key=lambda one: -one[0])[: self.w]
+        live = [one for one in found if one[2] not in ends][: self.w]
+        full = len(self.finished) == self.w
+        self.done = not live or full and self.score(live[0][0], step) <= self.finished[-1][0]
+        any_text = (NEVER, *found[0][1:])
+        self.live = live + [any_text] * (self.w - len(live))
+
+    def cut(self, steps: int, texts: torch.Tensor) -> None:
+        """Its texts that have not ended by the last step end there."""
+        if not self.done:
+            texts = texts[:, self.start : self.start + self.w].t().tolist()
+            cut = [(self.score(score, steps), text) for (score, _, _), text in zip(self.live, texts, strict=True)]
+            found = self.finished + [one for one in cut if one[0] > NEVER]
+            self.finished = sorted(found, key=lambda one: -one[0])[: self.w]
 
 
 def _likeliest(
-    logits: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, penalty: float, count: int
-) -> torch.Tensor:
-    """The `count` best continuations of texts [t, b] by one token, best first: scores, texts and tokens, [3, count] fp64.
+    chances: Optional[torch.Tensor],
+    group: BeamGroup,
+    earlier: Counter[int],
+    search: Search,
+    vocab_size: int,
+    device: torch.device,
+    pp: Axis,
+) -> list[Found]:
+    """The 2w best continuations of a group's texts by one token, best first; fewer if others are impossible.
 
-    logits [b, v]; scores [b] of the texts.
+    chances: log-probabilities [b, v] of all columns; None on ranks without them
     """
-    if penalty != 1:
-        logits = penalised(logits, occurred(tokens, logits), penalty)
-    b, v = logits.shape
-    sums = (scores.unsqueeze(1) + logits.double().log_softmax(-1)).flatten()
-    best = sums.topk(min(count, b * v))
-    return torch.stack((best.values, (best.indices // v).double(), (best.indices % v).double()))
+    scores = group.scores
+    count, best = min(2 * group.w, len(scores) * vocab_size), None
+    if chances is not None:
+        own = chances[group.start : group.start + len(scores)]
+        if earlier:
+            penalty = torch.zeros(own.shape[1], dtype=own.dtype, device=device)
+            penalty[list(earlier)] = torch.tensor(list(earlier.values()), dtype=own.dtype, device=device)
+            own = own - search.diversity_penalty * penalty
+        sums = own + torch.tensor(scores, dtype=own.dtype, device=device).unsqueeze(1)
+        values, places = sums.flatten().topk(count)
+        v = own.shape[1]
+        best = torch.stack((values, (places // v + group.start).double(), (places % v).double()))
+    best = of_last_stage(best, (3, count), torch.float64, device, pp)
+    return [(score, int(column), int(token)) for score, column, token in best.t().tolist() if score > NEVER]

@@ -2,7 +2,7 @@
 """Generate text: greedy, sampled or with beam search, for batches of prompts, with a cache of keys and values.
 
 A prompt's continuation depends on the model, the prompt, the settings and its own index, not on the other prompts of the
-batch or on the use of the cache. Legend: s tokens so far, b prompts, v vocabulary.
+batch or on the use of the cache. Legend: t tokens so far, b texts, v vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,17 @@ import torch
 
 from megatron.errors import DataError
 from megatron.inference.beams import beam_search
-from megatron.inference.choices import allowed_to_end, kept, penalised, sample, uniform_draws
+from megatron.inference.blocks import BlockPool, Table
+from megatron.inference.choices import RowState, choose
+from megatron.inference.engine import BLOCK_SIZE, Engine
+from megatron.inference.requests import Request
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
-from megatron.model.cache import Cache
+from megatron.model.cache import PagedCache
 from megatron.mpu.mesh import Axis
+
+BATCH = 64  # texts that are continued at once
 
 
 @torch.no_grad()
@@ -37,7 +42,9 @@ def generate(
 
     longest:   context length of the model; a text that reaches it ends there
     end:       the token that ends a text
-    on_token:  receives the new token of every prompt, -1 for those that have ended; not with beams
+    use_cache: False computes all tokens again at each step, of one text after the other
+    on_token:  receives the new token of every prompt, -1 for those without one, after each step; not with beams. Only
+               that of the first rank is called
     pp:        ranks that share the model (`inference.stages`); all of them call this and return the same
     Raises DataError for an empty prompt or one that leaves no room.
     """
@@ -49,30 +56,42 @@ def generate(
             raise DataError(what, do="give a shorter prompt" if prompt else "give a prompt that is not empty")
     if beams.num_beams > 1:
         return [_best_of_beams(model, prompt, sampling, beams, longest, end, use_cache, pp) for prompt in prompts]
-    texts = Texts(prompts, longest, next(model.parameters()).device)
-    steps = min(sampling.tokens_to_generate, longest - min(map(len, prompts)))
-    draws = uniform_draws(sampling.sampling_seed, len(prompts), steps)
-    cache = Cache(capacity=texts.width + steps, batch=len(prompts)) if use_cache else None
-    new: list[list[int]] = [[] for _ in prompts]
-    running = [True] * len(prompts)
-    for step in range(steps):
-        logits = model.logits(texts.unseen(cache), cache=cache, **texts.places(cache), last_only=True)  # [1, b, v]
-        chosen = None
-        if logits is not None:
-            chosen = choose_tokens(allowed_to_end(logits[-1], sampling, step, end), texts, sampling, draws[:, step])
-        chosen = of_last_stage(chosen, (len(prompts),), torch.int64, texts.tokens.device, pp)
-        for row, token in enumerate(chosen.tolist()):
-            running[row] &= token != end and len(prompts[row]) + len(new[row]) < longest
-            if running[row]:
-                new[row].append(token)
-                running[row] = len(new[row]) < steps
-            else:
-                chosen[row] = -1
-        on_token(chosen.tolist())
-        if not any(running):
+    if not use_cache:
+        options = dict(longest=longest, end=end, on_token=on_token, count=len(prompts), pp=pp)
+        return [_recomputed(model, prompt, sampling, index, **options) for index, prompt in enumerate(prompts)]
+    engine, texts = Engine(model, longest=longest, max_batch=min(len(prompts), BATCH) or 1), [[] for _ in prompts]
+    if not engine.link.is_first:
+        engine.follow()
+        return engine.link.shared(None)
+    for index, prompt in enumerate(prompts):
+        engine.add(Request(tuple(prompt), sampling, index=index, end=end))
+    while engine.busy:
+        tokens = [-1] * len(prompts)
+        for output in engine.step():
+            if output.new:
+                tokens[output.request] = output.new.token
+                texts[output.request].append(output.new.token)
+        on_token(tokens)
+    engine.close()
+    return engine.link.shared(texts)
+
+
+def _recomputed(
+    model, prompt: Sequence[int], sampling: Sampling, index: int, *, longest, end, on_token, count: int, pp: Axis
+) -> list[int]:
+    """The continuation of prompt number `index` of `count`, without a cache."""
+    device, steps = next(model.parameters()).device, min(sampling.tokens_to_generate, longest - len(prompt))
+    row, token = RowState(sampling, prompt, limit=steps, end=end, index=index), None
+    while len(row.new) < steps:
+        tokens = torch.tensor([*prompt, *row.new], device=device).unsqueeze(1)
+        logits = model.logits(tokens, last_only=True)  # [1, 1, v]
+        chosen = None if logits is None else choose(logits[-1], [row])
+        token = of_last_stage(chosen, (1,), torch.int64, device, pp).item()
+        if token in row.ends:
             break
-        texts.append(chosen.clamp(min=0))
-    return new
+        row.append(token)
+        on_token([token if place == index else -1 for place in range(count)])
+    return row.new
 
 
 def _best_of_beams(
@@ -81,56 +100,41 @@ def _best_of_beams(
     """Beam search for one prompt; the prompt is computed once."""
     steps = min(sampling.tokens_to_generate, longest - len(prompt))
     first = torch.tensor(prompt, dtype=torch.int64, device=next(model.parameters()).device).unsqueeze(1)  # [n, 1]
-    cache = Cache(capacity=len(prompt) + steps, batch=1) if use_cache else None
+    cache = BeamCache(len(prompt), steps, beams.num_beams) if use_cache else None
 
     def next_logits(tokens: torch.Tensor) -> Optional[torch.Tensor]:
-        logits = model.logits(tokens[0 if cache is None else cache.length :], cache=cache, last_only=True)
-        return None if logits is None else logits[-1]
+        if cache is None:
+            logits = model.logits(tokens, last_only=True)
+            return None if logits is None else logits[-1]
+        new = tokens[cache.begin(len(tokens)) :].t()  # [b, new]
+        last = torch.arange(1, len(new) + 1, device=new.device) * new.shape[1] - 1
+        return model.logits(new.reshape(-1, 1), cache=cache.paged, wanted=last)
 
     sizes = dict(vocab_size=model.vocab_size, cache=cache)
-    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, pp=pp)
+    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, pp=pp)[0]
 
 
-class Texts:
-    """A batch of prompts of different lengths, padded on the left, with their generated tokens.
+class BeamCache:
+    """The keys and values of the texts of a beam search. Texts share the blocks of what they have in common."""
 
-    Padding is a separate document, so that no text attends to it; positions start at 0 where a text starts.
-    """
+    def __init__(self, prompt: int, steps: int, beams: int):
+        self.longest, common = prompt + steps, prompt // BLOCK_SIZE
+        blocks = common + beams * (-(-self.longest // BLOCK_SIZE) - common)
+        self.pool, self.paged = BlockPool(blocks, BLOCK_SIZE), PagedCache(blocks, BLOCK_SIZE)
+        self.tables, self.length = [Table()], 0
 
-    def __init__(self, prompts: Sequence[Sequence[int]], longest: int, device: torch.device):
-        self.longest, self.width = longest, max(map(len, prompts))
-        self.padding = torch.tensor([self.width - len(prompt) for prompt in prompts], device=device)  # [b]
-        rows = [[0] * (self.width - len(prompt)) + list(prompt) for prompt in prompts]
-        self.tokens = torch.tensor(rows, dtype=torch.int64, device=device).t().contiguous()  # [s, b]
+    def begin(self, length: int) -> int:
+        """Give each text room for `length` tokens, and describe the pass over the new ones; returns the tokens so far."""
+        before, self.length = self.length, length
+        for table in self.tables:
+            if before:
+                self.paged.copy(self.pool.own(table, before, self.longest))
+            self.pool.grow(table, length, self.longest)
+        self.paged.begin([(length, table.runs) for table in self.tables], [before] * len(self.tables))
+        return before
 
-    def append(self, tokens: torch.Tensor) -> None:
-        """Append one token to each text: [b]."""
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(0)])
-
-    def unseen(self, cache: Optional[Cache]) -> torch.Tensor:
-        """The tokens that are not in the cache yet, [new, b]."""
-        return self.tokens[0 if cache is None else cache.length :]
-
-    def places(self, cache: Optional[Cache]) -> dict[str, Optional[torch.Tensor]]:
-        """Position ids and document ids of the unseen tokens; None for prompts of equal length."""
-        if not self.padding.any():
-            return dict(position_ids=None, document_ids=None)
-        positions = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1) - self.padding  # [s, b]
-        positions = positions[0 if cache is None else cache.length :]
-        # A text that reached the last position waits there for the others.
-        return dict(position_ids=positions.clamp(0, self.longest - 1), document_ids=(positions < 0).int())
-
-    def occurred(self, vocab_size: int) -> torch.Tensor:
-        """[b, v] bool: the tokens that occur in each text."""
-        inside = torch.arange(len(self.tokens), device=self.tokens.device).unsqueeze(1) >= self.padding  # [s, b]
-        counts = torch.zeros((self.tokens.shape[1], vocab_size), device=self.tokens.device)
-        return counts.scatter_add_(1, self.tokens.t(), inside.t().to(counts.dtype)) > 0
-
-
-def choose_tokens(logits: torch.Tensor, texts: Texts, sampling: Sampling, draws: torch.Tensor) -> torch.Tensor:
-    """The next token of each text: logits [b, v], draws [b] in [0, 1) -> [b] int64."""
-    if sampling.repetition_penalty != 1:
-        logits = penalised(logits, texts.occurred(logits.shape[-1]), sampling.repetition_penalty)
-    if sampling.is_greedy:
-        return logits.argmax(dim=-1)
-    return sample(kept(logits / sampling.temperature, sampling.top_k, sampling.top_p), draws)
+    def reorder(self, order: torch.Tensor) -> None:
+        """Text n continues text order[n]."""
+        before, self.tables = self.tables, [self.pool.fork(self.tables[text]) for text in order.tolist()]
+        for table in before:
+            self.pool.release(table)

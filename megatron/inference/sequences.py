@@ -13,7 +13,7 @@ import torch
 
 from megatron.errors import DataError
 from megatron.inference.beams import beam_search
-from megatron.inference.choices import allowed_to_end, kept, occurred, penalised, sample, uniform_draws
+from megatron.inference.choices import RowState, choose
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
@@ -56,27 +56,25 @@ def generate_targets(
             _beam_search(model, _row(encoded, row), beams, sampling, steps, start, end, pp)
             for row in range(len(sources))
         ]
-    draws = uniform_draws(sampling.sampling_seed, len(sources), steps)
-    cache, new, running = DecoderCache(steps, len(sources)), [[] for _ in sources], [True] * len(sources)
+    rows = [RowState(sampling, limit=steps, end=end, index=index) for index in range(len(sources))]
+    cache, running = DecoderCache(steps, len(sources)), [True] * len(sources)
     tokens = torch.full((1, len(sources)), start, dtype=torch.int64, device=device)
-    for step in range(steps):
+    for _ in range(steps):
         logits = model.decode(tokens[-1:], encoded, cache)  # [1, b, v]; None: the last stage has them
-        chosen = None
-        if logits is not None:
-            chosen = _chosen(allowed_to_end(logits[-1], sampling, step, end), tokens, sampling, draws[:, step])
+        chosen = None if logits is None else choose(logits[-1], rows)
         chosen = of_last_stage(chosen, (len(sources),), torch.int64, device, pp)
         tokens = torch.cat((tokens, chosen.unsqueeze(0)))
         numbers = chosen.tolist()
         for row, token in enumerate(numbers):
-            running[row] &= token != end
+            running[row] &= token not in rows[row].ends
             if running[row]:
-                new[row].append(token)
+                rows[row].append(token)
             else:
                 numbers[row] = -1
         on_token(numbers)
         if not any(running):
             break
-    return new
+    return [row.new for row in rows]
 
 
 def padded(sources: Sequence[Sequence[int]], device) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
@@ -87,15 +85,6 @@ def padded(sources: Sequence[Sequence[int]], device) -> tuple[torch.Tensor, Opti
     if (lengths == longest).all():
         return rows.t().contiguous(), None
     return rows.t().contiguous(), (torch.arange(longest, device=device).unsqueeze(1) < lengths).long()
-
-
-def _chosen(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling, draws: torch.Tensor) -> torch.Tensor:
-    """The next token of each target: logits [b, v], tokens [t, b] -> [b]."""
-    if sampling.repetition_penalty != 1:
-        logits = penalised(logits, occurred(tokens[1:], logits), sampling.repetition_penalty)
-    if sampling.is_greedy:
-        return logits.argmax(dim=-1)
-    return sample(kept(logits / sampling.temperature, sampling.top_k, sampling.top_p), draws)
 
 
 def _row(encoded: EncodedSource, row: int) -> EncodedSource:
@@ -124,4 +113,4 @@ def _beam_search(
 
     first = torch.full((1, k), start, dtype=torch.int64, device=device)
     sizes = dict(vocab_size=model.vocab_size, cache=cache)
-    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, counted=1, pp=pp)
+    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, counted=1, pp=pp)[0]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from megatron.errors import SettingsError
-from megatron.model.cache import Cache
+from megatron.model.cache import PagedCache
 from megatron.model.facts import Facts
 from megatron.model.t5.facts import even
 from megatron.model.t5.layers import DecoderCache
@@ -127,13 +127,10 @@ class DecoderStages(Stages):
 
     passes = ("cached_pass",)
 
-    def logits(self, tokens: torch.Tensor, *, cache: Optional[Cache] = None, **options) -> Optional[torch.Tensor]:
+    def logits(self, tokens: torch.Tensor, *, cache: Optional[PagedCache] = None, **options) -> Optional[torch.Tensor]:
         shape = (*tokens.shape, self.facts.settings.hidden_size)
         run = lambda stage, x: stage.cached_pass(x, tokens, cache=cache, **options)
-        scores = self.through(range(len(self.pipeline.stages)), shape, run)
-        if cache is not None:
-            cache.length += len(tokens)
-        return scores
+        return self.through(range(len(self.pipeline.stages)), shape, run)
 
     def token_losses(self, x: None, batch) -> Optional[torch.Tensor]:
         shape = (*batch.tokens.shape, self.facts.settings.hidden_size)

@@ -11,6 +11,7 @@ of t = s cp.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Optional
 
 import numpy as np
@@ -20,13 +21,14 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel
+from megatron.fused_kernels.attention import one_query
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.model import ring_attention
 from megatron.model.cache import Cache
 from megatron.model.facts import Facts
-from megatron.model.norms import NORMS
+from megatron.model.norms import NORMS, RMSNormAcrossHeads
 from megatron.model.positions import rotate
 from megatron.model.recompute import recompute
 from megatron.model.ring_attention import Steps, ring_steps
@@ -54,12 +56,13 @@ class ForwardContext:
     batch     the `MicroBatch`; None in inference
     samples   [b] positions in the order of training samples, for dropout; None in inference
     angles    cos and sin of RoPE, or None
+    local_angles  those of layers with a window, if they have another base (--rope-local-base-freq)
     documents the keys that each query sees if documents are packed into samples, for whole sequences, even if this rank
               has only some rows; None: plain causal attention. For non-causal layers: the sample of each row
               (`packed_rows`)
     of_chunks the same for the rank's two chunks of rows, by window: each chunk's queries over the keys sliced for it
     of_ring   the same for the steps of a ring, by its size and the window
-    allowed   [b, s, t] bool: query may see key. In inference, if prompts are padded
+    allowed   [b, s, s] bool: query may see key. In inference, if samples have several documents
     cache     keys and values of earlier tokens, or None
     region    returns the context manager for recomputation
     bias      [heads/tp, s, t], added to scores: relative positions; or None
@@ -69,6 +72,7 @@ class ForwardContext:
 
     samples: Optional[torch.Tensor] = None
     angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
+    local_angles: Optional[tuple[torch.Tensor, torch.Tensor]] = None
     documents: Optional[Documents] = None
     of_chunks: Optional[dict[Optional[int], tuple[Documents, Documents]]] = None
     of_ring: Optional[dict[tuple[int, Optional[int]], Steps]] = None
@@ -85,20 +89,21 @@ class ForwardContext:
         """[s, b] float32; None if every position counts, and in inference."""
         return None if self.batch is None else self.batch.loss_mask
 
+    @cached_property
+    def without_cache(self) -> "ForwardContext":
+        """The context of attention over keys that a cache has returned."""
+        return replace(self, cache=None)
+
     @property
     def num_tokens(self) -> Optional[torch.Tensor]:
         """Tokens of the micro-batch that count in the loss, an fp32 scalar; None in inference."""
         return None if self.batch is None else self.batch.num_tokens
 
 
-def allowed_pairs(query_documents: torch.Tensor, key_documents: torch.Tensor) -> torch.Tensor:
-    """The keys that each query may see, [b, s, t] bool: those of its document that are not after it; from document ids [s,
-    b] and [t, b]. The queries are the last s tokens.
-    """
-    s, t = query_documents.shape[0], key_documents.shape[0]
-    order = torch.arange(t, device=key_documents.device)
-    same = query_documents.t().unsqueeze(2) == key_documents.t().unsqueeze(1)
-    return same & (order <= order[t - s :, None])
+def allowed_pairs(documents: torch.Tensor) -> torch.Tensor:
+    """The keys that each query may see, [b, s, s] bool: those of its document that are not after it; from ids [s, b]."""
+    ids = documents.t()
+    return (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
 
 
 def chunk_keys(chunk: tuple[int, int], window: Optional[int]) -> slice:
@@ -116,14 +121,6 @@ def documents_of_chunks(starts: np.ndarray, rows: Axis, windows: set[Optional[in
         )
         for window in windows
     }
-
-
-def last_allowed(allowed: torch.Tensor, window: int) -> torch.Tensor:
-    """Restrict the allowed keys [b, s, t] of each query to itself and the `window` last ones before it.
-
-    Keys in a cache that are not seen, such as padding of prompts, do not count.
-    """
-    return allowed & (allowed.flip(-1).cumsum(-1).flip(-1) <= window + 1)
 
 
 class Attention(nn.Module):
@@ -151,17 +148,17 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.layer, self.head_dim = layer, model.head_dim
-        self.scale = self.head_dim**-0.5  # of scores
+        self.scale = (model.query_pre_attn_scalar or self.head_dim) ** -0.5  # of scores
         self.groups = model.query_groups // tp.size
         self.queries = model.num_attention_heads // model.query_groups
         self.qkv = ColumnParallelLinear(take_prefix(weights, "qkv"), tp, **common)
         self.output = RowParallelLinear(take_prefix(weights, "output"), tp, **common)
         self.q_norm = self.k_norm = None
         if model.qk_layernorm:
+            norm = partial(RMSNormAcrossHeads, tp) if model.qk_layernorm_across_heads else NORMS[model.normalization]
             factory_kwargs = dict(dtype=common["dtype"], device=common["device"])
             self.q_norm, self.k_norm = (
-                NORMS[model.normalization](take_prefix(weights, name), model.norm_epsilon, **factory_kwargs)
-                for name in ("q_norm", "k_norm")
+                norm(take_prefix(weights, name), model.norm_epsilon, **factory_kwargs) for name in ("q_norm", "k_norm")
             )
         self.sharing, self.gather_again = sharing, gather_again
         heads = tp if sharing.heads.size == 1 else _divided_by_both(tp, sharing.heads)
@@ -173,22 +170,40 @@ class Attention(nn.Module):
         self.backend, self.recompute_core = kernels.attention_backend, recompute_core
         self.plain_softmax, self.plain_rope = not kernels.masked_softmax_fusion, not kernels.rope_fusion
         self.fuse_qkv = kernels.fuse_attn_qkv
-        self.core = core_of(self.causal and not sharing.in_ring, kernels)
+        self.core = self._usual_core = core_of(self.causal and not sharing.in_ring, kernels)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         query, key, value = self._query_key_value(x)
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        if context.angles is not None:
-            query, key = (rotate(part, context.angles, self.plain_rope) for part in (query, key))
+        angles = context.angles if context.local_angles is None or self.window is None else context.local_angles
+        if angles is not None:
+            query, key = (rotate(part, angles, self.plain_rope) for part in (query, key))
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value)
-        if self.recompute_core:
+            attended = context.cache.attend(self, query, key, value, context)
+        elif self.recompute_core:
             attended = recompute(self.core, query, key, value, self, context, inside=context.region, of=(self,))
         else:
             attended = self.core(query, key, value, self, context)
         return self.project(attended, x)
+
+    def takes_one_query(self, like: torch.Tensor) -> bool:
+        """Whether `one_query` attends for this layer, for one new token in the format of `like`."""
+        if self.core is not self._usual_core:
+            return False
+        case = Case(
+            like.device.type,
+            like.dtype,
+            queries=1,
+            keys=2,
+            causal=True,
+            grouped=self.queries > 1,
+            softcap=self.softcap is not None,
+            window=self.window,
+            unfused=self.plain_softmax,
+        )
+        return choose_kernel("attention", case, self.backend).run is one_query
 
     def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Project the attention output [s, b, g/tp q d] to [s, b, h]. x: the layer's input, for variants."""
@@ -322,8 +337,6 @@ def scaled_dot_product_attention(
     queries are the last s of the t tokens. dropout: the weights to keep; default: drawn here.
     """
     allowed, window = context.allowed, layer.window
-    if window is not None and allowed is not None and context.cache is not None:
-        allowed, window = last_allowed(allowed, window), None
     packed = context.documents is not None and not layer.causal
     queries, keys = context.documents.longest if packed else (query.shape[0], key.shape[0])
     case = Case(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transformer layer: attention, then MLP, each after a norm and added to the residual stream (pre-LN)."""
+"""One transformer layer: attention, then MLP, each with a norm before it, after it or both, and a sum with its input."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Optional
@@ -20,7 +20,10 @@ from megatron.settings.schema import Kernels, Model
 
 
 class Block(nn.Module):
-    """A pre-LN layer: x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out.
+    """A layer: x + attention(norm(x)), then x + mlp(norm(x)); [s, b, h] (or [s/tp, b, h]) in and out.
+
+    It has those of its four norms that `weights` has: attention_norm and mlp_norm before the branches, post_attention_norm
+    and post_mlp_norm after them, before the sum (--norm-position).
 
     A variant is a subclass with other classes for the parts, or another `forward` (docs/extending.md).
     layer: its index in the whole network, from 0. weights: `layer_weights(...)`. recompute: the parts that are recomputed
@@ -53,8 +56,13 @@ class Block(nn.Module):
         self.recompute_mlp = "mlp" in recompute
         factory_kwargs = dict(dtype=dtype, device=device)
         common = dict(sequence_parallel=sequence_parallel, **factory_kwargs)
-        norm, axis = NORMS[model.normalization], tp if sequence_parallel else None
-        self.attention_norm = norm(take_prefix(weights, "attention_norm"), model.norm_epsilon, **factory_kwargs)
+        axis = tp if sequence_parallel else None
+
+        def norm(name: str) -> Optional[nn.Module]:
+            table = take_prefix(weights, name)
+            return NORMS[model.normalization](table, model.norm_epsilon, **factory_kwargs) if table else None
+
+        self.attention_norm = norm("attention_norm")
         self.attention = self.attention_class(
             model,
             layer,
@@ -67,8 +75,9 @@ class Block(nn.Module):
             gather_again=not {"core_attn", "full_attn", "full"}.intersection(recompute) and not kernels.torch_compile,
             **common,
         )
+        self.post_attention_norm = norm("post_attention_norm")
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis, cp=cp)
-        self.mlp_norm = norm(take_prefix(weights, "mlp_norm"), model.norm_epsilon, **factory_kwargs)
+        self.mlp_norm = norm("mlp_norm")
         self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
         if "mlp_act" in recompute and not self.recompute_mlp:
             if type(self.mlp).forward is not MLP.forward:
@@ -78,6 +87,7 @@ class Block(nn.Module):
                     "say mlp, which recomputes all of it",
                 )
             self.mlp.recompute_activation = True
+        self.post_mlp_norm = norm("post_mlp_norm")
         self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis, cp=cp)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -101,11 +111,12 @@ class Block(nn.Module):
     def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         normal, reading = self._normal(self.attention_norm, x, context)
         with reading:
-            return self.attention(normal, context)
+            attended = self.attention(normal, context)
+        return attended if self.post_attention_norm is None else self.post_attention_norm(attended)
 
     def _mlp_after(self, x: torch.Tensor, attended: torch.Tensor, dropout: Dropout, context: ForwardContext):
         """(x + dropout(attended), mlp(norm of that)); the sum and its norm in one kernel if there is one."""
-        if dropout.idle and not self.recompute_norms:
+        if dropout.idle and not self.recompute_norms and self.mlp_norm is not None:
             x, normal = self.mlp_norm(x, attended)
             return x, self._mlp(normal, context)
         x = dropout.add(x, attended, context.samples)
@@ -117,12 +128,18 @@ class Block(nn.Module):
             return self._mlp(normal, context)
 
     def _mlp(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return recompute(self.mlp, x, inside=context.region, of=(self.mlp,)) if self.recompute_mlp else self.mlp(x)
+        if self.recompute_mlp:
+            x = recompute(self.mlp, x, inside=context.region, of=(self.mlp,))
+        else:
+            x = self.mlp(x)
+        return x if self.post_mlp_norm is None else self.post_mlp_norm(x)
 
     def _normal(
-        self, norm: nn.Module, x: torch.Tensor, context: ForwardContext
+        self, norm: Optional[nn.Module], x: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, AbstractContextManager]:
-        """norm(x), and a context for the branch that reads it."""
+        """norm(x), or x without a norm, and a context for the branch that reads it."""
+        if norm is None:
+            return x, nullcontext()
         if self.recompute_norms:
             return recompute_output(norm, x, inside=context.region, of=(norm,))
         return norm(x), nullcontext()

@@ -1,57 +1,159 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value cache, so that generation computes each token only once."""
+"""The key-value cache, so that generation computes each token only once.
 
-from typing import Optional
+Legend: n tokens of a pass, t tokens of one text, g key-value groups, q queries per group, d channels per head, tp ranks
+that divide the groups.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron.fused_kernels.attention import one_query, one_query_over_parts
 
-class Cache:
-    """Keys and values of up to `capacity` tokens of `batch` sequences; layers fill it, and `logits` advances `length`.
 
-    The cached tokens that a new one may see follow from `document_ids`, as in training: padding of a sequence has another
-    id than its text. Two prompts, of 3 and 2 tokens, padded on the left, then one token:
+class Cache(Protocol):
+    """What layers need of a cache: it adds the keys and values of new tokens, and attends to those of all tokens."""
 
-        cache = Cache(capacity=64, batch=2)
-        documents, positions = [[0, 1], [0, 0], [0, 0]], [[0, 0], [1, 0], [2, 1]]  # as tensors [s, b]
-        model.logits(prompts, cache=cache, position_ids=positions, document_ids=documents)
-        model.logits(tokens, cache=cache, position_ids=[[3, 2]])
+    def attend(
+        self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context
+    ) -> torch.Tensor:  # [s, b, g/tp, q, d] and [s, b, g/tp, d] -> [s, b, g/tp q d]
+        ...
+
+
+class Part(NamedTuple):
+    """The tokens of one text in a pass.
+
+    rows:   of the pass
+    places: of the keys and values of all tokens of the text so far, as slices of the cache; the last ones are the rows'
     """
 
-    def __init__(self, capacity: int, batch: int):
-        self.capacity, self.batch, self.length = capacity, batch, 0
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
-        self._document_ids: Optional[torch.Tensor] = None
+    rows: slice
+    places: tuple[slice, ...]
 
-    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values [s, b, g, d] of a layer; returns those of all tokens, [length + s, b, g, d]."""
-        end = self.length + key.shape[0]
-        assert end <= self.capacity and key.shape[1] == self.batch, (
-            f"cache of {self.capacity} x {self.batch} is too small"
-        )
-        for store, new in ((self._keys, key), (self._values, value)):
-            if layer not in store:
-                store[layer] = new.new_empty((self.capacity, *new.shape[1:]))
-            store[layer][self.length : end] = new
-        return self._keys[layer][:end], self._values[layer][:end]
 
-    def reorder(self, order: torch.Tensor) -> None:
-        """Sequence n continues from the cache of sequence order[n]; the number of sequences may increase."""
-        for store in (self._keys, self._values):
-            for layer, kept in store.items():
-                if len(order) == self.batch:
-                    kept[: self.length] = kept[: self.length, order]
-                else:
-                    store[layer] = kept[:, order]
-        self.batch = len(order)
+class PagedCache:
+    """Keys and values of texts, in blocks of `block_size` tokens, which `inference.blocks` gives to texts.
 
-    def extend_documents(self, document_ids: Optional[torch.Tensor], s: int) -> Optional[torch.Tensor]:
-        """Add the ids [s, b] of new tokens, None meaning 0; returns those of all tokens; None if none were given yet."""
-        if self._document_ids is None:
-            if document_ids is None:
-                return None
-            self._document_ids = document_ids.new_zeros((self.capacity, self.batch))
-        end = self.length + s
-        self._document_ids[self.length : end] = 0 if document_ids is None else document_ids
-        return self._document_ids[:end]
+    A pass packs new tokens of several texts into one row of tokens [n, 1], since only attention needs to know which tokens
+    belong together. `begin` says so before the pass, with the place of each new token in the cache:
+
+        cache = PagedCache(blocks=64, block_size=16)
+        cache.begin([(3, [(0, 1)]), (2, [(5, 1)])], [0, 0])  # texts of 3 and 2 tokens, in blocks 0 and 5
+        model.logits(tokens, cache=cache)  # [5, 1], at the positions 0, 1, 2, 0, 1
+        cache.begin([(4, [(0, 1)]), (3, [(5, 1)])], [3, 2])  # one more token each
+        model.logits(tokens, cache=cache)  # [2, 1], at the positions 3, 2
+
+    Layers attend to each text by itself, so a result does not depend on the other texts of the pass. The tensors of a
+    layer are allocated at its first pass.
+    """
+
+    def __init__(self, blocks: int, block_size: int):
+        self.blocks, self.block_size = blocks, block_size
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values, [blocks block_size, g/tp, d]
+        self.parts: list[Part] = []
+        self._slots: list[int] = []  # the place of each new token
+        self._positions: list[int] = []
+        self._on_device: dict[str, torch.Tensor] = {}
+
+    def begin(self, texts: Sequence[tuple[int, Sequence[tuple[int, int]]]], starts: Sequence[int]) -> None:
+        """Describe the next pass. texts: (tokens so far, blocks as (first, number) of consecutive ones); starts: the
+        first token that the pass computes.
+        """
+        self.parts, self._slots, self._positions, self._on_device, row = [], [], [], {}, 0
+        for (tokens, runs), start in zip(texts, starts, strict=True):
+            places = tuple(_cut(runs, self.block_size, 0, tokens))
+            self.parts.append(Part(slice(row, row + tokens - start), places))
+            for run in _cut(runs, self.block_size, start, tokens):
+                self._slots.extend(range(run.start, run.stop))
+            self._positions.extend(range(start, tokens))
+            row += tokens - start
+
+    def position_ids(self, device) -> torch.Tensor:
+        """[n, 1] int64, of the new tokens in their texts."""
+        return self._tensor("positions", self._positions, device).unsqueeze(1)
+
+    def attend(self, layer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context) -> torch.Tensor:
+        """Add keys and values [n, 1, g/tp, d] of new tokens to the cache, and attend to all of their texts.
+
+        layer: the `Attention`; query [n, 1, g/tp, q, d]. Returns [n, 1, g/tp q d].
+        """
+        keys, values = self._write(layer.layer, key, value)
+        dtype, query = query.dtype, query.to(keys.dtype)
+        attended, by_row = [], layer.takes_one_query(query)
+        for rows, places in self.parts:
+            count = rows.stop - rows.start
+            if layer.window is not None:
+                places = _last(places, count + layer.window)
+            if count == 1 and by_row:
+                attended.append(_of_one_token(query[rows], keys, values, places, layer.scale))
+            else:
+                own, theirs = (_taken(stored, places).to(dtype) for stored in (keys, values))
+                part = layer.core(query[rows].to(dtype), own, theirs, layer, context.without_cache)
+                attended.append(part)
+        return (attended[0] if len(attended) == 1 else torch.cat([part.to(dtype) for part in attended])).to(dtype)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, as (from, to): a text is about to write into a block that another one has, too."""
+        if not pairs:
+            return
+        for stored in (tensor for layer in self._layers.values() for tensor in layer):
+            blocks = stored.view(self.blocks, self.block_size, *stored.shape[1:])
+            blocks[[to for _, to in pairs]] = blocks[[source for source, _ in pairs]]
+
+    def _write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self._tensor("slots", self._slots, key.device)
+        if layer not in self._layers:
+            shape = (self.blocks * self.block_size, *key.shape[2:])
+            # In fp32 on a CPU, whose attention of one token takes 2 to 7 times as long in bf16.
+            dtype = torch.float32 if key.device.type == "cpu" else key.dtype
+            self._layers[layer] = (
+                key.new_empty(shape, dtype=dtype),
+                value.new_empty((shape[0], *value.shape[2:]), dtype=dtype),
+            )
+        stored = self._layers[layer]
+        for tensor, new in zip(stored, (key, value), strict=True):
+            tensor.index_copy_(0, slots, new.squeeze(1).to(tensor.dtype))
+        return stored
+
+    def _tensor(self, name: str, numbers: list[int], device) -> torch.Tensor:
+        if name not in self._on_device:
+            self._on_device[name] = torch.tensor(numbers, dtype=torch.int64, device=device)
+        return self._on_device[name]
+
+
+def _of_one_token(query, keys, values, places: tuple[slice, ...], scale: float) -> torch.Tensor:
+    """Attention of the last token of a text, [1, 1, g/tp, q, d] -> [1, 1, g/tp q d]."""
+    if len(places) == 1:
+        return one_query(query, keys[places[0]].unsqueeze(1), values[places[0]].unsqueeze(1), scale=scale)
+    parts = ([stored[place] for place in places] for stored in (keys, values))
+    return one_query_over_parts(query, *parts, scale)
+
+
+def _cut(runs: Sequence[tuple[int, int]], size: int, start: int, stop: int):
+    """The places of a text's tokens from start to stop, as slices."""
+    first = 0  # token of the run's first place
+    for block, number in runs:
+        low, high = max(start, first), min(stop, first + number * size)
+        if low < high:
+            yield slice(block * size + low - first, block * size + high - first)
+        first += number * size
+
+
+def _last(places: tuple[slice, ...], count: int) -> tuple[slice, ...]:
+    """The last `count` of some places."""
+    kept = []
+    for place in reversed(places):
+        length = min(count, place.stop - place.start)
+        if length:
+            kept.append(slice(place.stop - length, place.stop))
+        count -= length
+    return tuple(reversed(kept))
+
+
+def _taken(stored: torch.Tensor, places: tuple[slice, ...]) -> torch.Tensor:
+    """[t, 1, g/tp, d]: a view if the places are consecutive."""
+    if len(places) == 1:
+        return stored[places[0]].unsqueeze(1)
+    return torch.cat([stored[place] for place in places]).unsqueeze(1)

@@ -5,6 +5,7 @@ Legend: s sequence, b micro-batch, h hidden, v vocabulary, tp ranks that divide 
 or [s/tp, b, h] between layers with sequence parallelism. With context parallelism, s is one rank's part of a sequence.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Optional
@@ -121,12 +122,9 @@ class LanguageModel(nn.Module):
             if hasattr(module, "region"):
                 module.region = self.region
         use_flash_attention(self.kernels.flash_attention_version)
-        if self.kernels.torch_compile:
-            run_probes("attention")
-            folder = self.kernels.dump_graph
-            more = {"backend": dumping_backend(folder, mesh.rank)} if folder else {}
-            for block in self.blocks.values():
-                block.compile(**more)
+        self.rank = mesh.rank
+        if self.kernels.torch_compile is True:
+            self.compile_layers()
         if last:
             self.final_norm = None  # for layers that end with a norm
             if "final_norm" in tables:
@@ -141,7 +139,7 @@ class LanguageModel(nn.Module):
                 else mappings.copy_to_tensor_model_parallel_region
             )
         choose_fusions(self, self.kernels)
-        attach_products(self.blocks, model, kinds_of(model), facts.products, self.kernels.torch_compile)
+        attach_products(self.blocks, model, kinds_of(model), facts.products, bool(self.kernels.torch_compile))
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":
@@ -157,12 +155,21 @@ class LanguageModel(nn.Module):
             **stage,
         )
 
+    def compile_layers(self) -> None:
+        """Compile the layers, each by itself. The compiler runs in the first pass."""
+        run_probes("attention")
+        folder = self.kernels.dump_graph
+        more = {"backend": dumping_backend(folder, self.rank)} if folder else {}
+        for block in self.blocks.values():
+            block.compile(**more)
+
     # ---- methods for subclasses --------------------------------------------------------------------------------------
 
     def build_layer(self, layer: int, weights: Table, recompute: tuple[str, ...]) -> nn.Module:
         """Build layer number `layer`: a module whose forward takes (x, context) and returns x, or (x, {name: sum}).
 
-        It keeps the shape of x. recompute: its recomputed parts, of `Facts.recomputes`; ("full",) is for the caller.
+        It keeps the shape of x. recompute: names of the parts that it recomputes, from `Facts.recomputes`. With ("full",)
+        the caller recomputes the whole layer.
         """
         raise NotImplementedError
 
@@ -182,8 +189,8 @@ class LanguageModel(nn.Module):
 
         x: None on the first stage, else the output of the previous stage, [s, b, h]. batch: a `MicroBatch`.
         Returns [s, b, h], or on the last stage (None, {"lm loss": sum of masked losses, "tokens": number that count}),
-        fp32 scalars. With --z-loss-coeff there is also "z loss"; the gradient of the first includes it. If layers
-        return sums: (that, {name: sum}) on any stage.
+        fp32 scalars. With --z-loss-coeff there is also "z loss", and the gradient of "lm loss" includes that of the z
+        loss. Sums that layers return are added to these; an earlier stage returns (x, {name: sum}) then.
         """
         with self.region():
             x, sums = self._hidden(x, batch, gather=not self.overlap)
@@ -280,11 +287,11 @@ class LanguageModel(nn.Module):
             return x.to(self.dtype), sums
         return (x if self.final_norm is None else self.final_norm(x)), sums
 
-    def positions(self, s: int, position_ids, start: int = 0) -> torch.Tensor:
-        """[s, b] as given, or [s, 1] counted from `start`; with context parallelism those of the rank's rows."""
+    def positions(self, s: int, position_ids) -> torch.Tensor:
+        """Position ids: as given, [s, b], or numbers from 0, [s, 1]: of its rows with context parallelism."""
         if position_ids is not None:
             return position_ids
-        counted = torch.arange(start, start + s * self.cp.size, device=next(self.parameters()).device)
+        counted = torch.arange(s * self.cp.size, device=next(self.parameters()).device)
         return own_rows(counted, self.cp).unsqueeze(1)
 
     def sharing(self, layer: int) -> AttentionSharing:
@@ -318,9 +325,13 @@ class LanguageModel(nn.Module):
         return x, sums
 
     @property
+    def output_layer(self) -> VocabParallelEmbedding:
+        return self.embedding.word if self.output is None else self.output
+
+    @property
     def output_weight(self) -> torch.Tensor:
         """[v/tp, h]"""
-        return self.embedding.word.weight if self.output is None else self.output.weight
+        return self.output_layer.weight
 
     @property
     def output_bias(self) -> Optional[torch.Tensor]:
@@ -352,6 +363,7 @@ class Embedding(nn.Module):
         if "embedding" in tables:
             self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory_kwargs)
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
+        self.scale = math.sqrt(model.hidden_size) if model.scale_embedding else None
         self.dropout = Dropout(
             model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None, cp=mesh.cp
         )
@@ -359,6 +371,8 @@ class Embedding(nn.Module):
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, samples) -> torch.Tensor:
         """tokens [s, b], position_ids [s, b or 1]."""
         x = self.word(tokens)
+        if self.scale is not None:
+            x = x * self.scale
         if self.position is not None:
             if self.sequence_parallel:
                 position_ids = position_ids.chunk(self.tp.size)[self.tp.rank]

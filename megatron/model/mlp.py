@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668) or gated SiLU (SwiGLU, arXiv:2002.05202)."""
+"""The MLP of a block: GeLU, squared ReLU (arXiv:2109.08668), gated SiLU or gated GeLU (SwiGLU, GeGLU, arXiv:2002.05202)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ class MLP(nn.Module):
 
     def __init__(self, model: Model, tp: Axis, weights: Table, **common):
         super().__init__()
-        self.gated, self.squared = model.swiglu, model.squared_relu
+        self.swiglu, self.geglu, self.squared = model.swiglu, model.geglu, model.squared_relu
         self.approximate = "tanh" if model.bias_gelu_fusion else "none"
         self.up = ColumnParallelLinear(take_prefix(weights, "up"), tp, **common)
         self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
@@ -47,15 +47,17 @@ class MLP(nn.Module):
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of the output of `up`, [s, b, ffn/tp]."""
-        if self.gated:
+        if self.swiglu:
             return choose_kernel("swiglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x)
+        if self.geglu:
+            return choose_kernel("geglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x, self.approximate)
         if self.squared:
             return F.relu(x).square()
         return choose_kernel("gelu", Case(x.device.type, x.dtype)).run(x, self.approximate)
 
     def _bias_gelu(self, x: torch.Tensor) -> Optional[Callable]:
         """A kernel that adds the bias of `up` before GeLU; None: the product adds it, at no cost."""
-        if self.gated or self.squared or self.approximate != "tanh" or self.up.bias is None:
+        if self.swiglu or self.geglu or self.squared or self.approximate != "tanh" or self.up.bias is None:
             return None
         kernel = choose_kernel("bias_gelu", Case(x.device.type, x.dtype)).run
         return None if kernel is reference.bias_gelu else kernel

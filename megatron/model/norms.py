@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LayerNorm and RMSNorm over the last dim, computed in fp32 for any activation format.
 
-With a second argument, a norm first adds it to x, and returns both the sum and its norm, in one kernel if there is one.
+With a second argument, a norm adds it to x and returns (sum, normalized sum), in one kernel if there is one.
 unfused: only torch's kernels (--no-persist-layer-norm).
 """
 
@@ -14,7 +14,9 @@ from torch import nn
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.fused_kernels.autocast import op
 from megatron.model.weights import Table
+from megatron.mpu.collectives import all_reduce
 from megatron.mpu.layers import create_parameters
+from megatron.mpu.mesh import Axis
 
 
 class LayerNorm(nn.Module):
@@ -51,6 +53,44 @@ class RMSNorm(nn.Module):
             return norm(x, self.weight, self.epsilon)
         added = choose_kernel("add_rms_norm", Case(x.device.type, x.dtype, unfused=self.unfused)).run
         return added(x, branch, self.weight, self.epsilon, norm)
+
+
+class RMSNormAcrossHeads(nn.Module):
+    """RMSNorm over all heads of queries or keys, [s, b, g/tp, n, d]: each rank of tp has some of them.
+
+    weights: the placement of the weight [g, n, d].
+    """
+
+    def __init__(self, tp: Axis, weights: Table, epsilon: float, *, dtype=None, device=None):
+        super().__init__()
+        self.tp, self.epsilon = tp, epsilon
+        create_parameters(self, weights, tp, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _RMSNormAcrossHeads.apply(x, self.weight, self.epsilon, self.tp)
+
+
+class _RMSNormAcrossHeads(torch.autograd.Function):
+    """Saves x and a number per token."""
+
+    @staticmethod
+    def forward(ctx, x, weight, epsilon, tp):
+        squares = torch.linalg.vector_norm(x, dim=(2, 3, 4), keepdim=True, dtype=torch.float32).square_()
+        ctx.width, ctx.tp = x[0, 0].numel() * tp.size, tp
+        inverse = all_reduce(squares, tp).div_(ctx.width).add_(epsilon).rsqrt_()  # [s, b, 1, 1, 1]
+        ctx.save_for_backward(x, weight, inverse)
+        return (x.float() * inverse * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """With r = inverse: d_x = r (g w - x r^2 mean(g w x)), d_weight = sum over tokens of r g x."""
+        x, weight, inverse = ctx.saved_tensors
+        gradient, x = gradient.float(), x.float()
+        scaled = gradient * weight.float()
+        mean = all_reduce((scaled * x).sum((2, 3, 4), keepdim=True), ctx.tp).div_(ctx.width)
+        d_x = (scaled - x * (inverse.square() * mean)).mul_(inverse)
+        d_weight = (gradient * x).mul_(inverse).sum((0, 1))
+        return d_x.to(ctx.saved_tensors[0].dtype), d_weight.to(weight.dtype), None, None
 
 
 @op

@@ -2,6 +2,7 @@
 """Position embeddings: a learned table added to token embeddings, or rotation of queries and keys (RoPE)."""
 
 import math
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -30,17 +31,22 @@ class Rotary:
     Channel i is paired with channel i + n/2 of the n = `rotary_percent` x head_dim rotated ones, as in Megatron-LM and
     in Hugging Face's Llama; the rest are unchanged. Frequencies may be scaled for sequences longer than the original
     length (`scaled_frequencies`), and YaRN also scales the rotated channels.
+
+    base: another base of the frequencies, which are not scaled then (--rope-local-base-freq)
     """
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, base: Optional[float] = None):
         self.width = int(model.head_dim * model.rotary_percent) // 2 * 2
-        self.model = model
-        self.stretch = model.yarn_stretch if model.rope_type == "yarn" else 1.0
+        self.model, self.scaled = model, base is None
+        self.base = model.rotary_base if base is None else base
+        self.stretch = model.yarn_stretch if model.rope_type == "yarn" and self.scaled else 1.0
 
     def angles(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, [s, b or 1, 1, 1, width], for position ids [s, b or 1]."""
         exponents = torch.arange(0, self.width, 2, device=position_ids.device, dtype=torch.float32) / self.width
-        frequencies = scaled_frequencies(self.model.rotary_base**-exponents, self.model)
+        frequencies = self.base**-exponents
+        if self.scaled:
+            frequencies = scaled_frequencies(frequencies, self.model)
         angles = position_ids.float().unsqueeze(-1) * frequencies  # [s, b, width/2]
         angles = torch.cat((angles, angles), -1)[:, :, None, None]
         cos, sin = angles.cos(), angles.sin()

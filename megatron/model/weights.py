@@ -151,22 +151,24 @@ def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     rows, parts = (m.query_groups, queries + 2, m.head_dim), (1, (queries, 1, 1))
     width = m.num_attention_heads * m.head_dim
     table = {
-        **add_prefix("qkv", column(m.hidden_size, rows, m.init_method_std, bias=bias, matrices=parts)),
+        **add_prefix("qkv", column(m.hidden_size, rows, m.init_method_std, bias=m.qkv_bias, matrices=parts)),
         **add_prefix(
             "output", row(width, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)
         ),
     }
-    for name in ("q_norm", "k_norm") if m.qk_layernorm else ():
-        table |= add_prefix(
-            name, norm(m, m.head_dim, partial=True)
-        )  # one weight for all heads, of which a rank sees some
+    for name, heads in (("q_norm", queries), ("k_norm", 1)) if m.qk_layernorm else ():
+        if m.qk_layernorm_across_heads:
+            shape = (m.query_groups, heads, m.head_dim)
+            table[f"{name}.weight"] = Placement(shape, Constant(1.0), cut={"tp": 0}, decay=False)
+        else:  # one weight for all heads, of which a rank sees some
+            table |= add_prefix(name, norm(m, m.head_dim, partial=True))
     return table
 
 
 def mlp(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """The weights of a layer's MLP. With --swiglu its two input matrices are one, [2, ffn, h]: gate, then values."""
+    """The weights of a layer's MLP. With a gate its two input matrices are one, [2, ffn, h]: gate, then values."""
     m, bias = model, not model.disable_bias_linear
-    rows, cut, parts = ((2, m.ffn_size), 1, (0, (1, 1))) if m.swiglu else ((m.ffn_size,), 0, None)
+    rows, cut, parts = ((2, m.ffn_size), 1, (0, (1, 1))) if m.gated else ((m.ffn_size,), 0, None)
     return {
         **add_prefix("up", column(m.hidden_size, rows, m.init_method_std, cut=cut, bias=bias, matrices=parts)),
         **add_prefix(

@@ -74,7 +74,7 @@ def choose_waiting(ranks_here: int = 1, env: MutableMapping[str, str] = os.envir
     threads = choose_threads(ranks_here, env).count
     if not may_spin(threads, env) or "torch" in modules or not crowded(threads * ranks_here):
         return
-    # The load average still counts programs that have ended, for example the previous run: nobody takes cores from this one.
+    # The load average still counts programs that have ended, such as the previous run: they take no cores from this one.
     if runnable() - ranks_here + threads * ranks_here > cores():
         env["OMP_WAIT_POLICY"] = "PASSIVE"
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import SettingsError
-from megatron.fused_kernels import Case, choose_kernel, reference
+from megatron.fused_kernels import Case, choose_kernel, cpu_ops, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
@@ -74,6 +74,7 @@ class LinearOptions(NamedTuple):
     deferred:   defers the product for the weight's gradient while it collects (zero-bubble W)
     accumulate: weight -> function that adds the product to the weight's gradient, or None if there is none
     product:    the layer's own products, if they are not plain ones
+    packed:     the weight as `pack_weights` has it, for `torch.inference_mode`
 
     Communication in the backward pass overlaps with the other product.
     """
@@ -83,6 +84,7 @@ class LinearOptions(NamedTuple):
     deferred: WeightGradStore | None = None
     accumulate: Callable[[torch.Tensor], Callable[["WgradGemm | Given"], None] | None] | None = None
     product: LinearProduct | None = None
+    packed: torch.Tensor | None = None
 
     def wgrad_handler(self, x: torch.Tensor, weight: torch.Tensor) -> Callable[[WgradGemm], None] | None:
         """The function that receives the product for the weight's gradient; None: autograd computes it."""
@@ -126,6 +128,8 @@ def linear(
     flat, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
     if options.product is not None:
         return _own_linear(x, weight, bias, options)
+    if not torch.is_grad_enabled() and options.gather is None:
+        return _linear_without_gradients(x, flat, bias, options.packed)
     wgrad_handler = options.wgrad_handler(x, weight)
     product = matmul(x)
     if wgrad_handler:
@@ -134,6 +138,30 @@ def linear(
         return F.linear(x, flat, bias)
     deferred = options.deferred if wgrad_handler else None
     return _Linear.apply(x, flat, bias, product, wgrad_handler, deferred, options.gather, options.reduce)
+
+
+def _linear_without_gradients(x, flat, bias, packed: torch.Tensor | None) -> torch.Tensor:
+    if packed is not None and x.dtype == packed.dtype and torch.is_inference_mode_enabled():
+        return cpu_ops.onednn(x, packed, bias)
+    product = matmul(x)
+    if product is reference.matmul:
+        return F.linear(x, flat, bias)
+    return product(x.reshape(-1, x.shape[-1]), flat, bias).view(*x.shape[:-1], -1)
+
+
+def pack_weights(model: nn.Module, output: nn.Module | None = None) -> list[nn.Module]:
+    """Keep copies of the weights of a model's products in the order in which oneDNN reads them, on a CPU, for
+    `torch.inference_mode`. Products of few rows then take half the time in bf16 and three quarters in fp32, and a row of a
+    result does not depend on the number of rows.
+
+    output: the output layer. Returns the layers; set their `packed` to None when their weights change.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))]
+    layers = [layer for layer in [*layers, *([output] if output else [])] if layer.packed is None]
+    layers = [layer for layer in layers if getattr(layer, "product", None) is None and cpu_ops.packs(layer.weight)]
+    for layer in layers:
+        layer.packed = cpu_ops.packed(layer.weight.detach().flatten(0, -2))
+    return layers
 
 
 class _Linear(torch.autograd.Function):
@@ -423,6 +451,7 @@ class ColumnParallelLinear(nn.Module):
     # casts x before the product: the gradient is reduced in the format of x.
     overlap = True
     product: LinearProduct | None = None  # set by `linear_product.attach_products`
+    packed: torch.Tensor | None = None  # set by `pack_weights`
     fusion, unfused = "fused_linear", False  # unfused: the bias is added after the product
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
@@ -436,7 +465,7 @@ class ColumnParallelLinear(nn.Module):
         reduce = self.tp if self.tp.size > 1 and not self.gather else None
         if reduce and not self.overlap:
             x, reduce = mappings.copy_to_tensor_model_parallel_region(x, self.tp), None
-        options = LinearOptions(self.gather, reduce, self.weight_grad_store, self.accumulate, self.product)
+        options = LinearOptions(self.gather, reduce, self.weight_grad_store, self.accumulate, self.product, self.packed)
         bias = self.bias if add_bias else None
         if bias is not None and self.unfused:
             return linear(x, self.weight, None, options) + bias.flatten()
@@ -465,6 +494,7 @@ class RowParallelLinear(nn.Module):
     weight_grad_store: WeightGradStore | None = None
     accumulate: Callable | None = None
     product: LinearProduct | None = None
+    packed: torch.Tensor | None = None
     fusion, unfused = "fused_linear", False
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
@@ -479,7 +509,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.product is None else self.product.transform_input(x)
-        options = LinearOptions(None, None, self.weight_grad_store, self.accumulate, self.product)
+        options = LinearOptions(None, None, self.weight_grad_store, self.accumulate, self.product, self.packed)
         if self.tp.size == 1 and not self.unfused:
             return linear(x, self.weight, self.bias, options)
         x = self.reduce_output(linear(x, self.weight, None, options), self.tp)  # all-reduce over tp
@@ -491,6 +521,8 @@ class VocabParallelEmbedding(nn.Module):
 
     weights: `model.weights.vocab_embedding(...)`
     """
+
+    packed: torch.Tensor | None = None  # set by `pack_weights` for an output layer
 
     def __init__(self, weights: Mapping[str, Placement], tp: Axis, *, sequence_parallel=False, dtype=None, device=None):
         super().__init__()

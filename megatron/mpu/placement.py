@@ -112,12 +112,12 @@ class Placement:
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks have pieces or copies of it: the expert axes if one of them splits it or sums its gradient."""
+        """Axes whose ranks have pieces or copies of the tensor: those of experts if one splits it or sums its gradient."""
         return EXPERT_AXES if {*EXPERT_AXES} & {*self.cut, *self.partial} else DENSE_AXES
 
     @property
     def data_axes(self) -> tuple[str, str]:
-        """Axes whose ranks process different tokens: ranks along the first have the same shards, along the second parts."""
+        """Axes whose ranks process different tokens: shards are equal along the first, different along the second."""
         return EXPERT_DATA_PARALLEL if self.model_axes == EXPERT_AXES else DATA_PARALLEL
 
     @property

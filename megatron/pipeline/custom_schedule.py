@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline schedule from a user's text file: a line of ops for each rank, verified before use.
 
-    # two ranks, three micro-batches; B may be split into I and W; F0.1 is of the rank's second model chunk
+    # two ranks, three micro-batches; B may be split into I and W; F0.1 belongs to the rank's second model chunk
     F0 F1 B0 F2 B1 B2
     F0 B0 F1 B1 F2 B2
 
-A line may also list the gathers and reductions of data parallelism (`sharding.py`), and then has all of them:
+A line may also list the gathers and reductions of data parallelism (`sharding.py`): all of them, or none.
 `python -m megatron.pipeline.check --zero 3 --list-ops` prints such lines. Empty lines and comments after # are ignored.
 With a line `stages: v` the two chunks of a rank lie in a V (first and last stage on rank 0); without it the stages go round
 the ranks.

@@ -21,7 +21,7 @@ NOTICED = 60.0  # seconds until a failure is noticed and processes start again: 
 
 @dataclass(frozen=True)
 class Saving:
-    """Seconds by which a save stalls training, seconds of a restart, and mean seconds between interruptions of the job."""
+    """Seconds that a save stalls training, seconds of a restart, and mean seconds between interruptions of the job."""
 
     stall: float
     restart: float

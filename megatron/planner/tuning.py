@@ -103,7 +103,7 @@ def _quiet(config: schema.Config) -> schema.Config:
         wandb_project=None,
         wandb_exp_name=None,
     )
-    kernels = replace(config.kernels, dump_graph=None)
+    kernels = replace(config.kernels, dump_graph=None, torch_compile=config.kernels.torch_compile is True)
     return replace(config, checkpoint=schema.Checkpoint(), logging=logging, guard=schema.Guard(), kernels=kernels)
 
 

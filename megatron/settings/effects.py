@@ -181,7 +181,7 @@ EFFECTS: dict[str, Needs] = {
         "a CUDA device, and --position-embedding-type rope",
         lambda s: s.device != "cpu" and s.position_embedding_type == "rope",
     ),
-    "fused_linear": Needs("biases (no --disable-bias-linear)", lambda s: not s.disable_bias_linear),
+    "fused_linear": Needs("biases (no --disable-bias-linear)", lambda s: s.add_qkv_bias or not s.disable_bias_linear),
     # checkpoints
     "mean_time_to_interruption": Needs("--save-interval auto", lambda s: s.save_interval == AUTO),
     "save_retries": SAVE,

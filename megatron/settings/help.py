@@ -73,8 +73,8 @@ def _alias_text(alias: str) -> str:
 
 
 def _also(word: str, value) -> str:
-    """A word and its value; a negative number is only an internal code, and is not shown."""
-    return word if isinstance(value, int) and value < 0 else f"{word} = {value}"
+    """A word and its value, if that is another one; a negative number is only an internal code, and is not shown."""
+    return word if value == word or isinstance(value, int) and value < 0 else f"{word} = {value}"
 
 
 def placeholder(setting: Setting) -> str:

@@ -96,7 +96,8 @@ RANGES = {  # what a value must be -> test, fields
     "above 0": (
         lambda v: v > 0,
         """
-        norm_epsilon init_method_std rotary_base adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops
+        norm_epsilon init_method_std rotary_base rope_local_base_freq query_pre_attn_scalar
+        adam_eps lr exit_duration_in_mins distributed_timeout_minutes peak_tflops
         loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
@@ -222,7 +223,51 @@ def _two_levels(cp: int) -> tuple[int, int]:
     return inner, cp // inner
 
 
+# What compiled layers do not work with. An error with --torch-compile; --torch-compile auto leaves layers as they are.
+UNCOMPILED = (
+    Rule(
+        lambda s: s.sharding_stage == 3 or s.sharding_stage and s.overlap_param_gather,
+        lambda s: (
+            "--torch-compile needs all parameters in place: drop it, or use --sharding-stage 2 without "
+            "--overlap-param-gather"
+        ),
+    ),
+    Rule(
+        lambda s: s.gradient_accumulation_fusion,
+        lambda s: "--torch-compile arranges products for weight gradients: drop it, or --gradient-accumulation-fusion",
+    ),
+    Rule(
+        lambda s: s.amp_level == "O1" and s.precision != "fp32",
+        lambda s: "--amp-level O1 casts op by op, which --torch-compile does not see; drop one of them",
+    ),
+    Rule(
+        lambda s: _discarding(s),
+        lambda s: (
+            f"--recompute-modules {' '.join(_discarding(s))}: --torch-compile itself chooses what compiled layers keep of "
+            "norms and activations; drop one of them"
+        ),
+    ),
+)
+
+
+def can_compile(settings: schema.Config, world_size: int) -> bool:
+    """Whether layers can be compiled with these settings."""
+    s = record(settings, world_size)
+    return not any(rule.broken(s) for rule in UNCOMPILED)
+
+
+def _uncompiled(s: SimpleNamespace) -> list[str]:
+    """The reasons why --torch-compile auto leaves layers as they are."""
+    given = s.settings.given("torch_compile")
+    return [rule.message(s) for rule in UNCOMPILED if given and given.value == "auto" and rule.broken(s)]
+
+
+def _if_compiled(rule: Rule) -> Rule:
+    return Rule(lambda s: s.torch_compile is True and rule.broken(s), rule.message)
+
+
 RULES = (
+    *map(_if_compiled, UNCOMPILED),
     Rule(
         lambda s: s.linear is not None and not s.fuse_attn_qkv,
         lambda s: (
@@ -328,17 +373,6 @@ RULES = (
         lambda s: f"--profile-ranks {' '.join(map(str, s.profile_ranks))}: this job has the ranks 0 to {s.world - 1}",
     ),
     Rule(
-        lambda s: s.torch_compile and (s.sharding_stage == 3 or s.sharding_stage and s.overlap_param_gather),
-        lambda s: (
-            "--torch-compile needs all parameters in place: drop it, or use --sharding-stage 2 without "
-            "--overlap-param-gather"
-        ),
-    ),
-    Rule(
-        lambda s: s.torch_compile and s.gradient_accumulation_fusion,
-        lambda s: "--torch-compile arranges products for weight gradients: drop it, or --gradient-accumulation-fusion",
-    ),
-    Rule(
         lambda s: s.world > 1 and s.device == "cpu" and s.distributed_backend == "nccl",
         lambda s: (
             "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; leave the flag out (gloo)"
@@ -387,10 +421,6 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: s.torch_compile and s.amp_level == "O1" and s.precision != "fp32",
-        lambda s: "--amp-level O1 casts op by op, which --torch-compile does not see; drop one of them",
-    ),
-    Rule(
         lambda s: s.recompute_granularity != "full" and (s.recompute_method or s.recompute_num_layers),
         lambda s: (
             f"{' and '.join(said(s, name) for name in ('recompute_method', 'recompute_num_layers') if getattr(s, name))}: "
@@ -404,13 +434,6 @@ RULES = (
         lambda s: (
             f"{said(s, 'recompute_modules')}: goes with --recompute-granularity selective"
             + (f", not with {s.recompute_granularity}" if s.recompute_granularity else ", which is not given; add it")
-        ),
-    ),
-    Rule(
-        lambda s: s.torch_compile and _discarding(s),
-        lambda s: (
-            f"--recompute-modules {' '.join(_discarding(s))}: --torch-compile itself chooses what compiled layers keep of "
-            "norms and activations; drop one of them"
         ),
     ),
     Rule(
@@ -513,6 +536,7 @@ RULES = (
 )
 
 REMARKS = (
+    Rule(_uncompiled, lambda s: f"--torch-compile auto compiles nothing here: {_uncompiled(s)[0]}"),
     Rule(  # the same --load and --save resume a run from its second start on
         lambda s: _starts_anew(s) and s.settings.given("load").value != s.save,
         lambda s: (

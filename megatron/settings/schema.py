@@ -67,7 +67,9 @@ class Model:
         "size of the learned position embedding (default: --seq-length)", None, on_resume="refused"
     )
     ffn_hidden_size: Optional[int] = setting(
-        "hidden size of the MLP (default: 4 x hidden size, 8/3 x with --swiglu)", None, on_resume="another model"
+        "hidden size of the MLP (default: 4 x hidden size, 8/3 x with --swiglu or --geglu)",
+        None,
+        on_resume="another model",
     )
     kv_channels: Optional[int] = setting(
         "size of an attention head (default: hidden size / heads)", None, on_resume="another model"
@@ -88,6 +90,12 @@ class Model:
         10000.0,
         "--rope-theta",
         "--rotary-position-embeddings-theta",
+        on_resume="refused",
+    )
+    rope_local_base_freq: Optional[float] = setting(
+        "base of the rotary frequencies in layers with --window-size, which are not scaled then, as in Gemma 3 (default: "
+        "--rotary-base, scaled)",
+        None,
         on_resume="refused",
     )
     rotary_percent: float = setting("fraction of each head to rotate", 1.0, on_resume="refused")
@@ -135,12 +143,28 @@ class Model:
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = setting("type of norm", "LayerNorm", on_resume="another model")
     norm_epsilon: float = setting("epsilon of the norms", 1e-5, "--layernorm-epsilon", on_resume="refused")
+    norm_position: Literal["pre", "post", "sandwich"] = setting(
+        "norms of a layer: before attention and before MLP (pre), after them and before the sum with their input, as in "
+        "OLMo 2 (post), or both, as in Gemma 2 (sandwich)",
+        "pre",
+        on_resume="another model",
+    )
     qk_layernorm: bool = setting("normalize the queries and keys of each head", False, on_resume="another model")
+    qk_layernorm_across_heads: bool = setting(
+        "--qk-layernorm normalizes over all heads together, as in OLMo 2", False, on_resume="another model"
+    )
     swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False, on_resume="another model")
+    geglu: bool = setting("gated GeLU in the MLP instead of GeLU", False, on_resume="another model")
     squared_relu: bool = setting("relu(x)^2 in the MLP instead of GeLU", False, on_resume="another model")
     bias_gelu_fusion: bool = setting("fuse the bias with tanh GeLU; off: erf GeLU", True, on_resume="refused")
     disable_bias_linear: bool = setting(
         "linear layers without bias", False, "--add-bias-linear=false", on_resume="another model"
+    )
+    add_qkv_bias: bool = setting(
+        "with --disable-bias-linear: a bias for queries, keys and values alone, as in Qwen2",
+        False,
+        "--qkv-bias",
+        on_resume="another model",
     )
     linear: Optional[str] = setting(
         "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain and those that "
@@ -177,6 +201,9 @@ class Model:
         None,
         on_resume="refused",
     )
+    scale_embedding: bool = setting(
+        "multiply the embeddings of tokens by the root of --hidden-size, as in Gemma", False, on_resume="refused"
+    )
     untie_embeddings_and_output_weights: bool = setting(
         "give the output layer its own weight", False, on_resume="another model"
     )
@@ -185,6 +212,9 @@ class Model:
         False,
         "--no-query-key-layer-scaling=false",
         "--scale-qk-by-layer-num",
+    )
+    query_pre_attn_scalar: Optional[float] = setting(
+        "divide attention scores by the root of this (default: size of an attention head)", None, on_resume="refused"
     )
     attention_softmax_in_fp32: bool = setting("compute the softmax of attention in fp32", False)
     window_size: Optional[str] = setting(
@@ -231,10 +261,20 @@ class Model:
 
     @property
     def ffn_size(self) -> int:
-        """Width inside the MLP; SwiGLU keeps the parameter count of 4h with 8/3 h, rounded down to 64 (Megatron)."""
+        """Width inside the MLP; a gate keeps the parameter count of 4h with 8/3 h, rounded down to 64 (Megatron)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        return max(64, self.hidden_size * 8 // 3 // 64 * 64) if self.swiglu else 4 * self.hidden_size
+        return max(64, self.hidden_size * 8 // 3 // 64 * 64) if self.gated else 4 * self.hidden_size
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu or self.geglu
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the product for queries, keys and values has a bias."""
+        return self.add_qkv_bias or not self.disable_bias_linear
 
     @property
     def head_dim(self) -> int:
@@ -559,7 +599,11 @@ class Kernels:
     """The device, the implementations of operations, and garbage collection."""
 
     device: Literal["auto", "cpu", "cuda"] = setting("device; auto: CUDA if available", "auto", also=dict(gpu="cuda"))
-    torch_compile: bool = setting("compile the layers with torch.compile", False)
+    torch_compile: bool = setting(
+        "compile the layers with torch.compile; auto: if the first steps show that it pays",
+        False,
+        also=dict(auto="auto"),
+    )
     dump_graph: Optional[str] = setting(
         "folder for the generated code of --torch-compile, with a subfolder per rank", None, on_resume="irrelevant"
     )

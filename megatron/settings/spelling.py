@@ -118,9 +118,11 @@ class Spelling:
         on, withdraws = True, False
         if self.implies is None:
             value = self.setting.value(words)
-            if self.setting.kind is bool and not self.setting.many:
+            if isinstance(value, bool):
                 value = value != self.negates
                 on = value and not self.negates
+            elif self.negates:
+                raise BadValue(f"takes no value, or true or false, got {value}")
         else:
             if len(words) > 1:
                 raise BadValue(f"takes no value, or true or false, got {len(words)}: {' '.join(words)}")
@@ -196,9 +198,11 @@ def one_value(kind: type | tuple, word: str, also: dict | None = None):
         hint = f"; {INSTEAD[word]}" if word in INSTEAD else did_you_mean(word, known)
         raise BadValue(f"'{word}' is none of {', '.join(known)}{hint}")
     if kind is bool:
+        if word in also:
+            return word
         if word.lower() in YES + NO:
             return word.lower() in YES
-        raise BadValue(f"'{word}' is neither true nor false")
+        raise BadValue(f"'{word}' is {'none of true, false, ' + ', '.join(also) if also else 'neither true nor false'}")
     if kind is str:
         return word
     return _number(kind, word)

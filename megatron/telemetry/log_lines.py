@@ -15,7 +15,7 @@ def console_line(
     """Megatron-LM's line for the steps since the last one, followed by our rates.
 
     log_throughput: give TFLOP/s in Megatron-LM's words and place, whatever the device is.
-    Losses are means over the steps that were not skipped, left out if there are none. All other values are of this step.
+    Losses are means over the steps that were not skipped; without one there are none. Other values are of this step.
     """
     milliseconds = 1000 * interval.seconds / interval.steps
     losses = interval.means

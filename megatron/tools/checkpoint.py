@@ -6,8 +6,8 @@
     python -m megatron.tools.checkpoint diff A B               tensor by tensor, across layouts (exit 1: they differ)
     python -m megatron.tools.checkpoint reshard PATH OUT       other files: --writers N, or one for each rank
     python -m megatron.tools.checkpoint prune PATH             --keep-last N, --save-retain-interval N
-    python -m megatron.tools.checkpoint to-hf PATH OUT         GPT-2, Llama, T5 or BERT for Hugging Face transformers
-    python -m megatron.tools.checkpoint from-hf PATH OUT       GPT-2, Llama, T5 or BERT from Hugging Face transformers
+    python -m megatron.tools.checkpoint to-hf PATH OUT         a decoder, T5 or BERT for Hugging Face transformers
+    python -m megatron.tools.checkpoint from-hf PATH OUT       a decoder (Llama, Qwen ...), T5 or BERT from there
     python -m megatron.tools.checkpoint to-megatron PATH OUT   Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
     python -m megatron.tools.checkpoint from-megatron PATH OUT the same, and Megatron-LM's distributed ones (torch_dist)
 

@@ -3,7 +3,7 @@
 
 python -m megatron.tools.doctor
 python -m megatron.tools.doctor --json
-python -m megatron.tools.doctor --wide      (lines as long as they are: whole messages of libraries)
+python -m megatron.tools.doctor --wide      (whole messages of libraries, in long lines)
 """
 
 import argparse

@@ -54,6 +54,7 @@ from megatron.telemetry.run_record import library_versions, now, run_record, sou
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
 from megatron.training.checkpointing import check_later_checkpoints, check_samples, load, open_checkpoint_manager
+from megatron.training.compile_trial import CompileTrial
 from megatron.training.datasets import (
     build_batches,
     build_datasets,
@@ -153,6 +154,7 @@ def build_run(
         profiler=build_profiler(config, context, log),
         origin=origin_of(start.code, tokenizer, untrained(model.selection, model.facts, model.stages)),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
+        compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
         saved_hooks=(start.record.get("hooks") or {}) if start.changed else None,
     )
 

@@ -15,7 +15,8 @@ from megatron.settings.schema import setting
 class ToHFOptions:
     """Options of the export to Hugging Face."""
 
-    dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
+    dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "bf16")
+    max_shard_size: str = setting("most bytes of a file of weights, as 5GB or 500MB", "5GB")
     unchecked: bool = setting("do not run both models first (for models larger than memory)", False)
 
 
@@ -55,13 +56,14 @@ class ToMegatronOptions:
 
 
 def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, Any]) -> None:
-    """Export a GPT-2, Llama, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
+    """Export a decoder, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.checkpoint.folder import choose
-    from megatron.inference.convert import huggingface
+    from megatron.inference.convert import hf_files, huggingface
     from megatron.mpu.initialize import DTYPES
 
-    choice = choose(path, step=which.ckpt_step)
-    notes = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], given, check=not how.unchecked)
+    file_bytes, choice = hf_files.bytes_of(how.max_shard_size), choose(path, step=which.ckpt_step)
+    options = dict(check=not how.unchecked, file_bytes=file_bytes)
+    notes = huggingface.to_hf(choice.paths[0], out, DTYPES[how.dtype], given, **options)
     print("\n  ".join([*notes, *choice.notices]))
 
 
@@ -94,7 +96,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
 
 
 def from_hf(path: Path, out: Path, which, how: FromHFOptions) -> None:
-    """Import a GPT-2, Llama, T5 or BERT of Hugging Face transformers; nothing is written if both models do not agree."""
+    """Import a decoder, T5 or BERT of Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.inference.convert import huggingface
 
     notes = huggingface.from_hf(path, out, fresh_state(), check=not how.unchecked)

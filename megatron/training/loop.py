@@ -51,7 +51,7 @@ def pretrain(
         try:
             run.hooks = make_hooks(makers, run.config)
             restore_hooks(run)
-            with ActiveTimers.with_timers(run.metrics.timers), run.ranks.measuring():
+            with ActiveTimers.with_timers(run.metrics.timers), run.ranks.measuring(), run.compiling.running(run):
                 train(run, planned_memory)
             run.hooks.end(run)
         except BaseException as error:
@@ -86,7 +86,7 @@ def train(run: Run, planned_memory: Sequence[int] = ()) -> None:
             before, consumed = run.state.iteration, run.state.consumed_samples
             run.profiler.before(before + 1)
             run.hooks.call("before_step", run)
-            with run.notes.timed(run):
+            with run.notes.timed(run), run.compiling.timed(run):
                 step = train_step(run)
             garbage.after_step()
             if run.profiler.ends(run.state.iteration):

@@ -181,7 +181,7 @@ def early_end_reason(run) -> Optional[str]:
 
 
 def copy_best(run) -> None:
-    """Copy the best checkpoint into this run's folder if it resumes from another folder, for runs that resume from it."""
+    """Copy the best checkpoint into this run's folder if the run resumes from another one: later runs resume from here."""
     step = run.state.best_iteration
     if run.checkpoints.best is None or not step:
         return
@@ -216,7 +216,7 @@ def restore_best(run) -> None:
 def folder_with_best(run) -> Optional[str]:
     """The folder with the weights of the best evaluation, as seen by rank 0.
 
-    If that evaluation was before this launch, they may be with the checkpoints from which it resumed.
+    If an earlier launch made that evaluation, they may be in the folder from which this run resumed.
     """
     folders, settings, step = [best_folder(run.config)], run.config.checkpoint, run.state.best_iteration
     if settings.load is not None and not settings.finetune:

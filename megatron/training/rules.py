@@ -178,6 +178,7 @@ def filled(c: schema.Config, world: int) -> schema.Config:
         sequence_parallel=p.sequence_parallel and p.tensor_model_parallel_size > 1,
         global_batch_size=batch.full_size(b, dp),
         optimizer=o.rule,
+        torch_compile=c.kernels.torch_compile is not False and rules.can_compile(c, world) and c.kernels.torch_compile,
         optimizer_cpu_offload=o.optimizer_cpu_offload or o.optimizer == "cpu_adam",
         lr_decay_iters=b.train_iters if by_iters else o.lr_decay_iters,
         lr_decay_samples=b.train_samples if by_samples else o.lr_decay_samples,

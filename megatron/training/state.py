@@ -33,6 +33,7 @@ from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import Metrics
 from megatron.telemetry.phases import phase
 from megatron.telemetry.profiler import Profiler
+from megatron.training.compile_trial import CompileTrial
 from megatron.training.events import first_line, record_end, record_shortage
 from megatron.training.hooks import Hooks, SaveFacts
 from megatron.training.outcome import Outcome
@@ -201,6 +202,7 @@ class Run:
     profiler: Profiler
     origin: dict[str, Any]  # code, libraries, vocabulary and folder of the run, for checkpoints
     pending: Pending
+    compiling: CompileTrial
     evaluated: Evaluated = field(default_factory=Evaluated)
     notes: StepNotes = field(default_factory=StepNotes)
     hooks: Hooks = field(default_factory=Hooks)

@@ -146,6 +146,10 @@ Generation.use_cache use_cache switch
 Generation.decode_strategy greedy greedy_search=True
 Generation.num_beams num_beams 4 2
 Generation.length_penalty length_penalty 0.6 1.0
+Generation.num_beam_groups num_beam_groups 2 4
+Generation.diversity_rate diversity_penalty 0.5 1.5
+Generation.forced_bos_token_id forced_bos_token_id 5 6
+Generation.forced_eos_token_id forced_eos_token_id 5 6
 """,
     evaluate="""
 Global.device device cpu gpu=cuda
@@ -177,7 +181,8 @@ NEEDS = {
     "Profiler.profiler_log": {"Profiler.enable": "on"},
     "Profiler.detailed": {"Profiler.enable": "1"},
     "Generation.num_beams": BEAMS,
-    "Generation.length_penalty": BEAMS | {"Generation.num_beams": "4"},
+    **{f"Generation.{key}": BEAMS | {"Generation.num_beams": "4"} for key in ("length_penalty", "num_beam_groups")},
+    "Generation.diversity_rate": BEAMS | {"Generation.num_beams": "4", "Generation.num_beam_groups": "2"},
 }
 # Keys and values without effect, for whom; with ! they are refused.
 NAMED = """
@@ -286,10 +291,6 @@ generate Distributed.dp_degree 2
 generate! Generation.decode_strategy diverse
 generate Generation.early_stopping True
 generate Generation.early_finish False
-generate! Generation.num_beam_groups 2
-generate! Generation.diversity_rate 0.5
-generate! Generation.forced_bos_token_id 1
-generate! Generation.forced_eos_token_id 1
 generate Generation.bos_token_id 1
 generate Generation.eos_token_id 1
 generate Generation.pad_token_id 1

@@ -151,7 +151,6 @@ def test_what_translate_makes_of_devices_switches_and_other_commands(words, star
         ("init_checkpoint_path", "load"),
         ("decode_strategy", "greedy, --num-beams, or for sampling --top-p and --top-k"),
         ("max_length", "tokens-to-generate"),
-        ("num_return_sequences", "num-samples"),
         ("early_stopping", "num-beams"),
         ("model_name", "load .the checkpoint has its model"),
     ],

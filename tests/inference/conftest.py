@@ -25,7 +25,12 @@ def their_modules(monkeypatch):
 
 @pytest.fixture(scope="session")
 def small_gpt():
-    """`small_gpt(seq_length=32, **settings)`: a two-layer GPT whose weights are large, so that its choices differ."""
+    """See `make_small_gpt`."""
+    return make_small_gpt
+
+
+def make_small_gpt(vocab_size: int = VOCABULARY, scale: float = 8.0, **settings):
+    """A two-layer GPT of 32 positions whose weights are large, so that its choices differ."""
     import torch
 
     from megatron.model.gpt.module import GPT
@@ -33,23 +38,15 @@ def small_gpt():
     from megatron.mpu.placement import placements
     from megatron.mpu.random import init_parameter
 
-    def make(vocab_size: int = VOCABULARY, scale: float = 8.0, **settings):
-        plain = dict(
-            num_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            seq_length=32,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
-        model = GPT(schema.Model(**plain | settings), Mesh(), vocab_size)
-        for name, (parameter, placement) in placements(model).items():
-            init_parameter(name, parameter, placement, Mesh().coordinates, seed=5)
-            with torch.no_grad():
-                parameter.mul_(scale if parameter.dim() > 1 else 1.0)
-        return model.eval()
-
-    return make
+    plain = dict(
+        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    model = GPT(schema.Model(**plain | settings), Mesh(), vocab_size)
+    for name, (parameter, placement) in placements(model).items():
+        init_parameter(name, parameter, placement, Mesh().coordinates, seed=5)
+        with torch.no_grad():
+            parameter.mul_(scale if parameter.dim() > 1 else 1.0)
+    return model.eval()
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ UNTIED, TIED = dict(untie_embeddings_and_output_weights=True), dict(untie_embedd
 def test_there_and_back_keeps_every_bit(tmp_path, model, capsys):
     pytest.importorskip("transformers")
     weights = save(tmp_path / "ours", model)
-    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--dtype", "fp32"])
     assert "both models agree" in capsys.readouterr().out
     tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")])
     assert_same(loaded(tmp_path / "back"), weights)
@@ -128,12 +128,12 @@ def test_the_export_carries_the_tokenizer(tmp_path, capsys, monkeypatch):
 
 def test_nothing_is_written_when_the_models_differ(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
-    from megatron.model.gpt import hf_names
+    from megatron.model.gpt import hf_settings
 
     save(tmp_path / "ours", GPT2)
-    right = hf_names.their_settings
+    right = hf_settings.their_settings
     monkeypatch.setattr(
-        "megatron.model.gpt.hf_names.their_settings", lambda *args: right(*args) | dict(activation_function="gelu")
+        "megatron.model.gpt.hf_settings.their_settings", lambda *args: right(*args) | dict(activation_function="gelu")
     )
     with pytest.raises(CheckpointError, match="computes something else: logits differ by"):
         tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
@@ -143,7 +143,7 @@ def test_nothing_is_written_when_the_models_differ(tmp_path, monkeypatch):
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config | dict(layer_norm_epsilon=0.1)))
     monkeypatch.setattr(
-        hf_names, "_from_gpt2", lambda c, old=hf_names._from_gpt2: old(c | dict(layer_norm_epsilon=1e-5))
+        hf_settings, "_from_gpt2", lambda c, old=hf_settings._from_gpt2: old(c | dict(layer_norm_epsilon=1e-5))
     )
     with pytest.raises(CheckpointError, match="computes something else"):
         tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")])
@@ -160,12 +160,12 @@ def test_without_transformers_the_message_is_clear(tmp_path, monkeypatch):
     tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back"), "--unchecked"])
 
 
-def test_large_models_come_in_several_files(tmp_path, monkeypatch):
+def test_large_models_come_in_several_files(tmp_path):
     weights = save(tmp_path / "ours", LLAMA)
-    from megatron.inference.convert import hf_files
-
-    monkeypatch.setattr(hf_files.write_tensors, "__defaults__", (20_000,))
-    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--unchecked"])
+    sizes = "--unchecked --dtype fp32 --max-shard-size 20KB".split()
+    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), *sizes])
+    with pytest.raises(UsageError, match="--max-shard-size 5 apples is not a size"):
+        tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "b"), "--max-shard-size", "5 apples"])
     files = sorted((tmp_path / "theirs").glob("*.safetensors"))
     assert len(files) > 3 and all(path.stat().st_size < 22_000 for path in files)
     tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back"), "--unchecked"])

@@ -7,13 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError
 from megatron.inference.beams import beam_search
-from megatron.inference.choices import kept, penalised, sample, uniform_draws
-from megatron.inference.generation import Texts, generate
+from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.inference.scoring import ALONE
@@ -111,7 +108,7 @@ def test_beams_end_when_as_many_texts_have_ended_that_are_better_so_far(beams, w
         return torch.tensor(after).log().expand(tokens.shape[1], 3)
 
     first, more = torch.zeros((1, beams), dtype=torch.int64), dict(vocab_size=3, cache=None, end=0, counted=1, pp=ALONE)
-    assert beam_search(next_logits, first, Search(beams), Sampling(20), 20, **more) == wanted
+    assert beam_search(next_logits, first, Search(beams), Sampling(20), 20, **more)[0] == wanted
 
 
 def test_beams_end_with_the_model_and_draw_nothing(small_gpt):
@@ -146,7 +143,7 @@ def test_beams_are_hugging_faces(tmp_path, monkeypatch):
     sharp = lambda model: {name: 2 * weight for name, weight in weights_of(model, seed=1).items()}
     monkeypatch.setattr("tests.inference.test_convert.weights_of", sharp)
     save(tmp_path / "ours", GPT2 | dict(untie_embeddings_and_output_weights=True))
-    checkpoint.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    checkpoint.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--dtype", "fp32"])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     ours, greedy, differ = load_model(str(tmp_path / "ours")), Sampling(9, greedy=True), 0
     early = 0  # texts that end before they have to
@@ -186,41 +183,6 @@ def test_text_ends_where_the_model_ends(small_gpt):
         generate(model, [[1], [1] * 32], Sampling(), longest=32)
     with pytest.raises(DataError, match="prompt 1 has 0 tokens"):
         generate(model, [[]], Sampling(), longest=32)
-
-
-def test_top_k_and_top_p():
-    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
-    assert kept(logits, top_k=2).isfinite().tolist() == [[True, True, False, False]]
-    assert kept(logits, top_p=0.5).isfinite().tolist() == [[True, False, False, False]]
-    assert kept(logits, top_p=0.6).isfinite().tolist() == [[True, True, False, False]]
-    assert kept(logits, top_p=0.01).isfinite().tolist() == [[True, False, False, False]]
-    assert kept(logits, top_k=9, top_p=1.0).equal(logits)
-    # With top-k first, 0.5 is two thirds of what is left, so the nucleus of 0.6 is one token.
-    assert kept(logits, top_k=2, top_p=0.6).isfinite().tolist() == [[True, False, False, False]]
-
-
-def test_penalty():
-    logits = torch.tensor([[2.0, -2.0, 3.0]])
-    assert penalised(logits, torch.tensor([[True, True, False]]), 2.0).tolist() == [[1.0, -4.0, 3.0]]
-    texts = Texts([[4], [1, 2]], 8, torch.device("cpu"))
-    assert texts.occurred(5).nonzero().tolist() == [[0, 4], [1, 1], [1, 2]]  # padding is not in the text
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.floats(-20, 20) | st.just(float("-inf")), min_size=2, max_size=30), st.floats(0, 1, exclude_max=True)
-)
-def test_sample_never_takes_the_impossible(values, draw):
-    if all(value == float("-inf") for value in values):
-        values[0] = 0.0
-    chosen = sample(torch.tensor([values]), torch.tensor([draw], dtype=torch.float64)).item()
-    assert values[chosen] > float("-inf")
-
-
-def test_sample_has_the_right_frequencies():
-    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3)
-    counts = sample(logits, uniform_draws(0, 20_000, 1)[:, 0]).bincount(minlength=3) / 20_000
-    assert counts.tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
 
 
 def test_wrong_settings_are_told_together():

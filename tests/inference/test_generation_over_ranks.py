@@ -15,8 +15,10 @@ import torch
 
 from megatron.errors import PeerLost, SettingsError
 from megatron.guard.endings import guarded
+from megatron.inference.engine import Engine
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
+from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
 from megatron.inference.sequences import generate_targets
 from megatron.inference.stages import T5Stages, stages_of
@@ -27,6 +29,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Guard, Model
 from megatron.tools import generate as tool
 from megatron.training.entry import start
+from tests.inference.engine_mixes import LONGEST, alone, check_mix, requests_of, sizes_of
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -131,6 +134,53 @@ def test_ranks_continue_texts_as_one_process_does(tp, pp, decoder, run_ranks):
     assert wanted["greedy", True] == wanted["greedy", False] != wanted["drawn", True]
     assert wanted["beams", True] == wanted["beams", False] != wanted["greedy", True]
     assert all(map(any, wanted.values()))
+
+
+@pytest.mark.parametrize(
+    "tp, pp", [(2, 2), (1, 3), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (1, 2), (1, 4)))]
+)
+def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
+    """With cancellations, small caches and several passes under way; other ranks follow until the first one closes."""
+    requests = requests_of(3, 30, 64)
+    model = load_model(str(decoder)).model
+    wanted = [alone(model, request) for request in requests]
+
+    def body(rank):
+        mesh, sums = Mesh(rank, tp=tp, pp=pp), {}
+        model = load_model(str(decoder), mesh=mesh).model
+        for seed in range(12):
+            if rank:
+                Engine(model, longest=LONGEST, **sizes_of(seed)).follow()
+            else:
+                found = check_mix(model, requests, wanted, seed)
+                sums = {name: sums.get(name, 0) + number for name, number in found.items()}
+        return sums
+
+    sums, *_ = run_ranks(tp * pp, body)
+    assert min(sums.values()) > 0, sums
+
+
+def test_all_stages_have_work(decoder, run_ranks):
+    """Of eight texts, each of two passes under way has four: the first rank begins one while the other is computed."""
+
+    def body(rank):
+        mesh, events = Mesh(rank, pp=2), []
+        model = load_model(str(decoder), mesh=mesh).model
+        engine = Engine(model, longest=32, max_batch=8)
+        if rank:
+            return engine.follow()
+        compute, receive = engine.stage.compute, engine.link.receive_answer
+        engine.stage.compute = lambda planned: events.append(len(planned.rows)) or compute(planned)
+        engine.link.receive_answer = lambda size: events.append("answer") or receive(size)
+        for index in range(8):
+            engine.add(Request((1, 2, 3 + index), Sampling(6, greedy=True)))
+        while engine.busy:
+            engine.step()
+        engine.close()
+        return events
+
+    events, _ = run_ranks(2, body)
+    assert events == [4, 4, *["answer", 4] * 10, "answer", "answer"]
 
 
 def test_the_encoder_runs_once_and_a_step_is_one_token(encoder_decoder, run_ranks):

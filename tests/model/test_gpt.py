@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.model.cache import Cache
+from megatron.model.cache import PagedCache
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
 
@@ -24,8 +24,24 @@ WINDOWED = dict(MODERN, window_size="3,0", attn_logit_softcapping=2.0, final_log
 SOME_WINDOWED = dict(
     window_size="3,0", window_attn_skip_freq=2, squared_relu=True, untie_embeddings_and_output_weights=True
 )
+OLMO = dict(MODERN, norm_position="post", qk_layernorm_across_heads=True)
+GEMMA = dict(
+    SOME_WINDOWED,
+    position_embedding_type="rope",
+    rope_local_base_freq=30.0,
+    normalization="RMSNorm",
+    norm_position="sandwich",
+    squared_relu=False,
+    geglu=True,
+    disable_bias_linear=True,
+    add_qkv_bias=True,
+    scale_embedding=True,
+    query_pre_attn_scalar=3.0,
+)
 VARIANTS = pytest.mark.parametrize(
-    "settings", [{}, MODERN, WINDOWED, SOME_WINDOWED], ids=["gpt2", "modern", "windowed", "some windowed"]
+    "settings",
+    [{}, MODERN, WINDOWED, SOME_WINDOWED, OLMO, GEMMA],
+    ids=["gpt2", "modern", "windowed", "some windowed", "olmo", "gemma"],
 )
 
 
@@ -53,37 +69,45 @@ def test_documents_do_not_see_each_other(tiny, batch, settings):
 
 @VARIANTS
 def test_cache_equals_no_cache(tiny, batch, settings):
+    """Three texts in blocks of 4 tokens, some of them apart, some in another order; a pass has new tokens of some texts."""
     model, tokens = tiny(scale=5.0, **settings), batch().tokens
     want = model.logits(tokens)
-    cache = Cache(16, 3)
-    pieces = [model.logits(tokens[a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 7), (7, 12), (12, 16))]
-    torch.testing.assert_close(torch.cat(pieces), want, rtol=1e-4, atol=1e-5)
+    runs = [[(0, 4)], [(9, 2), (4, 1), (6, 1)], [(11, 1), (8, 1), (7, 1), (5, 1)]]
+    cache, done, found = PagedCache(blocks=12, block_size=4), [0, 0, 0], [[], [], []]
+    for stops in ({0: 5, 1: 1}, {0: 6, 1: 2, 2: 7}, {1: 9}, {0: 7, 1: 10, 2: 8}, {0: 12, 1: 11}, {0: 16, 1: 16, 2: 16}):
+        cache.begin([(stop, runs[text]) for text, stop in stops.items()], [done[text] for text in stops])
+        logits = model.logits(
+            torch.cat([tokens[done[text] : stop, text] for text, stop in stops.items()]).unsqueeze(1), cache=cache
+        )
+        parts = logits[:, 0].split([stop - done[text] for text, stop in stops.items()])
+        for (text, stop), part in zip(stops.items(), parts, strict=True):
+            found[text].append(part)
+            done[text] = stop
+    torch.testing.assert_close(torch.stack([torch.cat(parts) for parts in found], 1), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.logits(tokens, last_only=True), want[-1:], rtol=1e-4, atol=1e-5)
+    wanted = torch.zeros(16, 3, dtype=torch.bool)
+    wanted[3, 2] = wanted[5, 0] = True
+    torch.testing.assert_close(model.logits(tokens, wanted=wanted), want[wanted], rtol=1e-4, atol=1e-5)
+    rows = torch.tensor([15, 3 * 3 + 2])
+    torch.testing.assert_close(model.logits(tokens, wanted=rows), want.flatten(0, 1)[rows], rtol=1e-4, atol=1e-5)
 
 
 @VARIANTS
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_prompts_of_different_lengths(tiny, batch, settings, side):
-    """Padded together and continued from a cache, each prompt gets the logits that it gets alone."""
+    """Padded together, each prompt gets the logits that it gets alone."""
     model, tokens = tiny(scale=5.0, **settings), batch().tokens
-    lengths, longest, more = [7, 4, 2], 7, 4
+    lengths, longest = [7, 4, 2], 7
     prompts = torch.zeros(longest, 3, dtype=torch.long)
     padding = torch.ones(longest, 3, dtype=torch.int32)
     positions = torch.zeros(longest, 3, dtype=torch.long)
     for i, n in enumerate(lengths):
         rows = slice(longest - n, longest) if side == "left" else slice(0, n)
         prompts[rows, i], padding[rows, i], positions[rows, i] = tokens[:n, i], 0, torch.arange(n)
-    cache = Cache(longest + more, 3)
-    logits = model.logits(prompts, cache=cache, position_ids=positions, document_ids=padding)
+    logits = model.logits(prompts, position_ids=positions, document_ids=padding)
     for i, n in enumerate(lengths):
         at = longest - 1 if side == "left" else n - 1
         torch.testing.assert_close(logits[at, i], model.logits(tokens[:n, i : i + 1])[-1, 0], rtol=1e-4, atol=1e-5)
-    for step in range(more):
-        next_tokens = torch.stack([tokens[n + step, i] for i, n in enumerate(lengths)]).unsqueeze(0)
-        logits = model.logits(next_tokens, cache=cache, position_ids=torch.tensor([lengths]) + step)
-        for i, n in enumerate(lengths):
-            alone = model.logits(tokens[: n + step + 1, i : i + 1])[-1, 0]
-            torch.testing.assert_close(logits[0, i], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_masked_tokens_have_no_part_in_the_loss(tiny, batch):

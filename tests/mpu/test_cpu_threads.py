@@ -111,7 +111,12 @@ def test_threads_sleep_while_they_wait_beside_other_programs(env, busy, pressure
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
     inherited = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(
-        [sys.executable, "-c", LOAD.format(before=before, busy=busy, pressure=pressure, runnable=runnable), str(library)],
+        [
+            sys.executable,
+            "-c",
+            LOAD.format(before=before, busy=busy, pressure=pressure, runnable=runnable),
+            str(library),
+        ],
         env=inherited | dict(OMP_DISPLAY_ENV="verbose") | env,
         capture_output=True,
         text=True,

@@ -29,6 +29,17 @@ LLAMA = dict(
     disable_bias_linear=True,
     untie_embeddings_and_output_weights=True,
 )
+OLMO = dict(LLAMA, num_query_groups=2, norm_position="post", qk_layernorm=True, qk_layernorm_across_heads=True)
+GEMMA = dict(
+    LLAMA,
+    swiglu=False,
+    geglu=True,
+    norm_position="sandwich",
+    scale_embedding=True,
+    window_size="40,0",
+    window_attn_skip_freq=2,
+    rope_local_base_freq=100.0,
+)
 VOCABULARY = 96
 
 
@@ -144,6 +155,8 @@ def test_samples_packed_of_documents(shape, backend, again):
         (dict(LLAMA, seq_length=600, window_size="20,0", window_attn_skip_freq=2, attention_dropout=0.1), "auto"),
         (dict(LLAMA, attn_logit_softcapping=2.0, final_logit_softcapping=2.0), "auto"),
         (dict(LLAMA, attn_logit_softcapping=2.0, attention_dropout=0.1, num_query_groups=2), "auto"),
+        (OLMO, "auto"),
+        (dict(GEMMA, attn_logit_softcapping=2.0), "auto"),
     ],
 )
 def test_one_rank(shape, backend, precision, again):
@@ -165,6 +178,8 @@ MODULES = ["layernorm", "mlp_act", "mlp", "core_attn layernorm mlp_act", "core_a
         dict(PLAIN, squared_relu=True),
         LLAMA,
         dict(LLAMA, num_query_groups=2, qk_layernorm=True, attention_dropout=0.1, hidden_dropout=0.1),
+        dict(OLMO, hidden_dropout=0.1),
+        GEMMA,
     ],
 )
 def test_modules(shape, precision, modules):
@@ -200,7 +215,7 @@ def test_stages(layers, first, last):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize("shape", [dict(), PLAIN, LLAMA, dict(PLAIN, qk_layernorm=True)])
+@pytest.mark.parametrize("shape", [dict(), PLAIN, LLAMA, dict(PLAIN, qk_layernorm=True), OLMO, GEMMA])
 def test_tensor_parallel(run_ranks, shape, sp):
     layouts = [
         Layout(tp=2, sp=sp, micro_batch_size=2, recompute=again)

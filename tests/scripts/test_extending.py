@@ -27,7 +27,7 @@ SAID = {
     "Buffers that training changes": [r"2 of 2 pass", r"iteration +3/ +3", r"10 buffers", r"watch\.seen.* buffer, sum"],
     "Frozen parameters": [r"[\d,]+ parameters are trained, [\d,]+ are frozen", r"of them frozen", r"adapter\.down"],
     "A plain torch module": [r"plain module of [\d,]+ parameters", r"iteration +4/ +4"],
-    "A flag": [r"--embedding-scale X +what embeddings are multiplied with", r"iteration +1/ +1"],
+    "A flag": [r"--position-scale X +what learned positions are multiplied with", r"iteration +1/ +1"],
     "A learning-rate schedule": [
         r"iteration +2/.*learning rate: 5.625000E-01",
         r"iteration +4/.*learning rate: 6.250000E-02",

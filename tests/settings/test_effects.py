@@ -19,8 +19,9 @@ from megatron.training.rules import idle, resolve
 
 ALWAYS = """
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
-    group_query_attention num_query_groups position_embedding_type normalization norm_epsilon qk_layernorm swiglu quantization
-    squared_relu attn_logit_softcapping final_logit_softcapping z_loss_coeff disable_bias_linear linear
+    group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
+    swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping
+    final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size data_parallel_size dp_degree
@@ -63,6 +64,13 @@ RATE = "--lr-decay-style constant"
 CASES = {
     "rotary_base": ("--rotary-base 500", "", ROPE),
     "rotary_percent": ("--rotary-percent 0.5", "--position-embedding-type none", ROPE),
+    "rope_local_base_freq": ("--rope-local-base-freq 500", ROPE, f"{ROPE} --window-size 3,0"),
+    "qk_layernorm_across_heads": (
+        "--qk-layernorm-across-heads",
+        "--normalization RMSNorm",
+        "--normalization RMSNorm --qk-layernorm",
+    ),
+    "add_qkv_bias": ("--add-qkv-bias", "", "--disable-bias-linear"),
     "rotary_seq_len_interpolation_factor": ("--rotary-seq-len-interpolation-factor 2", "", ROPE),
     "window_size": ("--window-size 7,0", "", "--seq-length 9"),
     "window_attn_skip_freq": ("--window-attn-skip-freq 2", "", "--window-size 3,0"),

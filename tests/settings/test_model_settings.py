@@ -36,6 +36,10 @@ def shapes(
     positions=S,
     tied=True,
     rows=128,
+    across=False,
+    qkv_bias=False,
+    before=True,
+    after=False,
 ):
     """Name -> shape of every weight that a GPT of these sizes has."""
     groups, d, ffn = groups or heads, d or h // heads, ffn or 4 * h
@@ -47,8 +51,14 @@ def shapes(
         found["output.weight"] = (rows, h)
     for n in range(layers):
         block = f"blocks.{n}"
-        norms |= {f"{block}.attention_norm": h, f"{block}.mlp_norm": h}
-        if qk_norm:
+        if before:
+            norms |= {f"{block}.attention_norm": h, f"{block}.mlp_norm": h}
+        if after:
+            norms |= {f"{block}.post_attention_norm": h, f"{block}.post_mlp_norm": h}
+        if across:
+            found[f"{block}.attention.q_norm.weight"] = (groups, heads // groups, d)
+            found[f"{block}.attention.k_norm.weight"] = (groups, 1, d)
+        elif qk_norm:
             norms |= {f"{block}.attention.q_norm": d, f"{block}.attention.k_norm": d}
         linears = {
             "attention.qkv": ((groups, heads // groups + 2, d), h),
@@ -58,7 +68,7 @@ def shapes(
         }
         for name, (outputs, inputs) in linears.items():
             found[f"{block}.{name}.weight"] = (*outputs, inputs)
-            if bias:
+            if bias or qkv_bias and name == "attention.qkv":
                 found[f"{block}.{name}.bias"] = outputs
     for name, width in norms.items():
         found[f"{name}.weight"] = (width,)
@@ -95,10 +105,32 @@ def linear(w, name, x):
     return y if bias is None else y + bias.flatten()
 
 
-def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base, share, cap=None, window=None):
-    """Head by head, each query head with the key-value head of its group."""
+def attention(
+    w,
+    name,
+    x,
+    heads,
+    groups,
+    norm,
+    epsilon,
+    qk_norm,
+    position,
+    base,
+    share,
+    cap=None,
+    window=None,
+    across=False,
+    over=None,
+):
+    """Head by head, each query head with the key-value head of its group. over: scores are divided by its root."""
     d = w[f"{name}.qkv.weight"].shape[2]
     qkv = linear(w, f"{name}.qkv", x).view(*x.shape[:2], groups, heads // groups + 2, d)
+    if across:  # all heads of a token have one root of the mean square
+        parts = []
+        for which, part in (("q", qkv[:, :, :, :-2]), ("k", qkv[:, :, :, -2:-1])):
+            root = (part.pow(2).mean((2, 3, 4), keepdim=True) + epsilon).sqrt()
+            parts.append(part / root * w[f"{name}.{which}_norm.weight"])
+        qkv = torch.cat((*parts, qkv[:, :, :, -1:]), 3)
     mask = torch.full((len(x), len(x)), -math.inf).triu(1)
     for i in range(len(x)) if window is not None else ():
         mask[i, : max(0, i - window)] = -math.inf
@@ -110,7 +142,7 @@ def attention(w, name, x, heads, groups, norm, epsilon, qk_norm, position, base,
             q, k = normed(w, f"{name}.q_norm", q, norm, epsilon), normed(w, f"{name}.k_norm", k, norm, epsilon)
         if position == "rope":
             q, k = rotated(q, base, share), rotated(k, base, share)
-        scores = capped(torch.einsum("ibd,jbd->bij", q, k) / math.sqrt(d), cap) + mask
+        scores = capped(torch.einsum("ibd,jbd->bij", q, k) / math.sqrt(over or d), cap) + mask
         outputs.append(torch.einsum("bij,jbd->ibd", scores.softmax(-1), v))
     return linear(w, f"{name}.output", torch.cat(outputs, -1))
 
@@ -134,16 +166,27 @@ def plain(
     score_cap=None,
     cap=None,
     windows=(None,) * 3,
+    across=False,
+    before=True,
+    after=False,
+    gelu_gate=False,
+    scaled=False,
+    over=None,
+    local=None,
     **_,
 ):
     """Logits [s, b, V] of a GPT with weights `w` (our names and shapes)."""
     x = w["embedding.word.weight"][tokens]
+    if scaled:
+        x = x * math.sqrt(x.shape[-1])
+    of = lambda wanted, name, x: normed(w, name, x, norm, epsilon) if wanted else x
+    gelu = lambda x: x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if position == "learned_absolute":
         x = x + w["embedding.position.weight"][: len(tokens), None]
     for n in range(layers):
         block = f"blocks.{n}"
-        inside = normed(w, f"{block}.attention_norm", x, norm, epsilon)
-        x = x + attention(
+        inside = of(before, f"{block}.attention_norm", x)
+        attended = attention(
             w,
             f"{block}.attention",
             inside,
@@ -153,22 +196,25 @@ def plain(
             epsilon,
             qk_norm,
             position,
-            base,
+            base if local is None or windows[n] is None else local,
             share,
             score_cap,
             windows[n],
+            across,
+            over,
         )
-        up = linear(w, f"{block}.mlp.up", normed(w, f"{block}.mlp_norm", x, norm, epsilon))
+        x = x + of(after, f"{block}.post_attention_norm", attended)
+        up = linear(w, f"{block}.mlp.up", of(before, f"{block}.mlp_norm", x))
         if gated:
             gate, value = up.chunk(2, -1)
-            up = gate * torch.sigmoid(gate) * value
+            up = (gelu(gate) if gelu_gate else gate * torch.sigmoid(gate)) * value
         elif squared:
             up = up * up * (up > 0)
         elif erf:
             up = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
         else:
-            up = up * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
-        x = x + linear(w, f"{block}.mlp.down", up)
+            up = gelu(up)
+        x = x + of(after, f"{block}.post_mlp_norm", linear(w, f"{block}.mlp.down", up))
     x = normed(w, "final_norm", x, norm, epsilon)
     return capped(x @ w["embedding.word.weight" if tied else "output.weight"][:V].t(), cap)
 
@@ -183,6 +229,10 @@ NO_SHAPE = (
     "cap",
     "score_cap",
     "windows",
+    "gelu_gate",
+    "scaled",
+    "over",
+    "local",
 )  # of what is told, that changes no weight's shape
 ROPE = "--position-embedding-type rope"
 CASES = [  # flags, what the plain transformer is then told, and what would give other logits with the same weights
@@ -224,6 +274,22 @@ CASES = [  # flags, what the plain transformer is then told, and what would give
         dict(windows=(4, 4, 4)),
     ),
     ("--disable-bias-linear", dict(bias=False), None),
+    ("--disable-bias-linear --add-qkv-bias", dict(bias=False, qkv_bias=True), None),
+    ("--norm-position post", dict(before=False, after=True), None),
+    ("--norm-position sandwich --normalization RMSNorm", dict(after=True, norm="RMSNorm"), None),
+    (
+        "--qk-layernorm --qk-layernorm-across-heads --normalization RMSNorm --num-query-groups 2",
+        dict(qk_norm=True, across=True, norm="RMSNorm", groups=2) | dict(qk_norm=False),
+        dict(across=False),
+    ),
+    ("--geglu", dict(gated=True, gelu_gate=True, ffn=64), dict(gelu_gate=False)),
+    ("--scale-embedding", dict(scaled=True), dict(scaled=False)),
+    ("--query-pre-attn-scalar 3", dict(over=3), dict(over=8)),
+    (
+        f"{ROPE} --rope-local-base-freq 20 --window-size 7,0 --window-attn-skip-freq 2",
+        dict(positions=0, position="rope", local=20.0, windows=(7, None)),
+        dict(local=None),
+    ),
     ("--untie-embeddings-and-output-weights", dict(tied=False), dict(tied=True)),
     ("--make-vocab-size-divisible-by 24", dict(rows=120), None),
     ("--apply-query-key-layer-scaling", {}, None),

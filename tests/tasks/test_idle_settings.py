@@ -18,8 +18,9 @@ from tests.tasks.classification import SIZE, Toy
 ALIKE = "parallel tokenizer optimizer recompute precision checkpoint guard logging planner profiling".split()
 USED = """
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
-    group_query_attention num_query_groups position_embedding_type normalization norm_epsilon qk_layernorm swiglu
-    squared_relu attn_logit_softcapping disable_bias_linear linear apply_query_key_layer_scaling hidden_dropout
+    group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
+    swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping disable_bias_linear
+    linear apply_query_key_layer_scaling hidden_dropout
     attention_dropout init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     data_path mock_data full_validation dataloader_type collate_fn num_workers
     micro_batch_size global_batch_size local_batch_size gradient_accumulation_steps rampup_batch_size train_iters

@@ -158,7 +158,8 @@ def test_unicode_17_ranges():
             True,
             False,
         ]
-    assert engines.has_unicode_17("\u0c5c") and not any(map(engines.has_unicode_17, ("\u4e2d \U0001f600", "", "abc")))
+    assert all(engines.has_unicode_17(f"\ue000{character}") for character in engines.UNICODE_17_LOW)
+    assert not any(map(engines.has_unicode_17, ("\u4e2d \U0001f600", "\u0e20 \uac00", "", "abc")))
 
 
 def test_interface(byte_level):

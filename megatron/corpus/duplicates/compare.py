@@ -92,7 +92,7 @@ def _bin(similarity: np.ndarray) -> np.ndarray:
 
 
 class _Examples:
-    """A few pairs of every bin of similarity: those with the least hashes, independent of the order of pairs."""
+    """A few pairs of every bin of similarity: those with the smallest hashes, in whatever order the pairs come."""
 
     def __init__(self, each: int):
         self.each, self._parts = each, []
@@ -109,7 +109,7 @@ class _Examples:
 
 
 def least_hashed(pairs: np.ndarray, similarity: np.ndarray, each: int) -> np.ndarray:
-    """Places of the `each` pairs of the least hash in every bin of similarity, ascending."""
+    """Positions of the `each` pairs with the smallest hashes in every bin of similarity, ascending."""
     hashes = pairs[:, 0].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + pairs[:, 1].astype(np.uint64)
     hashes = shingles.mixed(hashes)
     bins = _bin(similarity)

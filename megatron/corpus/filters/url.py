@@ -16,7 +16,7 @@ class UrlFilter:
 
     rule: "module:function" of url -> reason to drop (one word with underscores), "" or None to keep
     domains: domains to drop, with their subdomains
-    blacklist: files (see `addresses.py`) with the rules of the command blacklist_urls, but for repeated addresses
+    blacklist: files (see `addresses.py`) with the rules of the command blacklist_urls, except that for repeated addresses
     missing: keep or drop documents without a URL
     """
 

@@ -9,12 +9,12 @@ from typing import Any, Optional
 
 import torch
 
-from megatron.errors import CheckpointError
 from megatron.model.bert import hf_names as bert_names
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT
 from megatron.model.facts import Facts
 from megatron.model.gpt import hf_names as gpt_names
+from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_names import Match
 from megatron.model.recipe import facts_of
@@ -80,11 +80,7 @@ def imported(settings: dict[str, Any]) -> Family:
     if kind == "bert":
         model, own, vocab_size = bert_names.our_settings(settings)
         return _bert(BertFacts(model, vocab_size, own))
-    if kind not in ("gpt2", "llama", "mistral"):
-        raise CheckpointError(
-            f"model_type {kind!r} in config.json is not read here", "there are: gpt2, llama, mistral, t5, bert"
-        )
-    _, model, vocab_size = gpt_names.our_settings(settings)
+    kind, model, vocab_size = gpt_settings.our_settings(settings, others=("t5", "bert"))
     return _gpt(GPTFacts(model, vocab_size), kind)
 
 
@@ -96,23 +92,24 @@ def prompts_for(facts: Facts) -> torch.Tensor:
     return torch.randint(facts.vocab_size, (min(longest, PROMPT), 3), generator=generator)
 
 
-# ---- GPT-2, Llama, Mistral -------------------------------------------------------------------------------------------
+# ---- decoders --------------------------------------------------------------------------------------------------------
 
 
 def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
     model = facts.settings
-    kind = kind or gpt_names.kind_of(model)
+    kind = kind or gpt_settings.kind_of(model)
     tied = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
 
     def run(transformers, folder, prompts):
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        plain = dict(dtype=torch.float32, attn_implementation="eager")  # the only attention there with soft caps
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain).eval()
         return theirs(prompts.t()).logits.transpose(0, 1)
 
     return Family(
         kind,
         facts,
         gpt_names.matches(kind, model),
-        lambda end, dtype: gpt_names.their_settings(model, facts.vocab_size, end, dtype),
+        lambda end, dtype: gpt_settings.their_settings(model, facts.vocab_size, end, dtype),
         lambda ours, prompts: ours.logits(prompts),
         run,
         beside=tied,

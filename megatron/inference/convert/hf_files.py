@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.store import CODES, as_bytes
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, UsageError
 from megatron.settings import schema
 from megatron.storage.durable import storage_errors
 
@@ -28,7 +28,12 @@ TOKENIZER_FILES = dict(
     SentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
     GPTSentencePieceTokenizer=dict(tokenizer_model="tokenizer.model"),
 )
-_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+_CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+_COMPANIONS = (
+    *(_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("additional_chat_templates", GENERATION),
+)
+_UNITS = dict(KB=10**3, MB=10**6, GB=10**9, TB=10**12, KiB=2**10, MiB=2**20, GiB=2**30, TiB=2**40)
 
 
 class Planned(NamedTuple):
@@ -37,6 +42,20 @@ class Planned(NamedTuple):
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     make: Callable[[], Iterable[torch.Tensor]]
+
+
+def bytes_of(size: str) -> int:
+    """The bytes of a size in transformers' words. Raises UsageError for another word.
+
+    >>> bytes_of("5GB"), bytes_of("1.5 GiB")
+    (5000000000, 1610612736)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)?", size.strip(), re.IGNORECASE)
+    units = {name.lower(): unit for name, unit in _UNITS.items()}
+    count = int(float(found[1]) * units.get((found[2] or "").lower(), 1)) if found else 0
+    if count < 1:
+        raise UsageError(f"--max-shard-size {size} is not a size", do=f"say 5GB; units are {', '.join(_UNITS)}")
+    return count
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -154,7 +173,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Optional[str], longest: int) -> bool:
     """Copy a run's tokenizer into a folder in the format of transformers; False if transformers does not support it.
 
-    end: the text of the end-of-document token.
+    Its other files are copied, too, if they lie in a folder of transformers, such as those of an import: the chat template,
+    the generation config. end: the text of the end-of-document token.
     """
     files = TOKENIZER_FILES.get(settings.tokenizer_type or "")
     if files is None:
@@ -163,28 +183,51 @@ def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Opti
         source = Path(getattr(settings, setting))
         source = source / name if source.is_dir() else source
         shutil.copyfile(source, folder / name)
-        for companion in _COMPANIONS[:3]:
-            if setting == "tokenizer_model" and source.with_name(companion).exists():
-                shutil.copyfile(source.with_name(companion), folder / companion)
+    if source.with_name(_CONFIG).exists():
+        _copy_others(source.parent, folder)
     kinds = dict(GPT2BPETokenizer="GPT2Tokenizer", HuggingFaceTokenizer="PreTrainedTokenizerFast")
-    if not (folder / "tokenizer_config.json").exists():
+    if not (folder / _CONFIG).exists():
         content: dict[str, Any] = dict(model_max_length=longest)
         content["tokenizer_class"] = kinds.get(settings.tokenizer_type, "LlamaTokenizer")
         if end is not None:
             content |= dict(bos_token=end, eos_token=end)
             content |= dict(unk_token=end) if settings.tokenizer_type == "GPT2BPETokenizer" else {}
-        (folder / "tokenizer_config.json").write_text(json.dumps(content, indent=2))
+        (folder / _CONFIG).write_text(json.dumps(content, indent=2))
     return True
 
 
-def import_tokenizer(source: Path, folder: Path, final: Path) -> Optional[schema.TokenizerSettings]:
-    """Copy a model's tokenizer into `folder`, later renamed to `final`; returns its settings, None without tokenizer."""
-    for kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"):
+def import_tokenizer(source: Path, folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettings]:
+    """Copy a model's tokenizer into `folder`; returns its settings, None without tokenizer.
+
+    of_gpt2: vocab.json and merges.txt are GPT-2's; others have the same files, but split texts as tokenizer.json says.
+    """
+    first = ("GPT2BPETokenizer", "HuggingFaceTokenizer")
+    for kind in (*(first if of_gpt2 else reversed(first)), "GPTSentencePieceTokenizer"):
         files = TOKENIZER_FILES[kind]
         if all((source / name).is_file() for name in files.values()):
             folder.mkdir(parents=True, exist_ok=True)
-            for name in (*files.values(), *_COMPANIONS[:3]):
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, folder / name)
-            return schema.TokenizerSettings(kind, **{setting: str(final / name) for setting, name in files.items()})
+            for name in files.values():
+                shutil.copyfile(source / name, folder / name)
+            _copy_others(source, folder)
+            return schema.TokenizerSettings(kind, **{setting: str(folder / name) for setting, name in files.items()})
     return None
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer of transformers that are not in `folder` yet."""
+    names = {name for files in TOKENIZER_FILES.values() for name in files.values()}
+    for name in sorted({*names, *_COMPANIONS}):
+        if (source / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(source / name, folder / name)
+        elif (source / name).is_dir():
+            shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
+
+
+def write_generation_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write generation_config.json for the content of config.json, unless the tokenizer has brought one."""
+    ids = {
+        name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    }
+    if not (folder / GENERATION).exists():
+        content = dict(_from_model_config=True, **{name: id for name, id in ids.items() if id is not None})
+        (folder / GENERATION).write_text(json.dumps(content, indent=2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert GPT-2, Llama, T5 and BERT to and from Hugging Face transformers, tensor by tensor on CPU, and verify the result.
+"""Convert decoders, T5 and BERT to and from Hugging Face transformers, tensor by tensor on CPU, and verify the result.
 
 Before the output appears, both models run on fixed prompts in fp32. If their logits differ by more than `BOUND` x the
 largest logit, the conversion fails and writes nothing. One tensor is in memory at a time; the comparison needs memory for
@@ -9,6 +9,7 @@ one whole model (and can be skipped for models larger than memory).
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,7 +27,8 @@ from megatron.inference.convert.families import Family, exported, imported, prom
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.model.recipe import config_of
-from megatron.settings.from_checkpoint import located
+from megatron.settings.from_checkpoint import FILES, located
+from megatron.tokenizer import build_tokenizer
 
 BOUND = 2e-5  # two fp32 implementations are within 1e-6; tanh GeLU instead of erf gives more than 5e-5
 PROBES = (
@@ -38,10 +40,17 @@ PROBES = (
 # ---- export ----------------------------------------------------------------------------------------------------------
 
 
-def to_hf(path: Path, out: Path, dtype: torch.dtype, given: Mapping[str, Any], check: bool = True) -> list[str]:
+def to_hf(
+    path: Path,
+    out: Path,
+    dtype: torch.dtype,
+    given: Mapping[str, Any],
+    check: bool = True,
+    file_bytes: int = hf_files.FILE_BYTES,
+) -> list[str]:
     """Export a checkpoint directory to a folder that `transformers` can load; returns notices for the user.
 
-    given: tokenizer flags, if the files of the training run have moved.
+    given: tokenizer flags, if the files of the training run have moved. file_bytes: the most bytes of a file of tensors.
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     with Reader(path) as reader, arriving(out) as folder:
@@ -64,16 +73,17 @@ def to_hf(path: Path, out: Path, dtype: torch.dtype, given: Mapping[str, Any], c
             plan.append(
                 hf_files.Planned(match.theirs, shapes, lambda match=match: match.to_theirs(reader.read(match.ours)))
             )
-        files = hf_files.write_tensors(folder, plan, dtype)
+        files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
         end, notices = _export_vocabulary(
             Loaded(None, config, reader.state, vocab_size, 0, path, ()), folder, given, check
         )
         settings = family.theirs(end, str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
+        if family.kind != "bert":  # which generates nothing
+            hf_files.write_generation_config(folder, settings)
         if check:
             loaded = load_model(path, precision="fp32")
-            for parameter in loaded.model.parameters():
-                parameter.data = parameter.data.to(dtype).float()
+            _round(loaded.model, family, dtype)
             notices.append(_compared(family, loaded, folder))
         return [f"{out}: {family.kind} in {', '.join(files)}", *family.notices, *notices]
 
@@ -106,17 +116,19 @@ def _export_vocabulary(
 
 
 def _same_ids(folder: Path, tokenizer) -> str:
-    """Compare the exported tokenizer with ours. Raises CheckpointError if their ids differ."""
+    """Compare the tokenizer in a folder of transformers with ours. Raises CheckpointError if their ids differ."""
     transformers = _transformers()
     try:
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         ids = [theirs(text, add_special_tokens=False)["input_ids"] for text in PROBES]
     except Exception as error:  # from any library that it uses
-        return f"the exported tokenizer could not be tried: {str(error).splitlines()[0]}"
+        return f"the tokenizer could not be tried in transformers: {str(error).splitlines()[0]}"
     for text, found in zip(PROBES, ids):
         if found != tokenizer.encode(text):
-            raise CheckpointError(f"the exported tokenizer gives other ids for {text!r}", do="nothing was written")
-    return "the exported tokenizer gives the same ids"
+            raise CheckpointError(
+                f"the tokenizer gives other ids for {text!r} in transformers", do="nothing was written"
+            )
+    return "the tokenizer gives the same ids in transformers"
 
 
 # ---- import ----------------------------------------------------------------------------------------------------------
@@ -152,7 +164,14 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         yield match.to_ours([files.get(names[theirs]).float() for theirs in match.theirs])
 
     with arriving(out) as folder:
-        tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", out.resolve() / "tokenizer")
+        tokenizer = hf_files.import_tokenizer(source, folder / "tokenizer", kind == "gpt2")
+        same_ids = [_same_ids(source, build_tokenizer(tokenizer, lambda text: None))] if tokenizer and check else []
+        if tokenizer:
+            files_of = {name: getattr(tokenizer, name) for name in FILES}
+            moved = {
+                name: str(out.resolve() / "tokenizer" / Path(path).name) for name, path in files_of.items() if path
+            }
+            tokenizer = replace(tokenizer, **moved)
         pieces = [
             Piece(name, shape, Box.whole(shape), torch.empty(shape, device="meta")) for name, shape in shapes.items()
         ]
@@ -163,6 +182,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         (folder / ".lock").unlink(missing_ok=True)
         notices = [f"{out}: {kind} of {sum(map(torch.Size.numel, map(torch.Size, shapes.values()))):,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
+        notices += same_ids
         if check:
             loaded = load_model(folder, precision="fp32")
             notices.append(_compared(family, loaded, source))
@@ -188,6 +208,16 @@ def _fitting_names(source: Path, files: hf_files.TensorFiles, family: Family) ->
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _round(model, family: Family, dtype: torch.dtype) -> None:
+    """Round the weights of our model as an export in `dtype` does, which may hold differences from them."""
+    parameters = dict(model.named_parameters())
+    for match in family.matches:
+        whole = family.facts.weights[match.ours].shape
+        weight = parameters[match.ours].data[: whole[0]]  # without padding
+        weight.copy_(match.to_ours([part.to(dtype).float() for part in match.to_theirs(weight)]))
 
 
 @torch.no_grad()

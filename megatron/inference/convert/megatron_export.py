@@ -66,9 +66,9 @@ OUTSIDE = {
 _SAME = (  # settings with the same name and meaning in Megatron-LM
     "num_layers hidden_size num_attention_heads seq_length ffn_size head_dim query_groups position_table "
     "position_embedding_type rotary_percent normalization norm_epsilon qk_layernorm swiglu disable_bias_linear "
-    "untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout init_method_std "
-    "make_vocab_size_divisible_by rotary_base bias_gelu_fusion squared_relu rotary_seq_len_interpolation_factor "
-    "use_rope_scaling rope_scaling_factor window window_attn_skip_freq"
+    "add_qkv_bias untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout "
+    "init_method_std make_vocab_size_divisible_by rotary_base bias_gelu_fusion squared_relu "
+    "rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor window window_attn_skip_freq"
 ).split()
 _SIZES = (
     "ffn_hidden_size",
@@ -298,7 +298,7 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
         bias_gelu_fusion=m.bias_gelu_fusion and not tanh_without_bias,
         openai_gelu=tanh_without_bias,
         add_bias_linear=not m.disable_bias_linear,
-        add_qkv_bias=False,
+        add_qkv_bias=m.add_qkv_bias,
         untie_embeddings_and_output_weights=m.untie_embeddings_and_output_weights,
         apply_query_key_layer_scaling=m.apply_query_key_layer_scaling,
         attention_softmax_in_fp32=m.attention_softmax_in_fp32,

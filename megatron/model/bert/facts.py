@@ -116,7 +116,7 @@ def _layer_ops(facts: BertFacts, share: RankSetup) -> tuple[LayerOp, ...]:
     m, s = facts.settings, facts.settings.seq_length
     x = Residual(m, share, s * share.micro_batch_size)
     attended = *self_attention(x, noncausal_core(m, share, s, s, fused=True)), x.add()
-    mlp = x.norm(NORM), *mlp_ops(x, m.swiglu, m.squared_relu), x.add()
+    mlp = x.norm(NORM), *mlp_ops(x, m.gated, m.squared_relu, m.geglu), x.add()
     # With --post-norm the next layer reads the last norm's output, which this layer cannot discard.
     return (*attended, *mlp, x.norm()) if facts.own.post_norm else (x.norm(NORM, ATTENTION), *attended, *mlp)
 

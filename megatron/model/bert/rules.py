@@ -28,7 +28,15 @@ RULES = (
     *refused(
         "reset_position_ids reset_attention_mask eod_mask_loss", "samples of masked words hold one text or a pair"
     ),
-    *refused("window_size qk_layernorm apply_query_key_layer_scaling", "this model's attention does not have it"),
+    *refused(
+        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar",
+        "this model's attention does not have it",
+    ),
+    *refused("geglu scale_embedding", "this model does not have it"),
+    Rule(
+        lambda s: s.norm_position != "pre",
+        lambda s: f"--norm-position {s.norm_position} is for GPT; --bert-post-norm puts norms after the sums",
+    ),
 )
 
 __all__ = ["IDLE", "RULES"]

@@ -87,7 +87,7 @@ class GPTFacts(Facts):
             num_query_groups=groups if shared > 1 else None,
             group_query_attention=shared > 1,
             kv_channels=head if wide else None,
-            ffn_hidden_size=2 * HEAD * heads if m.ffn_hidden_size or m.swiglu else None,
+            ffn_hidden_size=2 * HEAD * heads if m.ffn_hidden_size or m.gated else None,
             seq_length=s,
             max_position_embeddings=(s + 8 if m.position_table > m.seq_length else s) if learned else None,
             window_size=None if m.window is None else f"{min(m.window, s // 2)},0",
@@ -142,13 +142,14 @@ class GPTFacts(Facts):
 
 @lru_cache(maxsize=1024)
 def _layer_weights(model: Model, sequence_parallel: bool) -> Table:
-    before = norm(model, model.hidden_size, sequence_parallel)
-    return {
-        **add_prefix("attention_norm", before),
-        **add_prefix("attention", attention(model, sequence_parallel)),
-        **add_prefix("mlp_norm", before),
-        **add_prefix("mlp", mlp(model, sequence_parallel)),
-    }
+    table, of_norm = {}, norm(model, model.hidden_size, sequence_parallel)
+    for name, branch in (("attention", attention(model, sequence_parallel)), ("mlp", mlp(model, sequence_parallel))):
+        if model.norm_position != "post":
+            table |= add_prefix(f"{name}_norm", of_norm)
+        table |= add_prefix(name, branch)
+        if model.norm_position != "pre":
+            table |= add_prefix(f"post_{name}_norm", of_norm)
+    return table
 
 
 class Call(NamedTuple):
@@ -186,9 +187,19 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
 def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple[LayerOp, ...]:
     m = facts.settings
     x = Residual(m, share, m.seq_length // share.cp * share.micro_batch_size)
-    attended = self_attention(x, *_exchanged(facts, share, _core(facts, share, window), window))
-    mlp = mlp_ops(x, m.swiglu, m.squared_relu)
-    return x.norm(NORM, ATTENTION), *attended, x.add(), x.norm(NORM), *mlp, x.add()
+    core = _exchanged(facts, share, _core(facts, share, window), window)
+    attended = self_attention(x, *_norms_across_heads(x), *core)
+    before, after = m.norm_position != "post", m.norm_position != "pre"
+    ops: list[LayerOp] = []
+    for branch, again in ((attended, (ATTENTION,)), (mlp_ops(x, m.gated, m.squared_relu, m.geglu), ())):
+        ops += [x.norm(NORM, *again)] * before + [*branch] + [x.norm(*again)] * after + [x.add()]
+    return tuple(ops)
+
+
+def _norms_across_heads(x: Residual) -> tuple[LayerOp, ...]:
+    """The sums of squares of each token's queries and keys, with --qk-layernorm-across-heads."""
+    sums = Collective("attention", "tp", x.share.tp, 4 * x.tokens, ("all_reduce",), ("all_reduce",), again=(ATTENTION,))
+    return (sums, sums) if x.model.qk_layernorm and x.model.qk_layernorm_across_heads else ()
 
 
 def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
@@ -199,10 +210,11 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
     return *fused, *core, *x.row("attention", queries, again=(ATTENTION,))
 
 
-def mlp_ops(x: Residual, gated: bool, squared: bool = False) -> tuple[LayerOp, ...]:
+def mlp_ops(x: Residual, gated: bool, squared: bool = False, gelu: bool = False) -> tuple[LayerOp, ...]:
+    """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel."""
     n, e, ffn = x.tokens, x.share.element, x.model.ffn_size // x.share.tp
     up = 2 if gated else 1
-    fused = x.share.device == "cuda" and not x.share.plain_activation
+    fused = x.share.device == "cuda" and not x.share.plain_activation and not gelu
     kept = (2 if fused else 3) if gated else 1  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
     activation = Kernel(
         "mlp",
@@ -312,8 +324,9 @@ def _core_kept(facts: GPTFacts, share: RankSetup, kernel: str, window: Optional[
     own = m.position_embedding_type == "rope" or m.qk_layernorm  # queries and keys are separate tensors
     if m.qk_layernorm:
         turned += fused
-        turned += share.norm_bytes(m, n * heads * d, d, shared_input=True)
-        turned += share.norm_bytes(m, n * groups * d, d, shared_input=True)
+        for number in (heads, groups):
+            width = number * d if m.qk_layernorm_across_heads else d
+            turned += share.norm_bytes(m, n * number * d, width, shared_input=True)
     views = q + kv + (0 if m.qk_layernorm else fused) if own else fused  # q, k, and v as a part of the fused output
     recomputed = turned + views
     gathers, queries = share.cp_rows > 1 and not share.ring, m.num_attention_heads // m.query_groups

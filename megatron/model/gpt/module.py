@@ -9,14 +9,14 @@ from megatron.fused_kernels.autocast import autocast_of
 from megatron.fused_kernels.documents import Documents, starts_of
 from megatron.model.attention import ForwardContext, allowed_pairs, documents_of_chunks
 from megatron.model.block import Block
-from megatron.model.cache import Cache
+from megatron.model.cache import PagedCache
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.language_model import LanguageModel
 from megatron.model.positions import Rotary
 from megatron.model.ring_attention import ring_steps_of_documents
 from megatron.model.weights import Table
 from megatron.mpu import mappings
-from megatron.mpu.layers import linear
+from megatron.mpu.layers import LinearOptions, linear
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Config, Model
 
@@ -32,9 +32,11 @@ class GPT(LanguageModel):
 
     def __init__(self, model: Model, mesh: Mesh, vocab_size: int, *, facts: Optional[GPTFacts] = None, **keywords):
         super().__init__(facts or GPTFacts(model, vocab_size), mesh, **keywords)
-        self.rotary = None
+        self.rotary = self.local_rotary = None
         if model.position_embedding_type == "rope":
             self.rotary = Rotary(model)
+            if model.rope_local_base_freq is not None:
+                self.local_rotary = Rotary(model, model.rope_local_base_freq)
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: GPTFacts, **stage) -> "GPT":
@@ -70,38 +72,37 @@ class GPT(LanguageModel):
 
     def context(self, batch) -> ForwardContext:
         angles = self._angles(len(batch.tokens), batch.position_ids)
-        return ForwardContext(batch.samples, angles, region=self.region, batch=batch, **self._documents(batch))
+        return ForwardContext(batch.samples, **angles, region=self.region, batch=batch, **self._documents(batch))
 
     def logits(
         self,
         tokens: torch.Tensor,
         *,
-        cache: Optional[Cache] = None,
+        cache: Optional[PagedCache] = None,
         position_ids=None,
         document_ids=None,
         last_only: bool = False,
         wanted: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Scores of the next token: tokens [s, b] -> [s, b, vocabulary] fp32 ([1, b, vocabulary] with `last_only`;
-        [k, vocabulary] with `wanted`, bool [s, b]: for its k true positions, in the order of `tokens[wanted]`).
+        [k, vocabulary] with `wanted`: for its k true positions, in the order of `tokens[wanted]`, or for k rows).
 
-        With a cache, `tokens` follow the cached ones and are added to them. position_ids [s, b]: by default they continue
-        from the cache's length. document_ids [s, b]: tokens see only tokens of the same id; padding gets its own.
+        wanted: bool [s, b], or the indices [k] of rows among the s b ones.
+        position_ids [s, b]: by default they count from 0. document_ids [s, b]: tokens see only tokens of the same id;
+        padding gets its own. With a cache, `tokens` [n, 1] are new ones of several texts, which follow those in the cache
+        and are added to it; `cache.begin` has specified texts and positions.
         Call `eval()` first: dropout needs a training sample.
         """
         assert self.first and self.last and self.cp.size == 1, "logits need a whole model and whole sequences"
         places = dict(position_ids=position_ids, document_ids=document_ids)
-        scores = self.cached_pass(None, tokens, cache=cache, **places, last_only=last_only, wanted=wanted)
-        if cache is not None:
-            cache.length += tokens.shape[0]
-        return scores
+        return self.cached_pass(None, tokens, cache=cache, **places, last_only=last_only, wanted=wanted)
 
     def cached_pass(
         self,
         x: Optional[torch.Tensor],
         tokens: torch.Tensor,
         *,
-        cache: Optional[Cache],
+        cache: Optional[PagedCache],
         position_ids=None,
         document_ids=None,
         last_only: bool = False,
@@ -109,36 +110,37 @@ class GPT(LanguageModel):
     ) -> torch.Tensor:
         """The part of `logits` that this stage computes: [s, b, h], or the scores on the last stage.
 
-        x: [s, b, h] of the previous stage; None on the first, which embeds the tokens. The caller advances the cache.
+        x: [s, b, h] of the previous stage; None on the first, which embeds the tokens.
         """
+        if cache is not None:
+            position_ids = cache.position_ids(tokens.device)
         with self.region():
             if self.first:
-                x = self.embedding(tokens, self._positions(tokens.shape[0], position_ids, cache), None)
+                x = self.embedding(tokens, self.positions(len(tokens), position_ids), None)
             x, _ = self.run_layers(x, self._context(len(tokens), position_ids, document_ids, cache))
             if not self.last:
                 return x.to(self.dtype)
             x = self.gather_input(self.final_norm(x), self.tp)
-            x = x[-1 if last_only else 0 :] if wanted is None else x[wanted]
-            scores = mappings.gather_from_tensor_model_parallel_region(linear(x, self.output_weight), self.tp)[
-                ..., : self.vocab_size
-            ].float()
+            x = x[-1 if last_only else 0 :] if wanted is None else x.flatten(0, 1)[wanted.flatten()]
+            if not len(x):
+                return x.new_empty((0, self.vocab_size), dtype=torch.float32)
+            scores = linear(x, self.output_weight, None, LinearOptions(packed=self.output_layer.packed))
+            scores = mappings.gather_from_tensor_model_parallel_region(scores, self.tp)
+            scores = scores[..., : self.vocab_size].float()
             return scores if self.softcap is None else (scores / self.softcap).tanh() * self.softcap
 
-    def _positions(self, s: int, position_ids, cache: Optional[Cache] = None) -> torch.Tensor:
-        return self.positions(s, position_ids, 0 if cache is None else cache.length)
-
-    def _angles(self, s: int, position_ids, cache: Optional[Cache] = None):
+    def _angles(self, s: int, position_ids) -> dict[str, Any]:
+        """The fields of a context for rotary positions."""
         if self.rotary is None:
-            return None
-        return self.rotary.angles(self._positions(s, position_ids, cache), self.dtype)
+            return {}
+        positions = self.positions(s, position_ids)
+        local = self.local_rotary and self.local_rotary.angles(positions, self.dtype)
+        return dict(angles=self.rotary.angles(positions, self.dtype), local_angles=local)
 
-    def _context(self, s: int, position_ids, document_ids, cache: Optional[Cache]) -> ForwardContext:
-        """The context of s tokens without labels. Documents are a mask of all pairs: a cache may have padding between."""
-        keys = document_ids if cache is None else cache.extend_documents(document_ids, s)
-        allowed = None if keys is None else allowed_pairs(keys[-s:], keys)
-        return ForwardContext(
-            angles=self._angles(s, position_ids, cache), allowed=allowed, cache=cache, region=self.region
-        )
+    def _context(self, s: int, position_ids, document_ids, cache: Optional[PagedCache]) -> ForwardContext:
+        """The context of s tokens without labels. Documents are a mask of all pairs."""
+        allowed = None if document_ids is None else allowed_pairs(document_ids)
+        return ForwardContext(**self._angles(s, position_ids), allowed=allowed, cache=cache, region=self.region)
 
     def _documents(self, batch) -> dict[str, Any]:
         """The fields of a context for packed documents that the layers need."""

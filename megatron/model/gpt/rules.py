@@ -109,9 +109,18 @@ RULES = (
             "flash-attn)"
         ),
     ),
+    *(
+        Rule(
+            lambda s, one=one, other=other: getattr(s, one) and getattr(s, other),
+            lambda s, one=one, other=other: (
+                f"--{one.replace('_', '-')} and --{other} are two activations of the MLP; give one of them"
+            ),
+        )
+        for one, other in (("squared_relu", "swiglu"), ("squared_relu", "geglu"), ("swiglu", "geglu"))
+    ),
     Rule(
-        lambda s: s.squared_relu and s.swiglu,
-        lambda s: "--squared-relu and --swiglu are two activations of the MLP; give one of them",
+        lambda s: s.qk_layernorm and s.qk_layernorm_across_heads and s.normalization != "RMSNorm",
+        lambda s: f"--qk-layernorm-across-heads is for --normalization RMSNorm; {s.normalization} is over each head",
     ),
     Rule(
         lambda s: (
@@ -167,6 +176,12 @@ IDLE = {
     ),
     "window_attn_skip_freq": Needs("--window-size", lambda s: s.window_size is not None),
     "rotary_base": _ROPE,
+    "rope_local_base_freq": Needs(
+        "--position-embedding-type rope and a --window-size",
+        lambda s: s.position_embedding_type == "rope" and s.window_size is not None,
+    ),
+    "qk_layernorm_across_heads": Needs("--qk-layernorm", lambda s: s.qk_layernorm),
+    "add_qkv_bias": Needs("--disable-bias-linear", lambda s: s.disable_bias_linear),
     "rotary_percent": _ROPE,
     "rotary_seq_len_interpolation_factor": _ROPE,
     "use_rope_scaling": _ROPE,

@@ -16,7 +16,6 @@ from torch import nn
 from megatron.fused_kernels import Case, choose_kernel
 from megatron.model.attention import Attention, ForwardContext, core_of
 from megatron.model.block import Block
-from megatron.model.cache import Cache
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
 from megatron.model.packed_rows import PackedRows
@@ -43,12 +42,38 @@ class T5Context:
     rows: Optional[PackedRows] = None
 
 
-class DecoderCache(Cache):
-    """The keys and values of earlier tokens of the target, and of the source, by layer."""
+class DecoderCache:
+    """The keys and values of up to `capacity` tokens of each of `batch` targets, and of their sources, by layer.
+
+    Layers fill it, and `decode` advances `length`.
+    """
 
     def __init__(self, capacity: int, batch: int):
-        super().__init__(capacity, batch)
+        self.capacity, self.batch, self.length = capacity, batch, 0
+        self.own: dict[int, list[torch.Tensor]] = {}  # keys and values [capacity, b, g/tp, d]
         self.cross: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(self, layer, query, key, value, context: ForwardContext) -> torch.Tensor:
+        """See `model.cache.Cache`."""
+        return layer.core(query, *self.extend(layer.layer, key, value), layer, context)
+
+    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Add keys and values [t, b, g/tp, d] of a layer; returns those of all tokens, [length + t, b, g/tp, d]."""
+        end = self.length + key.shape[0]
+        assert end <= self.capacity and key.shape[1] == self.batch, (
+            f"cache of {self.capacity} x {self.batch} is too small"
+        )
+        if layer not in self.own:
+            self.own[layer] = [new.new_empty((self.capacity, *new.shape[1:])) for new in (key, value)]
+        for stored, new in zip(self.own[layer], (key, value), strict=True):
+            stored[self.length : end] = new
+        return tuple(stored[:end] for stored in self.own[layer])
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """Target n continues from the cache of target order[n]."""
+        for both in self.own.values():
+            for stored in both:
+                stored[: self.length] = stored[: self.length, order]
 
 
 class EncoderAttention(Attention):
@@ -63,7 +88,7 @@ class FeedForward(MLP):
     proj = "gelu"
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gated or self.proj == "gelu":
+        if self.swiglu or self.proj == "gelu":
             return super()._activation(x)
         if self.proj == "relu":
             return F.relu(x)

@@ -19,7 +19,7 @@ def _target(s: SimpleNamespace) -> int:
 
 
 def refused(names: str, why: str) -> tuple[Rule, ...]:
-    """A rule for each of these settings that refuses it, because the model does not support it."""
+    """Rules that refuse settings which the model does not support, one for each."""
     return tuple(
         Rule(
             lambda s, name=name: getattr(s, name),
@@ -83,7 +83,15 @@ RULES = (
     *refused(
         "reset_position_ids reset_attention_mask eod_mask_loss", "samples of an encoder-decoder hold one text each"
     ),
-    *refused("window_size qk_layernorm apply_query_key_layer_scaling", "this model's attention does not have it"),
+    *refused(
+        "window_size qk_layernorm apply_query_key_layer_scaling add_qkv_bias query_pre_attn_scalar",
+        "this model's attention does not have it",
+    ),
+    *refused("geglu", "say --feed-forward-proj gated-gelu"),
+    *refused("scale_embedding", "this model does not have it"),
+    Rule(
+        lambda s: s.norm_position != "pre", lambda s: f"--norm-position {s.norm_position}: this model's layers are pre"
+    ),
 )
 
 _RELATIVE = Needs("--position-embedding-type relative", lambda s: s.position_embedding_type == "relative")

@@ -149,7 +149,6 @@ ELSEWHERE = {
     "--init-checkpoint-path": "--load",
     "--model-name": "--load (the checkpoint has its model and its vocabulary)",
     "--decode-strategy": "--greedy, --num-beams, or for sampling --top-p and --top-k",
-    "--num-return-sequences": "--num-samples",
     "--early-stopping": "--num-beams (its search ends by itself)",
     "--max-length": "--tokens-to-generate",
     "--min-length": "--min-tokens-to-generate",

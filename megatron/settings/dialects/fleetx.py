@@ -50,7 +50,8 @@ SAME = dict(
     task="",
     generate="""
         Global: device seed
-        Generation: top_k top_p temperature min_dec_len repetition_penalty use_cache num_beams length_penalty""",
+        Generation: top_k top_p temperature min_dec_len repetition_penalty use_cache num_beams length_penalty
+            num_beam_groups diversity_rate forced_bos_token_id forced_eos_token_id""",
     evaluate="""
         Global: device
         Offline_Eval: eval_path overlapping_eval batch_size""",
@@ -105,8 +106,7 @@ DONE = """Engine.mix_precision.use_fp16_guard=false Model.name=gpt Model.use_mem
     Data.Train.sampler.name=distributedbatchsampler Data.Train.sampler.drop_last=true Optimizer.tensor_fusion=false
     Distributed.pp_recompute_interval=1 Distributed.fuse_sequence_parallel_allreduce=false Tuning.enable=false
     Optimizer.grad_clip.name=clipgradbyglobalnorm FusedPasses.enable=false Fused.tensor_fusion=false
-    Generation.early_stopping=false Generation.early_finish=true Generation.num_beam_groups=1
-    Generation.diversity_rate=0 Generation.diversity_rate=0.0"""
+    Generation.early_stopping=false Generation.early_finish=true"""
 # sentence: keys, or those of their values that the tables above lack, that have no effect
 IDLE = {
     "every batch is full: samples are counted, and the last ones that fill none are left out": """
@@ -135,8 +135,6 @@ IDLE = {
 # sentence -> keys that are refused
 REFUSED = {
     "say --load DIR --finetune for weights to start from": "Model.pretrained",
-    "no first or last token can be forced": "Generation.forced_bos_token_id Generation.forced_eos_token_id",
-    "all texts are searched together": "Generation.num_beam_groups Generation.diversity_rate",
 }
 # What its engine does where nothing is said.
 DEFAULTS = (
@@ -725,6 +723,7 @@ def _strategy(out: Translated) -> None:
     """Sampling, greedy or beam search."""
     at, strategy = "Generation.", "Generation.decode_strategy"
     beams, penalty, count = at + "num_beams", at + "length_penalty", at + "num_return_sequences"
+    groups = [at + "num_beam_groups", at + "diversity_rate"]
     drawn, how = [at + name for name in ("top_k", "top_p", "temperature")], out.word(strategy, "sampling")
     if how not in ("sampling", "greedy_search", "beam_search"):
         return out.refuse(strategy, f"'{how}' is not supported; there is: sampling, greedy_search, beam_search")
@@ -732,11 +731,12 @@ def _strategy(out: Translated) -> None:
     if how != "beam_search":
         if how == "greedy_search":
             out.say("--greedy", ["true"], strategy)
-        out.take(*[beams] * (out.word(beams) == "1"))
-        return out.note(f"{strategy} is {how}", beams, penalty)
+        neutral = {beams: ("1",), groups[0]: ("1",), groups[1]: ("0", "0.0")}
+        out.take(*[key for key, words in neutral.items() if out.word(key) in words])
+        return out.note(f"{strategy} is {how}", beams, penalty, *groups)
     if out.word(beams, "1") == "1":
         out.say("--greedy", ["true"], beams, strategy)
-        out.note("one beam is greedy search", penalty)
+        out.note("one beam is greedy search", penalty, *groups)
     else:
         out.say("--num-beams", None, beams, strategy)
         out.say("--length-penalty", None if penalty in out.given else ["0"], penalty, strategy)
@@ -744,8 +744,6 @@ def _strategy(out: Translated) -> None:
             why = "divides a text's score by its length n to this power; PaddleFleetX by (n + 5) / 6 to this power"
             out.remarks.append(f"{out.given[penalty].where} {why}")
     out.note("beam search draws nothing", *drawn)
-    out.take(*[count] * (out.word(count) == "1"))
-    out.note("beam search gives the best text alone", count)
 
 
 def _offline(out: Translated) -> None:

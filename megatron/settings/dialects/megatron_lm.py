@@ -297,15 +297,13 @@ norms multiply by their weight, not by 1 + weight, whatever --normalization says
     --apply-layernorm-1p
 leave out --no-bias-gelu-fusion: the tanh form is this suite's default
     --openai-gelu
-the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu or --swiglu
+the MLP has GeLU (tanh, or erf with --no-bias-gelu-fusion), --squared-relu, --swiglu or --geglu
     --quick-geglu --onnx-safe --glu-linear-offset --activation-func-clamp-value
 rotary positions rotate halves (as Llama does), in all layers
     --rotary-interleaved --no-rope-freq --mrope-section --relative-attention-*
 weights start from N(0, --init-method-std), output layers scaled by depth
     --init-method-xavier-uniform --embedding-init-method-std --data-parallel-random-init --use-mup --mup-*
-biases are on, or off everywhere with --disable-bias-linear
-    --add-qkv-bias
-blocks are pre-norm
+residuals are added to what the norm before them read; see --norm-position
     --apply-residual-connection-post-layernorm
 all layers are alike and predict one token
     --heterogeneous-* --mtp-* --mhc-* --enable-mhc-connections --freeze-all-layers

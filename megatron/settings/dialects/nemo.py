@@ -35,6 +35,7 @@ model.rotary_percentage                                     --rotary-percent
 model.normalization=layernorm                               --normalization LayerNorm
 model.normalization=rmsnorm                                 --normalization RMSNorm
 model.activation=fast-swiglu|swiglu                         --swiglu
+model.activation=fast-geglu|geglu                           --geglu
 model.activation=squared-relu                               --squared-relu
 model.bias=false                                            --disable-bias-linear
 model.share_embeddings_and_output_weights=false             --untie-embeddings-and-output-weights
@@ -106,8 +107,8 @@ LOST = {
     "mixtures of experts are not part of this suite": "model.moe_* model.num_moe_experts",
     "residuals and the loss have the format of --precision, the loss fp32": """model.fp32_residual_connection
         model.fp16_lm_cross_entropy""",
-    "blocks are pre-norm": "model.transformer_block_type",
-    "the MLP has GeLU, --squared-relu or --swiglu": "model.activation",
+    "layers have the norms of --norm-position": "model.transformer_block_type",
+    "the MLP has GeLU, --squared-relu, --swiglu or --geglu": "model.activation",
     "there is --normalization LayerNorm and RMSNorm": "model.normalization",
     "there is --lr-decay-style constant, linear, cosine, inverse-square-root and WSD": "model.optim.sched.*",
     "gradients are summed in fp32, or in bf16": "model.optim.grad_sync_dtype",

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of tokens that arrive one by one, for streaming: never half a character, never a part of a stop string.
+
+    stream = TextStream(tokenizer, stop=["\\n"])
+    for token in tokens:
+        piece = stream.feed(token)
+        print(piece.text, end="")
+        if piece.stopped:
+            break
+    else:
+        print(stream.finish().text)
+
+The pieces together are exactly `tokenizer.decode(tokens)`, up to the stop string.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+UNFINISHED = 3  # bytes at most of an incomplete UTF-8 character; tokenizers decode them to as many U+FFFD, or to one
+WINDOW, CONTEXT = (
+    48,
+    8,
+)  # tokens that are decoded together at most, usually; and those before them that are decoded again
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token for one byte, in vocabularies with byte fallback
+
+
+class TextPiece(NamedTuple):
+    """New text, and whether the text has ended at a stop string (which is not part of it)."""
+
+    text: str
+    stopped: bool = False
+
+
+class TextStream:
+    """Decodes the tokens of one text.
+
+    tokenizer  anything with `decode(ids) -> str`
+    stop       strings that end the text. The one that is complete first counts, however tokens divide it
+    least      tokens at the beginning whose text is not searched for them
+    """
+
+    def __init__(self, tokenizer, stop: Sequence[str] = (), least: int = 0):
+        self.decode, self.stop, self.least = tokenizer.decode, tuple(stop), least
+        # A run of byte tokens that is not valid as a whole is decoded otherwise than its valid part: wait for its end.
+        pieces = getattr(tokenizer, "pieces", {})
+        self.bytes = {id for piece, id in pieces.items() if BYTE.fullmatch(piece)}
+        self.fed = 0
+        self.window: list[int] = []  # the last tokens
+        self.given = ""  # their text as far as it was passed on
+        self.held = ""  # text that may begin a stop string
+        self.stopped = False
+
+    def feed(self, token: int) -> TextPiece:
+        """The text that is certain with one more token; often "", until a character or a possible stop string ends."""
+        assert not self.stopped, "the text has ended"
+        self.fed += 1
+        self.window.append(token)
+        new = "" if token in self.bytes else self._decoded(whole=False)
+        return self._passed(new)
+
+    def finish(self) -> TextPiece:
+        """The rest of a text that has ended by itself."""
+        piece = self._passed(self._decoded(whole=True))
+        rest, self.held = self.held, ""
+        return piece if piece.stopped else TextPiece(piece.text + rest)
+
+    def _decoded(self, whole: bool) -> str:
+        """The text of the window that is not passed on yet. whole: with an unfinished character at its end."""
+        text = self.decode(self.window)
+        certain = len(text)
+        while not whole and certain and text[certain - 1] == "\ufffd" and len(text) - certain < UNFINISHED:
+            certain -= 1
+        text, new = text[:certain], text[len(self.given) : certain]
+        if len(self.given) <= certain:
+            self.given = text
+        if certain and len(self.window) >= WINDOW and not whole:
+            self._shorten()
+        return new
+
+    def _shorten(self) -> None:
+        """Forget tokens of the window but the last ones: what they decode to depends on no others."""
+        context = self.window[-CONTEXT:]
+        text = self.decode(context)
+        if text.strip() and self.given.endswith(text.lstrip()) and not text.endswith("\ufffd"):
+            self.window, self.given = context, text
+
+    def _passed(self, new: str) -> TextPiece:
+        """Search for stop strings; keep what may begin one."""
+        if self.fed <= self.least or not self.stop:
+            return TextPiece(new)
+        text, self.held = self.held + new, ""
+        found = [(at + len(word), at) for word in self.stop if (at := text.find(word)) >= 0]
+        if found:
+            self.stopped = True
+            return TextPiece(text[: min(found)[1]], True)
+        keep = max(_overlap(text, word) for word in self.stop)
+        self.held = text[len(text) - keep :]
+        return TextPiece(text[: len(text) - keep])
+
+
+def _overlap(text: str, word: str) -> int:
+    """Length of the longest end of a text that begins `word`, and is not all of it.
+
+    >>> _overlap("1 2 3, th", "the end")
+    2
+    """
+    return next((size for size in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:size])), 0)
+
+
+def until_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """(a whole text up to the stop string that is complete first, whether there is one).
+
+    >>> until_stop("one. two; three", [";", "."])
+    ('one', True)
+    """
+    found = [(at + len(word), at) for word in stop if (at := text.find(word)) >= 0]
+    return (text[: min(found)[1]], True) if found else (text, False)

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mapping between config.json of Hugging Face's decoders and our settings. `hf_names` has their tensors.
+
+A family is described by the settings in which it differs from Llama (`FAMILIES`). A model is exported as the first family
+that has all of its settings; if there is none, the error names the settings that the nearest ones lack.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron.errors import CheckpointError, SettingsError
+from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
+from megatron.settings.schema import Model
+
+# The settings that change what a model computes -> their values in a Llama; other settings only change training.
+LLAMA: dict[str, Any] = dict(
+    position_embedding_type="rope",
+    rotary_percent=1.0,
+    rotary_seq_len_interpolation_factor=None,
+    use_rope_scaling=False,
+    rope_type="rope",
+    rope_local_base_freq=None,
+    normalization="RMSNorm",
+    norm_position="pre",
+    qk_layernorm=False,
+    qk_layernorm_across_heads=False,
+    swiglu=True,
+    geglu=False,
+    squared_relu=False,
+    bias_gelu_fusion=True,
+    disable_bias_linear=True,
+    add_qkv_bias=False,
+    scale_embedding=False,
+    query_pre_attn_scalar=None,
+    window_size=None,
+    window_attn_skip_freq=None,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+)
+ANY = object()  # any value of a setting
+SCALED = dict.fromkeys(("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_type"), ANY)
+WINDOWS = dict.fromkeys(("window_size", "window_attn_skip_freq"), ANY)
+GEMMA = dict(swiglu=False, geglu=True, scale_embedding=True)
+GEMMA_2 = dict(GEMMA, **WINDOWS, norm_position="sandwich", query_pre_attn_scalar=ANY, final_logit_softcapping=ANY)
+
+
+def _uneven_heads(m: Model) -> dict[str, bool]:
+    return {f"--num-attention-heads {m.num_attention_heads}": m.hidden_size % m.num_attention_heads != 0}
+
+
+def _gemma_2(m: Model) -> dict[str, bool]:
+    scalar = m.query_pre_attn_scalar or m.head_dim
+    return {f"--query-pre-attn-scalar {scalar:g}": scalar != int(scalar), **_uneven_heads(m)}
+
+
+def _gpt2(m: Model) -> dict[str, bool]:
+    return {
+        f"--num-query-groups {m.query_groups}": m.query_groups != m.num_attention_heads,
+        f"--kv-channels {m.head_dim}": m.head_dim * m.num_attention_heads != m.hidden_size,
+    }
+
+
+class DecoderFamily(NamedTuple):
+    """A family of transformers.
+
+    name, architecture: in words, and the class of its model
+    differs:  setting -> its value, if it is not that of a Llama
+    against:  more reasons why a model does not belong to it: reason -> whether it holds
+    defaults: values that its configuration class has for missing entries of config.json
+    """
+
+    name: str
+    architecture: str
+    differs: dict[str, Any]
+    defaults: dict[str, Any] = {}
+    against: Callable[[Model], dict[str, bool]] = lambda model: {}
+
+    def reasons(self, model: Model) -> list[str]:
+        """Flags of the model that this family does not have, or lacks."""
+        wanted = LLAMA | self.differs
+        values = effective(model)
+        other = [name for name in LLAMA if wanted[name] is not ANY and values[name] != wanted[name]]
+        return [_flag(name, values[name]) for name in other] + [why for why, so in self.against(model).items() if so]
+
+
+_EPSILON_5 = dict(rms_norm_eps=1e-5)
+_GEMMA = dict(head_dim=256, tie_word_embeddings=True, query_pre_attn_scalar=256, sliding_window=4096)
+_QWEN = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, use_sliding_window=False)
+FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
+    "gpt2": DecoderFamily(
+        "GPT-2",
+        "GPT2LMHeadModel",
+        dict(
+            position_embedding_type="learned_absolute",
+            normalization="LayerNorm",
+            swiglu=False,
+            squared_relu=ANY,
+            bias_gelu_fusion=ANY,
+            disable_bias_linear=False,
+        ),
+        against=_gpt2,
+    ),
+    "llama": DecoderFamily("Llama", "LlamaForCausalLM", dict(SCALED, disable_bias_linear=ANY)),
+    "mistral": DecoderFamily("Mistral", "MistralForCausalLM", dict(SCALED, window_size=ANY), dict(sliding_window=4096)),
+    "qwen2": DecoderFamily("Qwen2", "Qwen2ForCausalLM", dict(SCALED, **WINDOWS, add_qkv_bias=True), _QWEN),
+    "qwen3": DecoderFamily(
+        "Qwen3", "Qwen3ForCausalLM", dict(SCALED, **WINDOWS, qk_layernorm=True), dict(_QWEN, head_dim=128)
+    ),
+    "phi3": DecoderFamily("Phi-3", "Phi3ForCausalLM", dict(rotary_percent=ANY, window_size=ANY), _EPSILON_5),
+    "olmo2": DecoderFamily(
+        "OLMo 2",
+        "Olmo2ForCausalLM",
+        dict(SCALED, norm_position="post", qk_layernorm=True, qk_layernorm_across_heads=True),
+        _EPSILON_5,
+    ),
+    "gemma": DecoderFamily("Gemma", "GemmaForCausalLM", dict(SCALED, **GEMMA), dict(_GEMMA, num_key_value_heads=16)),
+    "gemma2": DecoderFamily(
+        "Gemma 2",
+        "Gemma2ForCausalLM",
+        dict(SCALED, **GEMMA_2, attn_logit_softcapping=ANY),
+        dict(_GEMMA, num_key_value_heads=4, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+        against=_gemma_2,
+    ),
+    "gemma3_text": DecoderFamily(
+        "Gemma 3",
+        "Gemma3ForCausalLM",
+        dict(GEMMA_2, rotary_seq_len_interpolation_factor=ANY, rope_local_base_freq=ANY, qk_layernorm=True),
+        dict(_GEMMA, num_key_value_heads=4, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6),
+        against=_gemma_2,
+    ),
+}
+# Known families that are refused -> the reason.
+REFUSED = dict(
+    gemma3="it has a vision tower; save its language model alone, as a Gemma3ForCausalLM",
+    phi="its layers run attention and MLP in parallel, and its output layer has a bias",
+    phimoe="its layers have experts",
+    qwen2_moe="its layers have experts",
+    qwen3_moe="its layers have experts",
+    mixtral="its layers have experts",
+)
+
+
+def effective(m: Model) -> dict[str, Any]:
+    """The values of the settings of `LLAMA` in a model; those without an effect are those of a Llama."""
+    rope, windowed = m.position_embedding_type == "rope", any(m.window_of(n) is not None for n in range(m.num_layers))
+    idle = dict(
+        rotary_percent=not rope,
+        rotary_seq_len_interpolation_factor=not rope,
+        use_rope_scaling=not rope,
+        rope_type=not rope or m.rotary_scaling_factor <= 1,
+        rope_local_base_freq=not rope or not windowed,
+        qk_layernorm_across_heads=not m.qk_layernorm,
+        bias_gelu_fusion=m.swiglu or m.squared_relu,
+        add_qkv_bias=not m.disable_bias_linear,
+        query_pre_attn_scalar=m.query_pre_attn_scalar == m.head_dim,
+        window_size=not windowed,
+        window_attn_skip_freq=all(m.window_of(n) == m.window for n in range(m.num_layers)),
+    )
+    return {name: value if idle.get(name) else getattr(m, name) for name, value in LLAMA.items()}
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool) or value is None:
+        return flag if value else f"no {flag}"
+    return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
+
+
+def kind_of(model: Model) -> str:
+    """The model_type of the family of a model. Raises SettingsError if there is none, with what the nearest ones lack."""
+    reasons = {kind: family.reasons(model) for kind, family in FAMILIES.items()}
+    for kind, why in reasons.items():
+        if not why:
+            return kind
+    least = min(map(len, reasons.values()))
+    nearest = [kind for kind, why in sorted(reasons.items(), key=lambda item: len(item[1])) if len(why) <= least + 1]
+    raise SettingsError(
+        "Hugging Face has no model of this shape among " + ", ".join(family.name for family in FAMILIES.values()),
+        "\n  ".join(f"not {FAMILIES[kind].name}: {', '.join(reasons[kind])}" for kind in nearest),
+    )
+
+
+# ---- to config.json --------------------------------------------------------------------------------------------------
+
+
+def their_settings(model: Model, vocab_size: int, end: int | None, dtype: str) -> dict[str, Any]:
+    """The content of config.json. end: id of the end-of-document token; dtype: of the weights, in torch's words."""
+    kind = kind_of(model)
+    shared = dict(
+        model_type=kind,
+        architectures=[FAMILIES[kind].architecture],
+        vocab_size=vocab_size,
+        initializer_range=model.init_method_std,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=None,  # some have a default, which may be no id of this vocabulary
+        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
+        dtype=dtype,
+        use_cache=True,
+    )
+    return shared | (_to_gpt2(model) if kind == "gpt2" else _to_decoder(kind, model))
+
+
+def _to_gpt2(model: Model) -> dict[str, Any]:
+    return dict(
+        n_positions=model.position_table,
+        n_embd=model.hidden_size,
+        n_layer=model.num_layers,
+        n_head=model.num_attention_heads,
+        n_inner=model.ffn_size,
+        activation_function="relu2" if model.squared_relu else "gelu_new" if model.bias_gelu_fusion else "gelu",
+        layer_norm_epsilon=model.norm_epsilon,
+        embd_pdrop=model.hidden_dropout,
+        resid_pdrop=model.hidden_dropout,
+        attn_pdrop=model.attention_dropout,
+    )
+
+
+def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
+    rope = dict(rope_theta=m.rotary_base, **their_rope(m))
+    common = dict(
+        hidden_size=m.hidden_size,
+        intermediate_size=m.ffn_size,
+        num_hidden_layers=m.num_layers,
+        num_attention_heads=m.num_attention_heads,
+        num_key_value_heads=m.query_groups,
+        head_dim=m.head_dim,
+        max_position_embeddings=m.position_table,
+        rms_norm_eps=m.norm_epsilon,
+        attention_dropout=m.attention_dropout,
+        rope_theta=m.rotary_base,
+        rope_parameters=rope,
+        hidden_act="silu",
+        attention_bias=not m.disable_bias_linear,
+    )
+    windows = dict(sliding_window=_their_window(m))
+    if kind == "llama":
+        return common | dict(mlp_bias=not m.disable_bias_linear)
+    if kind == "mistral":
+        return common | windows
+    if kind in ("qwen2", "qwen3"):
+        used = m.window is not None
+        return common | windows | dict(use_sliding_window=used, max_window_layers=0, layer_types=_layer_types(m))
+    if kind == "phi3":
+        drops, part = dict(resid_pdrop=m.hidden_dropout, embd_pdrop=m.hidden_dropout), m.rotary_percent
+        rope["partial_rotary_factor"] = part
+        own = dict(partial_rotary_factor=part, original_max_position_embeddings=m.position_table)
+        return common | windows | drops | own
+    if kind == "gemma":
+        return common | dict(hidden_act="gelu_pytorch_tanh")
+    if kind in ("gemma2", "gemma3_text"):
+        common |= windows | dict(
+            hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=int(m.query_pre_attn_scalar or m.head_dim),
+            layer_types=_layer_types(m),
+            final_logit_softcapping=m.final_logit_softcapping,
+            attn_logit_softcapping=m.attn_logit_softcapping,
+        )
+        common["sliding_window"] = _their_window(m) or m.position_table  # it builds a mask even if no layer uses it
+        del common["hidden_act"]
+    if kind == "gemma3_text":
+        base = m.rope_local_base_freq
+        local = rope if base is None else dict(rope_type="default", rope_theta=base)
+        common |= dict(rope_parameters=dict(full_attention=rope, sliding_attention=dict(local)))
+        common |= dict(rope_local_base_freq=local["rope_theta"])
+    return common
+
+
+def _their_window(m: Model) -> int | None:
+    """Their window includes a token's own key."""
+    return None if m.window is None else m.window + 1
+
+
+def _layer_types(m: Model) -> list[str]:
+    return [FULL if m.window_of(n) is None else SLIDING for n in range(m.num_layers)]
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+# ---- from config.json ------------------------------------------------------------------------------------------------
+
+
+def our_settings(theirs: dict[str, Any], others: tuple[str, ...] = ()) -> tuple[str, Model, int]:
+    """(kind, model, vocabulary) from the content of config.json. Raises CheckpointError if it is unsupported.
+
+    others: model types that the caller reads, for the message
+    """
+    kind = theirs.get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"model_type {kind!r} in config.json is not read here",
+            REFUSED.get(str(kind)) or f"there are: {', '.join((*FAMILIES, *others))}",
+        )
+    try:
+        model, vocab_size = _from_gpt2(theirs) if kind == "gpt2" else _from_decoder(kind, theirs)
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(f"config.json is not complete: {error!r}") from None
+    sizes = (
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.seq_length,
+        model.ffn_hidden_size,
+        model.query_groups,
+        model.head_dim,
+        vocab_size,
+    )
+    if not all(0 < size < 1 << 31 for size in sizes):
+        raise CheckpointError(f"config.json describes no model: sizes {', '.join(map(str, sizes))}")
+    return kind, model, vocab_size
+
+
+def _from_gpt2(c: dict[str, Any]) -> tuple[Model, int]:
+    off = (False, None)
+    refuse(
+        c,
+        activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu", "relu2"),
+        add_cross_attention=off,
+        scale_attn_by_inverse_layer_idx=off,
+        scale_attn_weights=(True,),
+    )
+    length = int(c.get("n_positions") or c.get("n_ctx"))
+    model = Model(
+        num_layers=int(c["n_layer"]),
+        hidden_size=int(c["n_embd"]),
+        num_attention_heads=int(c["n_head"]),
+        seq_length=length,
+        max_position_embeddings=length,
+        ffn_hidden_size=int(c.get("n_inner") or 4 * c["n_embd"]),
+        norm_epsilon=float(c.get("layer_norm_epsilon", 1e-5)),
+        hidden_dropout=float(c.get("resid_pdrop", 0.1)),
+        attention_dropout=float(c.get("attn_pdrop", 0.1)),
+        init_method_std=float(c.get("initializer_range", 0.02)),
+        squared_relu=c.get("activation_function") == "relu2",
+        bias_gelu_fusion=c.get("activation_function", "gelu_new") != "gelu",
+        untie_embeddings_and_output_weights=not c.get("tie_word_embeddings", True),
+    )
+    return model, int(c["vocab_size"])
+
+
+def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
+    differs, off = FAMILIES[kind].differs, (False, None)
+    c = FAMILIES[kind].defaults | c
+    gated_gelu = "geglu" in differs
+    _refuse_other(kind, c, gated_gelu)
+    local = {}
+    if kind == "gemma3_text":
+        c, local = _two_ropes(c)
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}  # in this order, as transformers reads them
+    part = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
+    if "rotary_percent" not in differs:
+        refuse(dict(partial_rotary_factor=part), partial_rotary_factor=(1, 1.0))
+    heads, length = int(c["num_attention_heads"]), int(c["max_position_embeddings"])
+    groups = int(c.get("num_key_value_heads") or heads)
+    caps = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+    own = {name: c[name] and float(c[name]) for name in caps if differs.get(name) is ANY and name in c}
+    fixed = ("norm_position", "qk_layernorm", "qk_layernorm_across_heads", "add_qkv_bias", "scale_embedding")
+    windows = _our_windows(kind, c) if "window_size" in differs else {}
+    model = Model(
+        num_layers=int(c["num_hidden_layers"]),
+        hidden_size=int(c["hidden_size"]),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        group_query_attention=groups != heads,
+        kv_channels=int(c.get("head_dim") or c["hidden_size"] // heads),
+        ffn_hidden_size=int(c["intermediate_size"]),
+        seq_length=length,
+        max_position_embeddings=length,
+        position_embedding_type="rope",
+        rotary_base=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
+        rotary_percent=float(part),
+        normalization="RMSNorm",
+        norm_epsilon=float(c.get("rms_norm_eps", 1e-6)),
+        swiglu=not gated_gelu,
+        geglu=gated_gelu,
+        disable_bias_linear=c.get("attention_bias") in off,
+        hidden_dropout=float(c.get("resid_pdrop") or 0.0),
+        attention_dropout=float(c.get("attention_dropout") or 0.0),
+        init_method_std=float(c.get("initializer_range", 0.02)),
+        untie_embeddings_and_output_weights=not c.get("tie_word_embeddings", False),
+        **{name: differs[name] for name in fixed if name in differs},
+        **own,
+        **windows,
+        **(local if windows.get("window_size") else {}),
+        **our_rope(c, rope),
+    )
+    return model, int(c["vocab_size"])
+
+
+def _refuse_other(kind: str, c: dict[str, Any], gated_gelu: bool) -> None:
+    """Raise CheckpointError for entries of config.json that our model of this family does not have."""
+    off, tanh = (False, None), ("gelu_pytorch_tanh", "gelu_new", None)
+    if kind == "gemma":
+        activation = c.get("hidden_activation") or c.get("hidden_act")
+        refuse(dict(hidden_act=activation), hidden_act=(*tanh, "gelu"))  # "gelu" of old files means the tanh form
+    elif gated_gelu:
+        refuse(c, hidden_activation=tanh)
+    else:
+        refuse(c, hidden_act=("silu",))
+    refuse(c, use_bidirectional_attention=off)
+    if kind != "llama" or bool(c.get("attention_bias")) != bool(c.get("mlp_bias")):
+        refuse(c, attention_bias=off, mlp_bias=off)
+    if kind == "gemma3_text":
+        refuse(c, attn_logit_softcapping=(None,))  # transformers does not use it
+
+
+def _two_ropes(c: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config.json with the rope_parameters of layers without a window, our settings for those with one), of a Gemma 3."""
+    both = c.get("rope_parameters") or {}
+    whole = dict(both.get(FULL) or {}) | (c.get("rope_scaling") or {})
+    local = dict(both.get(SLIDING) or {})
+    c = {name: value for name, value in c.items() if name != "rope_scaling"} | dict(rope_parameters=whole)
+    whole.setdefault("rope_theta", c["rope_theta"])
+    refuse(whole, rope_type=("default", "linear", None))
+    local.setdefault("rope_theta", c["rope_local_base_freq"])
+    if local == whole:
+        return c, {}
+    refuse(local, rope_type=("default", None))
+    return c, dict(rope_local_base_freq=float(local["rope_theta"]))
+
+
+def _our_windows(kind: str, c: dict[str, Any]) -> dict[str, Any]:
+    """--window-size and --window-attn-skip-freq: their window includes a token's own key."""
+    window, layers = c.get("sliding_window"), int(c["num_hidden_layers"])
+    if window is None or not c.get("use_sliding_window", True):
+        return {}
+    if int(window) < 1:
+        raise CheckpointError(f"sliding_window {window!r} in config.json cannot be expressed here")
+    every = {"gemma2": 2, "gemma3_text": c.get("sliding_window_pattern") or 6}.get(kind)
+    if every:
+        usual = [SLIDING if (n + 1) % int(every) else FULL for n in range(layers)]
+    else:  # Qwen has windows from a layer on
+        usual = [SLIDING if n >= int(c.get("max_window_layers") or 0) else FULL for n in range(layers)]
+    types = usual if kind in ("mistral", "phi3") else c.get("layer_types") or usual
+    if SLIDING not in types:
+        return {}
+    size = dict(window_size=f"{int(window) - 1},0")
+    for skip in range(2, layers + 2):
+        if types == [SLIDING if (n + 1) % skip else FULL for n in range(layers)]:
+            return size | (dict(window_attn_skip_freq=skip) if FULL in types else {})
+    raise CheckpointError(
+        "layer_types in config.json cannot be expressed here",
+        f"known: every layer with a window, or all but each N-th; got {', '.join(map(str, types[:12]))}",
+    )

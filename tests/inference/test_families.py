@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of Hugging Face, with random weights: logits over ranks, gradients and greedy texts are transformers' own, and
+tensors come back as they were.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.data.loader import MicroBatch
+from megatron.inference.convert.families import imported
+from megatron.inference.generation import generate
+from megatron.inference.load import load_model
+from megatron.inference.sampling import Sampling
+from megatron.mpu.mesh import Mesh
+from megatron.tools import checkpoint as tool
+from tests.inference.test_convert import loaded
+
+transformers = pytest.importorskip("transformers")
+
+V, S = 96, 24
+COMMON = dict(
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+LINEAR = dict(rope_type="linear", factor=4.0)
+SLIDING = ["sliding_attention"]
+GEMMA_3_ROPE = dict(
+    full_attention=dict(rope_theta=5e4, **LINEAR), sliding_attention=dict(rope_type="default", rope_theta=300.0)
+)
+CASES = {  # family -> settings of its configuration class
+    "llama": dict(attention_bias=True, mlp_bias=True, head_dim=16),
+    "qwen2": dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "qwen2, windows": dict(use_sliding_window=True, sliding_window=5, layer_types=[*SLIDING, "full_attention"] * 2),
+    "qwen3": dict(head_dim=16, rms_norm_eps=1e-5),
+    "phi3": dict(
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5), sliding_window=7
+    ),
+    "olmo2": dict(rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+    "gemma": dict(head_dim=16, num_key_value_heads=1),
+    "gemma2": dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=48, attn_logit_softcapping=3.0),
+    "gemma3_text": dict(head_dim=16, sliding_window=6, sliding_window_pattern=3, rope_parameters=GEMMA_3_ROPE),
+}
+MODELS = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """`family(case)`: (transformers' model, its folder, the folder of our import)."""
+    made = {}
+
+    def make(case):
+        if case not in made:
+            folder = tmp_path_factory.mktemp("family")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                config = transformers.AutoConfig.for_model(case.split(",")[0], **COMMON | CASES[case])
+                theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            generator = torch.Generator().manual_seed(7)
+            with torch.no_grad():
+                for parameter in theirs.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator)
+                    parameter.copy_(0.15 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
+            theirs.save_pretrained(folder / "theirs")
+            tool.main(["from-hf", str(folder / "theirs"), str(folder / "ours")])
+            made[case] = theirs, folder / "theirs", folder / "ours"
+        return made[case]
+
+    return make
+
+
+def tokens(b: int = 3, seed: int = 1) -> torch.Tensor:
+    return torch.randint(V, (S, b), generator=torch.Generator().manual_seed(seed))
+
+
+@MODELS
+def test_logits_over_ranks(case, family, run_ranks):
+    theirs, _, ours = family(case)
+    with torch.no_grad():
+        want = theirs(tokens().t()).logits.transpose(0, 1)
+    assert want.abs().max() > 0.3
+    ways = [(1, 1), (2, 2)] if case != "gemma" else [(1, 2)]  # it has one group of queries
+    for tp, pp in ways:
+        run = lambda rank, tp=tp, pp=pp: load_model(str(ours), mesh=Mesh(rank, tp=tp, pp=pp)).model.logits(tokens())
+        with torch.no_grad():
+            *_, found = run_ranks(tp * pp, run) if tp * pp > 1 else [run(0)]
+        assert (found - want).abs().max() <= 1e-5
+
+
+@MODELS
+def test_gradients(case, family):
+    theirs, folder, ours = family(case)
+    model = load_model(str(ours)).model.train()
+    inputs, labels = tokens(), tokens(seed=2)
+    theirs.zero_grad()
+    logits = theirs(inputs.t()).logits
+    F.cross_entropy(logits.reshape(-1, V), labels.t().reshape(-1)).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss, count = model(None, MicroBatch(inputs, labels, torch.arange(3)))[1].values()
+    (loss / count).backward()
+    found, wanted = dict(model.named_parameters()), dict(theirs.named_parameters())
+    matches = imported(json.loads((folder / "config.json").read_text())).matches
+    assert {match.ours for match in matches} == set(found)
+    for match in matches:
+        parts = [wanted[name].grad for name in match.theirs]
+        want = match.to_ours(parts) - match.to_ours([torch.zeros_like(part) for part in parts])
+        got = found[match.ours].grad[: len(want)]
+        torch.testing.assert_close(
+            got, want, rtol=1e-3, atol=2e-6, msg=lambda text, match=match: f"{match.ours}: {text}"
+        )
+
+
+@MODELS
+def test_greedy_texts(case, family):
+    """With a cache, on prompts that are longer than the windows."""
+    theirs, _, ours = family(case)
+    model, prompts = load_model(str(ours)).model, tokens(2, seed=3)[:9].t()
+    want = theirs.generate(prompts, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompts))
+    texts = generate(model, prompts.tolist(), Sampling(20, greedy=True), longest=64)
+    assert texts == want[:, 9:].tolist() and len({tuple(text) for text in texts}) == 2
+
+
+@MODELS
+def test_there_and_back(case, family, tmp_path, capsys):
+    """The same family with the same settings, and the same tensors. Norms of Gemma lose the last bit of 1 + weight."""
+    theirs, folder, ours = family(case)
+    tool.main(["to-hf", str(ours), str(tmp_path / "out"), "--dtype", "fp32"])
+    assert "both models agree" in capsys.readouterr().out
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    before, after = theirs.state_dict(), again.state_dict()
+    assert set(before) == set(after) and type(again) is type(theirs)
+    for name, tensor in before.items():
+        lost = 2**-23 if "gemma" in case and "norm" in name else 0.0
+        assert (tensor - after[name]).abs().max() <= lost, name
+    skipped = {"transformers_version", "dtype", "max_window_layers", "original_max_position_embeddings"}
+    old, new = (
+        {name: value for name, value in json.loads((place / "config.json").read_text()).items() if name not in skipped}
+        for place in (folder, tmp_path / "out")
+    )
+    assert {name: (value, new[name]) for name, value in old.items() if name in new and new[name] != value} == {}
+    tool.main(["from-hf", str(tmp_path / "out"), str(tmp_path / "back")])
+    for name, tensor in loaded(tmp_path / "back").items():
+        assert torch.equal(tensor, loaded(ours)[name]), name

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of the network leaves for Hugging Face with the same logits, or is named in the refusal; config.json of
+published models; tokenizers in and out.
+"""
+
+import json
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import Reader
+from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert import huggingface
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.gpt.hf_settings import FAMILIES, LLAMA, effective, kind_of, our_settings, their_settings
+from megatron.settings import schema
+from megatron.settings.schema import Model
+from megatron.tools import checkpoint as tool
+from tests.inference.test_convert import GPT2, V, save
+from tests.inference.test_convert import LLAMA as OURS
+
+QWEN3 = dict(OURS, qk_layernorm=True, kv_channels=8)
+GEMMA = dict(OURS, swiglu=False, geglu=True, scale_embedding=True)
+BASES = {
+    "gpt2": GPT2,
+    "llama": OURS,
+    "mistral": dict(OURS, window_size="4,0"),
+    "qwen2": dict(OURS, add_qkv_bias=True),
+    "qwen3": QWEN3,
+    "phi3": dict(OURS, rotary_percent=0.5),
+    "olmo2": dict(OURS, norm_position="post", qk_layernorm=True, qk_layernorm_across_heads=True),
+    "gemma": GEMMA,
+    "gemma2": dict(GEMMA, norm_position="sandwich", attn_logit_softcapping=2.0),
+    "gemma3_text": dict(GEMMA, norm_position="sandwich", qk_layernorm=True),
+}
+OTHER = dict(  # another value of a setting that changes what a model computes, with what gives it an effect
+    rotary_percent=dict(rotary_percent=0.5),
+    rotary_seq_len_interpolation_factor=dict(rotary_seq_len_interpolation_factor=3.0),
+    use_rope_scaling=dict(use_rope_scaling=True, rope_scaling_original_max_position_embeddings=8),
+    rope_type=dict(rope_type="yarn", rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=8),
+    rope_local_base_freq=dict(rope_local_base_freq=30.0, window_size="4,0"),
+    norm_position=dict(norm_position="sandwich"),
+    qk_layernorm_across_heads=dict(qk_layernorm=True, qk_layernorm_across_heads=True),
+    query_pre_attn_scalar=dict(query_pre_attn_scalar=3.0),
+    window_size=dict(window_size="5,0"),
+    window_attn_skip_freq=dict(window_size="5,0", window_attn_skip_freq=2),
+    attn_logit_softcapping=dict(attn_logit_softcapping=2.0),
+    final_logit_softcapping=dict(final_logit_softcapping=3.0),
+    add_qkv_bias=dict(add_qkv_bias=True, disable_bias_linear=True),
+)
+# Settings that change no logits in fp32, and those that only size the model.
+TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init_method_std make_vocab_size_divisible_by
+    model_type model_name_or_path apply_query_key_layer_scaling attention_softmax_in_fp32 linear""".split()
+SIZES = """num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+    group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()
+OF_SCALING = ("rope_scaling_", "yarn_", "mscale", "rotary_scaling_factor")  # of use_rope_scaling and rope_type
+
+
+def test_the_walk_is_over_all_settings():
+    """A new setting is compared in the test after this one, or belongs to one of these lists."""
+    names = {field.name for field in fields(Model) if not field.name.startswith(OF_SCALING)}
+    assert names == {*LLAMA, *TRAINING, *SIZES} and set(BASES) == set(FAMILIES)
+
+
+def another(name: str, base: dict) -> dict:
+    if name in OTHER:
+        return base | OTHER[name]
+    kind, value = get_type_hints(Model)[name], base.get(name, LLAMA.get(name))
+    if kind is bool:
+        return base | {name: not base.get(name, Model.__dataclass_fields__[name].default)}
+    choices = [choice for choice in kind.__args__ if choice != value and choice != "relative"]
+    return base | {name: choices[0]}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", BASES)
+@pytest.mark.parametrize("name", LLAMA)
+def test_each_setting_leaves_or_is_named(name, kind, tmp_path):
+    """At another value than each family has: the exported model agrees, which `to-hf` checks, or the error names it."""
+    transformers = pytest.importorskip("transformers")
+    settings = another(name, BASES[kind])
+    if len({"swiglu", "geglu", "squared_relu"} & {flag for flag, on in settings.items() if on is True}) > 1:
+        return  # two activations, which training refuses
+    if settings.get("qk_layernorm_across_heads") and settings.get("normalization") != "RMSNorm":
+        return
+    assert kind_of(Model(**BASES[kind])) == kind
+    weights = save(tmp_path / "ours", settings)
+    try:
+        tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--dtype", "fp32"])
+    except SettingsError as error:
+        changed = effective(Model(**settings))[name] != effective(Model(**BASES[kind]))[name]
+        assert f"--{name.replace('_', '-')}" in str(error) or not changed, str(error)
+        assert not (tmp_path / "theirs").exists()
+    else:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+        assert len(weights) == len(GPTFacts(Model(**settings), V).weights) and theirs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_settings_come_back(kind):
+    model = Model(**BASES[kind], init_method_std=0.01, hidden_dropout=0.0, attention_dropout=0.25)
+    found, back, rows = our_settings(their_settings(model, V, None, "bfloat16"))
+    assert (found, rows) == (kind, V)
+    skipped = {"group_query_attention", "num_query_groups", "ffn_hidden_size", "kv_channels", "max_position_embeddings"}
+    skipped |= {"query_pre_attn_scalar"} if back.query_pre_attn_scalar == model.head_dim else set()
+    different = {
+        field.name: (getattr(model, field.name), getattr(back, field.name))
+        for field in fields(Model)
+        if field.name not in skipped and getattr(model, field.name) != getattr(back, field.name)
+    }
+    assert different == {} and (back.ffn_size, back.head_dim) == (model.ffn_size, model.head_dim)
+    assert (back.query_groups, back.position_table) == (model.query_groups, model.position_table)
+
+
+GEMMA_3_1B = dict(  # as published, in the words of its time
+    model_type="gemma3_text",
+    attention_bias=False,
+    attention_dropout=0.0,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size=1152,
+    initializer_range=0.02,
+    intermediate_size=6912,
+    max_position_embeddings=32768,
+    num_attention_heads=4,
+    num_hidden_layers=26,
+    num_key_value_heads=1,
+    query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6,
+    rope_local_base_freq=10000,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=512,
+    sliding_window_pattern=6,
+    vocab_size=262144,
+)
+QWEN_2_05B = dict(
+    model_type="qwen2",
+    attention_dropout=0.0,
+    hidden_act="silu",
+    hidden_size=896,
+    initializer_range=0.02,
+    intermediate_size=4864,
+    max_position_embeddings=131072,
+    max_window_layers=24,
+    num_attention_heads=14,
+    num_hidden_layers=24,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    sliding_window=131072,
+    tie_word_embeddings=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+GEMMA_2_2B = dict(
+    model_type="gemma2",
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+    head_dim=256,
+    hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size=2304,
+    intermediate_size=9216,
+    max_position_embeddings=8192,
+    num_attention_heads=8,
+    num_hidden_layers=26,
+    num_key_value_heads=4,
+    query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    vocab_size=256000,
+)
+
+
+@pytest.mark.parametrize(
+    "published, parameters, want",
+    [
+        (QWEN_2_05B, 494_032_768, dict(add_qkv_bias=True, window_size=None, rotary_base=1e6, norm_position="pre")),
+        (
+            GEMMA_2_2B,
+            2_614_341_888,
+            dict(window_size="4095,0", window_attn_skip_freq=2, norm_position="sandwich", attn_logit_softcapping=50.0),
+        ),
+        (
+            GEMMA_3_1B,
+            999_885_952,
+            dict(
+                window_size="511,0",
+                window_attn_skip_freq=6,
+                rope_local_base_freq=1e4,
+                rotary_base=1e6,
+                qk_layernorm=True,
+            ),
+        ),
+    ],
+)
+def test_published_models(published, parameters, want):
+    """Their number of parameters is that of the model cards."""
+    _, model, vocab_size = our_settings(published)
+    assert GPTFacts(model, vocab_size).parameters == parameters
+    assert {name: getattr(model, name) for name in want} == want
+
+
+@pytest.mark.parametrize(
+    "theirs, change, text",
+    [
+        (QWEN_2_05B, dict(use_sliding_window=True, max_window_layers=12), "layer_types in config.json"),
+        (
+            QWEN_2_05B,
+            dict(use_sliding_window=True, layer_types=["full_attention", "sliding_attention"] * 12),
+            "layer_types",
+        ),
+        (QWEN_2_05B, dict(attention_bias=True), "attention_bias True"),
+        (QWEN_2_05B, dict(hidden_act="gelu"), "hidden_act 'gelu'"),
+        (GEMMA_2_2B, dict(hidden_activation="gelu"), "hidden_activation 'gelu'"),
+        (GEMMA_2_2B, dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (GEMMA_3_1B, dict(attn_logit_softcapping=50.0), "attn_logit_softcapping 50.0"),
+        (GEMMA_3_1B, dict(rope_scaling=dict(rope_type="yarn", factor=8.0)), "rope_type 'yarn'"),
+        (GEMMA_3_1B, dict(model_type="gemma3"), "has a vision tower"),
+        (QWEN_2_05B, dict(model_type="phi"), "attention and MLP in parallel"),
+        (QWEN_2_05B, dict(model_type="qwen3_moe"), "have experts"),
+        (QWEN_2_05B, dict(model_type="phi3", rope_scaling=dict(type="longrope", factor=2.0)), "rope_type 'longrope'"),
+    ],
+)
+def test_what_cannot_be_expressed_is_named(theirs, change, text):
+    with pytest.raises(CheckpointError, match=text):
+        our_settings(theirs | change)
+
+
+def test_the_format_is_bf16_unless_said(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    save(tmp_path / "ours", BASES["gemma2"])
+    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    assert (
+        "both models agree" in capsys.readouterr().out
+    )  # with the rounded weights, which are differences from 1 in norms
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert model.dtype == torch.bfloat16
+
+
+def test_tokenizers_come_and_go_with_all_of_their_files(tmp_path, monkeypatch, capsys):
+    """The chat template and the generation config among them. Of a Qwen2, tokenizer.json says how texts are split."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(huggingface, "PROBES", ("ab12 ba", "a1"))
+    save(tmp_path / "a", BASES["qwen2"])
+    tool.main(["to-hf", str(tmp_path / "a"), str(tmp_path / "hub"), "--unchecked"])
+    hub = tmp_path / "hub"
+    letters = {letter: n for n, letter in enumerate(("a", "b", "1", "2", "\u0120", "12", "<|endoftext|>"))}
+    (hub / "vocab.json").write_text(json.dumps(letters))
+    (hub / "merges.txt").write_text("#version: 0.2\n1 2\n")
+    whole = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [("1", "2")]))
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)  # 12 is two tokens, but one in GPT-2's way
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    whole.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, byte_level])
+    whole.decoder = tokenizers.decoders.ByteLevel()
+    whole.save(str(hub / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>")
+    (hub / "tokenizer_config.json").write_text(json.dumps(config))
+    (hub / "chat_template.jinja").write_text(template)
+    (hub / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[6, 5], temperature=0.7, do_sample=True)))
+    tool.main(["from-hf", str(hub), str(tmp_path / "b")])
+    with Reader(tmp_path / "b" / "iter_0000000") as reader:
+        tokenizer = schema.from_record(reader.state["config"]).tokenizer
+    assert tokenizer.tokenizer_type == "HuggingFaceTokenizer"
+    tool.main(["to-hf", str(tmp_path / "b"), str(tmp_path / "c")])
+    assert capsys.readouterr().out.count("the tokenizer gives the same ids") == 2
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "c")
+    assert again("12")["input_ids"] == [2, 3] and again.chat_template == template
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "c")
+    assert (generation.eos_token_id, generation.temperature) == ([6, 5], 0.7)
+    (hub / "tokenizer.json").unlink()  # GPT-2's way is all that is left, and it is another
+    (hub / "tokenizer_config.json").write_text(json.dumps(config | dict(tokenizer_class="Qwen2Tokenizer")))
+    monkeypatch.setattr(huggingface, "_transformers", lambda: Split(transformers))
+    with pytest.raises(CheckpointError, match="gives other ids for 'ab12 ba' in transformers"):
+        tool.main(["from-hf", str(hub), str(tmp_path / "d")])
+    assert not (tmp_path / "d").exists()
+
+
+class Split:
+    """transformers with a tokenizer that gives each letter an id of its own."""
+
+    def __init__(self, transformers):
+        self.AutoModelForCausalLM, self.AutoTokenizer = transformers.AutoModelForCausalLM, self
+
+    def from_pretrained(self, folder):
+        return lambda text, add_special_tokens: dict(input_ids=["ab12 ".index(letter) for letter in text])
+
+
+def test_a_generation_config_is_written(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    save(tmp_path / "ours", OURS)
+    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--unchecked"])
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "theirs").eos_token_id is None
