@@ -29,6 +29,8 @@ from megatron.settings.rules import violations
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
 
+PLAIN = QuantizeOptions()
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -77,7 +79,7 @@ def load_model(
     step: Optional[int] = None,
     mesh: Optional[Mesh] = None,
     halves: Halves = (None, None),
-    quantize: QuantizeOptions = QuantizeOptions(),
+    quantize: QuantizeOptions = PLAIN,
 ) -> Loaded:
     """Load the weights of a checkpoint folder (or of one checkpoint in it), on one device or on those of a mesh.
 

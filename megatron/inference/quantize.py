@@ -124,9 +124,7 @@ def quantize_layers(chunks: Sequence[nn.Module], settings: Model, how: QuantizeO
 
 
 @contextmanager
-def quantized_alone(
-    layer: Optional[nn.Module], name: str, settings: Model, how: QuantizeOptions
-) -> Iterator[None]:
+def quantized_alone(layer: Optional[nn.Module], name: str, settings: Model, how: QuantizeOptions) -> Iterator[None]:
     """A context in which one layer is quantized, if this rank has it. Its weight is kept."""
     if layer is not None:
         before, layer.product = layer.product, product_of(layer, name, settings, how)
@@ -162,14 +160,14 @@ def product_of(layer: nn.Module, name: str, settings: Model, how: QuantizeOption
         )
     product = KINDS[how.quantize](layer, name, settings)
     if isinstance(product, Int4):
-        inputs = layer.weight.shape[-1]
-        if how.quantize_group_size < 2 or how.quantize_group_size % 2 or inputs % how.quantize_group_size:
+        size, inputs = how.quantize_group_size, layer.weight.shape[-1]
+        if size < 2 or size % 2 or inputs % size:
             raise SettingsError(
-                f"--quantize-group-size {how.quantize_group_size} does not divide the {inputs} inputs of {name} on a rank into groups of "
-                "an even number",
-                do="choose another; 32, 64 and 128 are usual",
+                f"--quantize-group-size {size} does not divide the {inputs} inputs of {name} on a rank",
+                "a group is an even number of inputs of one rank",
+                "choose another; 32, 64 and 128 are usual",
             )
-        product.group_size = how.quantize_group_size
+        product.group_size = size
     return product
 
 

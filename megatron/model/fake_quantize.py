@@ -10,11 +10,11 @@ Legend: n tokens, i inputs, o outputs of this rank.
 
 import torch
 
-from megatron.model.quantization import DECAY, levels
 from megatron.mpu import collectives
 from megatron.mpu.layers import RowParallelLinear
 from megatron.mpu.linear_product import LinearProduct, Operand
 
+DECAY = 0.9  # of the moving average
 SMALLEST = 1e-12  # abs-max of a channel of zeros
 
 
@@ -87,6 +87,11 @@ def rows_absmax(layer, weight: torch.Tensor, whole: bool = False) -> torch.Tenso
     if (whole or has_part(layer)) and not weight.is_meta:
         collectives.all_reduce(largest, layer.tp, "max")
     return largest
+
+
+def levels(bits: int) -> int:
+    """The largest whole number of a symmetric format: 127 for 8 bits, 7 for 4."""
+    return 2 ** (bits - 1) - 1
 
 
 def rounded_rows(weight: torch.Tensor, largest: torch.Tensor, levels: int) -> torch.Tensor:

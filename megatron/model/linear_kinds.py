@@ -120,7 +120,7 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:
-    """Setting of a kind -> its condition for having an effect: those of the recipe's kinds need --linear to name the kind."""
+    """Setting of a kind -> its condition for having an effect: a recipe's need --linear to name the kind."""
     users: dict[str, list[str]] = {}
     for kind, product in settings.own_linears.items():
         for one in fields(product.group) if product.group else ():

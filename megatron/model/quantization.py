@@ -18,6 +18,7 @@ With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound, `pact_
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -27,7 +28,6 @@ from megatron.settings.effects import Needs
 from megatron.settings.schema import Config, Model, setting
 
 KIND = "fake_quantize"
-DECAY = 0.9  # of the moving average
 ALPHA = 20.0  # initial bound of PACT
 FEWEST_BITS, MOST_BITS = 2, 8
 
@@ -71,9 +71,8 @@ class FakeQuantize:
     group = None  # its settings are those of every model
 
     def __new__(cls, layer, name: str, settings: Model):
-        from megatron.model.fake_quantize import FakeQuantizeProduct
-
-        return FakeQuantizeProduct(layer, name, settings)
+        products = import_module("megatron.model.fake_quantize")  # by its name: settings are read without torch
+        return products.FakeQuantizeProduct(layer, name, settings)
 
     @staticmethod
     def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
@@ -90,11 +89,6 @@ class FakeQuantize:
         if settings.activation_preprocess_type == "PACT":
             own["pact_alpha"] = Placement((1,), Constant(ALPHA), partial=parts, decay=False)
         return own
-
-
-def levels(bits: int) -> int:
-    """The largest whole number of a symmetric format: 127 for 8 bits, 7 for 4."""
-    return 2 ** (bits - 1) - 1
 
 
 def with_quantization(config: Config) -> Config:

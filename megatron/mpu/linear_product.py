@@ -5,7 +5,8 @@
     backward pass   dx = grad_input(prepare_gradient(dy), w)
                     dw = grad_weight(prepare_gradient(dy), prepare_input(x)), which goes back through `transform`
 
-`transform` is differentiable, and may use additional weights, as a mask or LoRA does. `prepare_...` is not differentiated,
+`transform` is differentiable, and may use additional weights, as a mask or LoRA does; so is `transform_input`, to which x
+goes first. `prepare_...` is not differentiated,
 as a cast to fp8: gradients pass straight through. `mpu/layers.py` calls them, and does everything else: it gathers and
 reduces over tensor parallel ranks, defers the product for the weight's gradient (zero-bubble W), and adds to the
 optimizer's gradients. So every kind works with all of these.
@@ -68,8 +69,10 @@ class LinearProduct:
         return weight
 
     def transform_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the effective input, of the shape of x, with differentiable ops. x is the input of the layer on this rank:
-        under sequence parallelism its rows, in a row-parallel layer its part of each row.
+        """Compute the effective input, of the shape of x, with differentiable ops.
+
+        x: the input of the layer on this rank: with sequence parallelism its rows, in a row-parallel layer its part of
+        each row.
         """
         return x
 
@@ -186,8 +189,8 @@ def attach_products(
 ) -> None:
     """Attach a `LinearProduct` to linear layers of a stage's blocks (number -> module).
 
-    kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs that --linear selects. compiled: the blocks are compiled;
-    these layers are then excluded, because torch cannot trace the code of a kind.
+    kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs that --linear selects. compiled: the
+    blocks are compiled; these layers are then excluded, because torch cannot trace the code of a kind.
     """
     for number, block in blocks.items() if settings.linear else ():
         for name, kind in picked_of(int(number)):

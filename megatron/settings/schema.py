@@ -183,10 +183,14 @@ class Model:
         on_resume="refused",
     )
     activation_quantize_type: Literal["moving_average_abs_max", "none"] = setting(
-        "--quantization: scale of a layer's inputs; none: they are not rounded", "moving_average_abs_max", on_resume="refused"
+        "--quantization: scale of a layer's inputs; none: they are not rounded",
+        "moving_average_abs_max",
+        on_resume="refused",
     )
     activation_preprocess_type: Literal["none", "PACT"] = setting(
-        "--quantization: PACT clips a layer's inputs to a trained bound before they are rounded", "none", on_resume="refused"
+        "--quantization: PACT clips a layer's inputs to a trained bound before they are rounded",
+        "none",
+        on_resume="refused",
     )
     weight_bits: int = setting("--quantization: bits of a weight, 2 to 8", 8, on_resume="refused")
     activation_bits: int = setting("--quantization: bits of an input, 2 to 8", 8, on_resume="refused")

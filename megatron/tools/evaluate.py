@@ -92,9 +92,7 @@ def main(argv: list[str], serves_training: bool = False) -> None:
         on_ranks(parallel, settings.device, lambda context: evaluate(settings, quantize, given, context))
 
 
-def evaluate(
-    settings: EvaluateOptions, quantize: QuantizeOptions, given: Mapping[str, Statement], context
-) -> None:
+def evaluate(settings: EvaluateOptions, quantize: QuantizeOptions, given: Mapping[str, Statement], context) -> None:
     """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results.
 
     given: setting -> who gave it

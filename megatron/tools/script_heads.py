@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write into the head of each model's script the devices that it is for, and the planner's predictions.
 
-    python -m megatron.tools.script_heads                        rewrite the heads of scripts/pretrain_*.sh, auto_*.sh and qat_*.sh
+    python -m megatron.tools.script_heads                        rewrite the heads of scripts/{pretrain,auto,qat}_*.sh
     python -m megatron.tools.script_heads --check                only list those that are not up to date (exit code 1)
 
 Memory and speed are predictions, and the head says so, with their assumptions; nothing in it was measured.
@@ -34,7 +34,17 @@ from megatron.training.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
 WRITTEN = re.compile(r"# (needs|layout|predicted|assumed)  +\S")
-OWN_VARIABLES = ("DATA_PATH", "DATA", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MODEL", "CHECKPOINTS", "PRETRAINED", "SHRINK", "GPUS")
+OWN_VARIABLES = (
+    "DATA_PATH",
+    "DATA",
+    "VOCAB_FILE",
+    "MERGE_FILE",
+    "TOKENIZER_MODEL",
+    "CHECKPOINTS",
+    "PRETRAINED",
+    "SHRINK",
+    "GPUS",
+)
 
 
 @dataclass(frozen=True)

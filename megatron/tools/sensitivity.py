@@ -164,9 +164,7 @@ def measure(options: SensitivityOptions, quantize: QuantizeOptions, context, say
         seq_length=options.seq_length,
         micro_batch_size=options.micro_batch_size,
     )
-    work, notices = zeroshot.prepare(
-        of_evaluation, loaded, {}, context.mesh.dp, lambda unit: lambda done, total: None
-    )
+    work, notices = zeroshot.prepare(of_evaluation, loaded, {}, context.mesh.dp, lambda unit: lambda done, total: None)
     for notice in [*loaded.notices, *notices]:
         say(f"note: {notice}")
 
@@ -208,7 +206,9 @@ def draw(found: Sensitivity, skip: Sequence[str], path: str) -> None:
         axes.barh(rows, growth, 0.7, color=COLOURS[number % len(COLOURS)], label=kind)
     axes.set_yticks(range(len(names)), [f"{name} *" if name in skip else name for name in names])
     axes.invert_yaxis()
-    axes.set_xlabel(f"increase of the loss ({found.loss:.4f}) with this layer alone in {found.format}; * to skip", color=INK)
+    axes.set_xlabel(
+        f"increase of the loss ({found.loss:.4f}) with this layer alone in {found.format}; * to skip", color=INK
+    )
     axes.legend(frameon=False, labelcolor=INK)
     plain(axes)
     if path.endswith(".svg"):

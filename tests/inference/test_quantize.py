@@ -117,7 +117,9 @@ def test_layers_that_are_skipped_keep_their_weights(folder):
 
 
 def test_groups_have_to_divide_the_inputs(folder):
-    with pytest.raises(SettingsError, match="--quantize-group-size 128 does not divide the 24 inputs of blocks.0.attention"):
+    with pytest.raises(
+        SettingsError, match="--quantize-group-size 128 does not divide the 24 inputs of blocks.0.attention"
+    ):
         load_model(str(folder / "plain"), quantize=QuantizeOptions(quantize="int4"))
 
 

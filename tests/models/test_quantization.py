@@ -38,7 +38,10 @@ LAYOUTS = {
     "zero3, recomputation": (2, "--sharding-stage 3 --recompute-granularity full --recompute-method uniform"),
     "dp2": (2, ""),
     "zero1, overlap": (2, "--sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
-    "zero2, recomputation of parts": (2, "--sharding-stage 2 --recompute-granularity selective --recompute-modules layernorm mlp_act"),
+    "zero2, recomputation of parts": (
+        2,
+        "--sharding-stage 2 --recompute-granularity selective --recompute-modules layernorm mlp_act",
+    ),
     "pp2 dp2 zb-h1, zero2, fusion": (
         4,
         f"{PP2} --pipeline-schedule zb-h1 --sharding-stage 2 --gradient-accumulation-fusion",
@@ -94,10 +97,7 @@ ALPHA = 1.5  # clips some of the inputs of most layers
 ALPHAS = {f"blocks.{n}.{name}.pact_alpha": torch.full((1,), ALPHA).double() for n in range(LAYERS) for name in LINEAR}
 WAYS = {
     "5 bits": ("--weight-bits 5 --activation-bits 5", dict(bits=5)),
-    "pact, 4 bits": (
-        "--activation-preprocess-type PACT --weight-bits 4 --activation-bits 4",
-        dict(bits=4, pact=True),
-    ),
+    "pact, 4 bits": ("--activation-preprocess-type PACT --weight-bits 4 --activation-bits 4", dict(bits=4, pact=True)),
     "8 bits, a scale for a whole weight": (
         "--weight-quantize-type abs_max --quantization-skip blocks.0.*,attention.output",
         dict(bits=8, per_tensor=True, picks=lambda name: "blocks.0" not in name and "attention.output" not in name),
@@ -194,7 +194,10 @@ def test_a_plain_run_goes_on_with_it_and_is_evaluated(tmp_path, capsys):
     "flags, said",
     [
         ("--quantization --weight-bits 9", "--weight-bits 9 must be at least 2 and at most 8"),
-        ("--quantization --quantization-layers gate", "'gate' is no linear layer of this model; each block has attention"),
+        (
+            "--quantization --quantization-layers gate",
+            "'gate' is no linear layer of this model; each block has attention",
+        ),
         ("--quantization --quantization-skip blocks.7.*", "'blocks.7.*' is no linear layer of this model"),
     ],
 )

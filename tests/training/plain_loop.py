@@ -86,7 +86,8 @@ class Job:
     optimizer: Optional[Callable] = None  # groups of weights -> an optimizer of torch, instead of AdamW
     moments: Sequence[str] = ("exp_avg", "exp_avg_sq")  # what that keeps of each weight
     linear: Optional[Callable] = None  # (weights, name of a layer, x) -> its output, instead of x W^T + b
-    more: Callable[[int], dict[str, torch.Tensor]] = lambda seed: {}  # seed -> further initial weights, which decay (but "..._alpha")
+    # seed -> further initial weights; they decay, except those named "..._alpha"
+    more: Callable[[int], dict[str, torch.Tensor]] = lambda seed: {}
     word_rate: Optional[Callable[[int], float]] = None  # the rate of the table of words, if it has its own
     trains: Callable[[str], bool] = lambda name: True  # whether a weight is trained; the others are frozen
 

@@ -133,9 +133,7 @@ IDLE = {
     "a terminal shows how far an evaluation is, and results are over all": "Offline_Eval.logging_freq",
 }
 # sentence -> keys that are refused
-REFUSED = {
-    "say --load DIR --finetune for weights to start from": "Model.pretrained",
-}
+REFUSED = {"say --load DIR --finetune for weights to start from": "Model.pretrained"}
 # What its engine does where nothing is said.
 DEFAULTS = (
     Default("--train-iters", "500000", ("Engine.max_steps", "Engine.num_train_epochs", "Engine.run_mode=epoch")),
@@ -489,7 +487,9 @@ def _quantization(out: Translated) -> None:
 def _layer_types(out: Translated, key: str) -> None:
     types = [word.lower() for word in out.given[key].words]
     if unknown := [word for word in types if word not in LAYER_TYPES]:
-        return out.refuse(key, f"'{unknown[0]}' is not supported; there is: Linear, ColumnParallelLinear, RowParallelLinear")
+        return out.refuse(
+            key, f"'{unknown[0]}' is not supported; there is: Linear, ColumnParallelLinear, RowParallelLinear"
+        )
     layers = dict.fromkeys(layer for word in types for layer in LAYER_TYPES[word])
     out.say("--quantization-layers", [",".join(layers)], key)
 
@@ -499,7 +499,9 @@ def _compression(out: Translated) -> None:
     _quantization(out)
     for key in [key for key in out.given if key not in out.taken and sentence({"-": COMPRESSION + TEACHER}, key)]:
         if key == "Compress.pretrained":
-            out.refuse(key, "is the model that is compressed, and no section of Compress is on; say --load DIR --finetune")
+            out.refuse(
+                key, "is the model that is compressed, and no section of Compress is on; say --load DIR --finetune"
+            )
         elif key.endswith(".enable"):
             if out.is_on(key):
                 out.refuse(key, "is not supported: compression is not part of pretraining")
