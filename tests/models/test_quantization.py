@@ -119,7 +119,7 @@ def pretrain(rank: int, way: str, flags: str) -> None:
     pretrain_gpt.main(f"{LINE} --quantization {WAYS[way][0]} {flags}".split())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS)
 def test_any_layout_is_the_plain_loop(way, layout, run_ranks, tmp_path, monkeypatch):
