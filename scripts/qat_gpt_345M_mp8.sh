@@ -3,14 +3,13 @@
 # Quantization aware training of a GPT of 345M parameters on one node: tensor parallel over 8 GPUs, with PaddleFleetX's
 # settings. Scales are those of whole channels and inputs, so the model is that of qat_gpt_345M_single_card.sh.
 #
-#   PRETRAINED=checkpoints/gpt_345M CHECKPOINTS=checkpoints/qat_gpt_345M DATA_PATH=... bash scripts/qat_gpt_345M_mp8.sh
+#   PRETRAINED=runs/345M CHECKPOINTS=runs/qat_345M DATA_PATH=... bash scripts/qat_gpt_345M_mp8.sh
 #
 # needs      8 x A100-40GB: one node
 # predicted  5.0 of 42.9 GB on the fullest rank
 # predicted  58.13 ms a step of 8,192 tokens, 140,923 tokens/s, 43 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
-start_from_pretrained
 launch 8 A100-40GB \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \
     --tensor-model-parallel-size 8 \
@@ -20,4 +19,4 @@ launch 8 A100-40GB \
     --train-iters 100000 --lr 5e-6 --min-lr 1e-6 --lr-decay-style cosine --lr-decay-iters 72000 \
     --lr-warmup-fraction 0.01 --weight-decay 0.02 --adam-beta2 0.95 --clip-grad 1.0 \
     --eval-interval 1000 --eval-iters 10 --log-interval 10 \
-    ${START[@]+"${START[@]}"} "$@"
+    "$@"

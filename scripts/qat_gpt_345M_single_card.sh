@@ -3,14 +3,13 @@
 # Quantization aware training of what pretrain_gpt_345M_single.sh has trained, on one GPU: int8 weights and inputs, with
 # PaddleFleetX's settings. 4000 steps of the 100,000 are enough, they report.
 #
-#   PRETRAINED=checkpoints/gpt_345M CHECKPOINTS=checkpoints/qat_gpt_345M DATA_PATH=... bash scripts/qat_gpt_345M_single_card.sh
+#   PRETRAINED=runs/345M CHECKPOINTS=runs/qat_345M DATA_PATH=... bash scripts/qat_gpt_345M_single_card.sh
 #
 # needs      1 x A100-40GB: one GPU
 # predicted  15.1 of 42.9 GB on the fullest rank
 # predicted  151.04 ms a step of 8,192 tokens, 54,238 tokens/s, 131 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 3%, worst 28% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
-start_from_pretrained
 launch 1 A100-40GB \
     --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257 \
     --quantization --weight-quantize-type abs_max --activation-preprocess-type PACT \
@@ -19,4 +18,4 @@ launch 1 A100-40GB \
     --train-iters 100000 --lr 5e-6 --min-lr 1e-6 --lr-decay-style cosine --lr-decay-iters 72000 \
     --lr-warmup-fraction 0.01 --weight-decay 0.02 --adam-beta2 0.95 --clip-grad 1.0 \
     --eval-interval 1000 --eval-iters 10 --log-interval 10 \
-    ${START[@]+"${START[@]}"} "$@"
+    "$@"
