@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -118,6 +119,15 @@ class Heartbeat:
             self._sum_up()
         if self.file is not None:
             self._write(op)
+
+    @contextlib.contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """A context in which each phase may usually take so long, for example because the compiler runs in it."""
+        usual, self.usual = self.usual, dict.fromkeys(self.usual, seconds)
+        try:
+            yield
+        finally:
+            self.usual = usual
 
     def enter_group(self, group: str) -> None:
         """Record the group whose ranks this one is about to wait for. Takes less than a microsecond."""

@@ -65,8 +65,11 @@ class CompileTrial:
             self._begin(run)
         if len(self.seconds) >= EAGER:
             torch.compiler.set_stance("default" if self.compiles else "force_eager")
+        compiling = EAGER <= len(self.seconds) < EAGER + COMPILING
+        patience = run.watch.heartbeat.patient(10 * COMPILER) if compiling else contextlib.nullcontext()
         begun = time.perf_counter()
-        yield
+        with patience:
+            yield
         self.seconds.append(time.perf_counter() - begun)
         if len(self.seconds) in (EAGER, EAGER + COMPILING + 2 * PAIRS):
             seconds = collectives.broadcast_object(self.seconds, run.context.mesh.world)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.errors import UsageError
+from megatron.guard.heartbeat import Heartbeat, read_beats
 from megatron.model.arguments import parse_any
 from megatron.settings.rules import can_compile
 from megatron.training import compile_trial
@@ -68,10 +69,14 @@ def test_steps_are_compiled_in_turn_and_the_faster_kind_is_kept(compiled, kept, 
         return hooked(self, run)
 
     monkeypatch.setattr(compile_trial.CompileTrial, "timed", timed)
+    patient, long_steps = Heartbeat.patient, []
+    monkeypatch.setattr(
+        Heartbeat, "patient", lambda self, seconds: long_steps.append(len(clock.steps)) or patient(self, seconds)
+    )
     _pretrain(
         0, f"--torch-compile auto --num-layers 1 --train-iters 2000 --exit-interval 29 --save {tmp_path / 'auto'}"
     )
-    assert clock.steps == COMPILED
+    assert clock.steps == COMPILED and long_steps == [4, 5]
     later = [after > before for before, after in zip(calls[26:], [*calls[27:], clock.calls], strict=True)]
     assert later == [kept] * 3
     before = clock.calls
@@ -94,6 +99,20 @@ def test_steps_are_compiled_in_turn_and_the_faster_kind_is_kept(compiled, kept, 
 def notes(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == "note"]
+
+
+def test_the_supervisor_waits_for_the_compiler(tmp_path):
+    """It allows five times the usual time of a phase (tests/tools/test_supervise.py)."""
+    heartbeat = Heartbeat(str(tmp_path))
+    for phase in "FBFB":
+        heartbeat.beat(phase, step=1)
+    with heartbeat.patient(600.0):
+        for phase in "FB":
+            heartbeat.beat(phase, step=2)
+            assert read_beats(tmp_path)[0].usual > 500
+    heartbeat.beat("F", step=3)
+    assert read_beats(tmp_path)[0].usual < 1
+    heartbeat.close()
 
 
 def test_a_short_run_never_starts_the_compiler(monkeypatch, capfd):
