@@ -7,7 +7,7 @@
 #
 # needs      8 x A100-40GB: one node
 # predicted  5.0 of 42.9 GB on the fullest rank
-# predicted  58.13 ms a step of 8,192 tokens, 140,923 tokens/s, 43 TFLOP/s a GPU (speeds assumed)
+# predicted  58.17 ms a step of 8,192 tokens, 140,835 tokens/s, 43 TFLOP/s a GPU (speeds assumed)
 # assumed    speeds of eager FSDP: error 4%, worst 14% (docs/planning.md); not measured: not yet run on GPUs
 source "$(dirname "$0")/_launch.sh"
 launch 8 A100-40GB \

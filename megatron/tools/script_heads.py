@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import Failure, SettingsError, run_main
+from megatron.model.arguments import parse_any
 from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
@@ -26,7 +27,6 @@ from megatron.planner.memory import memory_report
 from megatron.planner.reached import KIND
 from megatron.planner.speed import Cluster, step
 from megatron.planner.text import error_of
-from megatron.settings.parse import parse_pretrain
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import seconds
@@ -96,7 +96,7 @@ def command(path: Path, *words: str) -> list[str]:
 
 def head(path: Path) -> list[str]:
     """The lines of a head."""
-    config = parse_pretrain(command(path))
+    config = parse_any(command(path))
     cluster, _ = target.cluster_of(config, {})
     if layout_is_open(config):
         planned, plans, outcome = automatic(config, lambda text: None)
