@@ -14,7 +14,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
 from megatron.inference.quantize import quantize_layers
 from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
-from megatron.model.quantization import QuantizeOptions
+from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu import collectives
 from megatron.mpu.initialize import DTYPES
@@ -28,8 +28,6 @@ from megatron.settings.from_checkpoint import located, refuse_lost
 from megatron.settings.rules import violations
 from megatron.settings.statements import NONE
 from megatron.storage.urls import UrlPath, location
-
-PLAIN = QuantizeOptions()
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class QuantizeOptions:
     )
 
 
+PLAIN = QuantizeOptions()
+
 # The conditions for effects of the settings of training, and of a tool
 _CHOSEN = Needs("--quantization", lambda s: s.quantization or KIND in (s.linear or ""))
 _OF_INPUTS = Needs(
