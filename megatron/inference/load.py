@@ -126,7 +126,7 @@ def load_model(
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
     restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
     if quantize.quantize:
-        quantize_layers(chunks, config.model, quantize)
+        quantize_layers(chunks, facts, quantize)
     return Loaded(
         model.eval(), config, record, vocab_size, restored.state["iteration"], restored.path, restored.notices
     )

@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 from megatron.errors import SettingsError
+from megatron.model.facts import Facts
 from megatron.model.fake_quantize import SMALLEST, FakeQuantizeProduct, has_part, rows_absmax
 from megatron.model.linear_kinds import LinearChoice
+from megatron.model.linear_kinds import linear_layers as linear_names
 from megatron.model.quantization import QuantizeOptions, skipped_layers
 from megatron.mpu import collectives
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
@@ -105,22 +107,36 @@ class Int4(LinearProduct):
 KINDS = {"int8": Int8, "int8-dynamic": Int8Dynamic, "int4": Int4}
 
 
-def quantize_layers(chunks: Sequence[nn.Module], settings: Model, how: QuantizeOptions) -> int:
-    """Quantize the linear layers of a loaded model, and free their weights. Returns the number of layers.
+def quantize_layers(chunks: Sequence[nn.Module], facts: Facts, how: QuantizeOptions) -> None:
+    """Quantize the linear layers of a loaded model, or of this rank's stage of it, and free their weights.
 
     Raises SettingsError for a format that does not suit the model.
     """
-    skip = [LinearChoice(pattern, "") for pattern in skipped_layers(how.quantize_skip, "--quantize-skip")]
-    layers = dict(linear_layers(chunks))
-    _refuse_unknown(skip, layers)
-    chosen = {name: layer for name, layer in layers.items() if not any(one.matches(name) for one in skip)}
+    settings, wanted = facts.settings, set(chosen_layers(facts, how))
+    chosen = {name: layer for name, layer in linear_layers(chunks) if name in wanted}
     for name, layer in chosen.items():
         layer.product = product_of(layer, name, settings, how)
         with torch.no_grad():
             layer.product.weight_operand(layer.weight)
     for chunk in chunks:
         _free(chunk, {id(layer.weight) for layer in chosen.values()})
-    return len(chosen)
+
+
+def chosen_layers(facts: Facts, how: QuantizeOptions) -> list[str]:
+    """The names of the linear layers of a model, on all ranks, without those to skip.
+
+    Raises SettingsError for a pattern that is no layer.
+    """
+    tables = {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
+    names = {f"blocks.{layer}.{name}": name for layer, table in tables.items() for name in linear_names(table)}
+    skip = [LinearChoice(pattern, "") for pattern in skipped_layers(how.quantize_skip, "--quantize-skip")]
+    for choice in skip:
+        if not any(map(choice.matches, names)):
+            raise SettingsError(
+                f"--quantize-skip: '{choice.pattern}' is no linear layer of this model",
+                do=f"each block has {', '.join(dict.fromkeys(names.values()))}",
+            )
+    return [name for name in names if not any(one.matches(name) for one in skip)]
 
 
 @contextmanager
@@ -202,13 +218,3 @@ def _free(chunk: nn.Module, quantized: set[int]) -> None:
             parameter.data = parameter.data.new_empty(0, *parameter.shape[1:])
         else:
             parameter.data = moved.setdefault(at, parameter.data.clone())
-
-
-def _refuse_unknown(skip: Sequence[LinearChoice], names: Iterable[str]) -> None:
-    names = list(names)
-    for choice in skip:
-        if names and not any(map(choice.matches, names)):
-            raise SettingsError(
-                f"--quantize-skip: '{choice.pattern}' is no linear layer of this model",
-                do=f"each block has {', '.join(dict.fromkeys(name.split('.', 2)[2] for name in names))}",
-            )

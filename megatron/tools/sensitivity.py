@@ -22,6 +22,7 @@ from megatron.errors import SettingsError, StorageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
+from megatron.model.recipe import recipe_of
 from megatron.settings import rank_env
 from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
@@ -150,8 +151,7 @@ def report(options: SensitivityOptions, quantize: QuantizeOptions, context) -> N
 def measure(options: SensitivityOptions, quantize: QuantizeOptions, context, say=lambda text: None) -> Sensitivity:
     """The loss of the model, then that with each of its layers quantized alone. All ranks call it."""
     from megatron.inference.load import load_model
-    from megatron.inference.quantize import linear_layers, quantized_alone
-    from megatron.mpu import collectives
+    from megatron.inference.quantize import chosen_layers, linear_layers, quantized_alone
     from megatron.tasks import zeroshot
 
     loaded = load_model(
@@ -174,9 +174,9 @@ def measure(options: SensitivityOptions, quantize: QuantizeOptions, context, say
 
     chunks = getattr(loaded.model, "chunks", [loaded.model])
     own = dict(linear_layers(chunks))
-    names = [name for some in collectives.all_gather_object(list(own), context.mesh.world) for name in some]
+    facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
     base, growth = loss(), {}
-    for name in dict.fromkeys(names):
+    for name in chosen_layers(facts, quantize):
         with quantized_alone(own.get(name), name, loaded.config.model, quantize):
             growth[name] = loss() - base
         say(f" {name:32} {growth[name]:+.5f}")

@@ -118,6 +118,7 @@ def load(
             "the checkpoint was trained with another vocabulary than this run's: the same ids stand for other tokens"
         )
     if settings.finetune:
+        notices += _other_kinds(config, record)
         names = ", ".join(restored.reinitialized)
         return fresh, record, notices + [f"new, and not out of the checkpoint: {names}"] * bool(names)
     if not weights_only:
@@ -136,6 +137,14 @@ def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:
             why=notice,
             loaded=iteration,
         )
+
+
+def _other_kinds(config: schema.Config, record: dict[str, Any]) -> list[str]:
+    """A notice if linear layers were of other kinds than they are in this run."""
+    before, now = record["config"]["model"].get("linear"), config.model.linear
+    if before in (None, now):
+        return []
+    return [f"the checkpoint was trained with --linear {before}; this run has {now or 'plain layers'}"]
 
 
 def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:

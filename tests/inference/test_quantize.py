@@ -116,6 +116,17 @@ def test_layers_that_are_skipped_keep_their_weights(folder):
         logits(folder / "plain", "int4", quantize_skip="gate")
 
 
+def weights_on(rank: int, path: str) -> list[int]:
+    quantize = options("int4", quantize_skip="blocks.1.*")
+    loaded = load_model(path, mesh=Mesh(rank, pp=2), quantize=quantize)
+    return [layer.weight.numel() for _, layer in linear_layers(loaded.model.chunks)]
+
+
+def test_a_stage_may_have_none_of_the_skipped_layers(folder, run_ranks):
+    first, second = run_ranks(2, weights_on, str(folder / "plain"))
+    assert first == [0] * 4 and all(second)
+
+
 def test_groups_have_to_divide_the_inputs(folder):
     with pytest.raises(
         SettingsError, match="--quantize-group-size 128 does not divide the 24 inputs of blocks.0.attention"

@@ -192,6 +192,8 @@ def test_a_plain_run_goes_on_with_it_and_is_evaluated(tmp_path, capsys):
     assert first["lm loss"] == pytest.approx(outcome.steps[0]["lm loss"], rel=1e-6)
     tokens = torch.randint(EOD, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     wanted = logits(outcome.tensors, tokens, Job(**PLAIN, linear=own))
+    pretrain_gpt.main(f"{LINE} --train-iters 1 --finetune --load {tmp_path / 'own'}".split())
+    assert "was trained with --linear *=fake_quantize; this run has plain layers" in capsys.readouterr().out
     model = load_model(str(tmp_path / "own")).model
     assert (model.logits(tokens.T).transpose(0, 1).double() - wanted).abs().max() < 1e-3
 
