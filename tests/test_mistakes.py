@@ -122,7 +122,11 @@ USAGE = [  # exit code 2: the command line cannot be understood
         "--hidden-dropout is a setting of pretraining; leave it out: it is read from the checkpoint",
     ),
     ("generate", "--load ck", "there is no text to continue"),
-    ("generate", "--load ck --prompts-file nope", "unknown flag --prompts-file; did you mean --prompt-file?"),
+    (
+        "generate",
+        "--load ck --prompts-file nope",
+        "unknown flag --prompts-file; did you mean --prompt-file or --prompts?",
+    ),
     ("checkpoint", "inspekt ck", "'inspekt' is not a command; there are: inspect, verify, diff, reshard, prune"),
     ("checkpoint", "inspect", "inspect takes PATH; got nothing"),
     ("checkpoint", "reshard ck new", "say what the new files are"),

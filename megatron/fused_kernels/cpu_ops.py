@@ -39,6 +39,11 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
 
 
+def onednn_gelu(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], approximate: str) -> torch.Tensor:
+    """GELU of `onednn`, computed before the product is written to memory."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], approximate)
+
+
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """`reference.gelu`, whose tanh form is x sigmoid(2 u): torch's tanh takes four times as long as its sigmoid."""
     if approximate != "tanh":

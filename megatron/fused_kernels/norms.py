@@ -15,6 +15,8 @@ def exact_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, 
     """LayerNorm on CPUs in half precision, with exact gradients of weight and bias. torch's own kernel sums these in half
     precision: 7 % is lost over 4096 tokens. Here they are matrix products, which sum in fp32.
     """
+    if not torch.is_grad_enabled():
+        return torch.layer_norm(x, weight.shape, weight, bias, epsilon)
     return _LayerNorm.apply(x, weight, bias, epsilon)
 
 
@@ -40,17 +42,22 @@ class _LayerNorm(torch.autograd.Function):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMSNorm on CPUs, where torch has no kernel for its backward pass: few passes over memory, sums as products."""
-    return _RMSNorm.apply(x, weight, epsilon)
+    return _RMSNorm.apply(x, weight, epsilon) if torch.is_grad_enabled() else _rms_norm(x, weight, epsilon)[0]
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(result, 1 / sqrt(mean(x^2) + epsilon) [..., 1])"""
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
+    inverse = mean_square.add_(epsilon).rsqrt_()
+    # Not `x * inverse`: a product of two formats takes longer than the conversion and a product of one.
+    return x.to(torch.float32, copy=True).mul_(inverse).mul_(weight.float()).to(x.dtype), inverse
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
-        inverse = mean_square.add_(epsilon).rsqrt_()  # [..., 1]
+        y, inverse = _rms_norm(x, weight, epsilon)
         ctx.save_for_backward(x, weight, inverse)
-        # Not `x * inverse`: a product of two formats takes longer than the conversion and a product of one.
-        y = x.to(torch.float32, copy=True).mul_(inverse).mul_(weight.float()).to(x.dtype)
         # A view: torch 2.11 compiles a wrong backward pass if forward returns a tensor that it changed in place
         # (pytorch/pytorch#180642).
         return y.view_as(y)

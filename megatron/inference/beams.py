@@ -68,9 +68,7 @@ def beam_search(
             chances = adjusted(logits.double(), rows).log_softmax(-1)  # [b, v]
         earlier: Counter[int] = Counter()  # the new tokens of earlier groups
         for group in groups:
-            if group.done:
-                group.live = [(NEVER, group.start + place, 0) for place in range(w)]  # its columns stay
-            else:
+            if not group.done:  # the columns of others stay, and count no more
                 found = _likeliest(chances, group, earlier, search, vocab_size, first.device, pp)
                 group.advance(found, step, ends, tokens[n:])
                 earlier.update(token for _, _, token in group.live)
@@ -87,6 +85,11 @@ def beam_search(
         group.cut(steps, tokens[n:])
     finished = sorted((one for group in groups for one in group.finished), key=lambda one: -one[0])
     return [text for _, text in finished[: search.num_beams]]
+
+
+def first_of(texts: list[list[int]], count: int) -> list[list[int]]:
+    """The first `count` texts; if there are fewer, the last one repeatedly."""
+    return (texts + texts[-1:] * count)[:count]
 
 
 @dataclass

@@ -33,7 +33,7 @@ from megatron.inference.passes import Pass, PassRow
 from megatron.inference.requests import Output, Request, TokenScore
 from megatron.inference.scheduler import Row, Scheduler, Text
 from megatron.inference.scoring import ALONE
-from megatron.model.cache import PagedCache
+from megatron.model.cache import PagedCache, stored_dtype
 from megatron.mpu.layers import pack_weights
 from megatron.telemetry.host_memory import available_memory
 
@@ -363,4 +363,4 @@ def bytes_of_a_token(model: torch.nn.Module) -> int:
     pipeline = getattr(model, "pipeline", None)
     layers = settings.num_layers if pipeline is None else max(map(len, pipeline.layers))
     tp = (model if pipeline is None else model.chunks[0]).tp
-    return 2 * layers * (settings.query_groups // tp.size) * settings.head_dim * own.element_size()
+    return 2 * layers * (settings.query_groups // tp.size) * settings.head_dim * stored_dtype(own).itemsize

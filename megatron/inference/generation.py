@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 
 from megatron.errors import DataError
-from megatron.inference.beams import beam_search
+from megatron.inference.beams import beam_search, first_of
 from megatron.inference.blocks import BlockPool, Table
 from megatron.inference.choices import RowState, choose
 from megatron.inference.engine import BLOCK_SIZE, Engine
@@ -35,13 +35,19 @@ def generate(
     longest: int,
     end: Optional[int] = None,
     use_cache: bool = True,
+    best: int = 1,
+    draws: Optional[Sequence[tuple[Sampling, int]]] = None,
     on_token: Callable[[list[int]], None] = lambda tokens: None,
     pp: Axis = ALONE,
 ) -> list[list[int]]:
-    """The continuation of each prompt, as token ids without the prompt and without `end`.
+    """The continuations of each prompt, as token ids without the prompt and without `end`: one, or `best` of them, those
+    of one prompt after each other.
 
     longest:   context length of the model; a text that reaches it ends there
     end:       the token that ends a text
+    best:      continuations of each prompt: drawn ones, or the best ones of beam search
+    draws:     the settings of each continuation and its number among those with the same seed; default: `sampling`, and
+               its number among all
     use_cache: False computes all tokens again at each step, of one text after the other
     on_token:  receives the new token of every prompt, -1 for those without one, after each step; not with beams. Only
                that of the first rank is called
@@ -50,21 +56,22 @@ def generate(
     """
     sampling.check()
     beams.check(sampling)
-    for number, prompt in enumerate(prompts, 1):
-        if not 0 < len(prompt) < longest:
-            what = f"prompt {number} has {len(prompt)} tokens; the model can look at {longest}"
-            raise DataError(what, do="give a shorter prompt" if prompt else "give a prompt that is not empty")
+    check_prompts(prompts, longest)
     if beams.num_beams > 1:
-        return [_best_of_beams(model, prompt, sampling, beams, longest, end, use_cache, pp) for prompt in prompts]
+        found = (_best_of_beams(model, prompt, sampling, beams, longest, end, use_cache, pp) for prompt in prompts)
+        return [text for texts in found for text in first_of(texts, best)]
+    prompts = [prompt for prompt in prompts for _ in range(best)]
+    draws = draws or [(sampling, index) for index in range(len(prompts))]
     if not use_cache:
         options = dict(longest=longest, end=end, on_token=on_token, count=len(prompts), pp=pp)
-        return [_recomputed(model, prompt, sampling, index, **options) for index, prompt in enumerate(prompts)]
+        each = enumerate(zip(prompts, draws, strict=True))
+        return [_recomputed(model, prompt, *draw, place=place, **options) for place, (prompt, draw) in each]
     engine, texts = Engine(model, longest=longest, max_batch=min(len(prompts), BATCH) or 1), [[] for _ in prompts]
     if not engine.link.is_first:
         engine.follow()
         return engine.link.shared(None)
-    for index, prompt in enumerate(prompts):
-        engine.add(Request(tuple(prompt), sampling, index=index, end=end))
+    for prompt, (own, index) in zip(prompts, draws, strict=True):
+        engine.add(Request(tuple(prompt), own, index=index, end=end))
     while engine.busy:
         tokens = [-1] * len(prompts)
         for output in engine.step():
@@ -76,10 +83,28 @@ def generate(
     return engine.link.shared(texts)
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], longest: int) -> None:
+    """Raise DataError for an empty prompt or one that leaves no room."""
+    for number, prompt in enumerate(prompts, 1):
+        if not 0 < len(prompt) < longest:
+            what = f"prompt {number} has {len(prompt)} tokens; the model can look at {longest}"
+            raise DataError(what, do="give a shorter prompt" if prompt else "give a prompt that is not empty")
+
+
 def _recomputed(
-    model, prompt: Sequence[int], sampling: Sampling, index: int, *, longest, end, on_token, count: int, pp: Axis
+    model,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    index: int,
+    *,
+    place: int,
+    longest: int,
+    end: Optional[int],
+    on_token,
+    count: int,
+    pp: Axis,
 ) -> list[int]:
-    """The continuation of prompt number `index` of `count`, without a cache."""
+    """The continuation of prompt number `place` of `count`, without a cache."""
     device, steps = next(model.parameters()).device, min(sampling.tokens_to_generate, longest - len(prompt))
     row, token = RowState(sampling, prompt, limit=steps, end=end, index=index), None
     while len(row.new) < steps:
@@ -90,14 +115,14 @@ def _recomputed(
         if token in row.ends:
             break
         row.append(token)
-        on_token([token if place == index else -1 for place in range(count)])
+        on_token([token if number == place else -1 for number in range(count)])
     return row.new
 
 
 def _best_of_beams(
     model, prompt, sampling: Sampling, beams: Search, longest: int, end: Optional[int], use_cache: bool, pp: Axis
-) -> list[int]:
-    """Beam search for one prompt; the prompt is computed once."""
+) -> list[list[int]]:
+    """Beam search for one prompt, best first; the prompt is computed once."""
     steps = min(sampling.tokens_to_generate, longest - len(prompt))
     first = torch.tensor(prompt, dtype=torch.int64, device=next(model.parameters()).device).unsqueeze(1)  # [n, 1]
     cache = BeamCache(len(prompt), steps, beams.num_beams) if use_cache else None
@@ -111,7 +136,7 @@ def _best_of_beams(
         return model.logits(new.reshape(-1, 1), cache=cache.paged, wanted=last)
 
     sizes = dict(vocab_size=model.vocab_size, cache=cache)
-    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, pp=pp)[0]
+    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, pp=pp)
 
 
 class BeamCache:

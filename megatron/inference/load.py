@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a trained model from a checkpoint of any layout: `loaded = load_model("runs/quickstart/checkpoints")`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -54,6 +54,23 @@ class Loaded:
         others = ("decode", "follows")  # of an encoder-decoder; of a bidirectional model
         return hasattr(self.model, "logits") and not any(hasattr(self.model, name) for name in others)
 
+    @cached_property
+    def tokenizer(self):
+        """The tokenizer of the training run."""
+        return open_tokenizer(self)
+
+    def generate(self, texts: str | Sequence[str], **settings) -> list[str]:
+        """The continuation of each text, or the answer of an encoder-decoder to it.
+
+            loaded.generate(["Once upon a time"], tokens_to_generate=20, top_p=0.9, stop=["\\n"])
+
+        settings: those of `inference.sampling.Sampling` and `Search`, and `samples`, `seeds` and `use_cache` of
+        `inference.answers.Asked`; several samples of a text follow each other. Use one process.
+        """
+        from megatron.inference.answers import answers_to
+
+        return [answer.text for answer in answers_to(self, [texts] if isinstance(texts, str) else texts, **settings)]
+
     def check_words(self) -> None:
         """See `refuse_head`."""
         refuse_head(self.config, self.vocab_size, self.path)
@@ -96,7 +113,29 @@ def load_model(
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
-    dtype, vocab_size = DTYPES[precision], record["vocab_size"]
+    plan = build_model(config, record["vocab_size"], device=device, precision=precision, mesh=mesh, halves=halves)
+    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
+    restored = restore(location(folder), plan.pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    if quantize.quantize:
+        chunks = getattr(plan.model, "chunks", [plan.model])
+        quantize_layers(chunks, recipe_of(config).facts(config, record["vocab_size"]), quantize)
+    found = restored.state["iteration"], restored.path, restored.notices
+    return Loaded(plan.model.eval(), config, record, record["vocab_size"], *found)
+
+
+class Built(NamedTuple):
+    """A model whose weights are allocated, and not set; weights: all of them in one tensor; pieces: for `restore`."""
+
+    model: torch.nn.Module
+    weights: torch.Tensor
+    pieces: list
+
+
+def build_model(
+    config: schema.Config, vocab_size: int, *, device, precision: str, mesh: Mesh, halves: Halves = (None, None)
+) -> Built:
+    """The model of some settings, for generation: see `load_model`."""
+    dtype = DTYPES[precision]
     parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size)
     plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
     recipe = recipe_of(config)
@@ -123,13 +162,7 @@ def load_model(
         pieces += pieces_of(own, weights.__getitem__, mesh.coordinates)
     for name, buffer in placed_buffers(chunks).items():
         pieces += buffer_pieces(name, buffer, mesh.coordinates)
-    everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
-    restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
-    if quantize.quantize:
-        quantize_layers(chunks, facts, quantize)
-    return Loaded(
-        model.eval(), config, record, vocab_size, restored.state["iteration"], restored.path, restored.notices
-    )
+    return Built(model, weights, pieces)
 
 
 def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:

@@ -52,7 +52,7 @@ class PassRow(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The texts of a pass; (number, request, limit of new tokens) of those that are new; the numbers of those that ended."""
+    """The texts of a pass; (number, request, limit of new tokens) of new ones; the numbers of those that have ended."""
 
     rows: tuple[PassRow, ...]
     new: tuple[tuple[int, Request, int], ...] = ()

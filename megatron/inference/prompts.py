@@ -43,8 +43,10 @@ def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
     ]
 
 
-def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp) -> list[list[int]]:
-    """The answer of an encoder-decoder to each source, as token ids."""
+def targets_of(
+    loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp, **more
+) -> list[list[int]]:
+    """The answers of an encoder-decoder to sources, as token ids. more: `best` and `draws` of `generate_targets`."""
     facts, start, end = loaded.model.facts, search.decoder_start_id, search.decoder_end_id
     start = _special(tokenizer, "bos", "cls") if start is None else start
     end = _special(tokenizer, "eos", "sep") if end is None else end
@@ -53,7 +55,8 @@ def targets_of(loaded, tokenizer, sources: list[list[int]], sampling: Sampling, 
         if token is not None and not 0 <= token < facts.vocab_size:
             raise SettingsError(f"{flag} {token}: the model knows ids from 0 to {facts.vocab_size - 1}")
     lengths = (facts.source, facts.target)
-    return generate_targets(loaded.model, sources, sampling, search, longest=lengths, start=start or 0, end=end, pp=pp)
+    more |= dict(longest=lengths, start=start or 0, end=end, pp=pp)
+    return generate_targets(loaded.model, sources, sampling, search, **more)
 
 
 def _special(tokenizer, *names: str) -> Optional[int]:

@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 
 from megatron.errors import DataError
-from megatron.inference.beams import beam_search
+from megatron.inference.beams import beam_search, first_of
 from megatron.inference.choices import RowState, choose
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
@@ -32,13 +32,17 @@ def generate_targets(
     longest: tuple[int, int],
     start: int = 0,
     end: Optional[int] = None,
+    best: int = 1,
+    draws: Optional[Sequence[tuple[Sampling, int]]] = None,
     on_token: Callable[[list[int]], None] = lambda tokens: None,
     pp: Axis = ALONE,
 ) -> list[list[int]]:
-    """The target of each source, as token ids without `start` and `end`.
+    """The targets of each source, as token ids without `start` and `end`: one, or `best` of them, those of one source after
+    each other.
 
     longest:  the model's context lengths for a source and for a target
     start:    the token that begins targets; end: the token that ends them
+    best, draws: as in `generation.generate`
     on_token: receives the new token of every target, -1 for those that have ended; not with beams
     pp:       ranks that share the model (`inference.stages`); all of them call this and return the same
     Raises DataError for an empty source or one that is too long.
@@ -50,13 +54,15 @@ def generate_targets(
             what = f"source {number} has {len(source)} tokens; the encoder can look at {longest[0]}"
             raise DataError(what, do="give a shorter text" if source else "give a text that is not empty")
     device, steps = next(model.parameters()).device, min(sampling.tokens_to_generate, longest[1])
-    encoded = model.encode(*padded(sources, device))
     if beams.num_beams > 1:
-        return [
-            _beam_search(model, _row(encoded, row), beams, sampling, steps, start, end, pp)
-            for row in range(len(sources))
-        ]
-    rows = [RowState(sampling, limit=steps, end=end, index=index) for index in range(len(sources))]
+        encoded = model.encode(*padded(sources, device))
+        each = (_row(encoded, row) for row in range(len(sources)))
+        found = (_beam_search(model, own, beams, sampling, steps, start, end, pp) for own in each)
+        return [target for targets in found for target in first_of(targets, best)]
+    sources = [source for source in sources for _ in range(best)]
+    encoded = model.encode(*padded(sources, device))
+    draws = draws or [(sampling, index) for index in range(len(sources))]
+    rows = [RowState(own, limit=steps, end=end, index=index) for own, index in draws]
     cache, running = DecoderCache(steps, len(sources)), [True] * len(sources)
     tokens = torch.full((1, len(sources)), start, dtype=torch.int64, device=device)
     for _ in range(steps):
@@ -102,8 +108,8 @@ def _beam_search(
     start: int,
     end: Optional[int],
     pp: Axis,
-) -> list[int]:
-    """Beam search for one source."""
+) -> list[list[int]]:
+    """Beam search for one source, best first."""
     k, device = beams.num_beams, encoded.memory.device
     repeated, cache = EncodedSource(encoded.memory.expand(-1, k, -1), None), DecoderCache(steps, k)
 
@@ -113,4 +119,4 @@ def _beam_search(
 
     first = torch.full((1, k), start, dtype=torch.int64, device=device)
     sizes = dict(vocab_size=model.vocab_size, cache=cache)
-    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, counted=1, pp=pp)[0]
+    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, counted=1, pp=pp)

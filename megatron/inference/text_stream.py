@@ -82,7 +82,7 @@ class TextStream:
         """Forget tokens of the window but the last ones: what they decode to depends on no others."""
         context = self.window[-CONTEXT:]
         text = self.decode(context)
-        if text.strip() and self.given.endswith(text.lstrip()) and not text.endswith("\ufffd"):
+        if text.strip() and not text.endswith("\ufffd"):
             self.window, self.given = context, text
 
     def _passed(self, new: str) -> TextPiece:
@@ -106,13 +106,3 @@ def _overlap(text: str, word: str) -> int:
     2
     """
     return next((size for size in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:size])), 0)
-
-
-def until_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """(a whole text up to the stop string that is complete first, whether there is one).
-
-    >>> until_stop("one. two; three", [";", "."])
-    ('one', True)
-    """
-    found = [(at + len(word), at) for word in stop if (at := text.find(word)) >= 0]
-    return (text[: min(found)[1]], True) if found else (text, False)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron.fused_kernels.attention import one_query, one_query_over_parts
+from megatron.fused_kernels.attention import one_query_each
 
 
 class Cache(Protocol):
@@ -81,18 +81,20 @@ class PagedCache:
         """
         keys, values = self._write(layer.layer, key, value)
         dtype, query = query.dtype, query.to(keys.dtype)
-        attended, by_row = [], layer.takes_one_query(query)
-        for rows, places in self.parts:
-            count = rows.stop - rows.start
-            if layer.window is not None:
-                places = _last(places, count + layer.window)
-            if count == 1 and by_row:
-                attended.append(_of_one_token(query[rows], keys, values, places, layer.scale))
-            else:
+        parts = self.parts
+        if layer.window is not None:
+            parts = [Part(rows, _last(places, rows.stop - rows.start + layer.window)) for rows, places in parts]
+        attended = query.new_empty((len(query), 1, query[0].numel()))
+        single = [part for part in parts if part.rows.stop - part.rows.start == 1 and layer.takes_one_query(query)]
+        if single:
+            own = query.squeeze(1)
+            rows = slice(None) if len(single) == len(query) else [part.rows.start for part in single]
+            attended[rows, 0] = one_query_each(own[rows], keys, values, [part.places for part in single], layer.scale)
+        for rows, places in parts if len(single) < len(parts) else ():
+            if not single or rows.stop - rows.start > 1:
                 own, theirs = (_taken(stored, places).to(dtype) for stored in (keys, values))
-                part = layer.core(query[rows].to(dtype), own, theirs, layer, context.without_cache)
-                attended.append(part)
-        return (attended[0] if len(attended) == 1 else torch.cat([part.to(dtype) for part in attended])).to(dtype)
+                attended[rows] = layer.core(query[rows].to(dtype), own, theirs, layer, context.without_cache)
+        return attended.to(dtype)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, as (from, to): a text is about to write into a block that another one has, too."""
@@ -106,8 +108,7 @@ class PagedCache:
         slots = self._tensor("slots", self._slots, key.device)
         if layer not in self._layers:
             shape = (self.blocks * self.block_size, *key.shape[2:])
-            # In fp32 on a CPU, whose attention of one token takes 2 to 7 times as long in bf16.
-            dtype = torch.float32 if key.device.type == "cpu" else key.dtype
+            dtype = stored_dtype(key)
             self._layers[layer] = (
                 key.new_empty(shape, dtype=dtype),
                 value.new_empty((shape[0], *value.shape[2:]), dtype=dtype),
@@ -123,12 +124,11 @@ class PagedCache:
         return self._on_device[name]
 
 
-def _of_one_token(query, keys, values, places: tuple[slice, ...], scale: float) -> torch.Tensor:
-    """Attention of the last token of a text, [1, 1, g/tp, q, d] -> [1, 1, g/tp q d]."""
-    if len(places) == 1:
-        return one_query(query, keys[places[0]].unsqueeze(1), values[places[0]].unsqueeze(1), scale=scale)
-    parts = ([stored[place] for place in places] for stored in (keys, values))
-    return one_query_over_parts(query, *parts, scale)
+def stored_dtype(like: torch.Tensor) -> torch.dtype:
+    """The format of keys and values of a model with weights `like` this: fp32 on a CPU, whose attention of one token takes
+    2 to 7 times as long in bf16.
+    """
+    return torch.float32 if like.device.type == "cpu" else like.dtype
 
 
 def _cut(runs: Sequence[tuple[int, int]], size: int, start: int, stop: int):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.fused_kernels import Case, choose_kernel, reference
+from megatron.fused_kernels import Case, choose_kernel, cpu_ops, reference
 from megatron.model.recompute import recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
@@ -36,6 +36,8 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.up.reads_packed(x) and self.is_gelu:
+            return self.down(cpu_ops.onednn_gelu(x, self.up.packed, self.up.bias, self.approximate))
         adds_bias = self._bias_gelu(x)
         activation = partial(adds_bias, bias=self.up.bias) if adds_bias else self._activation
         x = self.up(x, add_bias=not adds_bias)  # [s, b, ffn/tp], twice as wide with a gate
@@ -44,6 +46,12 @@ class MLP(nn.Module):
         x, reading = recompute_output(activation, x, inside=self.region, of=(self,))
         with reading:
             return self.down(x)
+
+    @property
+    def is_gelu(self) -> bool:
+        """Whether the activation is GeLU, without a gate."""
+        own = type(self)._activation is not MLP._activation  # a variant's
+        return not (self.swiglu or self.geglu or self.squared or own)
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         """The activation of the output of `up`, [s, b, ffn/tp]."""

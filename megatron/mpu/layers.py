@@ -459,6 +459,10 @@ class ColumnParallelLinear(nn.Module):
         self.tp, self.gather = tp, tp if sequence_parallel and tp.size > 1 else None
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
+    def reads_packed(self, x: torch.Tensor) -> bool:
+        """Whether `forward` uses the weight as `pack_weights` has it."""
+        return self.packed is not None and x.dtype == self.packed.dtype and torch.is_inference_mode_enabled()
+
     def forward(self, x: torch.Tensor, add_bias: bool = True) -> torch.Tensor:
         """add_bias: False if a later kernel adds it."""
         x = x if self.product is None else self.product.transform_input(x)

@@ -268,13 +268,15 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     kernels = [op for op in ops if isinstance(op, Kernel)]
     elementwise = lambda kernels: d.unfused * sum(op.moved for op in kernels) * job.element / d.bandwidth
     work = (
-        sum(_arithmetic(job, op, d) for op in ops) + elementwise(kernels) + sum(op.starts for op in kernels) * d.launch
+        sum(arithmetic_seconds(job, op, d) for op in ops)
+        + elementwise(kernels)
+        + sum(op.starts for op in kernels) * d.launch
     )
     flash = [op for op in ops if isinstance(op, CoreAttention) and op.kernel == "flash"]
     longer = (d.attention_backward - 2) * sum(_core(job, op, d) for op in flash)  # other ops: two products for one
     again = [op for op in ops if op.runs_again(modules)]
     between = [op for op in again if isinstance(op, Kernel) and not isinstance(op, CoreAttention)]
-    repeated = work if LAYER in modules else sum(_arithmetic(job, op, d) for op in again) + elementwise(between)
+    repeated = work if LAYER in modules else sum(arithmetic_seconds(job, op, d) for op in again) + elementwise(between)
     sums, each = _tensor_parallel_sums(job, share, ops, cluster)
     messages = sum(len(op.ahead) for op in again if isinstance(op, Collective) and op.axis == "tp")
     if LAYER in modules:  # a sum of two halves counts as one
@@ -303,7 +305,7 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
     )
 
 
-def _arithmetic(job: Job, op: LayerOp, d: Device) -> float:
+def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
     """Seconds of a product, or of attention."""
     if isinstance(op, Product):
         return op.flops / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))

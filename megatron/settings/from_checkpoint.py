@@ -63,7 +63,7 @@ def megatron_format_problem(folder: Path | UrlPath) -> Optional[str]:
 
 
 def foreign_format(path: Path | UrlPath) -> Optional[str]:
-    """How to convert a checkpoint in one of Megatron-LM's two formats; None for any other."""
+    """How to convert a checkpoint in one of Megatron-LM's two formats or Hugging Face's; None for any other."""
     if (path / "index.json").exists():
         return None
     if any(path.glob("mp_rank_*")):
@@ -71,6 +71,8 @@ def foreign_format(path: Path | UrlPath) -> Optional[str]:
             f"{path} is in Megatron-LM's own format; convert it with python -m megatron.tools.checkpoint "
             f"from-megatron {path.parent} OUT"
         )
+    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        return f"{path} is in Hugging Face's format; convert it with python -m megatron.tools.checkpoint from-hf {path} OUT"
     if any(path.glob("*.distcp")):
         return (
             f"{path} is in torch's distributed format; if it is Megatron-LM's, convert it with python -m "

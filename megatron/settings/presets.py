@@ -13,6 +13,9 @@ A name also selects a vocabulary, if $MEGATRON_CACHE has a folder of this name.
 
 import os
 from pathlib import Path
+from typing import Any
+
+from megatron.settings.decoder_shapes import DECODERS
 
 SHAPES = {  # layers, hidden size, heads, sequence length
     "gpt2-small": (12, 768, 12, 1024),
@@ -69,8 +72,13 @@ def where_to_put(name: str | None) -> str:
     return f", or put {files} into {cache_folder() / name}" if files else ""
 
 
-def preset(name: str) -> dict[str, int] | None:
+NAMES = (*SHAPES, *DECODERS)
+
+
+def preset(name: str) -> dict[str, Any] | None:
     """The settings of a named shape; None for an unknown name. `gpt3-`, `gpt-` and a trailing `-en` are optional."""
+    if name.lower() in DECODERS:
+        return DECODERS[name.lower()]
     short = name.lower().removesuffix("-en").removeprefix("gpt3-").removeprefix("gpt-")
     short = "gpt2-small" if short == "gpt2" else short
     for known, (layers, hidden, heads, length) in SHAPES.items():

@@ -25,7 +25,7 @@ from megatron.settings.dialects.commands import (
 )
 from megatron.settings.dialects.megatron_lm import DATA_FILES, answer, data_in_file
 from megatron.settings.plan_file import GivenPlan, read_plan
-from megatron.settings.presets import SHAPES, VOCABULARY, cached, preset
+from megatron.settings.presets import NAMES, VOCABULARY, cached, preset
 from megatron.settings.spelling import BadValue, Spelling, dashed, spellings_of
 from megatron.settings.statements import SaidBy, Statement, overruled, resolve
 from megatron.settings.words import OWN, THEN, CommandLine, split, with_dashes
@@ -332,7 +332,7 @@ class SettingsReader:
         name = str(chosen.value)
         values = preset(name) or (dict(load=name, use_checkpoint_args=True) if Path(name).is_dir() else None)
         if values is None:
-            known = f"{', '.join(SHAPES)}){did_you_mean(name, SHAPES)}"
+            known = f"{', '.join(NAMES)}){did_you_mean(name, NAMES)}"
             self.problems.append(f"{chosen.words}: neither a folder nor a known shape ({known}")
         else:
             if preset(name) and cached(name) and not any(said[other].value for other in VOCABULARY if other in said):

@@ -83,7 +83,7 @@ RANGES = {  # what a value must be -> test, fields
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top
-        straggler_minmax_count""",
+        straggler_minmax_count prompt_length output_length max_batch_size""",
     ),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: fewer steps are not judged
     "at least 0": (

@@ -8,6 +8,7 @@ from typing import Optional
 from megatron.errors import run_main
 from megatron.model.recipe import MODEL_TYPES, named_recipe
 from megatron.settings import schema
+from megatron.settings.decoder_shapes import DECODERS
 from megatron.settings.dialects import megatron_lm
 from megatron.settings.help import placeholder, setting_help, value_text
 from megatron.settings.positional import parse_one
@@ -102,6 +103,10 @@ def _row(s: Setting) -> str:
 
 def _shapes() -> str:
     rows = "\n".join(f"| {name} | {' | '.join(map(str, shape))} |" for name, shape in SHAPES.items())
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    rows += "".join(
+        f"\n| {name} | {' | '.join(str(shape[size]) for size in sizes)} |" for name, shape in DECODERS.items()
+    )
     return (
         "## Named shapes\n\n`--model-name-or-path NAME`; `gpt3-` in front and `-en` at the end are optional.\n\n"
         f"| name | layers | hidden size | heads | sequence length |\n|---|---|---|---|---|\n{rows}\n"

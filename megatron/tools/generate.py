@@ -6,25 +6,28 @@
         --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2
 
 Everything about the model and its vocabulary is read from the checkpoint, whatever layout wrote it. Prompts come from
---prompt (one or several) or from a file, one a line. Ranks share the model, and the first one prints.
+--prompt (one or several) or from a file, one a line. Ranks share the model, and the first one prints. docs/generation.md
+explains the settings.
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal, NamedTuple, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
+from megatron.inference import generation_config
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
-from megatron.settings.effects import idle_flags
-from megatron.settings.parse import parse_with_record
+from megatron.settings.effects import Needs, idle_flags
+from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
 
@@ -34,12 +37,17 @@ class GenerateOptions:
     """The model, the prompts and the output."""
 
     load: str = setting("folder of checkpoints, or one checkpoint")
-    prompt: Optional[list[str]] = setting("texts to continue", None)
+    prompt: Optional[list[str]] = setting("texts to continue", None, "--prompts")
     prompt_file: Optional[str] = setting("file with one text a line; - is standard input", None, "--sample-input-file")
     output: Optional[str] = setting(
-        "file for the texts, instead of standard output", None, "--sample-output-file", "--genfile"
+        "file for the texts, instead of standard output", None, "--sample-output-file", "--genfile", "--output-path"
     )
-    num_samples: int = setting("continuations of each prompt", 1)
+    num_samples: int = setting(
+        "continuations of each prompt; of beam search the best ones", 1, "--num-return-sequences"
+    )
+    prompt_seeds: Optional[list[int]] = setting(
+        "a seed for each prompt, so that its texts do not depend on the others (default: --sampling-seed for all)", None
+    )
     ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
     device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
     precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
@@ -48,7 +56,15 @@ class GenerateOptions:
     use_cache: bool = setting(
         "keep keys and values of earlier tokens; off: compute them again (slow, same text)", True, "--recompute=false"
     )
-    json: bool = setting("one JSON object a line: prompt, text, tokens", False)
+    stream: bool = setting("print texts while they are generated", False)
+    logprobs: Optional[int] = setting(
+        "also print the log-probability of each new token, and this many likelier ones in its place",
+        None,
+        "--top-n-logprobs",
+        "--return-log-probs~=0/",
+    )
+    prompt_logprobs: bool = setting("also print those of the prompts' tokens", False)
+    json: bool = setting("one JSON object a line: prompt, text, tokens, finish", False)
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
     pipeline_model_parallel_size: Optional[int] = setting("ranks that share the layers (default: 1)", None, "--pp")
     encoder_pipeline_stages: Optional[int] = setting(
@@ -77,35 +93,52 @@ class GenerateOptions:
 
 COMMON = tuple(
     """
-    load prompt prompt_file output num_samples tokens_to_generate greedy temperature top_k top_p repetition_penalty
-    sampling_seed num_beams device json tensor_model_parallel_size pipeline_model_parallel_size
+    load prompt prompt_file output stream num_samples tokens_to_generate greedy temperature top_k top_p
+    repetition_penalty stop sampling_seed num_beams logprobs device json tensor_model_parallel_size
+    pipeline_model_parallel_size
     """.split()
 )
 
 
+DRAWN = {
+    "prompt_seeds": IDLE["sampling_seed"],
+    "num_samples": Needs(
+        "sampling or --num-beams: all texts of a prompt are the same", lambda s: s.beams > 1 or not s.is_greedy
+    ),
+}
+
+
 def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
+    kinds = dict(
+        generate=GenerateOptions,
+        quantize=QuantizeOptions,
+        sampling=Sampling,
+        search=Search,
+        tokenizer=TokenizerSettings,
+    )
+    recommended = recommended_for(said(argv, kinds))
     groups, given = parse_with_record(
         argv,
-        dict(
-            generate=GenerateOptions,
-            quantize=QuantizeOptions,
-            sampling=Sampling,
-            search=Search,
-            tokenizer=TokenizerSettings,
-        ),
+        kinds,
         prog="python -m megatron.tools.generate",
         description="Continue texts with a trained model.",
         common=COMMON,
+        defaults=recommended.settings,
     )
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     with failing_in_users_words(given):
         check(settings, given)
         sampling.check(given)
         sampling, notes = sampling.normalized()
+        notes += recommended.notices
+        sampling = replace(sampling, stop=[unescaped(text) for text in sampling.stop or ()] or None)
         search.check(sampling, given)
         notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
         notes += idle_flags(groups["quantize"], given, quantization.IDLE)
+        notes += idle_flags(
+            settings, given, DRAWN, **vars(sampling), is_greedy=sampling.is_greedy, beams=search.num_beams
+        )
         here = rank_env.ranks()
         for note in notes if here.rank == 0 else ():
             print(f"note: {note}", file=sys.stderr)
@@ -127,6 +160,24 @@ def main(argv: list[str]) -> None:
         on_ranks(parallel, settings.device, work)
 
 
+class RecommendedSettings(NamedTuple):
+    """Settings of the generation_config.json beside the model, and notices on them."""
+
+    settings: dict[str, object]
+    notices: list[str]
+
+
+def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
+    """The settings that the model's folder recommends. Raises DataError for an invalid file."""
+    folders = [str(given[name].value) for name in ("load_exported", "load") if name in given]
+    if not folders:
+        return RecommendedSettings({}, [])
+    found, name = generation_config.read(folders[0], frozenset(given)), f"{folders[0]}/{generation_config.NAME}"
+    notices = [f"{name} sets {', '.join(found.settings)}"] * bool(found.settings)
+    notices += [f"{name}: {', '.join(found.unknown)}: there is no such setting here"] * bool(found.unknown)
+    return RecommendedSettings(found.settings, notices)
+
+
 def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
     """Raise SettingsError for an impossible number of ranks, before torch is loaded. given: setting -> its source."""
     if settings.save_inference_model_then_exist:
@@ -139,6 +190,12 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise SettingsError(f"{words_of(given, name, size)}: has to be at least 1")
+    if settings.stream and settings.output:
+        raise SettingsError(
+            f"--stream is for the terminal, and --output {settings.output} for a file", do="leave one out"
+        )
+    if settings.logprobs is not None and settings.logprobs < 0:
+        raise SettingsError(f"{words_of(given, 'logprobs', settings.logprobs)}: has to be 0 or more")
     if not settings.distributed_timeout_minutes > 0:
         minutes = words_of(given, "distributed_timeout_minutes", settings.distributed_timeout_minutes)
         raise SettingsError(f"{minutes}: has to be above 0")
@@ -163,11 +220,9 @@ def write(
 
     given: setting -> who gave it
     """
-    from megatron.inference.generation import generate
+    from megatron.inference.answers import Asked, answered
     from megatron.inference.load import load_model, open_tokenizer
-    from megatron.inference.prompts import no_sentinels, source_of, targets_of
 
-    prompts = [text for text in texts for _ in range(settings.num_samples)]
     loaded = load_model(
         settings.load,
         device=context.device,
@@ -190,33 +245,34 @@ def write(
                 f"--decoder-{flag}-id {value} is of encoder-decoders, and {settings.load} holds none", do="leave it out"
             )
     tokenizer = open_tokenizer(loaded, given_values(TokenizerSettings, given))
-    notes, pp = list(loaded.notices), context.mesh.pp
+    notes = list(loaded.notices)
     if sampling.top_k > tokenizer.vocab_size:
         notes.append(
             f"--top-k {sampling.top_k} is more than the {tokenizer.vocab_size} tokens that there are: all count"
         )
-    if pairs:
-        sources = [source_of(tokenizer, prompt, number) for number, prompt in enumerate(prompts, 1)]
-        notes += no_sentinels(tokenizer, sources)
-        start = time.perf_counter()
-        answers = targets_of(loaded, tokenizer, sources, sampling, search, pp)
-        rooms = [loaded.model.facts.target for _ in sources]
-    else:
-        more = dict(longest=loaded.longest, end=tokenizer.eod, use_cache=settings.use_cache, pp=pp)
-        encoded, start = [tokenizer.encode(prompt) for prompt in prompts], time.perf_counter()
-        answers = generate(loaded.model, encoded, sampling, search, **more)
-        rooms = [loaded.longest - len(tokens) for tokens in encoded]
+    asked = Asked(
+        texts,
+        sampling,
+        search,
+        settings.num_samples,
+        settings.prompt_seeds,
+        settings.use_cache,
+        settings.logprobs,
+        settings.prompt_logprobs,
+    )
+    printed = Printed(asked, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
+    streams, start = settings.stream and context.is_rank_zero, time.perf_counter()
+    found = answered(loaded, tokenizer, asked, context.mesh.pp, *[printed.stream] * streams)
     if not context.is_rank_zero:
         return
-    seconds = time.perf_counter() - start
-    for note in [*notes, *cut_off(rooms, answers, sampling)]:
+    seconds, tokens = time.perf_counter() - start, [answer.tokens for answer in found.answers]
+    for note in [*notes, *found.notices, *cut_off(found.rooms, tokens, sampling)]:
         print(f"note: {in_users_words(note, given)}", file=sys.stderr)
-    texts = shown(prompts, answers, tokenizer, as_json=settings.json, apart=" -> " if pairs else "")
     if settings.output:
-        write_output(Path(settings.output), texts)
-    else:
-        print(texts, end="")
-    count = sum(map(len, answers))
+        write_output(Path(settings.output), printed.all(found.answers))
+    elif not settings.stream:
+        print(printed.all(found.answers), end="")
+    count = sum(map(len, tokens))
     print(f"{loaded.path}: {count} tokens in {seconds:.2f} s = {count / seconds:.0f} tokens/s", file=sys.stderr)
 
 
@@ -240,13 +296,77 @@ def read_prompts(settings: GenerateOptions) -> list[str]:
     return prompts
 
 
-def shown(prompts: list[str], answers: list[list[int]], tokenizer, *, as_json: bool, apart: str = "") -> str:
-    """The prompts with their continuations. apart: the text between both."""
-    texts = map(tokenizer.decode, answers)
-    if as_json:
-        records = (dict(prompt=p, text=text, tokens=answer) for p, text, answer in zip(prompts, texts, answers))
-        return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    return ("-" * 40 + "\n").join(f"{prompt}{apart}{text}\n" for prompt, text in zip(prompts, texts))
+def unescaped(text: str) -> str:
+    r"""A stop string as typed on a command line: \n is a newline, \t a tab, \\ a backslash.
+
+    >>> unescaped(r"a\nb") == "a" + chr(10) + "b"
+    True
+    """
+    known = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\"}
+    return re.sub(r"\\[ntr\\]", lambda found: known[found.group()], text)
+
+
+class Printed:
+    """Answers as text or JSON, all together or while they grow. asked: `inference.answers.Asked`."""
+
+    def __init__(self, asked, tokenizer, *, as_json: bool, apart: str = ""):
+        """apart: the text between a prompt and its answer."""
+        self.asked, self.tokenizer, self.as_json, self.apart = asked, tokenizer, as_json, apart
+        self.prompts = [prompt for prompt in asked.prompts for _ in range(asked.samples)]
+        self.place = 0  # of the answer that is printed as it grows; later ones wait for its end
+        self.waiting: dict[int, tuple[str, object]] = {}  # their text so far, and the answer
+
+    def all(self, answers) -> str:
+        """All answers, one after another."""
+        return "".join(
+            self.head(place) + ("" if self.as_json else answer.text) + self.tail(place, answer)
+            for place, answer in enumerate(answers)
+        )
+
+    def stream(self, place: int, text: str, answer) -> None:
+        """Print new text of an answer (`inference.answers.OnText`)."""
+        before = self.waiting[place][0] if place in self.waiting else self.head(place)
+        self.waiting[place] = before + ("" if self.as_json else text), answer
+        while self.place in self.waiting:
+            text, answer = self.waiting[self.place]
+            ended = answer.finish is not None
+            print(text + (self.tail(self.place, answer) if ended else ""), end="", flush=True)
+            self.waiting[self.place] = "", answer
+            if not ended:
+                break
+            del self.waiting[self.place]
+            self.place += 1
+
+    def head(self, place: int) -> str:
+        """What comes before an answer."""
+        if self.as_json:
+            return ""
+        return ("-" * 40 + "\n") * (place > 0) + self.prompts[place] + self.apart
+
+    def tail(self, place: int, answer) -> str:
+        """What follows an answer."""
+        if not self.as_json:
+            return "\n" + "".join(self._line(score) for score in (*answer.prompt, *answer.scores))
+        record = dict(prompt=self.prompts[place], text=answer.text, tokens=answer.tokens, finish=answer.finish)
+        if self.asked.logprobs is not None:
+            record["logprobs"] = [self._record(score) for score in answer.scores]
+        if self.asked.prompt_logprobs:
+            record["prompt_logprobs"] = [self._record(score) for score in answer.prompt]
+        return json.dumps(record, ensure_ascii=False) + "\n"
+
+    def _line(self, score) -> str:
+        """A token's log-probability, itself, and the likeliest tokens with theirs."""
+        own = "       -" if score.logprob is None else f"{score.logprob:8.3f}"
+        others = "".join(f"  {logprob:.3f} {self._quoted(token)}" for token, logprob in score.top)
+        return f"{own} {self._quoted(score.token)}" + (" :" + others) * bool(others) + "\n"
+
+    def _record(self, score) -> dict:
+        own = dict(token=score.token, text=self.tokenizer.decode([score.token]), logprob=score.logprob)
+        top = [dict(token=token, text=self.tokenizer.decode([token]), logprob=logprob) for token, logprob in score.top]
+        return own | (dict(top=top) if self.asked.logprobs else {})
+
+    def _quoted(self, token: int) -> str:
+        return json.dumps(self.tokenizer.decode([token]), ensure_ascii=False)
 
 
 def write_output(path: Path, texts: str) -> None:

@@ -5,18 +5,21 @@
         --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --bf16
     python -m megatron.tools.plan --params 100e9 --device-memory-gb 31
     python -m megatron.tools.plan --calibrate this_machine.json
+    python -m megatron.tools.plan --mode inference --world-size 8 --device-name H100 --model-name-or-path llama-70b --bf16
 
 Takes the flags of a training. Parallel sizes, micro-batch, ZeRO stage and schedule that are given narrow the search.
 """
 
 import json
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Literal, Optional
 
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
 from megatron.model.arguments import parse_with_options
 from megatron.settings import schema
+from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse
 from megatron.settings.schema import setting
 from megatron.settings.statements import failing_in_users_words
@@ -26,6 +29,9 @@ from megatron.settings.statements import failing_in_users_words
 class PlanOptions:
     """Options of the output."""
 
+    mode: Literal["training", "inference"] = setting(
+        "inference: layouts for generation from a trained model", "training"
+    )
     top: int = setting("plans in the table", 10)
     rejected: int = setting("layouts that do not fit in the table, the closest first", 5)
     tokens: Optional[float] = setting("tokens to train on: how many days that takes", None, "--token-budget")
@@ -36,9 +42,20 @@ class PlanOptions:
     params: Optional[float] = setting("only arithmetic: what so many parameters need", None)
     min_world_size: bool = setting("with --params: the fewest devices that hold it, and nothing else", False)
     calibrate: Optional[str] = setting("measure this machine into a file for --calibration", None)
+    prompt_length: int = setting("inference: tokens of a prompt", 512)
+    output_length: int = setting("inference: tokens of a continuation", 128)
+    max_batch_size: Optional[int] = setting(
+        "inference: texts at a time, of all replicas (default: as many as fit, at most 256 a replica)", None
+    )
+    prefer: Literal["throughput", "latency"] = setting("inference: tokens per second, or time per token", "throughput")
     task_type: Optional[str] = setting("accepted for other advisors' command lines; GPT is what there is", None)
 
 
+SERVING = ("prompt_length", "output_length", "max_batch_size", "prefer")
+IDLE = {name: Needs("--mode inference", lambda s: s.mode == "inference") for name in SERVING}
+IDLE |= {
+    name: Needs("--mode training", lambda s: s.mode == "training") for name in ("rejected", "tokens", "emit", "picture")
+}
 COMMON = (
     "num_layers",
     "hidden_size",
@@ -85,7 +102,9 @@ def main(argv: list[str]) -> None:
         if asked.calibrate:
             _calibrate(asked.calibrate)
             config = config.derive("--calibrate", calibration=asked.calibrate)
-        _search(config, asked)
+        for note in idle_flags(asked, config.statements, IDLE):
+            print(f"note: {note}", file=sys.stderr)
+        (_serve if asked.mode == "inference" else _search)(config, asked)
 
 
 def _what() -> str:
@@ -176,6 +195,38 @@ def _search(config: schema.Config, asked: PlanOptions) -> None:  # noqa: C901
             raise StorageError(f"cannot write --emit {asked.emit}", error.strerror) from error
         if not asked.json:
             print(f"\nwritten: {asked.emit}")
+
+
+def _serve(config: schema.Config, asked: PlanOptions) -> None:
+    """Layouts for generation."""
+    from megatron.planner import serving, serving_text, target
+    from megatron.planner.choose import with_margin
+    from megatron.planner.text import described, devices
+    from megatron.telemetry.figures import WIDE, WIDTH, sentence
+
+    cluster, source = target.cluster_of(config, ask=True)
+    cluster = with_margin(config, cluster)
+    job, remark = target.job_of(config, cluster)
+    requests = serving.Requests(asked.prompt_length, asked.output_length, asked.max_batch_size)
+    found = serving.plans(job, cluster, requests, latency=asked.prefer == "latency")
+    fit, width = [plan for plan in found if plan.fits], WIDE if config.planner.wide else WIDTH
+    if asked.json:
+        print(json.dumps(serving_text.record(found, cluster, requests), indent=1))
+    elif fit:
+        print(serving_text.answer(fit[0], cluster, requests) + "\n")
+        for line in (described(job), devices(cluster, source), *[f"note: {remark}"] * bool(remark)):
+            print(sentence(line, width))
+        print(f"\n{serving_text.plans(fit[: asked.top], width)}")
+        if others := serving_text.rejected(found[len(fit) :], cluster, width):
+            print(f"\nout of the question, the closest first:\n{others}")
+        print(f"\n{serving_text.parts(fit[0], cluster, width)}\n\n{serving_text.command(fit[0])}")
+    if not fit:
+        least = found[0] if found else None
+        raise SettingsError(
+            f"no layout of {cluster.world_size} x {cluster.device.memory_gb:g} GB holds the model and its texts",
+            serving_text.rejected(found[:1], cluster) if least else "no size divides the model and the ranks",
+            "more ranks, fewer or shorter texts (--max-batch-size, --prompt-length), or a smaller model",
+        )
 
 
 def _show(outcome, asked: PlanOptions, wide: bool) -> None:

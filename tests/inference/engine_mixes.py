@@ -89,7 +89,7 @@ def check_mix(model, requests: list[Request], wanted: list[Alone], seed: int) ->
             number = draw.choice(list(running))
             engine.cancel(number)
             cancelled.add(number)
-        for output in engine.step():
+        for output in checked_step(engine):
             place, outputs = running[output.request]
             outputs.append(output)
             if output.finish:
@@ -103,6 +103,29 @@ def check_mix(model, requests: list[Request], wanted: list[Alone], seed: int) ->
         check(requests[place], wanted[place], outputs, number in cancelled)
     stats = engine.stats()
     return dict(cached=stats.cached_tokens, preempted=stats.preemptions, cancelled=len(cancelled), texts=len(ended))
+
+
+def checked_step(engine: Engine) -> list:
+    """A step, in which each text may write only into its own, unfinished block, and into blocks that it gets now."""
+    scheduler, pool = engine._scheduler, engine.pool
+    plan, following = scheduler.plan, pool._next
+
+    def checked():
+        tables, full, got = {text: set(text.table.blocks) for text in scheduler.running}, set(pool._digest), []
+        pool._next = lambda *arguments: got.append(following(*arguments)) or got[-1]
+        rows, everything = plan(), []
+        for row in rows:
+            blocks = row.text.table.blocks[row.start // pool.size : -(-row.stop // pool.size)]
+            assert set(blocks) <= tables.get(row.text, set()) - full | set(got), "a shared block is rewritten"
+            everything += blocks
+        assert len(set(everything)) == len(everything), "two texts write into a block"
+        return rows
+
+    scheduler.plan = checked
+    try:
+        return engine.step()
+    finally:
+        scheduler.plan, pool._next = plan, following
 
 
 def check(request: Request, wanted: Alone, outputs: list, cancelled: bool) -> None:

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The generation engine: a text is what it is alone, whatever its neighbours are, and all memory comes back."""
 
-import pytest
+import random
 
+import pytest
+import torch
+
+from megatron.errors import DataError, SettingsError
+from megatron.fused_kernels import cpu_ops
+from megatron.inference.blocks import BlockPool, Table
+from megatron.inference.engine import Engine
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling
+from megatron.inference.scheduler import Scheduler
 from tests.inference.engine_mixes import alone, check_mix, requests_of
 
-MIXES = 100
 LLAMA = dict(
     position_embedding_type="rope",
     swiglu=True,
@@ -21,14 +30,14 @@ WINDOWED = dict(LLAMA, window_size="5,0", attn_logit_softcapping=20.0)
 @pytest.mark.parametrize("layout", [{}, LLAMA, WINDOWED], ids=["gpt2", "llama", "windowed"])
 def test_a_text_does_not_depend_on_its_neighbours(small_gpt, layout):
     """Random mixes with small caches, cancellations and common beginnings, against each request alone without a cache."""
-    model = small_gpt(**layout)
-    requests = requests_of(1, 40, model.vocab_size)
+    model, mixes = small_gpt(**layout), 12 if layout else 40
+    requests = requests_of(1, 12 if layout else 24, model.vocab_size)
     wanted, sums = [alone(model, request) for request in requests], {}
-    assert len({tuple(one.tokens) for one in wanted}) > 30
-    for seed in range(MIXES if not layout else MIXES // 4):
+    assert len({tuple(one.tokens) for one in wanted}) > len(requests) // 2
+    for seed in range(mixes):
         found = check_mix(model, requests, wanted, seed)
         sums = {name: sums.get(name, 0) + number for name, number in found.items()}
-    assert min(sums.values()) > 5, sums  # everything has happened
+    assert min(sums.values()) > 3, sums  # everything has happened
 
 
 @pytest.mark.full
@@ -38,3 +47,160 @@ def test_many_mixes(small_gpt):
     wanted = [alone(model, request) for request in requests]
     for seed in range(10_000):
         check_mix(model, requests, wanted, 1000 + seed)
+
+
+def run(engine: Engine, requests) -> dict[int, list]:
+    """All outputs of requests that come together."""
+    found = {engine.add(request): [] for request in requests}
+    while engine.busy:
+        for output in engine.step():
+            found[output.request].append(output)
+    return found
+
+
+@pytest.mark.skipif(
+    not cpu_ops.packs(torch.empty(1)) or torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="products whose rows do not depend on their number are known of oneDNN with AVX-512",
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_are_equal_to_the_bit(small_gpt, dtype):
+    """As long as nothing is shared or computed again: prompts have no common beginning, and the cache has room."""
+    model = small_gpt().to(dtype)
+    model.dtype, draw = dtype, random.Random(1)
+    sizes = dict(longest=32, max_batch=8, block_size=4, chunk=8, packed=True)
+    texts = [tuple(draw.randrange(512) for _ in range(draw.randint(1, 25))) for _ in range(8)]
+    requests = [Request(text, Sampling(7), index, logprobs=4) for index, text in enumerate(texts)]
+    together = list(run(Engine(model, **sizes), requests).values())
+    for request, outputs in zip(requests, together, strict=True):
+        [single] = run(Engine(model, **sizes), [request]).values()
+        assert [output.new for output in single] == [output.new for output in outputs]
+
+
+def test_texts_share_the_blocks_of_their_beginning(small_gpt):
+    """In one pass, and after it; a scored prompt is computed whole; after new weights nothing is shared."""
+    model = small_gpt()
+    engine = Engine(model, longest=32, block_size=4)
+    beginning, sampling = tuple(range(20, 31)), Sampling(3, greedy=True)
+    requests = [Request((*beginning, last), sampling) for last in (1, 2, 2)]
+    found = run(engine, requests)
+    assert [outputs[0].cached for outputs in found.values()] == [0, 8, 8]
+    assert found[1] == [output.__class__(**{**vars(output), "request": 1}) for output in found[2]]
+    wanted = alone(model, requests[1])
+    assert [output.new.token for output in found[2]] == wanted.tokens
+    [again] = run(engine, [requests[0]]).values()
+    assert again[0].cached == 8 and engine.stats().cached_tokens == 24
+    [scored] = run(engine, [Request((*beginning, 1), sampling, prompt_logprobs=True)]).values()
+    assert scored[0].cached == 0 and len(scored[0].prompt) == 12
+    engine.weights_changed()
+    [new] = run(engine, [requests[0]]).values()
+    assert new[0].cached == 0 and [one.new.token for one in new] == [one.new.token for one in again]
+    assert engine.pool.free == engine.pool.blocks
+
+
+def test_new_weights_are_used(small_gpt):
+    model, other = small_gpt(), small_gpt(scale=7.0)
+    request = Request((3, 1, 4, 1, 5), Sampling(8, greedy=True))
+    engine = Engine(model, longest=32, packed=True)
+    run(engine, [request])
+    model.load_state_dict(other.state_dict())
+    engine.weights_changed()
+    [outputs] = run(engine, [request]).values()
+    assert [output.new.token for output in outputs] == alone(other, request).tokens
+    engine.close()
+    assert all(layer.packed is None for layer in model.modules() if hasattr(layer, "packed"))
+
+
+def test_cancelled_texts_end(small_gpt):
+    """Waiting, running or unknown; each is reported once, and its blocks are free."""
+    engine = Engine(small_gpt(), longest=32, max_batch=1)
+    running, waiting = (engine.add(Request((1, 2, 3), Sampling(20, greedy=True))) for _ in range(2))
+    assert [output.request for output in engine.step()] == [running]
+    for number in (running, waiting, running, 99):
+        engine.cancel(number)
+    assert engine.busy and engine.pool.free == engine.pool.blocks
+    outputs = engine.step()
+    assert [(output.request, output.new, output.finish) for output in outputs] == [
+        (running, None, "cancelled"),
+        (waiting, None, "cancelled"),
+    ]
+    assert not engine.busy and engine.step() == []
+    engine.cancel(running)
+    assert not engine.busy
+
+
+def test_requests_that_cannot_be_answered(small_gpt):
+    engine = Engine(small_gpt(), longest=32)
+    for prompt, what in (
+        ((), "the prompt has 0 tokens"),
+        ((1,) * 32, "the prompt has 32 tokens; the model can look at 32"),
+        ((1, 520), "the prompt has the token 520; the model knows those from 0 to 519"),
+        ((1, -1), "the token -1"),
+    ):
+        with pytest.raises(DataError, match=what):
+            engine.add(Request(prompt, Sampling()))
+    with pytest.raises(SettingsError, match="--temperature -1"):
+        engine.add(Request((1,), Sampling(temperature=-1.0)))
+    with pytest.raises(SettingsError, match="log-probabilities of 521 tokens: has to be 0 to 520"):
+        engine.add(Request((1,), Sampling(), logprobs=521))
+    assert not engine.busy
+    with pytest.raises(SettingsError, match="the cache has room for 16 tokens, and a text may have 32"):
+        Engine(small_gpt(), longest=32, memory=16 * 2 * 2 * 32 * 4 + 100)
+
+
+def test_blocks_follow_each_other():
+    """Texts that grow in turns have one run of blocks each, as long as there is room."""
+    pool = BlockPool(40, 4)
+    tables = [Table() for _ in range(4)]
+    for tokens in range(1, 41):
+        for table in tables:
+            assert pool.grow(table, tokens, 40)
+    assert [len(table.runs) for table in tables] == [1] * 4 and pool.free == 0
+    assert not pool.grow(Table(), 1, 1)
+    pool.release(tables[2])
+    late = Table()
+    assert pool.grow(late, 30, 30) and len(late.runs) == 1 and pool.free == 2
+
+
+def test_least_recently_used_blocks_are_taken_first():
+    pool, texts = BlockPool(6, 2), [[n, n + 1, n + 2, n + 3] for n in (0, 10, 20)]
+    for text in texts:
+        table = Table()
+        pool.grow(table, 4, 4)
+        pool.remember(table, text)
+        pool.release(table)
+    found = lambda: [pool.found(text, 2)[0] for text in texts]
+    assert found() == [2, 2, 2] and pool.free == 6
+    used = Table()
+    assert pool.share(used, texts[0], 2) == 4  # the oldest becomes the newest
+    pool.release(used)
+    pool.grow(Table(), 4, 4)
+    assert found() == [2, 0, 2]
+    pool.grow(Table(), 4, 4)
+    assert found() == [2, 0, 0]
+
+
+def test_every_text_ends_and_prompts_do_not_overtake():
+    """Of a hundred random schedules, without a model: with too small a cache, in any number of passes under way."""
+    for seed in range(100):
+        draw = random.Random(seed)
+        stages, size = draw.randint(1, 3), draw.choice([1, 3, 8])
+        pool = BlockPool(-(-24 // size) + draw.randint(0, 8), size)
+        scheduler = Scheduler(pool, longest=24, max_batch=draw.randint(1, 8), chunk=draw.choice([2, 8]), stages=stages)
+        texts, under_way, begun, passes = [], [], [], 0
+        while len(texts) < 20 or scheduler.busy or under_way:
+            if len(texts) < 20 and draw.random() < 0.3:
+                prompt = tuple(draw.randrange(3) for _ in range(draw.randint(1, 23)))
+                texts.append(scheduler.add(Request(prompt, Sampling(draw.randint(1, 23)))))
+            rows = scheduler.plan() if len(under_way) < stages else []
+            assert sum(row.stop - row.start for row in rows if row.stop - row.start > 1) <= scheduler.chunk
+            assert len({row.text.number for row in rows}) == len(rows)
+            begun += [row.text.number for row in rows if row.text.number not in begun]
+            under_way += [rows] if rows else []
+            if under_way and (len(under_way) == stages or not rows):
+                for row in under_way.pop(0):
+                    if row.chooses:
+                        scheduler.chosen(row.text, 5)
+            passes += 1
+            assert passes < 20_000
+        assert [text.finish for text in texts] == ["length"] * 20 and begun == sorted(begun)
+        assert pool.free == pool.blocks

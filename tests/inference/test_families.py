@@ -21,6 +21,7 @@ from tests.inference.test_convert import loaded
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.sampled(2)
 V, S = 96, 24
 COMMON = dict(
     vocab_size=V,
@@ -123,12 +124,20 @@ def test_gradients(case, family):
 
 
 @MODELS
-def test_greedy_texts(case, family):
-    """With a cache, on prompts that are longer than the windows."""
+def test_greedy_texts(case, family, run_ranks):
+    """With a cache, on prompts that are longer than the windows; of two families over ranks, too."""
     theirs, _, ours = family(case)
-    model, prompts = load_model(str(ours)).model, tokens(2, seed=3)[:9].t()
+    prompts = tokens(2, seed=3)[:9].t()
+
+    def continued(mesh=None):
+        model = load_model(str(ours), mesh=mesh).model
+        more = {} if mesh is None else dict(pp=mesh.pp)
+        return generate(model, prompts.tolist(), Sampling(20, greedy=True), longest=64, **more)
+
     want = theirs.generate(prompts, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(prompts))
-    texts = generate(model, prompts.tolist(), Sampling(20, greedy=True), longest=64)
+    texts = continued()
+    if case in ("olmo2", "gemma3_text"):
+        assert run_ranks(4, lambda rank: continued(Mesh(rank, tp=2, pp=2))) == [texts] * 4
     assert texts == want[:, 9:].tolist() and len({tuple(text) for text in texts}) == 2
 
 

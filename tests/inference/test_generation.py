@@ -152,6 +152,8 @@ def test_beams_are_hugging_faces(tmp_path, monkeypatch):
         wanted = theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
         assert generate(ours.model, [prompt], greedy, Search(beams), longest=ours.longest) == [wanted]
         [plain] = generate(ours.model, [prompt], greedy, longest=ours.longest)
+        more = dict(max_new_tokens=9, min_new_tokens=9, do_sample=False)
+        assert plain == theirs.generate(torch.tensor([prompt]), pad_token_id=0, **more)[0, len(prompt) :].tolist()
         differ += plain != wanted
         for end, penalty in itertools.product({plain[1], plain[4]}, (1.0, 2.0, -0.5)):
             more = dict(num_beams=beams, max_new_tokens=9, do_sample=False, length_penalty=penalty, eos_token_id=end)

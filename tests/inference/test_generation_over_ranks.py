@@ -15,6 +15,7 @@ import torch
 
 from megatron.errors import PeerLost, SettingsError
 from megatron.guard.endings import guarded
+from megatron.inference import engine
 from megatron.inference.engine import Engine
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
@@ -148,6 +149,7 @@ def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
     def body(rank):
         mesh, sums = Mesh(rank, tp=tp, pp=pp), {}
         model = load_model(str(decoder), mesh=mesh).model
+        engine.PATIENCE = 0.0  # every step without a pass says to wait
         for seed in range(12):
             if rank:
                 Engine(model, longest=LONGEST, **sizes_of(seed)).follow()
@@ -166,17 +168,17 @@ def test_all_stages_have_work(decoder, run_ranks):
     def body(rank):
         mesh, events = Mesh(rank, pp=2), []
         model = load_model(str(decoder), mesh=mesh).model
-        engine = Engine(model, longest=32, max_batch=8)
+        served = Engine(model, longest=32, max_batch=8)
         if rank:
-            return engine.follow()
-        compute, receive = engine.stage.compute, engine.link.receive_answer
-        engine.stage.compute = lambda planned: events.append(len(planned.rows)) or compute(planned)
-        engine.link.receive_answer = lambda size: events.append("answer") or receive(size)
+            return served.follow()
+        compute, receive = served.stage.compute, served.link.receive_answer
+        served.stage.compute = lambda planned: events.append(len(planned.rows)) or compute(planned)
+        served.link.receive_answer = lambda size: events.append("answer") or receive(size)
         for index in range(8):
-            engine.add(Request((1, 2, 3 + index), Sampling(6, greedy=True)))
-        while engine.busy:
-            engine.step()
-        engine.close()
+            served.add(Request((1, 2, 3 + index), Sampling(6, greedy=True)))
+        while served.busy:
+            served.step()
+        served.close()
         return events
 
     events, _ = run_ranks(2, body)

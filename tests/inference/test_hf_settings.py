@@ -16,6 +16,7 @@ from megatron.inference.convert import huggingface
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_settings import FAMILIES, LLAMA, effective, kind_of, our_settings, their_settings
 from megatron.settings import schema
+from megatron.settings.presets import preset
 from megatron.settings.schema import Model
 from megatron.tools import checkpoint as tool
 from tests.inference.test_convert import GPT2, V, save
@@ -79,23 +80,25 @@ def another(name: str, base: dict) -> dict:
 @pytest.mark.parametrize("name", LLAMA)
 def test_each_setting_leaves_or_is_named(name, kind, tmp_path):
     """At another value than each family has: the exported model agrees, which `to-hf` checks, or the error names it."""
-    transformers = pytest.importorskip("transformers")
     settings = another(name, BASES[kind])
     if len({"swiglu", "geglu", "squared_relu"} & {flag for flag, on in settings.items() if on is True}) > 1:
         return  # two activations, which training refuses
     if settings.get("qk_layernorm_across_heads") and settings.get("normalization") != "RMSNorm":
         return
-    assert kind_of(Model(**BASES[kind])) == kind
-    weights = save(tmp_path / "ours", settings)
+    model, base = Model(**settings), Model(**BASES[kind])
+    assert kind_of(base) == kind
+    if effective(model) == effective(base):
+        return  # without effect there
     try:
-        tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--dtype", "fp32"])
+        kind_of(model)
     except SettingsError as error:
-        changed = effective(Model(**settings))[name] != effective(Model(**BASES[kind]))[name]
+        changed = effective(model)[name] != effective(base)[name]
         assert f"--{name.replace('_', '-')}" in str(error) or not changed, str(error)
-        assert not (tmp_path / "theirs").exists()
     else:
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
-        assert len(weights) == len(GPTFacts(Model(**settings), V).weights) and theirs.dtype == torch.float32
+        pytest.importorskip("transformers")
+        save(tmp_path / "ours", settings)
+        tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--dtype", "fp32"])
+        assert (tmp_path / "theirs" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -208,6 +211,31 @@ def test_published_models(published, parameters, want):
 
 
 @pytest.mark.parametrize(
+    "name, vocabulary, parameters",
+    [
+        ("llama-3.1-8b", 128256, 8_030_261_248),
+        ("qwen2.5-0.5b", 151936, 494_032_768),
+        ("qwen2.5-7b", 152064, 7_615_616_512),
+        ("qwen3-0.6b", 151936, 596_049_920),
+        ("qwen3-8b", 151936, 8_190_735_360),
+        ("phi-3-mini-4k", 32064, 3_821_079_552),
+        ("olmo-2-7b", 100352, 7_298_617_344),
+        ("gemma-2-2b", 256000, 2_614_341_888),
+        ("gemma-2-9b", 256000, 9_241_705_984),
+        ("gemma-3-1b", 262144, 999_885_952),
+    ],
+)
+def test_named_shapes(name, vocabulary, parameters):
+    """Their parameters are those that the model cards count, and they are of the family of their name."""
+    model = Model(**preset(name.upper()))
+    assert GPTFacts(model, vocabulary).parameters == parameters
+    kind = their_settings(model, vocabulary, None, "bfloat16")["model_type"]
+    family = {"phi-3": "mistral", "gemma-3": "gemma3_text", "qwen2": "qwen2"}  # a Phi-3 has the shape of a Mistral
+    first = next((kind for start, kind in family.items() if name.startswith(start)), name.replace("-", ""))
+    assert first.startswith(kind[:6])
+
+
+@pytest.mark.parametrize(
     "theirs, change, text",
     [
         (QWEN_2_05B, dict(use_sliding_window=True, max_window_layers=12), "layer_types in config.json"),
@@ -292,6 +320,21 @@ class Split:
 
     def from_pretrained(self, folder):
         return lambda text, add_special_tokens: dict(input_ids=["ab12 ".index(letter) for letter in text])
+
+
+def test_a_shape_that_no_family_has_writes_nothing(tmp_path):
+    save(tmp_path / "ours", dict(OURS, norm_position="post"))
+    with pytest.raises(SettingsError, match="not Llama: --norm-position post\n(.|\n)*not OLMo 2: no --qk-layernorm"):
+        tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs")])
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_folder_of_transformers_is_no_checkpoint(tmp_path):
+    """A run that is to load it says how to convert it."""
+    save(tmp_path / "ours", OURS)
+    tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--unchecked"])
+    with pytest.raises(CheckpointError, match="is in Hugging Face's format; convert it with .* from-hf"):
+        tool.main(["inspect", str(tmp_path / "theirs")])
 
 
 def test_a_generation_config_is_written(tmp_path):

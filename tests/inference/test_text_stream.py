@@ -150,6 +150,18 @@ def test_text_comes_as_early_as_it_can(tmp_path):
     assert stream.finish() == TextPiece("x")
 
 
+@pytest.mark.parametrize("pieces", [["abcde"], list("abcde"), ["ab", "cde"], ["abc", "de"]])
+def test_the_stop_string_that_is_complete_first_counts(pieces):
+    """Not the one that begins first: then a text would depend on how tokens divide it."""
+
+    class Words:
+        decode = staticmethod(lambda ids: "".join(pieces[id] for id in ids))
+
+    for stop, wanted in ((["abcd", "bc"], "a"), (["bcd", "cd"], "a"), (["d", "abcde"], "abc")):
+        found, stopped = streamed(Words, range(len(pieces)), stop)
+        assert "".join(found) == wanted and stopped
+
+
 def test_no_stop_string_counts_among_the_least_tokens(tmp_path):
     words = build_tokenizer(byte_level(tmp_path))
     tokens = words.encode("a.b.c")

@@ -102,6 +102,17 @@ def test_the_first_token_is_forced_as_hugging_face_does():
     torch.testing.assert_close(ours(logits, forced), their_probabilities(logits))  # later ones are not
 
 
+def test_the_last_token_is_forced_where_the_context_ends():
+    """The room that the prompt leaves may be less than --tokens-to-generate."""
+    row = RowState(Sampling(20, greedy=True, forced_eos_token_id=6), PROMPT, limit=3)
+    found = []
+    for _ in range(3):
+        found.append(choose(logits_of(1), [row]).item())
+        row.append(found[-1])
+    best = logits_of(1).argmax().item()
+    assert found == [best, best, 6]
+
+
 def test_penalties_as_openai_defines_them():
     """score[j] - count[j] frequency - (count[j] > 0) presence, of the new tokens alone."""
     logits = logits_of(1)
@@ -221,7 +232,7 @@ def test_draws_depend_on_seed_text_and_place_alone():
     assert counts.tolist() == pytest.approx([0.1] * 10, abs=0.012)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(-20, 20) | st.just(-math.inf), min_size=2, max_size=30), st.floats(0, 1, exclude_max=True))
 def test_sample_never_takes_the_impossible(values, draw):
     if all(value == -math.inf for value in values):
@@ -241,10 +252,10 @@ def test_draws_have_the_exact_probabilities():
 
 
 def test_random_draws_have_the_probabilities():
-    logits, number = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3), 20_000
+    logits, number = torch.tensor([0.5, 0.3, 0.2]).log().expand(5_000, 3), 5_000
     rows = [RowState(Sampling(), index=index) for index in range(number)]
     counts = choose(logits, rows).bincount(minlength=3) / number
-    assert counts.tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.011)  # three standard deviations
+    assert counts.tolist() == pytest.approx([0.5, 0.3, 0.2], abs=0.021)  # three standard deviations
 
 
 @pytest.mark.parametrize(

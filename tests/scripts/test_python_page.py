@@ -48,6 +48,9 @@ def test_its_python_runs(page, folder, monkeypatch, capsys):
         "logits [16, 3, 101] of iteration 10",
         "hidden states {'0': [16, 3, 32], '1': [16, 3, 32]}",
         "losses True",
+        "[3, 1, 4]",
+        "texts [3, 3]",
+        "samples 2",
         f"steps {list(range(1, 11))} evaluations [True]",
     ]
 

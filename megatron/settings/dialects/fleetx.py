@@ -724,7 +724,7 @@ def _weights(out: Translated) -> None:
 def _strategy(out: Translated) -> None:
     """Sampling, greedy or beam search."""
     at, strategy = "Generation.", "Generation.decode_strategy"
-    beams, penalty, count = at + "num_beams", at + "length_penalty", at + "num_return_sequences"
+    beams, penalty = at + "num_beams", at + "length_penalty"
     groups = [at + "num_beam_groups", at + "diversity_rate"]
     drawn, how = [at + name for name in ("top_k", "top_p", "temperature")], out.word(strategy, "sampling")
     if how not in ("sampling", "greedy_search", "beam_search"):

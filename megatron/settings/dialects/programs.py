@@ -11,6 +11,7 @@ OURS = {
     "wikiextractor.WikiExtractor": "-m megatron.tools.wiki",
     "tools/eval.py": "-m megatron.tools.evaluate",
     "tools/inference.py": "-m megatron.tools.generate",
+    "gpt/benchmark.py": "-m megatron.tools.benchmark_inference",
     **{
         f"{name}.py": f"-m megatron.tools.openwebtext.{name}"
         for name in """blacklist_urls download cleanup_dataset cleanup_fix_dataset find_duplicates group_duplicate_url

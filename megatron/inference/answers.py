@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts for texts: the answers of a model to prompts, with stop strings, streaming and log-probabilities.
+
+`tools.generate` and `Loaded.generate` use it. Prompts of an encoder-decoder are its sources.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple, Optional
+
+from megatron.errors import SettingsError, did_you_mean
+from megatron.inference.engine import Engine
+from megatron.inference.generation import BATCH, check_prompts, generate
+from megatron.inference.prompts import no_sentinels, source_of, targets_of
+from megatron.inference.requests import FinishReason, Request, TokenScore
+from megatron.inference.sampling import Sampling, Search
+from megatron.inference.scoring import ALONE
+from megatron.inference.text_stream import TextPiece, TextStream
+from megatron.mpu.mesh import Axis
+
+
+@dataclass
+class GeneratedText:
+    """A text that a model wrote.
+
+    text    ends before a stop string; tokens do not: they are all that the model wrote, without the token that ended it
+    finish  stop: at its end, or a stop string; length: at the greatest length; None: it is not finished
+    scores  log-probabilities of its tokens; prompt: of those of the prompt
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish: Optional[FinishReason] = None
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt: tuple[TokenScore, ...] = ()
+
+
+OnText = Callable[[int, str, GeneratedText], None]  # receives (number of the answer, its new text, the answer so far)
+
+
+def ignored(number: int, text: str, answer: GeneratedText) -> None:
+    """For callers that wait for whole texts."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts, and how to answer them.
+
+    samples   answers to each prompt; of beam search the best ones
+    seeds     a seed for each prompt; None: that of `sampling`, and the number of the answer among all
+    logprobs, prompt_logprobs: as in `Request`
+    """
+
+    prompts: Sequence[str]
+    sampling: Sampling
+    search: Search = Search()
+    samples: int = 1
+    seeds: Optional[Sequence[int]] = None
+    use_cache: bool = True
+    logprobs: Optional[int] = None
+    prompt_logprobs: bool = False
+
+    @property
+    def draws(self) -> list[tuple[Sampling, int]]:
+        """(settings with the seed, number among the texts of this seed) of each answer."""
+        if self.seeds is None:
+            return [(self.sampling, index) for index in range(len(self.prompts) * self.samples)]
+        own = [replace(self.sampling, sampling_seed=seed) for seed in self.seeds]
+        return [(sampling, index) for sampling in own for index in range(self.samples)]
+
+    def check(self, pairs: bool) -> None:
+        """Raise SettingsError for what cannot be done together. pairs: for an encoder-decoder."""
+        beams = self.search.num_beams
+        if self.seeds is not None and len(self.seeds) != len(self.prompts):
+            raise SettingsError(f"{len(self.seeds)} seeds for {len(self.prompts)} prompts", do="give each prompt one")
+        if beams > 1 and self.samples > beams:
+            raise SettingsError(
+                f"--num-samples {self.samples}: a search with --num-beams {beams} finds {beams} texts",
+                do=f"--num-beams {self.samples}, or fewer samples",
+            )
+        why = "beam search" if beams > 1 else "--no-use-cache" if not self.use_cache else "an encoder-decoder" * pairs
+        if why and (self.logprobs is not None or self.prompt_logprobs):
+            flag = "--prompt-logprobs" if self.logprobs is None else f"--logprobs {self.logprobs}"
+            raise SettingsError(f"{flag}: there are no log-probabilities with {why}", do="leave one out")
+
+
+class GeneratedTexts(NamedTuple):
+    """The answers, those to one prompt after each other; the most tokens that each could have had; notices for the user."""
+
+    answers: list[GeneratedText]
+    rooms: list[int]
+    notices: list[str]
+
+
+def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText = ignored) -> GeneratedTexts:
+    """Answer prompts. Of several ranks that share a model, at least the first one returns the answers.
+
+    loaded:  `inference.load.Loaded`, a model that continues texts or an encoder-decoder
+    pp:      ranks that share it; all of them call this
+    on_text: is called as texts grow, and when they end; with beam search, without a cache and for encoder-decoders only at
+             the end, once for each
+    """
+    asked.check(pairs := hasattr(loaded.model, "decode"))
+    asked.sampling.check_tokens(tokenizer.vocab_size)
+    sampling, search, more = asked.sampling, asked.search, dict(best=asked.samples, draws=asked.draws, pp=pp)
+    if pairs:
+        sources = [source_of(tokenizer, prompt, number) for number, prompt in enumerate(asked.prompts, 1)]
+        found = targets_of(loaded, tokenizer, sources, sampling, search, **more)
+        rooms = [loaded.model.facts.target] * len(found)
+        return GeneratedTexts(
+            _whole(found, rooms, tokenizer, sampling, on_text), rooms, no_sentinels(tokenizer, sources)
+        )
+    prompts = [tokenizer.encode(prompt) for prompt in asked.prompts]
+    check_prompts(prompts, loaded.longest)
+    rooms = [loaded.longest - len(prompt) for prompt in prompts for _ in range(asked.samples)]
+    if search.num_beams > 1 or not asked.use_cache:
+        more |= dict(longest=loaded.longest, end=tokenizer.eod, use_cache=asked.use_cache)
+        found = generate(loaded.model, prompts, sampling, search, **more)
+        return GeneratedTexts(_whole(found, rooms, tokenizer, sampling, on_text), rooms, [])
+    scores = dict(end=tokenizer.eod, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs)
+    repeated = (tuple(prompt) for prompt in prompts for _ in range(asked.samples))
+    requests = [Request(prompt, *draw, **scores) for prompt, draw in zip(repeated, asked.draws, strict=True)]
+    engine = Engine(loaded.model, longest=loaded.longest, max_batch=max(1, min(len(requests), BATCH)))
+    if not engine.link.is_first:
+        engine.follow()
+        return GeneratedTexts([], [], [])
+    try:
+        return GeneratedTexts(continued(engine, requests, tokenizer, on_text), rooms, [])
+    finally:
+        engine.close()
+
+
+def answers_to(loaded, texts: Sequence[str], **settings) -> list[GeneratedText]:
+    """The answers to texts. settings: of `Sampling`, `Search` and `Asked`. Raises SettingsError for unknown ones."""
+    loaded.check_words()
+    if not (hasattr(loaded.model, "decode") or loaded.continues_texts):
+        raise SettingsError(f"a model of type {loaded.config.model.model_type} generates nothing")
+    groups = dict(asked=Asked, sampling=Sampling, search=Search)
+    names = {field.name: group for group, kind in groups.items() for field in fields(kind)} | dict(prompts=None)
+    own: dict[str, dict] = {group: {} for group in groups}
+    for name, value in settings.items():
+        if names.get(name) not in groups or name in groups:
+            raise SettingsError(f"there is no setting {name} of generation{did_you_mean(name, names)}")
+        own[names[name]][name] = value
+    sampling, search = Sampling(**own["sampling"]), Search(**own["search"])
+    sampling.check()
+    search.check(sampling)
+    return answered(loaded, loaded.tokenizer, Asked(texts, sampling, search, **own["asked"])).answers
+
+
+def continued(engine, requests: Sequence[Request], tokenizer, on_text: OnText) -> list[GeneratedText]:
+    """The answers to requests, by an engine that has no others."""
+    found = [GeneratedText() for _ in requests]
+    numbers = {engine.add(request): place for place, request in enumerate(requests)}
+    streams = [
+        TextStream(tokenizer, request.sampling.stop or (), request.sampling.min_tokens_to_generate)
+        for request in requests
+    ]
+
+    while engine.busy:
+        for output in engine.step():
+            place = numbers[output.request]
+            answer, stream, piece = found[place], streams[place], TextPiece("")
+            if answer.finish:  # the last words of a text that was cancelled
+                continue
+            answer.prompt = answer.prompt or output.prompt
+            if output.new is not None:
+                answer.tokens.append(output.new.token)
+                answer.scores += [output.new] * (requests[place].logprobs is not None)
+                piece = stream.feed(output.new.token)
+            if output.finish and not piece.stopped:
+                rest = stream.finish()
+                piece = TextPiece(piece.text + rest.text, rest.stopped)
+            if piece.stopped and not output.finish:
+                engine.cancel(output.request)
+            answer.text += piece.text
+            answer.finish = "stop" if piece.stopped else output.finish
+            if piece.text or answer.finish:
+                on_text(place, piece.text, answer)
+    return found
+
+
+def _whole(
+    found: Sequence[Sequence[int]], rooms: Sequence[int], tokenizer, sampling: Sampling, on_text: OnText
+) -> list[GeneratedText]:
+    """The answers of tokens that are all there."""
+    made = []
+    for place, (tokens, room) in enumerate(zip(found, rooms, strict=True)):
+        stream, text = TextStream(tokenizer, sampling.stop or (), sampling.min_tokens_to_generate), ""
+        for token in tokens:
+            if not stream.stopped:
+                text += stream.feed(token).text
+        text += "" if stream.stopped else stream.finish().text
+        cut = len(tokens) == min(room, sampling.tokens_to_generate) and not stream.stopped
+        made.append(GeneratedText(text, list(tokens), "length" if cut else "stop"))
+        on_text(place, text, made[-1])
+    return made

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's generation_config.json beside a model: the settings that its authors recommend. Needs no torch.
+
+>>> found = defaults_of(dict(do_sample=True, top_p=0.9, max_new_tokens=256, eos_token_id=[2, 7], guidance_scale=1.5))
+>>> found.settings
+{'top_p': 0.9, 'tokens_to_generate': 256, 'stop_token_ids': [2, 7]}
+>>> found.unknown
+['guidance_scale']
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.errors import DataError
+
+NAME = "generation_config.json"
+SAME = """temperature top_k top_p min_p repetition_penalty num_beams length_penalty num_beam_groups diversity_penalty
+    forced_bos_token_id forced_eos_token_id""".split()
+RENAMED = dict(
+    max_new_tokens="tokens_to_generate",
+    min_new_tokens="min_tokens_to_generate",
+    num_return_sequences="num_samples",
+    stop_strings="stop",
+)
+DRAWN = ("temperature", "top_k", "top_p", "min_p")
+# Keys that say nothing about the choice of tokens, or what the tokenizer says here.
+ELSEWHERE = """bos_token_id pad_token_id decoder_start_token_id transformers_version use_cache cache_implementation
+    output_attentions output_hidden_states output_scores output_logits return_dict_in_generate early_stopping""".split()
+
+
+class Recommended(NamedTuple):
+    """Settings by name, and the keys that have no equivalent here."""
+
+    settings: dict[str, Any]
+    unknown: list[str]
+
+
+def defaults_of(content: Mapping[str, Any], given: frozenset[str] = frozenset()) -> Recommended:
+    """The settings of a file. given: those of the user, which count instead."""
+    settings: dict[str, Any] = {}
+    content = {key: value for key, value in content.items() if value is not None and not key.startswith("_")}
+    for key, value in content.items():
+        if key in SAME or key in RENAMED:
+            settings[RENAMED.get(key, key)] = value
+    if isinstance(settings.get("stop"), str):
+        settings["stop"] = [settings["stop"]]
+    ends = content.get("eos_token_id")
+    if ends is not None:
+        settings["stop_token_ids"] = list(ends) if isinstance(ends, list) else [ends]
+    if content.get("suppress_tokens"):
+        settings["logit_bias"] = [f"{token}:-inf" for token in content["suppress_tokens"]]
+    beams = settings.get("num_beams", 1) > 1
+    if content.get("do_sample") is False and not beams and not given & {*DRAWN, "greedy"}:
+        settings["greedy"] = True
+    if beams or "num_beams" in given:
+        settings = {name: value for name, value in settings.items() if name not in DRAWN}
+    if "num_beams" in given:
+        for name in ("length_penalty", "num_beam_groups", "diversity_penalty"):
+            settings.pop(name, None)
+    if "ignore_eos" in given:
+        settings.pop("stop_token_ids", None)
+    known = {*SAME, *RENAMED, *ELSEWHERE, "eos_token_id", "suppress_tokens", "do_sample"}
+    unknown = sorted(key for key, value in content.items() if key not in known and value not in (False, [], {}))
+    return Recommended({name: value for name, value in settings.items() if name not in given}, unknown)
+
+
+def read(folder: str, given: frozenset[str] = frozenset()) -> Recommended:
+    """`defaults_of` the file in a folder; nothing if there is none. Raises DataError."""
+    path = Path(folder) / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return Recommended({}, [])
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: not a generation config", str(error), "repair or remove it") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: not a generation config", "it is no object", "repair or remove it")
+    return defaults_of(content, given)

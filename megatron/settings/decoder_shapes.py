@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published shapes of decoders with rotary positions, for `--model-name-or-path`: all settings but the vocabulary.
+
+From the config.json of each model: Llama 3.1, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3.
+
+    >>> DECODERS["gemma-2-2b"]["window_attn_skip_freq"], DECODERS["qwen3-0.6b"]["kv_channels"]
+    (2, 128)
+"""
+
+from typing import Any
+
+_LLAMA = dict(
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    norm_epsilon=1e-6,
+    swiglu=True,
+    disable_bias_linear=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+_UNTIED = dict(untie_embeddings_and_output_weights=True)
+_GEMMA = dict(
+    _LLAMA, swiglu=False, geglu=True, scale_embedding=True, norm_position="sandwich", query_pre_attn_scalar=256.0
+)
+_GEMMA_2 = dict(
+    _GEMMA, window_size="4095,0", window_attn_skip_freq=2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
+)
+_QWEN = dict(_LLAMA, rotary_base=1e6)
+
+
+def _shape(
+    of: dict[str, Any], layers: int, hidden: int, heads: int, groups: int, head: int, ffn: int, length: int, **more
+) -> dict[str, Any]:
+    sizes = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=ffn)
+    sizes |= dict(seq_length=length, max_position_embeddings=length, kv_channels=head)
+    if groups != heads:
+        sizes |= dict(group_query_attention=True, num_query_groups=groups)
+    return of | sizes | more
+
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _shape(
+        *(_LLAMA | _UNTIED, 32, 4096, 32, 8, 128, 14336, 131072),
+        **dict(norm_epsilon=1e-5, rotary_base=5e5, use_rope_scaling=True),
+    ),
+    "qwen2.5-0.5b": _shape(_QWEN, 24, 896, 14, 2, 64, 4864, 32768, add_qkv_bias=True),
+    "qwen2.5-7b": _shape(_QWEN | _UNTIED, 28, 3584, 28, 4, 128, 18944, 131072, add_qkv_bias=True),
+    "qwen3-0.6b": _shape(_QWEN, 28, 1024, 16, 8, 128, 3072, 40960, qk_layernorm=True),
+    "qwen3-8b": _shape(_QWEN | _UNTIED, 36, 4096, 32, 8, 128, 12288, 40960, qk_layernorm=True),
+    "phi-3-mini-4k": _shape(
+        _LLAMA | _UNTIED, 32, 3072, 32, 32, 96, 8192, 4096, norm_epsilon=1e-5, window_size="2046,0"
+    ),
+    "olmo-2-7b": _shape(
+        *(_LLAMA | _UNTIED, 32, 4096, 32, 32, 128, 11008, 4096),
+        **dict(rotary_base=5e5, norm_position="post", qk_layernorm=True, qk_layernorm_across_heads=True),
+    ),
+    "gemma-2-2b": _shape(_GEMMA_2, 26, 2304, 8, 4, 256, 9216, 8192),
+    "gemma-2-9b": _shape(_GEMMA_2, 42, 3584, 16, 8, 256, 14336, 8192),
+    "gemma-3-1b": _shape(
+        *(_GEMMA, 26, 1152, 4, 1, 256, 6912, 32768),
+        **dict(qk_layernorm=True, window_size="511,0", window_attn_skip_freq=6, rotary_base=1e6),
+        rope_local_base_freq=1e4,
+    ),
+}
