@@ -99,7 +99,7 @@ def rounded_rows(weight: torch.Tensor, largest: torch.Tensor, levels: int) -> to
     if weight.is_meta:
         return torch.empty_like(weight)
     step = largest.clamp_min(SMALLEST) / levels
-    zeros = torch.zeros(len(step), dtype=torch.int32, device=weight.device)
+    zeros = torch.zeros_like(step)  # of whole numbers torch would read the least one on the host
     return torch.fake_quantize_per_channel_affine(weight, step, zeros, 0, -levels, levels)
 
 

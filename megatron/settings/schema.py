@@ -167,8 +167,8 @@ class Model:
         on_resume="another model",
     )
     linear: Optional[str] = setting(
-        "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain and those that "
-        "the recipe defines",
+        "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, fake_quantize "
+        "(--quantization) and those that the recipe defines",
         None,
         on_resume="refused",
     )
