@@ -26,7 +26,7 @@ from megatron.model.linear_kinds import LinearChoice
 from megatron.model.linear_kinds import linear_layers as linear_names
 from megatron.model.quantization import QuantizeOptions, skipped_layers
 from megatron.mpu import collectives
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
 from megatron.settings.schema import Model
 
@@ -137,6 +137,12 @@ def chosen_layers(facts: Facts, how: QuantizeOptions) -> list[str]:
                 do=f"each block has {', '.join(dict.fromkeys(names.values()))}",
             )
     return [name for name in names if not any(one.matches(name) for one in skip)]
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and of its quantized weights."""
+    operands = [product.operand_bytes for product in linear_products([model])]
+    return sum(parameter.nbytes for parameter in model.parameters()) + sum(operands)
 
 
 @contextmanager

@@ -128,6 +128,11 @@ class LinearProduct:
         """Whether the effective weight differs from the layer's."""
         return type(self).transform is not LinearProduct.transform
 
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of what `once_a_step` keeps."""
+        return sum(one.nbytes for one in self._kept or ())
+
     @torch.no_grad()
     def weight_operand(self, weight: Optional[torch.Tensor], *own: torch.Tensor) -> Operand:
         """The prepared weight, as an operand of products."""

@@ -14,7 +14,7 @@ from megatron.inference.load import load_model
 from megatron.inference.quantize import linear_layers
 from megatron.model.quantization import QuantizeOptions
 from megatron.mpu.mesh import Mesh
-from megatron.tools import sensitivity
+from megatron.tools import benchmark_inference, sensitivity
 from tests.models.test_quantization import LINE
 from tests.training.plain_loop import EOD, LENGTH
 
@@ -143,6 +143,20 @@ def test_memory_is_that_of_the_format(folder):
     assert scale.numel() == least.numel() == 96 * 24 // GROUP
     for parameter in model.parameters():
         assert parameter.untyped_storage().nbytes() <= parameter.nbytes
+
+
+def test_its_speed_and_memory_are_measured(capsys):
+    """With random weights; 12 h^2 weights of a layer take a byte instead of four, and a scale for each output."""
+    shape = (
+        "--num-layers 2 --hidden-size 24 --num-attention-heads 3 --vocab-size 100 --prompt-length 4 --output-length 2"
+    )
+    found = []
+    for more in ("", "--quantize int8"):
+        benchmark_inference.main(f"{shape} --batch-size 1 --iterations 1 --warmup 0 --device cpu --json {more}".split())
+        found.append(json.loads(capsys.readouterr().out))
+    linear, outputs = 2 * 12 * 24**2, 2 * 24 * 9
+    assert [one["precision"] for one in found] == ["fp32", "fp32 int8"]
+    assert found[0]["weights"] - found[1]["weights"] == pytest.approx((3 * linear - 4 * outputs) / 1e6)
 
 
 def test_torchao_rounds_no_better(folder):
