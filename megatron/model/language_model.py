@@ -18,10 +18,11 @@ from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
+from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.graph_dump import dumping_backend
-from megatron.model.linear_kinds import kinds_of
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
+from megatron.model.quantization import KIND as FAKE_QUANTIZE
 from megatron.model.recipe import Z_LOSS
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
@@ -139,7 +140,8 @@ class LanguageModel(nn.Module):
                 else mappings.copy_to_tensor_model_parallel_region
             )
         choose_fusions(self, self.kernels)
-        attach_products(self.blocks, model, kinds_of(model), facts.products, bool(self.kernels.torch_compile))
+        kinds = {FAKE_QUANTIZE: FakeQuantizeProduct, **model.own_linears}
+        attach_products(self.blocks, model, kinds, facts.products, bool(self.kernels.torch_compile))
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":

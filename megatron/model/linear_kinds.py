@@ -25,7 +25,7 @@ from megatron.settings.schema import Model
 
 PLAIN = "plain"
 WEIGHT = ".weight"
-KINDS: Mapping[str, Any] = {quantization.KIND: quantization.FakeQuantize}  # of every model
+KINDS: Mapping[str, Any] = {quantization.KIND: quantization}  # of every model: name -> module with `own_weights`
 
 Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
 
@@ -55,7 +55,7 @@ def choices(text: str) -> tuple[LinearChoice, ...]:
 
 
 def kinds_of(settings: Model) -> dict[str, Any]:
-    """The kinds of linear layers of a model: name -> class. Those of its recipe come first."""
+    """The kinds of linear layers of a model: name -> what has its `own_weights`. Those of its recipe come first."""
     return {**KINDS, **settings.own_linears}
 
 

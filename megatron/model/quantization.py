@@ -18,7 +18,6 @@ With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound, `pact_
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -67,30 +66,20 @@ IDLE = {
 }
 
 
-class FakeQuantize:
-    """The kind of linear layers; an instance is a `fake_quantize.FakeQuantizeProduct`."""
-
-    group = None  # its settings are those of every model
-
-    def __new__(cls, layer, name: str, settings: Model):
-        products = import_module("megatron.model.fake_quantize")  # by its name: settings are read without torch
-        return products.FakeQuantizeProduct(layer, name, settings)
-
-    @staticmethod
-    def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
-        """The buffers of the input's scale, and PACT's bound. Each tensor parallel rank may have another part of the input:
-        the abs-max is that of all parts, and the bound's gradient is summed over them.
-        """
-        if settings.activation_quantize_type == "none":
-            return {}
-        parts = tuple(weight.model_axes)
-        own = dict(
-            input_absmax=Placement((), Constant(0.0), partial=parts, decay=False, buffer=Buffer("max")),
-            input_average=Placement((2,), Constant(0.0), decay=False, buffer=Buffer("same")),
-        )
-        if settings.activation_preprocess_type == "PACT":
-            own["pact_alpha"] = Placement((1,), Constant(ALPHA), partial=parts, decay=False)
-        return own
+def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
+    """The buffers of the input's scale, and PACT's bound, of a layer with this weight. Each tensor parallel rank may have
+    another part of the input: the abs-max is that of all parts, and the bound's gradient is summed over them.
+    """
+    if settings.activation_quantize_type == "none":
+        return {}
+    parts = tuple(weight.model_axes)
+    own = dict(
+        input_absmax=Placement((), Constant(0.0), partial=parts, decay=False, buffer=Buffer("max")),
+        input_average=Placement((2,), Constant(0.0), decay=False, buffer=Buffer("same")),
+    )
+    if settings.activation_preprocess_type == "PACT":
+        own["pact_alpha"] = Placement((1,), Constant(ALPHA), partial=parts, decay=False)
+    return own
 
 
 def with_quantization(config: Config) -> Config:

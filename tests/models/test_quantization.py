@@ -16,7 +16,6 @@ from megatron.model import quantization
 from megatron.model.arguments import parse_any
 from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.linear_kinds import chosen
-from megatron.model.quantization import FakeQuantize as Kind
 from megatron.model.recipe import facts_of
 from megatron.model.weights import column
 from megatron.mpu.layers import ColumnParallelLinear
@@ -244,7 +243,7 @@ def test_a_layer_is_torchs_own_fake_quantization():
     of_input = FakeQuantize(MinMaxObserver, qscheme=torch.per_tensor_symmetric, **common)
     settings = parse_any(f"{LINE} --quantization".split()).model
     table = column(6, (5,), 1.0)
-    layer = ColumnParallelLinear({**table, **Kind.own_weights(settings, table["weight"])}, Mesh().tp)
+    layer = ColumnParallelLinear({**table, **quantization.own_weights(settings, table["weight"])}, Mesh().tp)
     generator = torch.Generator().manual_seed(5)
     draw = lambda *shape: torch.randn(shape, generator=generator)
     with torch.no_grad():
