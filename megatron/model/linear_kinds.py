@@ -18,14 +18,17 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, did_you_mean
-from megatron.model import quantization
+from megatron.model import lora, quantization
 from megatron.model.weights import Table, add_prefix
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Model
 
 PLAIN = "plain"
 WEIGHT = ".weight"
-KINDS: Mapping[str, Any] = {quantization.KIND: quantization}  # of every model: name -> module with `own_weights`
+KINDS: Mapping[str, Any] = {
+    lora.KIND: lora,
+    quantization.KIND: quantization,
+}  # of every model: name -> module with `own_weights`
 
 Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
 
@@ -95,14 +98,14 @@ def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
 def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
     """The problems of --linear and of its kinds, as messages. tables: returns the weights of each block, by its index."""
     if settings.linear is None:
-        return []
+        return lora.problems(settings, ())
     if wrong := quantization.problems(settings):
         return wrong
     try:
         parts = choices(settings.linear)
     except SettingsError as error:
         return [error.what]
-    kinds = [PLAIN, *kinds_of(settings)]
+    kinds = list(dict.fromkeys([PLAIN, *kinds_of(settings)]))
     unknown = dict.fromkeys(choice.kind for choice in parts if choice.kind not in kinds)
     if unknown or not parts:
         return [
@@ -111,7 +114,8 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
             for name in unknown or [""]
         ]
     names = {f"blocks.{layer}.{name}": name for layer, table in tables().items() for name in linear_layers(table)}
-    return [
+    adapted = [choice.pattern for choice in parts if choice.kind == lora.KIND]
+    return lora.problems(settings, adapted) + [
         f"--linear {settings.linear}: '{choice.pattern}' is no linear layer of this model; each block has "
         f"{', '.join(dict.fromkeys(names.values()))}"
         for choice in parts
