@@ -299,7 +299,7 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
             ahead += sent(op, op.ahead)
             back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
     pairs = [sum(of_pass) for of_pass in zip(*(_pair(job, op, d) for op in ops if isinstance(op, Product)), (0.0, 0.0))]
-    still = sum(_arithmetic(job, op, d) for op in ops if isinstance(op, Product) and op.frozen)
+    still = sum(arithmetic_seconds(job, op, d) for op in ops if isinstance(op, Product) and op.frozen)
     return Pass(
         work + pairs[0] + sums * each + ahead,
         2 * work + pairs[1] - still + longer + sums * each + repeated + messages * each + back,
