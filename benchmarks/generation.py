@@ -102,7 +102,7 @@ class Transformers:
             from transformers import CompileConfig
 
             self.more["compile_config"] = CompileConfig(mode="default", fullgraph=False)
-            model._supports_all_compile = True
+            self.more["compile_config"]._compile_all_devices = True  # else `generate` compiles on GPUs only
 
     def prefill(self, clock: Callable[[], float]) -> float:
         start = clock()
@@ -144,7 +144,7 @@ class LlamaCpp:
         given.model.path, given.n_ctx, given.n_parallel = str(path), LONGEST * batch, batch
         given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
         given.n_batch = given.n_ubatch = PREFILL
-        given.warmup = False
+        given.warmup, given.verbosity = False, -1
         return xllamacpp.Server(given)
 
     def prefill(self, clock) -> float:

@@ -116,11 +116,16 @@ def load_model(
     plan = build_model(config, record["vocab_size"], device=device, precision=precision, mesh=mesh, halves=halves)
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
     restored = restore(location(folder), plan.pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
-    if quantize.quantize:
-        chunks = getattr(plan.model, "chunks", [plan.model])
-        quantize_layers(chunks, recipe_of(config).facts(config, record["vocab_size"]), quantize)
     found = restored.state["iteration"], restored.path, restored.notices
-    return Loaded(plan.model.eval(), config, record, record["vocab_size"], *found)
+    return quantized(Loaded(plan.model.eval(), config, record, record["vocab_size"], *found), quantize)
+
+
+def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
+    """The model with its linear layers quantized, if a format is given."""
+    if how.quantize:
+        facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
+        quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
+    return loaded
 
 
 class Built(NamedTuple):
@@ -167,10 +172,9 @@ def build_model(
 
 def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
     """Raise SettingsError if the tensor parallel size does not fit the model. Batch settings of training are not checked,
-    because the ranks differ, nor is the vocabulary, which imported models may lack.
+    because the ranks differ.
     """
-    numbers = schema.TokenizerSettings("NullTokenizer", vocab_size=1)
-    config = replace(config, batch=schema.Batch(micro_batch_size=1, train_iters=1), tokenizer=numbers)
+    config = replace(config, batch=schema.Batch(micro_batch_size=1, train_iters=1))
     if mesh.tp.size > 1 and (found := violations(config, mesh.world_size, rules)[0]):
         raise SettingsError(found[0] if len(found) == 1 else f"{len(found)} settings cannot work:{numbered(found)}")
 

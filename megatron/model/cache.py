@@ -85,7 +85,8 @@ class PagedCache:
         if layer.window is not None:
             parts = [Part(rows, _last(places, rows.stop - rows.start + layer.window)) for rows, places in parts]
         attended = query.new_empty((len(query), 1, query[0].numel()))
-        single = [part for part in parts if part.rows.stop - part.rows.start == 1 and layer.takes_one_query(query)]
+        single = [part for part in parts if part.rows.stop - part.rows.start == 1]
+        single = single if single and layer.takes_one_query(query) else []
         if single:
             own = query.squeeze(1)
             rows = slice(None) if len(single) == len(query) else [part.rows.start for part in single]

@@ -369,7 +369,9 @@ class Embedding(nn.Module):
         if "embedding" in tables:
             self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory_kwargs)
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
-        self.scale = math.sqrt(model.hidden_size) if model.scale_embedding else None
+        self.scale = None
+        if model.scale_embedding:  # in the format of the weights, as Gemma was trained
+            self.scale = torch.tensor(math.sqrt(model.hidden_size), dtype=factory_kwargs["dtype"]).item()
         self.dropout = Dropout(
             model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None, cp=mesh.cp
         )

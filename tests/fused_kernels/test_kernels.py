@@ -23,9 +23,7 @@ from megatron.fused_kernels import EVERYTHING, TABLE, Case, choose_kernel, descr
         (Case("cpu", torch.float16, 256, 256, causal=True, scaled_softmax=True, dropout=True), "auto", "reference"),
         (Case("cpu", torch.float32, 128, 256, causal=True), "auto", "block-causal"),
         (Case("cpu", torch.float32, 4500, 9000, causal=True), "auto", "sdpa (CPU)"),
-        (Case("cpu", torch.float32, 1, 256, causal=True, grouped=True), "auto", "one query"),
-        (Case("cpu", torch.bfloat16, 1, 256, causal=True), "auto", "reference"),
-        (Case("cpu", torch.float32, 1, 256, causal=True, softcap=True), "auto", "reference"),
+        (Case("cpu", torch.float32, 1, 256, causal=True), "auto", "reference"),
         (Case("cpu", torch.float32, 256, 256), "auto", "block-full"),
         (Case("cpu", torch.float32, 256, 256, masked=True, grouped=True), "auto", "block-full"),
         (Case("cpu", torch.float32, 256, 256), "explicit", "block-full"),
@@ -69,6 +67,16 @@ def test_documents_on_cuda(monkeypatch):
     assert chosen() == "varlen (CUDA)"
 
 
+@torch.no_grad()
+def test_choice_in_generation():
+    chosen = lambda dtype=torch.float32, queries=1, **more: (
+        choose_kernel("attention", Case("cpu", dtype, queries, 256, causal=True, **more)).name
+    )
+    assert chosen() == chosen(grouped=True) == chosen(window=7) == "one query"
+    assert chosen(dtype=torch.bfloat16) == chosen(softcap=True) == chosen(unfused=True) == "reference"
+    assert chosen(queries=2) == "block-causal"
+
+
 def cannot(name: str, case: Case) -> bool:
     """What would be wrong, from how each kernel works: blocks end at the last key that one of
     their queries sees; the packages take no mask of ours."""
@@ -86,10 +94,17 @@ def cannot(name: str, case: Case) -> bool:
         "block-causal": not case.causal or case.scaled_softmax,
         "block-full": case.causal or case.documents or case.scaled_softmax,
         "sdpa (CPU)": case.dropout or case.scaled_softmax,
+        "one query": case.queries > 1
+        or not case.causal
+        or case.masked
+        or case.documents
+        or case.dropout
+        or case.softcap,
         "reference": False,
     }[name]
 
 
+@torch.no_grad()  # in generation, too
 def test_nothing_is_chosen_that_cannot(monkeypatch):
     """Over all cases, with every package and device there."""
     for entries in TABLE.values():

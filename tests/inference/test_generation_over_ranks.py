@@ -185,6 +185,61 @@ def test_all_stages_have_work(decoder, run_ranks):
     assert events == [4, 4, *["answer", 4] * 10, "answer", "answer"]
 
 
+def test_an_engine_closes_in_the_middle_of_its_work(decoder, run_ranks):
+    """With passes under way and texts that run and wait; the next engine of the same ranks begins anew."""
+    requests = [Request((1, 2, 3 + index), Sampling(9, greedy=True)) for index in range(6)]
+    wanted = alone(load_model(str(decoder)).model, requests[0]).tokens
+
+    def body(rank):
+        model = load_model(str(decoder), mesh=Mesh(rank, tp=2, pp=2)).model
+        for steps in (0, 1, 4):
+            served = Engine(model, longest=32, max_batch=4)
+            if rank:
+                served.follow()
+                continue
+            for request in requests:
+                served.add(request)
+            for _ in range(steps):
+                served.step()
+            served.close()
+            assert not served._under_way and served.pool.free == served.pool.blocks
+        return generate(model, [requests[0].prompt], requests[0].sampling, longest=32)
+
+    assert run_ranks(4, body) == [[wanted]] * 4
+
+
+@pytest.mark.full
+def test_a_lost_rank_ends_the_engine_of_the_others(decoder, run_ranks, tmp_path):
+    def body(rank):
+        model = load_model(str(decoder), mesh=Mesh(rank, pp=3)).model
+        served, began = Engine(model, longest=32), time.monotonic()
+        compute, passes = served.stage.compute, []
+
+        def dying(planned):
+            passes.append(planned)
+            if rank == 1 and len(passes) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return compute(planned)
+
+        served.stage.compute = dying
+        try:
+            with guarded(Guard()):
+                if rank:
+                    served.follow()
+                served.add(Request((1, 2, 3), Sampling(20, greedy=True)))
+                while served.busy:
+                    served.step()
+        except PeerLost as lost:
+            (tmp_path / f"{rank}").write_text(f"{time.monotonic() - began:.1f} {lost}")
+
+    with contextlib.suppress(RuntimeError):  # `run_ranks` says that a rank died
+        run_ranks(3, body)
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told.keys() <= {"0", "2"} and told
+    for text in told.values():
+        assert "another rank is gone" in text and "pp group 0" in text and float(text.split()[0]) < 30
+
+
 def test_the_encoder_runs_once_and_a_step_is_one_token(encoder_decoder, run_ranks):
     """By the messages that a rank sends: [s, b, h] of sources from the first stage to the next, then one token a step."""
 
