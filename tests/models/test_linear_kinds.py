@@ -230,7 +230,7 @@ def test_a_layer_that_is_none_of_the_suites_is_said():
     block = torch.nn.ModuleDict({"gate": Gate()})
     config = settings("mask")[1].model
     with pytest.raises(SettingsError, match="blocks.1.gate is a Gate, whose product is its own"):
-        attach_products({"1": block}, config, config.own_linears, lambda layer: (("gate", "mask"),))
+        attach_products({"1": block}, config, config.own_linears, lambda layer: (("gate", "mask"),), lambda: None)
 
 
 def test_a_setting_of_a_kind_that_nothing_chooses_is_said():
