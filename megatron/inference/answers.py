@@ -110,7 +110,9 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
         found = targets_of(loaded, tokenizer, sources, sampling, search, **more)
         rooms = [loaded.model.facts.target] * len(found)
         return GeneratedTexts(
-            _whole(found, rooms, tokenizer, sampling, on_text), rooms, no_sentinels(tokenizer, sources)
+            _whole(found, rooms, tokenizer, sampling, on_text, [()] * len(found)),
+            rooms,
+            no_sentinels(tokenizer, sources),
         )
     prompts = [tokenizer.encode(prompt) for prompt in asked.prompts]
     check_prompts(prompts, loaded.longest)
@@ -118,7 +120,8 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
     if search.num_beams > 1 or not asked.use_cache:
         more |= dict(longest=loaded.longest, end=tokenizer.eod, use_cache=asked.use_cache)
         found = generate(loaded.model, prompts, sampling, search, **more)
-        return GeneratedTexts(_whole(found, rooms, tokenizer, sampling, on_text), rooms, [])
+        befores = [prompt for prompt in prompts for _ in range(asked.samples)]
+        return GeneratedTexts(_whole(found, rooms, tokenizer, sampling, on_text, befores), rooms, [])
     scores = dict(end=tokenizer.eod, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs)
     repeated = (tuple(prompt) for prompt in prompts for _ in range(asked.samples))
     requests = [Request(prompt, *draw, **scores) for prompt, draw in zip(repeated, asked.draws, strict=True)]
@@ -155,7 +158,7 @@ def continued(engine, requests: Sequence[Request], tokenizer, on_text: OnText) -
     found = [GeneratedText() for _ in requests]
     numbers = {engine.add(request): place for place, request in enumerate(requests)}
     streams = [
-        TextStream(tokenizer, request.sampling.stop or (), request.sampling.min_tokens_to_generate)
+        TextStream(tokenizer, request.sampling.stop or (), request.sampling.min_tokens_to_generate, request.prompt)
         for request in requests
     ]
 
@@ -183,12 +186,17 @@ def continued(engine, requests: Sequence[Request], tokenizer, on_text: OnText) -
 
 
 def _whole(
-    found: Sequence[Sequence[int]], rooms: Sequence[int], tokenizer, sampling: Sampling, on_text: OnText
+    found: Sequence[Sequence[int]],
+    rooms: Sequence[int],
+    tokenizer,
+    sampling: Sampling,
+    on_text: OnText,
+    befores: Sequence[Sequence[int]],
 ) -> list[GeneratedText]:
-    """The answers of tokens that are all there."""
+    """The answers of tokens that are all there. befores: the tokens that each of them continues."""
     made = []
-    for place, (tokens, room) in enumerate(zip(found, rooms, strict=True)):
-        stream, text = TextStream(tokenizer, sampling.stop or (), sampling.min_tokens_to_generate), ""
+    for place, (tokens, room, before) in enumerate(zip(found, rooms, befores, strict=True)):
+        stream, text = TextStream(tokenizer, sampling.stop or (), sampling.min_tokens_to_generate, before), ""
         for token in tokens:
             text += stream.feed(token).text
             if stream.stopped:

@@ -10,7 +10,9 @@
     else:
         print(stream.finish().text)
 
-The pieces together are exactly `tokenizer.decode(tokens)`, up to the stop string.
+The pieces together are exactly `tokenizer.decode(tokens)`, up to the stop string. With `after`, the tokens that the text
+continues, they are what `tokenizer.decode` adds to the text of those: SentencePiece decodes a word at the beginning
+without the space before it.
 """
 
 from collections.abc import Sequence
@@ -37,9 +39,10 @@ class TextStream:
     tokenizer  anything with `decode(ids) -> str`
     stop       strings that end the text. The one that is complete first counts, however tokens divide it
     least      tokens at the beginning whose text is not searched for them
+    after      tokens that the text continues; none if it is a text of its own
     """
 
-    def __init__(self, tokenizer, stop: Sequence[str] = (), least: int = 0):
+    def __init__(self, tokenizer, stop: Sequence[str] = (), least: int = 0, after: Sequence[int] = ()):
         self.decode, self.stop, self.least = tokenizer.decode, tuple(stop), least
         # A run of byte tokens that is not valid as a whole is decoded otherwise than its valid part: wait for its end.
         pieces = getattr(tokenizer, "pieces", {})
@@ -49,6 +52,7 @@ class TextStream:
         self.given = ""  # their text as far as it was passed on
         self.held = ""  # text that may begin a stop string
         self.stopped = False
+        self._begin_with(list(after[-CONTEXT:]))
 
     def feed(self, token: int) -> TextPiece:
         """The text that is certain with one more token; often "", until a character or a possible stop string ends."""
@@ -74,12 +78,11 @@ class TextStream:
         if len(self.given) <= certain:
             self.given = text
         if certain and len(self.window) >= WINDOW and not whole:
-            self._shorten()
+            self._begin_with(self.window[-CONTEXT:])  # what they decode to depends on no others
         return new
 
-    def _shorten(self) -> None:
-        """Forget tokens of the window but the last ones: what they decode to depends on no others."""
-        context = self.window[-CONTEXT:]
+    def _begin_with(self, context: list[int]) -> None:
+        """Let the window have these tokens alone, whose text was passed on, unless that ends within a character."""
         text = self.decode(context)
         if text.strip() and not text.endswith("\ufffd"):
             self.window, self.given = context, text

@@ -129,7 +129,7 @@ class MegatronApi:
         tokenizer, shown = self.model.tokenizer, self.model.token_texts.shown
         tokens = [list(prompt) for prompt in prompts]
         values: list[list[Optional[float]]] = [[] for _ in prompts]
-        streams = [TextStream(tokenizer, body.stop) for _ in prompts]
+        streams = [TextStream(tokenizer, body.stop, after=prompt) for prompt in prompts]
         cached = 0
         async for place, output in job:
             if output.finish == "cancelled" and not streams[place].stopped:

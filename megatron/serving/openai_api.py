@@ -117,7 +117,8 @@ class OpenAI:
         seconds = self.limits.request_timeout
         job = await work.model.thread.add(work.requests)
         words = dict(stop=work.body.stop or [], least=work.body.min_tokens or 0)
-        streams = [TextStream(work.model.tokenizer, **words) for _ in work.requests]
+        befores = [one.prompt if form.continues else () for one in work.requests]
+        streams = [TextStream(work.model.tokenizer, **words, after=before) for before in befores]
         texts = [RunningText(stream, only_prompt=work.body.max_tokens == 0) for stream in streams]
         form.version = job.version
         if work.body.stream:
@@ -168,9 +169,15 @@ def _usage(work: TextRequest, texts: list[RunningText]) -> dict[str, Any]:
 
 
 class Form:
-    """How an endpoint writes its answers. whole, chunk: names of the objects; letters: the beginning of their ids."""
+    """How an endpoint writes its answers.
+
+    whole, chunk  names of the objects
+    letters       the beginning of their ids
+    continues     an answer continues the text of its prompt, and is not a text of its own
+    """
 
     whole = chunk = letters = ""
+    continues = False
 
     def __init__(self, work: TextRequest):
         self.model, self.version, self.scored = work.model, "", bool(work.body.logprobs is not None)
@@ -193,6 +200,7 @@ class Completions(Form):
 
     whole = chunk = "text_completion"
     letters = "cmpl"
+    continues = True
 
     def __init__(self, work: TextRequest, texts: Sequence[str]):
         super().__init__(work)

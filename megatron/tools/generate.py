@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
-from megatron.errors import DataError, SettingsError, UsageError, run_main
+from megatron.errors import DataError, SettingsError, StorageError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
@@ -200,7 +200,7 @@ def export_program(settings: GenerateOptions, given: Mapping[str, Statement]) ->
 
 
 def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
-    """Raise SettingsError for an impossible number of ranks, before torch is loaded. given: setting -> its source."""
+    """Raise SettingsError or StorageError for settings that cannot work, before torch is loaded. given: setting -> its source."""
     check_one_model(settings, given)
     tp, pp, world = settings.tensor_model_parallel_size, settings.pp, rank_env.ranks().world_size
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)
@@ -211,6 +211,8 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
         raise SettingsError(
             f"--stream is for the terminal, and --output {settings.output} for a file", do="leave one out"
         )
+    if settings.output and Path(settings.output).is_dir():
+        raise StorageError(f"--output {settings.output}: is a folder", do="give the name of a file")
     if settings.logprobs is not None and settings.logprobs < 0:
         raise SettingsError(f"{words_of(given, 'logprobs', settings.logprobs)}: has to be 0 or more")
     if not settings.distributed_timeout_minutes > 0:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.errors import DataError, SettingsError
-from megatron.inference.answers import answers_to, continued, ignored
+from megatron.errors import DataError, SettingsError, StorageError
+from megatron.inference.answers import Asked, answered, answers_to, continued, ignored
 from megatron.inference.engine import Engine
 from megatron.inference.load import load_model
 from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Sampling, Search
 from megatron.tools import generate as tool
 
 PROMPTS = ["the cat", "a dog"]
@@ -62,6 +62,23 @@ def test_a_text_ends_before_its_stop_string(loaded, way):
             assert stop not in loaded.tokenizer.decode(found.tokens[:-1])
     [later] = answers_to(loaded, PROMPTS[:1], **how, stop=[whole.text[:1]], min_tokens_to_generate=2)
     assert later.text or whole.text[0] == "\ufffd"  # of a character that is not finished
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_and_its_continuation_are_one_text(loaded, way):
+    """Where a tokenizer writes spaces between words: the first new word has one before it."""
+
+    class Numbers:
+        vocab_size, eod = loaded.tokenizer.vocab_size, loaded.tokenizer.eod
+        encode = staticmethod(lambda text: [int(word) for word in text.split()])
+        decode = staticmethod(lambda ids: " ".join(map(str, ids)))
+
+    how = dict(WAYS[way])
+    search, use_cache = Search(num_beams=how.pop("num_beams", 1)), how.pop("use_cache", True)
+    asked = Asked(["3 1 4", "15"], Sampling(5, **how), search, use_cache=use_cache)
+    found = answered(loaded, Numbers, asked).answers
+    for prompt, answer in zip(asked.prompts, found, strict=True):
+        assert answer.tokens and prompt + answer.text == Numbers.decode([*Numbers.encode(prompt), *answer.tokens])
 
 
 def test_a_text_that_has_ended_is_not_continued(loaded):
@@ -186,6 +203,11 @@ def test_stop_strings_are_typed_with_escapes(run, loaded):
 def test_what_cannot_be_is_named(flags, words, run):
     with pytest.raises(SettingsError, match=words):
         run(flags)
+
+
+def test_an_output_that_is_a_folder_is_refused_before_the_model_is_loaded(tmp_path):
+    with pytest.raises(StorageError, match="is a folder"):
+        tool.main(["--load", "gone", "--prompt", "a", "--output", str(tmp_path)])
 
 
 def test_unknown_settings_of_python_are_named(loaded):

@@ -78,8 +78,8 @@ def tokenizer(request, tmp_path_factory):
     return made.with_tokens(["<extra_id_0>", "<extra_id_1>"]) if request.param is added_tokens else made
 
 
-def streamed(tokenizer, tokens, stop=()) -> tuple[list[str], bool]:
-    stream, pieces = TextStream(tokenizer, stop), []
+def streamed(tokenizer, tokens, stop=(), after=()) -> tuple[list[str], bool]:
+    stream, pieces = TextStream(tokenizer, stop, after=after), []
     for token in tokens:
         piece = stream.feed(token)
         pieces.append(piece.text)
@@ -109,6 +109,20 @@ def test_pieces_are_the_text(tokenizer):
         assert "".join(pieces) == whole
         # What is passed on after so many tokens is right whatever follows; so no character is half.
         assert all(whole.startswith("".join(pieces[:count])) for count in range(len(pieces)))
+
+
+def test_a_continuation_has_the_space_before_its_first_word(tokenizer):
+    draw, compared = random.Random(5), 0
+    for tokens in texts_of(tokenizer, 60, seed=4):
+        at = draw.randrange(len(tokens) + 1)
+        before, whole = tokenizer.decode(tokens[:at]), tokenizer.decode(tokens)
+        pieces, _ = streamed(tokenizer, tokens[at:], after=tokens[:at])
+        if not before.strip() or before.endswith("\ufffd"):  # nothing to continue, or half a character
+            assert "".join(pieces) == tokenizer.decode(tokens[at:])
+        elif whole.startswith(before):
+            compared += 1
+            assert before + "".join(pieces) == whole
+    assert compared > 15
 
 
 def first_stop(text: str, stop) -> str:

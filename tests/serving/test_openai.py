@@ -70,6 +70,13 @@ def test_token_ids_are_prompts(client):
     assert [choice.text for choice in two.choices] == ["the rain" + expected("the rain"), "on" + expected("on")]
 
 
+def test_a_continuation_has_the_space_before_its_first_word(client, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "decode", lambda self, ids: " ".join(map(str, ids)))
+    asked = dict(model="toy", prompt="on", seed=5, max_tokens=4)
+    new = alone(Request(tuple(b"on"), Sampling(tokens_to_generate=4, sampling_seed=5), end=EOD))
+    assert client.completions.create(**asked).choices[0].text == "".join(f" {token}" for token in new)
+
+
 def test_settings_reach_the_engine(client, toy):
     words = dict(temperature=0.5, top_p=0.9, presence_penalty=0.25, frequency_penalty=-0.5, logit_bias={"101": -100})
     more = dict(top_k=7, min_p=0.1, repetition_penalty=1.5, min_tokens=3, stop_token_ids=[3, 4], ignore_eos=True)
