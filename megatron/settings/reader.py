@@ -183,6 +183,8 @@ class SettingsReader:
     def _of_another_command(self, word: Word) -> bool:
         if self.trains or word.flag not in spellings_of(schema.GROUPS):
             return False
+        if word.flag == "--debug" and word.source == SaidBy.COMMAND and set(word.words) <= {"true", "false"}:
+            return True  # `errors.run_main` reads it, for every command
         if word.source == SaidBy.COMMAND and not self.serves_training:
             why = "this command has no use for it"
             if self.shape and spellings_of(schema.GROUPS)[word.flag].setting.group == "model":

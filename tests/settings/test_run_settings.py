@@ -269,6 +269,16 @@ def test_debug_shows_tracebacks(words, full, command, capsys, tmp_path):
     assert ("Traceback (most recent call last)" in said) is full
 
 
+def test_every_tool_shows_tracebacks(capsys):
+    from megatron.tools import generate
+
+    for words, full in (("", False), ("--debug", True), ("--debug false", False)):
+        with pytest.raises(SystemExit):
+            run_main(generate.main, f"--load gone --prompt a {words}".split())
+        said = capsys.readouterr().err
+        assert "gone holds no checkpoint" in said and ("Traceback" in said) is full
+
+
 def test_memory_is_told_beside_what_was_planned(train, command, capsys):
     """Megatron-LM's line, with what /proc says of this process and what the dry run says of it."""
     train(f"{SMALL} --train-iters 4 --log-memory-interval 2")
