@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Literal, Optional
 
-from megatron.errors import SettingsError, run_main
+from megatron.errors import SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
@@ -124,12 +124,14 @@ def main(argv: list[str]) -> None:
 
 
 def check(settings: BenchmarkOptions, given: Mapping[str, Statement]) -> None:
-    """Raise SettingsError for sizes that cannot be measured."""
+    """Raise SettingsError for sizes that cannot be measured, UsageError for two kinds of output."""
     for name in ("prompt_length", "output_length", "batch_size", "iterations", "warmup"):
         value, least = getattr(settings, name), 0 if name == "warmup" else 1
         values = value if isinstance(value, (list, tuple)) else [value]
         if min(values) < least:
             raise SettingsError(f"{words_of(given, name, ' '.join(map(str, values)))}: has to be {least} or more")
+    if settings.markdown and settings.json:
+        raise UsageError("--markdown and --json were both given", do="give one of them")
     tp, pp, world = *_ranks(settings), rank_env.ranks().world_size
     if tp * pp != world:
         raise SettingsError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import SettingsError, StorageError, run_main
+from megatron.errors import SettingsError, StorageError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
@@ -115,15 +115,20 @@ def main(argv: list[str]) -> None:
 
 
 def check(options: SensitivityOptions, quantize: QuantizeOptions) -> None:
-    """Raise SettingsError for options that cannot work, before torch is loaded."""
+    """Raise UsageError, SettingsError or StorageError for options that cannot work, before torch is loaded."""
     if quantize.quantize is None:
-        raise SettingsError("the format is not given", do="say --quantize int8, int8-dynamic or int4")
+        raise UsageError("missing: --quantize", do="--quantize int8, int8-dynamic or int4")
     if options.max_increase < 0:
         raise SettingsError(f"--max-increase {options.max_increase} has to be at least 0")
     if options.picture:
         if not options.picture.endswith(SUFFIXES):
             raise SettingsError(f"--picture {options.picture}: the name has to end in {', '.join(SUFFIXES)}")
         new_figure(1, 1, "--picture")
+    for flag, path in (("--output", options.output), ("--picture", options.picture)):
+        if path and not Path(path).parent.is_dir():
+            raise StorageError(f"{flag} {path}: there is no folder {Path(path).parent}", do="make it, or give another path")
+        if path and Path(path).is_dir():
+            raise StorageError(f"{flag} {path}: is a folder", do="give the name of a file")
 
 
 def report(options: SensitivityOptions, quantize: QuantizeOptions, context) -> None:
@@ -188,7 +193,7 @@ def lines_of(found: Sensitivity, skip: Sequence[str], budget: float) -> list[str
     total = sum(found.layers.values())
     kinds = sorted(found.kinds().items(), key=lambda pair: pair[1], reverse=True)
     return [
-        f"loss {found.loss:.5f}; with one layer in {found.format} it grows by these; sum {total:+.5f}",
+        f"loss {found.loss:.5f}; with one layer in {found.format} it grows as above; sum {total:+.5f}",
         *(f"  all {kind:28} {growth:+.5f}" for kind, growth in kinds),
         f"to skip for at most {budget:+g}: {' '.join(skip) or 'none'}",
     ]

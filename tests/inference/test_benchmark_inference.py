@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megatron.errors import SettingsError
+from megatron.errors import Failure, SettingsError
 from megatron.tools import benchmark_inference as tool
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 99 --device cpu --warmup 1".split()
@@ -66,9 +66,10 @@ def test_ranks_share_the_model(run_ranks, capfd):
     [
         ("--batch-size 0", "--batch-size 0: has to be 1 or more"),
         ("--iter 0", "--iterations 0: has to be 1 or more|--iter 0: has to be 1 or more"),
+        ("--markdown --json", "--markdown and --json were both given"),
         ("--mp_degree 2", "tensor 2 x pipeline 1 = 2 ranks, and this job has 1"),
     ],
 )
 def test_what_cannot_be_measured(flags, words):
-    with pytest.raises(SettingsError, match=words):
+    with pytest.raises(Failure, match=words):
         tool.main([*SHAPE, *flags.split()])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, StorageError, UsageError
 from megatron.inference.load import load_model
 from megatron.inference.quantize import linear_layers
 from megatron.model.quantization import QuantizeOptions
@@ -171,6 +171,20 @@ def test_torchao_rounds_no_better(folder):
     own = x @ by_hand(layer.weight.data, "int8").reshape(96, 24).T
     error = lambda y: ((y - wanted).norm() / wanted.norm()).item()
     assert error(own) == pytest.approx(error(peer(x)), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "flags, kind, said",
+    [
+        ("", UsageError, "missing: --quantize"),
+        ("--quantize int8 --output gone/x.json", StorageError, "--output gone/x.json: there is no folder gone"),
+        ("--quantize int8 --output .", StorageError, "--output .: is a folder"),
+        ("--quantize int8 --picture gone/x.svg", StorageError, "--picture gone/x.svg: there is no folder gone"),
+    ],
+)
+def test_sensitivity_refuses_what_cannot_work_before_it_measures(flags, kind, said):
+    with pytest.raises(kind, match=said):
+        sensitivity.main(f"--load gone --data-path x {flags}".split())
 
 
 def test_a_sensitive_layer_is_found_and_left_out(folder, tmp_path, capsys, monkeypatch):
