@@ -103,7 +103,7 @@ def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> li
         return list(json.loads(Path(text).read_text(encoding="utf-8"))["skip"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(
-            f"{flag} {text}: cannot be read: {error}",
+            f"{flag} {text}: cannot be read: {getattr(error, 'strerror', None) or error}",
             do="give patterns of layers, such as blocks.0.*, or the file of python -m megatron.tools.sensitivity --output",
         ) from error
 

@@ -63,7 +63,7 @@ def to_hf(
             raise SettingsError(
                 f"{path} was trained with --linear {config.model.linear}, which Hugging Face does not have",
                 "its layers would multiply with other weights there",
-                "nothing was written",
+                "python -m megatron.tools.export --format torch-export writes a program of it",
             )
         family, plan = exported(config, vocab_size), []
         refuse_unknown(reader, family)

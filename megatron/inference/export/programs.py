@@ -145,10 +145,11 @@ def _recording() -> Iterator[None]:
     except (SettingsError, CheckpointError):
         raise
     except Exception as error:  # of many kinds
-        lines = [line for line in str(error).splitlines() if line.strip()]
+        said = re.sub(r"\x1b\[[\d;]*m", "", str(error))  # without colours
+        lines = [line for line in said.splitlines() if line.strip()]
         where = re.search(r"File \"([^\"]*/megatron/[^\"]+)\", line (\d+)", str(error))
         raise SettingsError(
             f"the model cannot be recorded as a program: {type(error).__name__}: {lines[0] if lines else ''}",
             f"at {where[1]}:{where[2]}" if where else None,
-            "--format hf exports weights",
+            "--format hf exports weights; a model that it refuses may have --format torch-export",
         ) from error

@@ -146,7 +146,7 @@ def refuse_other(facts: T5Facts) -> None:
     }
     if any(against.values()):
         why = ", ".join(what for what, so in against.items() if so)
-        raise SettingsError("Hugging Face's T5 is no model of this shape", f"not T5: {why}")
+        raise SettingsError("Hugging Face's T5 is no model of this shape", f"not T5: {why}", do="--format onnx or torch-export of python -m megatron.tools.export")
 
 
 _FORWARD = {"relu": "relu", "gated-gelu": "gated-gelu", "gelu": "gelu"}
