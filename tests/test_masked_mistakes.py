@@ -81,6 +81,11 @@ SETTINGS = [  # exit code 3
     ("dump", f"{DUMP} BERT --seq-length 32 --mask-prob 2", "--mask-prob 2.0 must be above 0 and below 1"),
     ("t5", f"{T5} --position-embedding-type relative --relative-attention-num-buckets 3", "must be at least 4"),
     ("t5", f"{T5} --feed-forward-proj gated-gelu --swiglu", "are two activations of the MLP"),
+    ("t5", f"{T5} --geglu", "--geglu: say --feed-forward-proj gated-gelu"),
+    ("t5", f"{T5} --norm-position post", "--norm-position post: this model's layers are pre"),
+    ("bert", f"{BERT} --norm-position sandwich", "--norm-position sandwich is for GPT; --post-norm puts"),
+    ("bert", f"{BERT} --scale-embedding", "--scale-embedding: this model does not have it"),
+    ("bert", f"{BERT} --disable-bias-linear --add-qkv-bias", "--add-qkv-bias: this model's attention does not have it"),
     (
         "t5",
         f"{T5} --scale-tied-output --untie-embeddings-and-output-weights",

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 from megatron.checkpoint.backends import TRACKER, CheckpointPath, backend_of
+from megatron.checkpoint.base import open_checkpoint
 from megatron.checkpoint.reader import Reader, Strictness
 from megatron.checkpoint.store import Parts, Piece, commit, single_part, write_shard
 from megatron.errors import CheckpointError, Failure, StorageError
@@ -225,13 +226,12 @@ def _load(
     path: CheckpointPath, pieces: list[Piece], names, cast, strictness, reinitialize, check, rank: int
 ) -> tuple[Any, list[str], set[str], int, int]:
     """Load a rank's pieces: (state on rank 0, notices, names of reinitialized tensors, bytes read, bytes of all files)."""
-    with Reader(path) as reader:
+    with open_checkpoint(path) as reader:
         check(reader.state)
         new = {piece.name for piece in pieces if reinitialize(piece.name, piece.name in reader.tensors)}
         wanted = [piece for piece in pieces if piece.name not in new]
         notices = reader.load(wanted, names=names, cast=cast, strictness=strictness)
-        size = sum(size for size, _ in reader.index.files.values())
-        return reader.state if rank == 0 else None, notices, new, reader.bytes_read, size
+        return reader.state if rank == 0 else None, notices, new, reader.bytes_read, reader.num_bytes
 
 
 def _on_all_ranks(action: Callable[[], Any], all_gather_object: AllGatherObject) -> list:

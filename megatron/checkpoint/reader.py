@@ -132,6 +132,11 @@ class Reader:
         self._run([copy for piece in stored for copy in self._plan(piece.name, piece.box, piece.tensor)])
         return notices
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(size for size, _ in self.index.files.values())
+
     def check_files(self) -> None:
         """Raise Damaged unless every file exists with its size. Reads no data."""
         for name, (size, _) in self.index.files.items():

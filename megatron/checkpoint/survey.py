@@ -5,6 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.checkpoint.base import BASE
 from megatron.checkpoint.folder import TRACKER, checkpoints, read_tracker
 from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
@@ -28,6 +29,7 @@ def summary(reader: Reader) -> dict[str, Any]:
         bytes=sum(size for size, _ in reader.index.files.values()),
         files={name: size for name, (size, _) in reader.index.files.items()},
         layout=state.get("mesh"),
+        base=state.get(BASE),
         vocab_size=state.get("vocab_size"),
         written_by={name: state[name] for name in ("version", "commit", "libraries", "origin") if name in state}
         | code_of(state.get("code")),
@@ -71,6 +73,7 @@ def describe(reader: Reader, changed: Optional[dict[str, Any]] = None) -> str:
         f"  iteration {info['iteration']}, consumed samples {info['consumed_samples']}",
         f"  {info['parameters']:,} parameters{frozen}{buffers}, optimizer state: {', '.join(moments) or 'none'}",
         f"  {info['bytes']:,} bytes in {len(info['files'])} files",
+        *([f"  trained on {info['base']['path']} (fingerprint {info['base']['fingerprint']})"] if info["base"] else []),
         "  saved by " + (" x ".join(f"{axis} {size}" for axis, size in layout.items()) or "an unknown layout"),
     ]
     for name, value in info["written_by"].items():

@@ -23,7 +23,7 @@ from megatron.mpu.mesh import Axis
 class GeneratedText:
     """A text that a model wrote.
 
-    text    ends before a stop string; tokens do not: they are all that the model wrote, without the token that ended it
+    text    ends before a stop string; its tokens include those of the stop string, and not the one that ends a text
     finish  stop: at its end, or a stop string; length: at the greatest length; None: it is not finished
     scores  log-probabilities of its tokens; prompt: of those of the prompt
     """
@@ -100,6 +100,8 @@ def answered(loaded, tokenizer, asked: Asked, pp: Axis = ALONE, on_text: OnText 
     on_text: is called as texts grow, and when they end; with beam search, without a cache and for encoder-decoders only at
              the end, once for each
     """
+    if getattr(loaded.model, "is_program", False):  # of an export: its cache is its own
+        asked = replace(asked, use_cache=False)
     asked.check(pairs := hasattr(loaded.model, "decode"))
     asked.sampling.check_tokens(tokenizer.vocab_size)
     sampling, search, more = asked.sampling, asked.search, dict(best=asked.samples, draws=asked.draws, pp=pp)
@@ -188,10 +190,11 @@ def _whole(
     for place, (tokens, room) in enumerate(zip(found, rooms, strict=True)):
         stream, text = TextStream(tokenizer, sampling.stop or (), sampling.min_tokens_to_generate), ""
         for token in tokens:
-            if not stream.stopped:
-                text += stream.feed(token).text
+            text += stream.feed(token).text
+            if stream.stopped:
+                break
         text += "" if stream.stopped else stream.finish().text
         cut = len(tokens) == min(room, sampling.tokens_to_generate) and not stream.stopped
-        made.append(GeneratedText(text, list(tokens), "length" if cut else "stop"))
+        made.append(GeneratedText(text, list(tokens[: stream.fed]), "length" if cut else "stop"))
         on_text(place, text, made[-1])
     return made

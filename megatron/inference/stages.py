@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from megatron.errors import SettingsError
+from megatron.inference.stage_layers import decoder_layers
 from megatron.model.cache import PagedCache
 from megatron.model.facts import Facts
 from megatron.model.t5.facts import even
@@ -46,7 +47,8 @@ def stages_of(facts: Facts, pp: int, halves: Halves = (None, None)) -> Pipeline:
     if encoder is None:
         if given:
             raise SettingsError(f"{ENCODER} and {DECODER} are for encoder-decoders", do="leave them out")
-        counts = _balanced(facts, _counts("model", facts.num_layers, pp, "--pipeline-model-parallel-size"))
+        _counts("model", facts.num_layers, pp, "--pipeline-model-parallel-size")
+        counts = decoder_layers(facts, pp)
         places = [(rank, 0) for rank in range(pp)]
     else:
         first, last = (pp if half is None else half for half in halves)
@@ -73,18 +75,6 @@ def _counts(what: str, layers: int, ranks: int, flag: str) -> list[int]:
     if layers < ranks:
         raise SettingsError(f"{flag} {ranks}: the {what} has {layers} layers", do=f"give at most {layers}")
     return even(layers, ranks)
-
-
-def _balanced(facts: Facts, counts: list[int]) -> list[int]:
-    """Move layers from the last stage, which also has the output layer, to the others: the slowest stage sets the pace."""
-    layers, others = sum(counts), len(counts) - 1
-    if not others:
-        return counts
-    layer = sum(map(facts.layer_flops, range(layers))) / layers / facts.seq_length  # of one token
-    output = facts.output_flops / layer  # in layers
-    slowest = lambda last: max(-(-(layers - last) // others), last + output)
-    last = min(range(counts[-1], 0, -1), key=slowest)
-    return [*even(layers - last, others), last]
 
 
 class Stages(nn.Module):

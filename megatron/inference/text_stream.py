@@ -13,7 +13,6 @@
 The pieces together are exactly `tokenizer.decode(tokens)`, up to the stop string.
 """
 
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ WINDOW, CONTEXT = (
     48,
     8,
 )  # tokens that are decoded together at most, usually; and those before them that are decoded again
-BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token for one byte, in vocabularies with byte fallback
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # tokens for single bytes, in vocabularies with byte fallback
 
 
 class TextPiece(NamedTuple):
@@ -44,7 +43,7 @@ class TextStream:
         self.decode, self.stop, self.least = tokenizer.decode, tuple(stop), least
         # A run of byte tokens that is not valid as a whole is decoded otherwise than its valid part: wait for its end.
         pieces = getattr(tokenizer, "pieces", {})
-        self.bytes = {id for piece, id in pieces.items() if BYTE.fullmatch(piece)}
+        self.bytes = {pieces[name] for name in BYTES if name in pieces}
         self.fed = 0
         self.window: list[int] = []  # the last tokens
         self.given = ""  # their text as far as it was passed on

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Optional
 
+from megatron.model.lora import with_adapters
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.settings.parse import parse_pretrain, said
 from megatron.settings.schema import Config
@@ -30,7 +31,8 @@ def parse_any(
         return of_model | dict(own(statements))
 
     defaults = with_type if callable(own) else of_model | dict(own)
-    return recipe.normalize_config(parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults))
+    config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
+    return recipe.normalize_config(with_adapters(config))
 
 
 def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:

@@ -23,13 +23,16 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Optional
 
 from megatron.model.layer_ops import ATTENTION, LAYER, Collective, CoreAttention, LayerOp, Product, RankSetup, Residual
-from megatron.model.linear_kinds import Chosen, chosen_of, with_own_weights
+from megatron.model.linear_kinds import WEIGHT, Chosen, chosen_of, linear_layers, with_own_weights
+from megatron.model.lora import PAIR
 from megatron.model.weights import Table, Unit, add_prefix, logical, norm, positions, vocab_embedding
 from megatron.mpu.placement import EXPERT_AXES, Placement, elements
+from megatron.mpu.selection import Selection
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Model, Parallel
 
 Bytes = Counter  # kind -> bytes
+OUTPUT = "output"  # the output layer, in `RankSetup.frozen`
 
 
 class LayerDesign(NamedTuple):
@@ -221,6 +224,11 @@ class Facts:
         return logical(self.whole)
 
     @property
+    def output_name(self) -> str:
+        """The name of the output layer's weight."""
+        return "embedding.word.weight" if self.tied else "output.weight"
+
+    @property
     def experts(self) -> dict[str, Placement]:
         """The weights of experts in its layers, each by its name in a layer."""
         tables = (self.layer_weights(kind, False) for kind in self.layer_kinds)
@@ -241,6 +249,17 @@ class Facts:
         """
         layers = sum(map(self.layer_flops, range(self.num_layers)))
         return 3.0 * (layers / self.seq_length + self.output_flops)
+
+    def trained_flops(self, selection: Selection) -> float:
+        """`flops` of a run with frozen weights, which have no products for gradients, and with the products of adapters."""
+        adapted = selection or self.settings.lora_rank
+        return self.flops() - _frozen_flops(self, selection) if adapted else self.flops()
+
+    def learned(self, selection: Selection) -> tuple[frozenset[str], tuple[tuple[str, int], ...]]:
+        """(linear layers of blocks whose weight is frozen in all of them, and "output"; (linear layer, rows of A) of LoRA
+        pairs), as in `RankSetup`.
+        """
+        return _learned(self, selection) if selection or self.settings.lora_rank else (frozenset(), ())
 
     def layer_flops(self, layer: int, causal: float = 1.0) -> float:
         """FLOPs of a layer's forward pass for a sequence. causal: the fraction of causal attention that counts."""
@@ -295,6 +314,7 @@ class Facts:
     def deferred_saved_bytes(self, share: RankSetup, kind: str) -> int:
         """Bytes of a layer with deferred weight gradients (zero-bubble W): inputs and output gradients of products."""
         products = [op for op in self.layer_ops(share, kind) if isinstance(op, Product)]
+        products = [op for op in products if op.pair or not op.frozen]
         return sum(op.kept + op.rows * op.outputs * op.times * share.element for op in products)
 
     def message_bytes(self, share: RankSetup) -> int:
@@ -321,12 +341,16 @@ class Facts:
 
     def loss_freed_bytes(self, share: RankSetup) -> int:
         """The part of `loss_saved_bytes` that is freed before layers' backward passes, unless the product is deferred."""
+        if OUTPUT in share.frozen:
+            return 0
         return self.loss_deferred(share) or self.vocabulary_rows(share.tp) * self.settings.hidden_size * share.element
 
     def loss_deferred(self, share: RankSetup) -> int:
         """Bytes of the factors of the output weight's gradient, if the backward pass computes it: input and logit gradients
-        [n, h + v/tp]. 0: they are too large to keep, and the forward pass computes it.
+        [n, h + v/tp]. 0: they are too large to keep, and the forward pass computes it; or the weight is frozen.
         """
+        if OUTPUT in share.frozen:
+            return 0
         n = self.loss_tokens(share)
         wanted = n * (self.settings.hidden_size + self.vocabulary_rows(share.tp)) * share.element
         return wanted if n <= self._chunks(share).block else 0
@@ -339,6 +363,8 @@ class Facts:
         if share.device == "cuda" and not share.plain_loss:
             logits = 0  # the kernel overwrites them with their gradients
         product = rows * self.settings.hidden_size
+        if OUTPUT in share.frozen:
+            return min(n, block) * rows * share.element + logits
         if n <= block:
             return max(logits, product * share.element)
         of_block = block * rows * share.element + logits  # weight gradients of blocks are summed in fp32
@@ -354,6 +380,35 @@ class Facts:
     def _between(self, share: RankSetup, tokens: int) -> int:
         """The number of these tokens that a rank holds between layers."""
         return tokens // (share.tp if share.sp else 1)
+
+
+@lru_cache(maxsize=1024)
+def _learned(facts: Facts, selection: Selection) -> tuple[frozenset[str], tuple[tuple[str, int], ...]]:
+    trained, linear, pairs = set(), set(), {}
+    for n in range(facts.num_layers):
+        table = facts.layer_table(n, False)
+        frozen = selection.frozen(table, f"blocks.{n}.")
+        for layer in linear_layers(table):
+            linear.add(layer)
+            trained |= {layer} - {name.removesuffix(WEIGHT) for name in frozen}
+            if pair := table.get(f"{layer}.{PAIR[0]}"):
+                pairs[layer] = max(pairs.get(layer, 0), pair.shape[0])
+    still = linear - trained
+    if facts.score_sums(RankSetup()) is None and facts.output_name in selection.frozen(facts.weights):
+        still.add(OUTPUT)
+    return frozenset(still), tuple(sorted(pairs.items()))
+
+
+@lru_cache(maxsize=1024)
+def _frozen_flops(facts: Facts, selection: Selection) -> float:
+    """FLOPs per token of the gradients of frozen matrices, less those of adapters."""
+    frozen, pairs = facts.learned(selection)
+    share, still = RankSetup(frozen=frozen, pairs=pairs), 0.0
+    for layer in range(facts.num_layers):
+        for op in facts.layer_ops(share, facts.layer_kind(layer)):
+            if isinstance(op, Product):
+                still += op.flops * op.frozen - 6.0 * op.rows * op.pair * (op.inputs + op.outputs * op.times)
+    return still / facts.seq_length + facts.output_flops * (OUTPUT in frozen)
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ or [s/tp, b, h] between layers with sequence parallelism. With context paralleli
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -19,6 +20,8 @@ from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
 from megatron.model.graph_dump import dumping_backend
+from megatron.model.lora import KIND as LORA
+from megatron.model.lora_product import LoRAProduct
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.recipe import Z_LOSS
@@ -32,7 +35,7 @@ from megatron.mpu.deferred_wgrad import WeightGradStore
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.linear_product import attach_products
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.random import Dropout
+from megatron.mpu.random import Draws, Dropout
 from megatron.settings.schema import Config, Kernels, Model, Recompute
 
 LOSS, TOKENS = "lm loss", "tokens"  # names of the sums of a last stage
@@ -138,7 +141,9 @@ class LanguageModel(nn.Module):
                 else mappings.copy_to_tensor_model_parallel_region
             )
         choose_fusions(self, self.kernels)
-        attach_products(self.blocks, model, facts.products, bool(self.kernels.torch_compile))
+        draws = partial(Draws, seed, mesh.cp)
+        kinds = {LORA: LoRAProduct, **model.own_linears}
+        attach_products(self.blocks, model, kinds, facts.products, draws, bool(self.kernels.torch_compile))
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, facts: Facts, **stage) -> "LanguageModel":
@@ -362,7 +367,9 @@ class Embedding(nn.Module):
         if "embedding" in tables:
             self.position = LearnedPositions(take_prefix(tables["embedding"], "position"), **factory_kwargs)
         self.tp, self.sequence_parallel = mesh.tp, sequence_parallel
-        self.scale = math.sqrt(model.hidden_size) if model.scale_embedding else None
+        self.scale = None
+        if model.scale_embedding:  # in the format of the weights, as Gemma was trained
+            self.scale = torch.tensor(math.sqrt(model.hidden_size), dtype=factory_kwargs["dtype"]).item()
         self.dropout = Dropout(
             model.hidden_dropout, "embedding", -1, seed, axis=mesh.tp if sequence_parallel else None, cp=mesh.cp
         )

@@ -33,7 +33,8 @@ class RankSetup:
     --no-bias-swiglu-fusion. cp: ranks that share each sequence; cp_heads: those of them that exchange rows for heads
     (--cp-comm-type a2a: all of them); gathers: the others gather keys and values (allgather) instead of sending them round
     a ring. documents: they are packed into samples (--reset-attention-mask). ep, etp: ranks that hold different experts of
-    a layer, and parts of each.
+    a layer, and parts of each. frozen: linear layers of blocks ("attention.qkv") whose weight has no gradient in any block,
+    and "output" for the output layer's. pairs: (linear layer, rows of A) of LoRA's; pairs_drop: with --lora-dropout.
     """
 
     tp: int = 1
@@ -53,6 +54,17 @@ class RankSetup:
     documents: bool = False
     ep: int = 1
     etp: int = 1
+    frozen: frozenset[str] = frozenset()
+    pairs: tuple[tuple[str, int], ...] = ()
+    pairs_drop: bool = False
+
+    def keeps_input(self, layer: str) -> bool:
+        """Whether the product of a linear layer saves its input."""
+        return layer not in self.frozen or layer in dict(self.pairs)
+
+    def mask_bytes(self, layer: str, elements: int) -> int:
+        """Bytes of the dropout mask of a pair's input."""
+        return elements if self.pairs_drop and layer in dict(self.pairs) else 0
 
     @property
     def cp_rows(self) -> int:
@@ -110,12 +122,18 @@ class LayerOp:
 
 @dataclass(frozen=True)
 class Product(LayerOp):
-    """A matrix product, [rows, inputs] x [inputs, outputs]; times: number of such products, for example of experts."""
+    """A matrix product, [rows, inputs] x [inputs, outputs]; times: number of such products, for example of experts.
+
+    frozen: the backward pass computes no gradient of its weight; pair: rows of A of a LoRA pair beside it
+    """
 
     rows: int
     inputs: int
     outputs: int
     times: int = 1
+    _: KW_ONLY
+    frozen: bool = False
+    pair: int = 0
 
     @property
     def flops(self) -> float:
@@ -198,16 +216,46 @@ class Residual:
         kept = self.share.norm_bytes(self.model, self.elements, self.h)
         return Kernel("norms", kept=kept, given=self.nbytes, moved=2 * self.elements, again=again)
 
-    def column(self, name: str, outputs: int, times: int = 1, *, keeps: bool = True, again: tuple[str, ...] = ()):
-        """A column-parallel product. keeps: whether it saves its input (no other op does)."""
-        kept = self.nbytes if keeps else 0
-        product = Product(name, self.tokens, self.h, outputs, times, kept=kept, given=kept, again=again)
-        return replace(self.copied, again=again), product
+    def column(
+        self,
+        name: str,
+        outputs: int,
+        times: int = 1,
+        *,
+        keeps: bool = True,
+        again: tuple[str, ...] = (),
+        layer: str = "",
+    ):
+        """A column-parallel product. keeps: whether it saves its input (no other op does); layer: its name in the block."""
+        given, learns = self.nbytes if keeps else 0, self.share.keeps_input(layer)
+        product = Product(
+            name,
+            self.tokens,
+            self.h,
+            outputs,
+            times,
+            kept=given * learns + self.share.mask_bytes(layer, self.elements),
+            given=given,
+            again=again,
+            **self._learned(layer),
+        )
+        copied = self.copied if learns else replace(self.copied, overlapped=())  # the input is not gathered again
+        ops = replace(copied, again=again), product
+        masks = self.share.mask_bytes(layer, self.tokens * self.h) if self.share.sp else 0
+        if not masks:
+            return ops
+        gather = ("all_gather",)  # of a pair's mask, with the input, and for the gradient of the input
+        return Collective("activations", "tp", self.share.tp, masks, gather, 2 * gather, again=again), *ops
 
-    def row(self, name: str, inputs: int, again: tuple[str, ...] = ()) -> tuple[Product, Collective]:
+    def row(self, name: str, inputs: int, again: tuple[str, ...] = (), layer: str = "") -> tuple[Product, Collective]:
         """A row-parallel product."""
-        kept = self.tokens * inputs * self.share.element
-        return Product(name, self.tokens, inputs, self.h, kept=kept, given=kept, again=again), self.summed
+        given = self.tokens * inputs * self.share.element
+        kept = given * self.share.keeps_input(layer) + self.share.mask_bytes(layer, self.tokens * inputs)
+        own = self._learned(layer)
+        return Product(name, self.tokens, inputs, self.h, kept=kept, given=given, again=again, **own), self.summed
+
+    def _learned(self, layer: str) -> dict:
+        return dict(frozen=layer in self.share.frozen, pair=dict(self.share.pairs).get(layer, 0))
 
     def add(self) -> Kernel:
         """x + dropout(...), with the kernel launches of the whole branch."""

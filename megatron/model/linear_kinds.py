@@ -3,7 +3,7 @@
 
 A shell pattern is compared with the layer's full name, `blocks.3.mlp.up`, and with every suffix after a dot: `mlp.*`
 matches `mlp.up` and `mlp.down` of all blocks, `blocks.[01].*` all layers of two blocks. If several match,
-the last one applies. A kind is a row of `Recipe.linears`, or `plain`.
+the last one applies. A kind is a row of `Recipe.linears`, `lora`, or `plain`.
 
     >>> chosen("mlp.*=mask, blocks.0.*=plain", 1, ["attention.qkv", "mlp.up", "mlp.down"])
     (('mlp.up', 'mask'), ('mlp.down', 'mask'))
@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.errors import SettingsError, did_you_mean
+from megatron.model import lora
 from megatron.model.weights import Table, add_prefix
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Model
@@ -80,20 +81,20 @@ def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:
 def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
     """A block's table with the weights that kinds of linear layers add, each next to its layer's."""
     for name, kind in picked:
-        own = settings.own_linears[kind].own_weights(settings, table[name + WEIGHT])
+        own = settings.own_linears.get(kind, lora).own_weights(settings, table[name + WEIGHT])
         table = {**table, **add_prefix(name, own)}
     return table
 
 
 def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
-    """The problems of --linear, as messages. tables: returns the weights of each block, by its index."""
+    """The problems of --linear and of adapters, as messages. tables: returns the weights of each block, by its index."""
     if settings.linear is None:
-        return []
+        return lora.problems(settings, ())
     try:
         parts = choices(settings.linear)
     except SettingsError as error:
         return [error.what]
-    kinds = [PLAIN, *settings.own_linears]
+    kinds = list(dict.fromkeys([PLAIN, lora.KIND, *settings.own_linears]))
     unknown = dict.fromkeys(choice.kind for choice in parts if choice.kind not in kinds)
     if unknown or not parts:
         return [
@@ -102,7 +103,8 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
             for name in unknown or [""]
         ]
     names = {f"blocks.{layer}.{name}": name for layer, table in tables().items() for name in linear_layers(table)}
-    return [
+    adapted = [choice.pattern for choice in parts if choice.kind == lora.KIND]
+    return lora.problems(settings, adapted) + [
         f"--linear {settings.linear}: '{choice.pattern}' is no linear layer of this model; each block has "
         f"{', '.join(dict.fromkeys(names.values()))}"
         for choice in parts

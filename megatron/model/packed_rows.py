@@ -79,7 +79,7 @@ def may_pack(model: Model, kernels: Kernels, training: bool, sequence_parallel: 
     """Whether layers with these settings give the same result for packed rows: dropout is drawn by sample and position, and
     sequence parallelism divides a fixed number of rows.
     """
-    drops = training and (model.hidden_dropout > 0 or model.attention_dropout > 0)
+    drops = training and (model.hidden_dropout > 0 or model.attention_dropout > 0 or model.lora_dropout > 0)
     explicit = kernels.attention_backend in ("auto", "explicit")
     return explicit and not drops and not sequence_parallel
 

@@ -169,6 +169,10 @@ class PlainFacts(Facts):
         """Two per parameter and token forward, and twice that backward."""
         return 6.0 * self.parameters
 
+    def trained_flops(self, selection) -> float:
+        """The same, whatever is frozen."""
+        return self.flops()
+
     def units(self, layers, first: bool, last: bool, sequence_parallel: bool = False):
         raise SettingsError(
             "this model is a plain torch.nn.Module: memory, time and messages of its layers are unknown",

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu.discarded import Discarded
 from megatron.mpu.placement import PlacedBuffer, placed_buffers
+from megatron.mpu.random import Draws
 
 
 def recompute(function: Callable, *args, inside: Callable = nullcontext, of: Sequence[nn.Module] = (), draws=True):
@@ -36,13 +37,16 @@ def recompute(function: Callable, *args, inside: Callable = nullcontext, of: Seq
 
     inside() -> a context for the second run, for contexts around the first that autograd does not restore.
     of: the modules that it runs. In the second run their buffers have the values of the first, and changes to them
-    are discarded. draws: whether it may draw from torch's generators, whose state (5 KB on a CPU) is then kept.
+    are discarded; their products draw for the samples of the first (`mpu.random.Draws`). draws: whether it may
+    draw from torch's generators, whose state (5 KB on a CPU) is then kept.
     """
     if not torch.is_grad_enabled():
         return function(*args)
     kept = [(held, held.tensor, held.tensor._version, held.tensor.clone()) for held in _buffers(of)]
     changed: list[tuple[PlacedBuffer, torch.Tensor]] = []
-    again = _then(inside, changed) if kept else inside
+    again = _then(inside, lambda: _with_buffers(changed)) if kept else inside
+    if samples := [(one, one.samples) for one in dict.fromkeys(m.draws for m in of if hasattr(m, "draws"))]:
+        again = _then(again, lambda: _with_samples(samples))
     more = {} if again is nullcontext else dict(context_fn=lambda: (nullcontext(), again()))
     result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **more)
     changed += [(held, was) for held, tensor, version, was in kept if _is_another(held, tensor, version)]
@@ -115,12 +119,25 @@ def _with_buffers(before: Sequence[tuple[PlacedBuffer, torch.Tensor]]) -> Iterat
             held.module._buffers[held.attribute] = tensor
 
 
-def _then(inside: Callable, before: Sequence[tuple[PlacedBuffer, torch.Tensor]]) -> Callable:
-    """`inside`, with the buffers of the first run."""
+@contextmanager
+def _with_samples(before: Sequence[tuple[Draws, torch.Tensor]]) -> Iterator[None]:
+    """Set the samples that products draw for to the given ones inside."""
+    now = [draws.samples for draws, _ in before]
+    for draws, samples in before:
+        draws.samples = samples
+    try:
+        yield
+    finally:
+        for (draws, _), samples in zip(before, now):
+            draws.samples = samples
+
+
+def _then(inside: Callable, more: Callable) -> Callable:
+    """A function that enters both contexts."""
 
     @contextmanager
     def both() -> Iterator[None]:
-        with inside(), _with_buffers(before):
+        with inside(), more():
             yield
 
     return both

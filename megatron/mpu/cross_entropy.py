@@ -81,7 +81,7 @@ def linear_cross_entropy(
     whole = hidden.detach() if gather is None else collectives.all_gather(hidden.detach(), gather)
     own_bias = None if bias is None else bias.detach()
     losses, log_sums, gradients = _chunks(
-        whole, weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused, own_bias
+        whole, weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused, own_bias, weight.requires_grad
     )
     loss, z = (x.sum() if mask is None else (x * mask).sum() for x in (losses, log_sums.square_()))
     if not wanted:
@@ -151,10 +151,23 @@ def _part(weight, vocab_size: int, tp: Axis, label_smoothing=0.0, softcap=None, 
     return VocabularyPart(first, real, 1.0 - label_smoothing, label_smoothing / vocab_size, softcap, z_loss)
 
 
-def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wanted: bool, unfused: bool, bias=None):
+def _chunks(
+    hidden,
+    weight,
+    labels,
+    mask,
+    part: VocabularyPart,
+    join,
+    chunk,
+    wanted: bool,
+    unfused: bool,
+    bias=None,
+    learns: bool = True,
+):
     """Losses [n] and log sum exp of each token's logits [n], and, if `wanted`, gradients of their masked sum.
 
     Gradients (of hidden [n, h], weight [v/tp, h] and bias [v/tp], with z-losses) are pairs of a function and its scale.
+    learns: whether there is one of the weight; a frozen weight's is not computed, and its factors are not kept.
     There are two levels. One product computes the logits of a `block` of rows. Their gradients overwrite them, in the
     format of the weights. Most micro-batches are one block: one large product of each kind, no sum over blocks, and the
     weight's gradient is computed on request. Within a block, `chunk` rows at a time are in fp32, to stay in the cache.
@@ -189,11 +202,15 @@ def _chunks(hidden, weight, labels, mask, part: VocabularyPart, join, chunk, wan
             own = logits.sum(0, dtype=torch.float32)
             of_bias = own if of_bias is None else of_bias.add_(own)
         hidden_gradient[whole] = product(logits, weight.t())
+        if not learns:
+            continue
         give = WgradGemm(logits, partial(_columns, inputs, down), product)
         if n > block:  # blocks are summed in fp32, to avoid rounding to bf16 after each
             total = _add_block(total, give, weight)
     if not wanted:
         return losses, log_sums, None
+    if not learns:
+        give = None
     if total is not None:
         del logits, own, gradient, give  # the last block's, before the gradient is copied
         total = total.to(weight.dtype)

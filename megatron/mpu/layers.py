@@ -21,7 +21,7 @@ from megatron.fused_kernels import Case, choose_kernel, cpu_ops, reference
 from megatron.fused_kernels.autocast import op
 from megatron.mpu import collectives, mappings
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
-from megatron.mpu.linear_product import LinearProduct, Operand
+from megatron.mpu.linear_product import Gradients, LinearProduct, Operand
 from megatron.mpu.mesh import Axis
 from megatron.mpu.placement import Buffer, Own, Placement
 
@@ -174,8 +174,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, product, wgrad_handler, deferred, gather, reduce):
-        ctx.save_for_backward(x, weight)
-        ctx.product, ctx.has_bias, ctx.wgrad_handler, ctx.deferred, ctx.gather, ctx.reduce = (
+        learns = ctx.needs_input_grad[1] or wgrad_handler is not None
+        ctx.save_for_backward(x if learns else None, weight)  # only the weight's gradient needs the input
+        ctx.shape, ctx.product, ctx.has_bias, ctx.wgrad_handler, ctx.deferred, ctx.gather, ctx.reduce = (
+            x.shape,
             product,
             bias is not None,
             wgrad_handler,
@@ -190,14 +192,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         rows, multiply, d_x, d_weight = gradient.reshape(-1, gradient.shape[-1]), ctx.product, None, None
-        wgrad = WgradGemm(rows, _Columns(x, ctx.gather), multiply)
+        wgrad = None if x is None else WgradGemm(rows, _Columns(x, ctx.gather), multiply)
         by_autograd, waits = ctx.needs_input_grad[1], ctx.deferred is not None and ctx.deferred.collecting
         # Communication is launched before the product that it overlaps with: on a GPU it then runs before the product
         # fills the device. The all-gather overlaps with the first product, the reduction with the second.
         if by_autograd or ctx.wgrad_handler and not waits:
             wgrad.start()
         if ctx.needs_input_grad[0]:
-            d_x = start_input_reduction(multiply(rows, weight.t(), None), x.shape, ctx.gather, ctx.reduce)
+            d_x = start_input_reduction(multiply(rows, weight.t(), None), ctx.shape, ctx.gather, ctx.reduce)
         if by_autograd:
             d_weight = wgrad()
         elif ctx.wgrad_handler:
@@ -248,15 +250,16 @@ class _OwnLinear(torch.autograd.Function):
         by_autograd = any(ctx.needs_input_grad[6:])
         waits = bool(deferred and ctx.wgrads_handler and deferred.collecting)
         if by_autograd or ctx.wgrads_handler:
-            weight, pull_back = product.transformed(weights, ctx.trained, later=waits)
-            wgrad = OwnWgrad(product, ctx.multiply, prepared, _Operand(operand, gather), pull_back)
+            weight, gradients_of = product.for_backward(weights, ctx.trained, later=waits)
+            wgrad = OwnWgrad(gradients_of, ctx.multiply, prepared, _Operand(operand, gather))
         else:
             weight = product.weight_operand(*weights)
         if by_autograd or ctx.wgrads_handler and not waits:
             wgrad.start()
         d_x, d_weights = None, [None] * len(weights)
         if ctx.needs_input_grad[0]:
-            d_rows = product.grad_input(ctx.multiply, prepared, weight).to(ctx.dtype)
+            more = _Operand(operand[1:], gather)() if product.input_in_grad else ()
+            d_rows = product.grad_input(ctx.multiply, (*prepared, *more), weight).to(ctx.dtype)
             d_x = start_input_reduction(d_rows, ctx.shape, gather, options.reduce)
         if by_autograd:
             gradients = iter(wgrad())
@@ -270,15 +273,14 @@ class _OwnLinear(torch.autograd.Function):
 class OwnWgrad(NamedTuple):
     """The pending product for the gradients of a layer's trained weights, by its `LinearProduct`."""
 
-    product: LinearProduct
+    gradients_of: Gradients  # `LinearProduct.for_backward`
     multiply: Callable
     gradient: Operand  # of the output
     operand: "_Operand"  # returns the input; waits for its all-gather, if any
-    pull_back: Callable[[torch.Tensor], Operand]  # from the transformed weight's gradient to those of the weights
 
     def __call__(self) -> Operand:
         """The gradient of each trained weight."""
-        return self.pull_back(self.product.grad_weight(self.multiply, self.gradient, self.operand()))
+        return self.gradients_of(self.multiply, self.gradient, self.operand())
 
     def start(self) -> None:
         """As `WgradGemm.start`."""

@@ -6,9 +6,10 @@
                     dw = grad_weight(prepare_gradient(dy), prepare_input(x)), which goes back through `transform`
 
 `transform` is differentiable, and may use additional weights, as a mask or LoRA does. `prepare_...` is not differentiated,
-as a cast to fp8: gradients pass straight through. `mpu/layers.py` calls them, and does everything else: it gathers and
-reduces over tensor parallel ranks, defers the product for the weight's gradient (zero-bubble W), and adds to the
-optimizer's gradients. So every kind works with all of these.
+as a cast to fp8: gradients pass straight through. A kind may also multiply with its own weights beside the weight, as
+LoRA does (`prepare_weights`, `grad_own`): then the gradient of a frozen weight is never computed. `mpu/layers.py` calls
+them, and does everything else: it gathers and reduces over tensor parallel ranks, defers the product for the weight's
+gradient (zero-bubble W), and adds to the optimizer's gradients. So every kind works with all of these.
 
 The forward pass only saves the result of `prepare_input`. The transformed weight is recomputed in the backward pass, or
 once a step (`once_a_step`).
@@ -26,11 +27,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from megatron.errors import SettingsError
-from megatron.mpu.placement import Constant, Normal, Placement
+from megatron.mpu.placement import Placement
+from megatron.mpu.random import Draws
 from megatron.settings.schema import Model
 
 Operand = tuple[torch.Tensor, ...]  # of a product: a matrix, or its representation, such as quantized values and scales
 Multiply = Callable[..., torch.Tensor]  # (a [m, k], b [n, k], bias [n] or None) -> a b^T + bias, the suite's kernel
+Gradients = Callable[[Multiply, Operand, Operand], Operand]  # (multiply, gradient of the output, input) -> gradients
 
 
 class LinearProduct:
@@ -43,6 +46,9 @@ class LinearProduct:
 
     group: ClassVar[Optional[type]] = None  # a frozen dataclass of this kind's own settings
     once_a_step: ClassVar[bool] = False  # cache the result of `prepare_weight` until the weights change
+    draws_samples = False  # `prepare_input` reads `draws.samples`, for random numbers that no layout changes
+    input_in_grad = False  # `grad_input` gets all tensors of `prepare_input` but the first, after those of the gradient
+    draws: Optional[Draws] = None  # of its block, if `draws_samples`
 
     def __init__(self, layer: nn.Module, name: str, settings: Model):
         self.layer, self.name, self.settings = layer, name, settings
@@ -54,8 +60,8 @@ class LinearProduct:
 
     @classmethod
     def own_weights(cls, settings: Model, weight: Placement) -> Mapping[str, Placement]:
-        """Additional parameters of a layer with this weight: name -> placement (`beside_rows`, `beside_inputs`). They are
-        initialized, reduced, sharded and saved as all others.
+        """Additional parameters of a layer with this weight: name -> placement (`placement.beside_rows`, `beside_inputs`).
+        They are initialized, reduced, sharded and saved as all others.
         """
         return {}
 
@@ -69,6 +75,10 @@ class LinearProduct:
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         """The transformed weight [o, i], for `forward` and `grad_input`."""
         return (weight,)
+
+    def prepare_weights(self, weight: torch.Tensor, *own: torch.Tensor) -> Operand:
+        """The weight operand of `forward` and `grad_input`, from the layer's weight and the own weights."""
+        return self.prepare_weight(self.transform(weight, *own).to(weight.dtype).flatten(0, -2))
 
     def prepare_input(self, x: torch.Tensor) -> Operand:
         """The input [n, i], for `forward` and `grad_weight`; it is saved for the backward pass.
@@ -92,6 +102,12 @@ class LinearProduct:
     def grad_weight(self, multiply: Multiply, gradient: Operand, x: Operand) -> torch.Tensor:
         """The gradient of the transformed weight, [o, i]."""
         return multiply(gradient[0].t(), x[0].t(), None)
+
+    def grad_own(self, multiply: Multiply, gradient: Operand, x: Operand, own: Operand) -> Operand:
+        """The gradients of the own weights, for a kind that multiplies with them beside the weight and defines
+        `prepare_weights`. Without it they are computed from the gradient of the transformed weight.
+        """
+        raise NotImplementedError
 
     def after_update(self) -> None:
         """Called when the layer's weights have changed: once a step, and after loading a checkpoint. Weights cannot be read
@@ -118,23 +134,52 @@ class LinearProduct:
         """Whether the effective weight differs from the layer's."""
         return type(self).transform is not LinearProduct.transform
 
+    @property
+    def multiplies_own(self) -> bool:
+        """Whether it multiplies with its own weights beside the weight."""
+        return type(self).grad_own is not LinearProduct.grad_own
+
     @torch.no_grad()
     def weight_operand(self, weight: Optional[torch.Tensor], *own: torch.Tensor) -> Operand:
-        """The prepared weight, as an operand of products."""
+        """The prepared weights, as an operand of products."""
         if self._kept is not None:
             return self._kept
-        operand = self.prepare_weight(self.transform(weight, *own).to(weight.dtype).flatten(0, -2))
+        operand = self.prepare_weights(weight, *own)
         if self.once_a_step:
             self._kept = operand
         return operand
 
-    def transformed(self, parameters: Operand, trained: tuple[bool, ...], later: bool) -> tuple[Operand, Callable]:
-        """(weight operand of `grad_input`, function from its gradient to those of the trained parameters).
+    def for_backward(self, parameters: Operand, trained: tuple[bool, ...], later: bool) -> tuple[Operand, Gradients]:
+        """(weight operand of `grad_input`, function (multiply, gradient, x) -> gradients of the trained parameters).
 
-        later: the function is called when the parameters may be freed (ZeRO 3), so saved tensors are copied.
+        later: the function is called when the parameters may be freed (ZeRO 3), so what it reads is copied.
         """
+        if self.multiplies_own:
+            own = tuple(one.clone() for one in parameters[1:]) if later else parameters[1:]
+            return self.weight_operand(*parameters), partial(self._grads_beside, trained, parameters[0].shape, own)
         if not self.transforms:
-            return self.weight_operand(*parameters), lambda gradient: (gradient.view(parameters[0].shape),)
+            whole = parameters[0].shape
+            return self.weight_operand(*parameters), lambda *operands: (self.grad_weight(*operands).view(whole),)
+        operand, pull_back = self._transformed(parameters, trained, later)
+        return operand, lambda *operands: pull_back(self.grad_weight(*operands))
+
+    def _grads_beside(
+        self,
+        trained: tuple[bool, ...],
+        whole: torch.Size,
+        own: Operand,
+        multiply: Multiply,
+        gradient: Operand,
+        x: Operand,
+    ) -> Operand:
+        weight = (self.grad_weight(multiply, gradient, x).view(whole),) if trained[0] else ()
+        if not any(trained[1:]):
+            return weight
+        beside = self.grad_own(multiply, gradient, x, own)
+        return (*weight, *(one for one, wanted in zip(beside, trained[1:]) if wanted))
+
+    def _transformed(self, parameters: Operand, trained: tuple[bool, ...], later: bool) -> tuple[Operand, Callable]:
+        """(operand, function from the transformed weight's gradient to those of the trained parameters)."""
         with torch.enable_grad(), _copies_of(parameters) if later else nullcontext():
             leaves = [one.detach().requires_grad_(wanted) for one, wanted in zip(parameters, trained)]
             weight = self.transform(*leaves).to(parameters[0].dtype)
@@ -173,15 +218,19 @@ def _pull_back(
 def attach_products(
     blocks: Mapping[str, nn.Module],
     settings: Model,
+    kinds: Mapping[str, Callable],
     picked_of: Callable[[int], Iterable[tuple[str, str]]],
+    draws: Callable[[], Draws],
     compiled: bool = False,
 ) -> None:
     """Attach a `LinearProduct` to linear layers of a stage's blocks (number -> module).
 
-    picked_of: number of a block -> (linear layer, kind) pairs that --linear selects. compiled: the blocks are compiled;
-    these layers are then excluded, because torch cannot trace the code of a kind.
+    kinds: name -> class. picked_of: number of a block -> (linear layer, kind) pairs that --linear selects. draws: makes the
+    `Draws` of a block. compiled: the blocks are compiled; these layers are then excluded, because torch cannot trace the
+    code of a kind.
     """
     for number, block in blocks.items() if settings.linear else ():
+        products = []
         for name, kind in picked_of(int(number)):
             layer, full = block.get_submodule(name), f"blocks.{number}.{name}"
             if not hasattr(layer, "product"):
@@ -189,34 +238,12 @@ def attach_products(
                     f"--linear {settings.linear}: {full} is a {type(layer).__name__}, whose product is its own",
                     do="pick layers that are ColumnParallelLinear or RowParallelLinear (megatron/mpu/layers.py)",
                 )
-            layer.product = settings.own_linears[kind](layer, full, settings)
+            layer.product = kinds[kind](layer, full, settings)
+            products.append(layer.product)
             if compiled:
                 layer.forward = torch.compiler.disable(layer.forward)
-
-
-def beside_rows(weight: Placement, width: int, init: Normal | Constant, decay: bool = True) -> Placement:
-    """The placement of a tensor [rows..., width] for a layer's weight [rows..., i], split as the weight's rows.
-
-    >>> beside_rows(Placement((8, 4), Normal(0.02), cut={"tp": 1}), 2, Constant(0.0)).partial
-    ('tp',)
-    """
-    last = len(weight.shape) - 1
-    cut = {axis: dim for axis, dim in weight.cut.items() if dim < last}
-    return _beside(weight, (*weight.shape[:-1], width), cut, init, decay)
-
-
-def beside_inputs(weight: Placement, height: int, init: Normal | Constant, decay: bool = True) -> Placement:
-    """The placement of a tensor [height, i] for a layer's weight [rows..., i], split as the weight's inputs.
-
-    >>> beside_inputs(Placement((8, 4), Normal(0.02), cut={"tp": 1}), 2, Normal(0.02)).cut
-    {'tp': 1}
-    """
-    last = len(weight.shape) - 1
-    cut = {axis: 1 for axis, dim in weight.cut.items() if dim == last}
-    return _beside(weight, (height, weight.shape[-1]), cut, init, decay)
-
-
-def _beside(weight: Placement, shape: tuple[int, ...], cut: dict[str, int], init, decay: bool) -> Placement:
-    """Axes that split only the weight hold partial sums of the gradient of this tensor."""
-    partial_over = (*weight.partial, *(axis for axis in weight.cut if axis not in cut))
-    return Placement(shape, init, cut=cut, partial=partial_over, decay=decay)
+        if drawing := [product for product in products if product.draws_samples]:
+            own = draws()
+            own.follow(block)
+            for product in drawing:
+                product.draws = own

@@ -236,3 +236,31 @@ Table = Mapping[str, Placement]
 def elements(table: Table) -> int:
     """Number of parameter elements in a table, without buffers."""
     return sum(math.prod(placement.shape) for placement in table.values() if not placement.buffer)
+
+
+def beside_rows(weight: Placement, width: int, init: Union[Normal, Constant], decay: bool = True) -> Placement:
+    """The placement of a tensor [rows..., width] for a layer's weight [rows..., i], split as the weight's rows.
+
+    >>> beside_rows(Placement((8, 4), Normal(0.02), cut={"tp": 1}), 2, Constant(0.0)).partial
+    ('tp',)
+    """
+    last = len(weight.shape) - 1
+    cut = {axis: dim for axis, dim in weight.cut.items() if dim < last}
+    return _beside(weight, (*weight.shape[:-1], width), cut, init, decay)
+
+
+def beside_inputs(weight: Placement, height: int, init: Union[Normal, Constant], decay: bool = True) -> Placement:
+    """The placement of a tensor [height, i] for a layer's weight [rows..., i], split as the weight's inputs.
+
+    >>> beside_inputs(Placement((8, 4), Normal(0.02), cut={"tp": 1}), 2, Normal(0.02)).cut
+    {'tp': 1}
+    """
+    last = len(weight.shape) - 1
+    cut = {axis: 1 for axis, dim in weight.cut.items() if dim == last}
+    return _beside(weight, (height, weight.shape[-1]), cut, init, decay)
+
+
+def _beside(weight: Placement, shape: tuple[int, ...], cut: dict[str, int], init, decay: bool) -> Placement:
+    """Axes that split only the weight hold partial sums of the gradient of this tensor."""
+    partial_over = (*weight.partial, *(axis for axis in weight.cut if axis not in cut))
+    return Placement(shape, init, cut=cut, partial=partial_over, decay=decay)

@@ -148,3 +148,26 @@ class Dropout(torch.nn.Module):
         if pieces > 1:
             words = words.chunk(pieces, self.cut + 1)[rank]
         return DropoutMask(words.movedim(0, self.batch_dim), self.threshold, self.factor)
+
+
+class Draws:
+    """What random numbers inside a block's products depend on: the seed, the cp axis, and the samples of the present pass.
+
+    A pass of the block sets `samples`. Recomputation of a part of it sets those of its first run again
+    (`model/recompute.py`), by the attribute `draws` of its modules.
+    """
+
+    def __init__(self, seed: int, cp: Axis):
+        self.seed, self.cp = seed, cp
+        self.samples: torch.Tensor | None = None  # [b], on the CPU
+
+    def follow(self, block: torch.nn.Module) -> None:
+        """Take the samples from the last argument of each pass of this block: its context, or the decoder's in it."""
+        for module in block.modules():
+            module.draws = self
+
+        def begin(_, inputs: tuple) -> None:
+            context = getattr(inputs[-1], "decoder", inputs[-1])
+            self.samples = context.samples
+
+        block.register_forward_pre_hook(begin)

@@ -70,6 +70,8 @@ class Job:
     plain_activation: bool = False
     selection: Selection = ALL
     ns_steps: int = 0
+    frozen: frozenset[str] = frozenset()  # linear layers, as in `RankSetup`
+    pairs: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
@@ -95,6 +97,7 @@ class Job:
             plain_activation=not config.kernels.bias_swiglu_fusion,
             selection=selection,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
+            **dict(zip(("frozen", "pairs"), facts.learned(selection))),
         )
 
     def shard_gradients(self, zero: int) -> int:
@@ -120,7 +123,8 @@ class Job:
         kernels = (self.backend, self.chunk, self.plain_softmax, self.plain_loss, self.plain_activation)
         shared = (cp, cp_heads, gathers, self.documents, *experts)
         sequences = micro_batch_size * self.facts.sequences
-        return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared)
+        own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
+        return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.errors import SettingsError
+from megatron.inference.stage_layers import decoder_layers
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
-from megatron.model.t5.facts import even
 from megatron.planner.layout import Job, Layout
 from megatron.planner.parameters import rank_units
 from megatron.planner.search import divisors
@@ -168,8 +168,8 @@ class ServingShare:
 
     @cached_property
     def layout(self) -> Layout:
-        """The stages of `inference.stages`: as even as possible."""
-        counts = even(self.job.facts.num_layers, self.pp)
+        """The stages of `inference.stages`."""
+        counts = decoder_layers(self.job.facts, self.pp)
         return Layout(tp=self.tp, pp=self.pp, stage_layers=",".join(map(str, counts)) if self.pp > 1 else None)
 
     def weight_bytes(self, rank: int) -> int:

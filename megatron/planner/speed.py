@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from megatron.model.facts import Facts
+from megatron.model.facts import OUTPUT, Facts
 from megatron.model.layer_ops import LAYER, Collective, CoreAttention, Kernel, LayerOp, Product, RankSetup
 from megatron.mpu.placement import DATA_PARALLEL, EXPERT_DATA_PARALLEL
 from megatron.pipeline.stages import Pipeline
@@ -159,7 +159,7 @@ def seconds(work: Work, layout: Layout, num_microbatches: int, own: "StepCommuni
 
 def useful_flops(job: Job) -> float:
     """Model FLOPs of an iteration, of all ranks."""
-    return job.facts.flops() * job.global_batch * job.facts.sample_tokens
+    return job.facts.trained_flops(job.selection) * job.global_batch * job.facts.sample_tokens
 
 
 def layer_costs(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
@@ -252,7 +252,8 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
         product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
         softmax = LOSS_BYTES * n * rows * d.unfused / d.bandwidth
         # The loss computes its gradients in the forward pass, except the weight's.
-        total += Pass(2 * product + softmax + tp_seconds * sp, product + tp_seconds, tp_seconds * (1 + sp))
+        of_weight = 0.0 if OUTPUT in share.frozen else product
+        total += Pass(2 * product + softmax + tp_seconds * sp, of_weight + tp_seconds, tp_seconds * (1 + sp))
     return total
 
 
@@ -297,9 +298,11 @@ def _layer(job: Job, share: RankSetup, kind: str, modules: tuple[str, ...], clus
         if not op.in_ring:
             ahead += sent(op, op.ahead)
             back += sent(op, op.back) + sent(op, op.ahead) * op.runs_again(modules)
+    pairs = [sum(of_pass) for of_pass in zip(*(_pair(job, op, d) for op in ops if isinstance(op, Product)), (0.0, 0.0))]
+    still = sum(arithmetic_seconds(job, op, d) for op in ops if isinstance(op, Product) and op.frozen)
     return Pass(
-        work + sums * each + ahead,
-        2 * work + longer + sums * each + repeated + messages * each + back,
+        work + pairs[0] + sums * each + ahead,
+        2 * work + pairs[1] - still + longer + sums * each + repeated + messages * each + back,
         (2 * sums + messages) * each,
         ahead + back,
     )
@@ -310,6 +313,20 @@ def arithmetic_seconds(job: Job, op: LayerOp, d: Device) -> float:
     if isinstance(op, Product):
         return op.flops / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
     return _core(job, op, d) if isinstance(op, CoreAttention) else 0.0
+
+
+def _pair(job: Job, op: Product, d: Device) -> tuple[float, float]:
+    """Seconds of the products of a LoRA pair in the forward pass, and in the backward pass (`model/lora_product.py`).
+
+    They are narrow, and so limited by memory: forward they read the input and add to the output, backward they add to the
+    gradient of the input, and read the input twice and the gradient of the output three times.
+    """
+    inputs, outputs = op.inputs, op.outputs * op.times
+    arithmetic = 2.0 * op.pair * (inputs + outputs) / d.reached(job.precision, min(op.rows, op.inputs, op.outputs))
+    moved = job.element / d.bandwidth * (op.pair > 0)
+    return op.rows * (arithmetic + (inputs + 2 * outputs) * moved), op.rows * (
+        3 * arithmetic + (4 * inputs + 3 * outputs) * moved
+    )
 
 
 def _tensor_parallel_sums(job: Job, share: RankSetup, ops, cluster: Cluster) -> tuple[int, float]:

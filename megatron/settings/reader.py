@@ -39,6 +39,7 @@ IMPLIED = {
 }
 
 # (a flag that others override, setting) -> what it means without them
+FOR_USE = ("generate", "evaluate", "export")  # groups of the commands that use a trained model
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 
@@ -75,9 +76,9 @@ class SettingsReader:
     def __init__(self, groups: Mapping[str, type], serves_training: bool = False):
         self.spellings, self.groups = spellings_of(groups), set(groups)
         self.trains = set(schema.GROUPS) <= set(groups)
-        self.purpose = next((one for one in ("task", "generate", "evaluate") if one in groups), "train" * self.trains)
+        self.purpose = next((one for one in ("task", *FOR_USE) if one in groups), "train" * self.trains)
         own = {spelling.setting.name for spelling in self.spellings.values()}
-        self.shape = SHAPE - own if self.purpose in ("generate", "evaluate") else set()
+        self.shape = SHAPE - own if self.purpose in FOR_USE else set()
         self.serves_training = serves_training
         self.statements: list[Statement] = []
         self.turn = 0

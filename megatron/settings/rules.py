@@ -83,7 +83,7 @@ RANGES = {  # what a value must be -> test, fields
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top
-        straggler_minmax_count prompt_length output_length max_batch_size""",
+        straggler_minmax_count lora_rank prompt_length output_length max_batch_size""",
     ),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: fewer steps are not judged
     "at least 0": (
@@ -101,14 +101,14 @@ RANGES = {  # what a value must be -> test, fields
         loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
-        muon_extra_scale_factor
+        muon_extra_scale_factor lora_alpha
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens""",
     ),
     "at least 0 and below 1": (
         lambda v: 0 <= v < 1,
         """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
-        muon_momentum lr_warmup_fraction memory_margin""",
+        muon_momentum lr_warmup_fraction memory_margin lora_dropout""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,

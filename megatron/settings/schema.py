@@ -167,11 +167,31 @@ class Model:
         on_resume="another model",
     )
     linear: Optional[str] = setting(
-        "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain and those that "
-        "the recipe defines",
+        "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora and those "
+        "that the recipe defines",
         None,
         on_resume="refused",
     )
+    lora_rank: Optional[int] = setting(
+        "train a pair of matrices of this rank beside each linear layer, and freeze everything else (docs/lora.md)",
+        None,
+        on_resume="refused",
+    )
+    lora_alpha: Optional[float] = setting(
+        "the product of a pair is multiplied by this / --lora-rank (default: --lora-rank)", None, on_resume="refused"
+    )
+    lora_dropout: float = setting("dropout of the input of a pair", 0.0)
+    lora_target: Optional[str] = setting(
+        "patterns of the linear layers that get a pair: 'attention.qkv, mlp.*, blocks.[01].*' (default: all in blocks)",
+        None,
+        on_resume="refused",
+    )
+    lora_split_fused: bool = setting(
+        "separate pairs for queries, keys and values, and for the two matrices of a gated MLP, as in PEFT for Llama",
+        False,
+        on_resume="refused",
+    )
+    use_rslora: bool = setting("divide --lora-alpha by the square root of the rank", False, on_resume="refused")
     scale_embedding: bool = setting(
         "multiply the embeddings of tokens by the root of --hidden-size, as in Gemma", False, on_resume="refused"
     )

@@ -241,6 +241,9 @@ def normalize_task_config(config):
     if name not in BACKBONES:
         return config
     config = said_in_full(config, BACKBONES[name].pooled)
+    trained = config.optimizer.train_only or []
+    if config.model.lora_rank is not None and settings.pet_pattern is None and f"{HEAD}.*" not in trained:
+        config = config.derive("--lora-rank", train_only=[*trained, f"{HEAD}.*"])  # it is new
     return normalize_trunk_config(name, config, settings.pet_pattern is not None, settings.pooling)
 
 

@@ -54,7 +54,7 @@ def prepare(options, loaded: Loaded, given: Mapping[str, Any], axis: Axis, progr
     """
     if recipe_of(loaded.config).arrays is not None:
         raise SettingsError(
-            f"{options.load} holds a model of type {loaded.config.model.model_type}, whose samples are no rows of tokens",
+            f"{loaded.path} holds a model of type {loaded.config.model.model_type}, whose samples are no rows of tokens",
             "here texts are scored by the token that comes next",
             "its own training script evaluates it: --skip-train --load with --eval-iters or --full-validation",
         )

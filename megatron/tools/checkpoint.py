@@ -10,6 +10,9 @@
     python -m megatron.tools.checkpoint from-hf PATH OUT       a decoder (Llama, Qwen ...), T5 or BERT from there
     python -m megatron.tools.checkpoint to-megatron PATH OUT   Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
     python -m megatron.tools.checkpoint from-megatron PATH OUT the same, and Megatron-LM's distributed ones (torch_dist)
+    python -m megatron.tools.checkpoint merge-lora PATH OUT    LoRA adapters, merged into the weights of their base
+    python -m megatron.tools.checkpoint to-peft PATH OUT       LoRA adapters for PEFT, Hugging Face's library
+    python -m megatron.tools.checkpoint from-peft PATH OUT     LoRA adapters from PEFT, on --base CHECKPOINT
 
 PATH is a folder of checkpoints (the one that `--load` would choose is taken, or --ckpt-step), or one checkpoint; or the
 URL of one (s3://bucket/run).
@@ -31,12 +34,18 @@ from megatron.storage.urls import UrlPath, location
 from megatron.training.exchange import (
     FromHFOptions,
     FromMegatronOptions,
+    FromPeftOptions,
+    MergeOptions,
     ToHFOptions,
     ToMegatronOptions,
+    ToPeftOptions,
     from_hf,
     from_megatron,
+    from_peft,
+    merge_lora,
     to_hf,
     to_megatron,
+    to_peft,
 )
 
 
@@ -80,6 +89,7 @@ class ReshardOptions:
     pipeline_model_parallel_size: Optional[int] = setting("a file for each stage, too", None, "--pp")
     weights_only: bool = setting("leave optimizer state out (for inference)", False)
     dtype: Optional[Literal["fp32", "bf16", "fp16"]] = setting("convert weights (default: as stored)", None)
+    base: Optional[str] = setting("of adapters: where their base is now", None)
 
 
 @dataclass(frozen=True)
@@ -235,6 +245,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
         state = dict(reader.state)
         if how.weights_only:
             state["optimizer_steps"] = None
+        state |= base_for(reader, out, how.base)
         if how.writers:
             shards = files.evenly(pieces, count)
         else:
@@ -297,6 +308,20 @@ def open_reader(path: Path, which: WhichCheckpoint):
     return Reader(choice.paths[0])
 
 
+def base_for(reader, out: Path, given: Optional[str]) -> dict:
+    """The entry about the base of adapters in a copy at `out`; empty for other checkpoints. given: --base."""
+    from megatron.checkpoint.base import BASE, base_record, find_base, open_checkpoint
+    from megatron.checkpoint.folder import choose
+
+    if not reader.state.get(BASE):
+        if given is not None:
+            raise UsageError(f"--base {given}: {reader.folder} is no checkpoint of adapters", do="leave it out")
+        return {}
+    if given is None:
+        return {BASE: base_record(open_checkpoint(reader.folder).base.folder, str(out))}
+    return {BASE: base_record(find_base(reader, choose(location(given)).paths[0]).folder, str(out))}
+
+
 def changed_settings(saved: dict) -> dict:
     """The saved settings that differ from their defaults, by group."""
     from dataclasses import MISSING, fields
@@ -356,6 +381,9 @@ COMMANDS = dict(
         "from-hf": (FromHFOptions, ("PATH", "OUT"), from_hf),
         "to-megatron": (ToMegatronOptions, ("PATH", "OUT"), to_megatron),
         "from-megatron": (FromMegatronOptions, ("PATH", "OUT"), from_megatron),
+        "merge-lora": (MergeOptions, ("PATH", "OUT"), merge_lora),
+        "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft),
+        "from-peft": (FromPeftOptions, ("PATH", "OUT"), from_peft),
     },
 )
 

@@ -44,7 +44,8 @@ def main(argv: list[str]) -> None:
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise Failure(f"the dashboard needs {' and '.join(missing)}", do="pip install starlette uvicorn")
     from megatron.telemetry.dashboard.runs import Runs
-    from megatron.telemetry.dashboard.server import listen, serve
+    from megatron.telemetry.dashboard.server import serve
+    from megatron.telemetry.web import listen
     from megatron.tools.status import look_at
 
     runs = Runs(names, lambda folder: look_at(str(folder))[0], pictures)

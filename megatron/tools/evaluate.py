@@ -21,6 +21,7 @@ from typing import Literal, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import check_shares, on_ranks
+from megatron.inference.which import EXPORTED, check_one_model, load_one_model
 from megatron.settings import rank_env
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
@@ -32,7 +33,8 @@ from megatron.settings.statements import Statement, failing_in_users_words, give
 class EvaluateOptions:
     """The model, the data, and how it is evaluated."""
 
-    load: str = setting("folder of checkpoints, or one checkpoint")
+    load: Optional[str] = setting("folder of checkpoints, or one checkpoint", None)
+    load_exported: Optional[str] = setting(EXPORTED, None)
     data_path: Optional[list[str]] = setting("prefixes of token files, or folders: perplexity of all tokens", None)
     task: Optional[Literal["WIKITEXT103", "WIKITEXT2", "LAMBADA"]] = setting(
         "a task on text, from --valid-data", None, "--cloze-eval~=LAMBADA"
@@ -94,7 +96,6 @@ def evaluate(settings: EvaluateOptions, given: Mapping[str, Statement], context)
 
     given: setting -> who gave it
     """
-    from megatron.inference.load import load_model
     from megatron.tasks import zeroshot
 
     def say(text: str, file=None) -> None:
@@ -103,9 +104,8 @@ def evaluate(settings: EvaluateOptions, given: Mapping[str, Statement], context)
 
     if context.threads:
         say(f" > {context.threads}")
-    loaded = load_model(
-        settings.load, device=context.device, precision=settings.precision, step=settings.ckpt_step, mesh=context.mesh
-    )
+    how = dict(device=context.device, precision=settings.precision, step=settings.ckpt_step, mesh=context.mesh)
+    loaded = load_one_model(settings.load, settings.load_exported, **how)
     progress = ProgressLine if context.mesh.dp.rank == 0 else lambda unit: lambda done, total: None
     tokenizer = given_values(TokenizerSettings, given)
     work, notices = zeroshot.prepare(settings, loaded, tokenizer, context.mesh.dp, progress)
@@ -132,6 +132,7 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
     """Raise UsageError unless exactly one kind of data is given, DataError when its file is missing, SettingsError for
     sizes and ranks that cannot be. given: setting -> who gave it.
     """
+    check_one_model(settings, given)
     if settings.valid_data and not (settings.task or settings.data_path):
         named = words_of(given, "valid_data", settings.valid_data)
         raise UsageError(f"{named} needs --task: WIKITEXT103 (perplexity), or LAMBADA (--cloze-eval)")

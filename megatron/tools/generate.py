@@ -23,6 +23,7 @@ from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
+from megatron.inference.which import EXPORTED, check_one_model, load_one_model
 from megatron.settings import rank_env
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record, said
@@ -34,7 +35,8 @@ from megatron.settings.statements import Statement, failing_in_users_words, give
 class GenerateOptions:
     """The model, the prompts and the output."""
 
-    load: str = setting("folder of checkpoints, or one checkpoint")
+    load: Optional[str] = setting("folder of checkpoints, or one checkpoint", None)
+    load_exported: Optional[str] = setting(EXPORTED, None)
     prompt: Optional[list[str]] = setting("texts to continue", None, "--prompts")
     prompt_file: Optional[str] = setting("file with one text a line; - is standard input", None, "--sample-input-file")
     output: Optional[str] = setting(
@@ -72,7 +74,9 @@ class GenerateOptions:
         "encoder-decoders: the last so many pipeline ranks have layers of the decoder (default: all)", None
     )
     distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
-    save_inference_model_then_exist: bool = setting("PaddleNLP's export of a program: not supported", False)
+    save_inference_model_then_exist: bool = setting(
+        "PaddleNLP's: export the program of the next token to inference_model_pp1mpN, and end", False
+    )
 
     @property
     def halves(self) -> tuple[Optional[int], Optional[int]]:
@@ -91,8 +95,8 @@ class GenerateOptions:
 
 COMMON = tuple(
     """
-    load prompt prompt_file output stream num_samples tokens_to_generate greedy temperature top_k top_p
-    repetition_penalty stop sampling_seed num_beams logprobs device json tensor_model_parallel_size
+    load load_exported prompt prompt_file output stream num_samples tokens_to_generate greedy temperature top_k
+    top_p repetition_penalty stop sampling_seed num_beams logprobs device json tensor_model_parallel_size
     pipeline_model_parallel_size
     """.split()
 )
@@ -120,6 +124,8 @@ def main(argv: list[str]) -> None:
     )
     settings, sampling, search = groups["generate"], groups["sampling"], groups["search"]
     with failing_in_users_words(given):
+        if settings.save_inference_model_then_exist:
+            return export_program(settings, given)
         check(settings, given)
         sampling.check(given)
         sampling, notes = sampling.normalized()
@@ -169,13 +175,24 @@ def recommended_for(given: Mapping[str, Statement]) -> RecommendedSettings:
     return RecommendedSettings(found.settings, notices)
 
 
+def export_program(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
+    """Export the program of the next token, for as many ranks as are requested. One process writes all of it."""
+    check_one_model(settings, given)
+    if rank_env.ranks().rank > 0:
+        return
+    from megatron.tools import export
+
+    tp, step = settings.tensor_model_parallel_size, settings.ckpt_step
+    flags = {"--load": settings.load or settings.load_exported, "--output": f"inference_model_pp1mp{tp}"}
+    flags |= {"--format": "torch-export", "--kind": "generation", "--tensor-model-parallel-size": tp}
+    flags |= {"--ckpt-step": step} if step is not None else {}
+    flags |= {"--dtype": settings.precision} if settings.precision else {}
+    export.main([str(word) for pair in flags.items() for word in pair])
+
+
 def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
     """Raise SettingsError for an impossible number of ranks, before torch is loaded. given: setting -> its source."""
-    if settings.save_inference_model_then_exist:
-        raise SettingsError(
-            "--save-inference-model-then-exist: models are saved as weights, not as programs",
-            do="leave it out to generate from the checkpoint; python -m megatron.tools.checkpoint to-hf exports weights",
-        )
+    check_one_model(settings, given)
     tp, pp, world = settings.tensor_model_parallel_size, settings.pp, rank_env.ranks().world_size
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)
     for name, size in sizes.items():
@@ -211,10 +228,11 @@ def write(
     given: setting -> who gave it
     """
     from megatron.inference.answers import Asked, answered
-    from megatron.inference.load import load_model, open_tokenizer
+    from megatron.inference.load import open_tokenizer
 
-    loaded = load_model(
+    loaded = load_one_model(
         settings.load,
+        settings.load_exported,
         device=context.device,
         precision=settings.precision,
         step=settings.ckpt_step,
@@ -225,13 +243,13 @@ def write(
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources
     if not (pairs or loaded.continues_texts):
         raise SettingsError(
-            f"{settings.load} holds a model of type {loaded.config.model.model_type}, which generates nothing",
+            f"{loaded.path} holds a model of type {loaded.config.model.model_type}, which generates nothing",
             "its module has no method logits for the next token, as a GPT has",
         )
     for flag, value in (("start", search.decoder_start_id), ("end", search.decoder_end_id)):
         if value is not None and not pairs:
             raise SettingsError(
-                f"--decoder-{flag}-id {value} is of encoder-decoders, and {settings.load} holds none", do="leave it out"
+                f"--decoder-{flag}-id {value} is of encoder-decoders, and {loaded.path} holds none", do="leave it out"
             )
     tokenizer = open_tokenizer(loaded, given_values(TokenizerSettings, given))
     notes = list(loaded.notices)
@@ -255,7 +273,8 @@ def write(
     if not context.is_rank_zero:
         return
     seconds, tokens = time.perf_counter() - start, [answer.tokens for answer in found.answers]
-    for note in [*notes, *found.notices, *cut_off(found.rooms, tokens, sampling)]:
+    cut = [answer.tokens if answer.finish == "length" else [] for answer in found.answers]
+    for note in [*notes, *found.notices, *cut_off(found.rooms, cut, sampling)]:
         print(f"note: {in_users_words(note, given)}", file=sys.stderr)
     if settings.output:
         write_output(Path(settings.output), printed.all(found.answers))

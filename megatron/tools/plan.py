@@ -209,6 +209,9 @@ def _serve(config: schema.Config, asked: PlanOptions) -> None:
     job, remark = target.job_of(config, cluster)
     requests = serving.Requests(asked.prompt_length, asked.output_length, asked.max_batch_size)
     found = serving.plans(job, cluster, requests, latency=asked.prefer == "latency")
+    axes = dict(tensor_model_parallel_size="tp", pipeline_model_parallel_size="pp")
+    given = {axis: getattr(config.parallel, name) for name, axis in axes.items() if name in config.statements}
+    found = [plan for plan in found if all(getattr(plan, axis) == size for axis, size in given.items())]
     fit, width = [plan for plan in found if plan.fits], WIDE if config.planner.wide else WIDTH
     if asked.json:
         print(json.dumps(serving_text.record(found, cluster, requests), indent=1))

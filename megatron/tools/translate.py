@@ -310,13 +310,14 @@ def command_for(purpose: str) -> tuple[str, dict[str, type]]:
     """(program, groups of settings) of the command that a file of PaddleFleetX is for."""
     from megatron.inference.sampling import Sampling, Search
     from megatron.tasks import finetune
-    from megatron.tools import evaluate, generate
+    from megatron.tools import evaluate, export, generate
 
     return dict(
         train=("pretrain_gpt.py", GROUPS),
         task=("finetune.py", {**GROUPS, **finetune.groups()}),
         generate=("-m megatron.tools.generate", dict(one=generate.GenerateOptions, two=Sampling, three=Search)),
         evaluate=("-m megatron.tools.evaluate", dict(one=evaluate.EvaluateOptions)),
+        export=("-m megatron.tools.export", dict(one=export.ExportOptions)),
     )[purpose]
 
 

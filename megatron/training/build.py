@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import __version__, fused_kernels
+from megatron.checkpoint.base import BASE
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import all_paths
 from megatron.data.vocabulary import refuse_other_vocabulary
@@ -53,7 +54,13 @@ from megatron.telemetry.profiler import Profiler
 from megatron.telemetry.run_record import library_versions, now, run_record, source_commit
 from megatron.telemetry.step_metrics import RunSizes
 from megatron.telemetry.timers import Timers
-from megatron.training.checkpointing import check_later_checkpoints, check_samples, load, open_checkpoint_manager
+from megatron.training.checkpointing import (
+    IN_BASE,
+    check_later_checkpoints,
+    check_samples,
+    load,
+    open_checkpoint_manager,
+)
 from megatron.training.compile_trial import CompileTrial
 from megatron.training.datasets import (
     build_batches,
@@ -152,7 +159,8 @@ def build_run(
         ranks=RankWatch(context, config.logging, events.rules if events else {}),
         state=start.state,
         profiler=build_profiler(config, context, log),
-        origin=origin_of(start.code, tokenizer, untrained(model.selection, model.facts, model.stages)),
+        origin=origin_of(start, tokenizer, untrained(model.selection, model.facts, model.stages)),
+        in_base=frozenset((start.record or {}).get(IN_BASE, ())),
         pending=Pending(defers_host_sync(config, context, model.optimizer)),
         compiling=CompileTrial(active=config.kernels.torch_compile == "auto"),
         saved_hooks=(start.record.get("hooks") or {}) if start.changed else None,
@@ -279,12 +287,13 @@ def raise_on_all_ranks(refusal: Optional[SettingsError], context: RankContext) -
             raise error
 
 
-def origin_of(code: dict[str, Any], tokenizer, untrained: dict[str, Any]) -> dict[str, Any]:
-    """Code, libraries, vocabulary, folder and untrained tensors of a run, for its checkpoints."""
-    return dict(
+def origin_of(start: Start, tokenizer, untrained: dict[str, Any]) -> dict[str, Any]:
+    """Code, libraries, vocabulary, folder, untrained tensors and base of a run, for its checkpoints."""
+    base = {BASE: start.record[BASE]} if start.record and IN_BASE in start.record else {}
+    return base | dict(
         version=__version__,
         commit=source_commit(),
-        code=code,
+        code=start.code,
         libraries=library_versions(),
         vocabulary=tokenizer and tokenizer.fingerprint,
         untrained=untrained,
@@ -424,7 +433,7 @@ def build_metrics(
         facts.sample_tokens,
         ranks=mesh.world_size,
         data_ranks=mesh.dp.size,
-        flops_per_token=facts.flops(),
+        flops_per_token=facts.trained_flops(model.selection),
         peak_flops=peak_of(config, context, name),
         device=context.device.type,
         perplexities=recipe.perplexities,

@@ -8,12 +8,13 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 
+from megatron.checkpoint.base import BASE, base_names, base_record
 from megatron.checkpoint.folder import Restored, checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
 from megatron.checkpoint.traces import may_begin, same_place
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.same_order import same_order
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, SettingsError
 from megatron.guard import changes
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu.initialize import RankContext
@@ -25,6 +26,8 @@ from megatron.telemetry.events import EventLog
 from megatron.telemetry.metrics import metrics_path
 from megatron.training.state import State
 
+LISTED = 8  # new weights in a notice
+IN_BASE = "in base"  # entry of a loaded record: the names of the tensors that the base of adapters has
 SLOWEST_WRITER = 3600.0  # seconds that ranks wait for each other's files; a dead rank ends the job earlier
 
 
@@ -80,6 +83,7 @@ def load(
             changes.refuse_other_rows(config, record.get("vocab_size"), vocab_size)
         if settings.finetune:
             _refuse_another_trunk(config, record["config"])
+            _refuse_lost_adapters(config, record["config"])
         else:
             changes.refuse_another_run(config, record["config"], changes.same_vocabulary(record, vocabulary))
         if not weights_only and record["optimizer_steps"] is None:
@@ -117,12 +121,26 @@ def load(
         notices.append(
             "the checkpoint was trained with another vocabulary than this run's: the same ids stand for other tokens"
         )
+    record |= _base(config, context, restored.path, record)
     if settings.finetune:
-        names = ", ".join(restored.reinitialized)
-        return fresh, record, notices + [f"new, and not out of the checkpoint: {names}"] * bool(names)
+        return fresh, record, notices + new_weights(restored.reinitialized)
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices
+
+
+def _base(config: schema.Config, context: RankContext, path: Path | UrlPath, record: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the record about the base of a run with adapters; empty if its checkpoints have all weights."""
+    if config.model.lora_rank is None or not (config.checkpoint.finetune or record.get(BASE)):
+        return {}
+    found = (base_record(path, config.checkpoint.save), base_names(path)) if context.is_rank_zero else None
+    return dict(zip((BASE, IN_BASE), context.all_gather_object(found)[0]))
+
+
+def new_weights(names: tuple[str, ...]) -> list[str]:
+    """A notice about the weights that keep their initial values, if there are any."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return [f"new, and not out of the checkpoint: {', '.join(names[:LISTED])}{more}"] * bool(names)
 
 
 def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:
@@ -151,6 +169,17 @@ def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:
     if shape.get("model_type") in recipe.starts_from:
         saved = {**saved, "model": {**shape, "model_type": config.model.model_type}}
     changes.refuse_another_model(config, recipe.part(config, saved))
+
+
+def _refuse_lost_adapters(config: schema.Config, saved: dict[str, Any]) -> None:
+    """Raise SettingsError if the checkpoint has adapters and this run does not."""
+    rank = saved.get("model", {}).get("lora_rank")
+    if rank is not None and config.model.lora_rank is None:
+        raise SettingsError(
+            f"{config.checkpoint.load} has adapters (--lora-rank {rank}), which this run would drop",
+            do="add --lora-rank and the other flags of its adapters to train them; or merge them first: "
+            "python -m megatron.tools.checkpoint merge-lora",
+        )
 
 
 def check_later_checkpoints(config: schema.Config, iteration: int, all_gather_object) -> list[str]:

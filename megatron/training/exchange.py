@@ -55,6 +55,27 @@ class ToMegatronOptions:
     unchecked: bool = setting("do not read and compare what was written", False)
 
 
+@dataclass(frozen=True)
+class MergeOptions:
+    """Options of the merge of adapters."""
+
+    writers: int = setting("files of equal size", 1)
+
+
+@dataclass(frozen=True)
+class ToPeftOptions:
+    """Options of the export to PEFT."""
+
+    base_model: Optional[str] = setting("Hugging Face model of the adapters, for adapter_config.json", None)
+
+
+@dataclass(frozen=True)
+class FromPeftOptions:
+    """Options of the import from PEFT."""
+
+    base: Optional[str] = setting("checkpoint of the model that they belong to (from-hf writes it)", None)
+
+
 def to_hf(path: Path, out: Path, which, how: ToHFOptions, given: Mapping[str, Any]) -> None:
     """Export a decoder, T5 or BERT for Hugging Face transformers; nothing is written if both models do not agree."""
     from megatron.checkpoint.folder import choose
@@ -114,6 +135,47 @@ def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> Non
     asked = (which.ckpt_step, how.vocab_size, how.num_attention_heads, not how.no_load_optim)
     notes = write_import(partial(open_model, path, *asked, log), out, fresh_state())
     print("\n  ".join(notes))
+
+
+def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
+    """Merge LoRA adapters into the weights of their base: a checkpoint of an ordinary model, without optimizer state."""
+    from megatron.checkpoint.folder import choose
+    from megatron.errors import UsageError
+    from megatron.inference.convert.merged import merge
+
+    if not 1 <= how.writers <= 99999:
+        raise UsageError(f"{how.writers} files cannot be written", do="give a number from 1 to 99999")
+    choice = choose(path, step=which.ckpt_step)
+    print(
+        "\n  ".join(
+            [f"{merge(choice.paths[0], out, how.writers)}: merged, to be loaded with --load {out}", *choice.notices]
+        )
+    )
+
+
+def to_peft(path: Path, out: Path, which, how: ToPeftOptions) -> None:
+    """Export LoRA adapters as a folder of PEFT, Hugging Face's library: adapter_config.json, adapter_model.safetensors."""
+    from megatron.checkpoint.folder import choose
+    from megatron.inference.convert import peft
+
+    choice = choose(path, step=which.ckpt_step)
+    print("\n  ".join([*peft.to_peft(choice.paths[0], out, how.base_model), *choice.notices]))
+
+
+def from_peft(path: Path, out: Path, which, how: FromPeftOptions) -> None:
+    """Import LoRA adapters of PEFT as a checkpoint of adapters on --base, a checkpoint of the model they belong to."""
+    from megatron.checkpoint.folder import choose
+    from megatron.errors import UsageError
+    from megatron.inference.convert import peft
+    from megatron.inference.convert.imported import check_free
+    from megatron.storage.urls import location
+
+    if how.base is None:
+        raise UsageError("from-peft needs the model of the adapters", do="--base DIR, which from-hf writes")
+    check_free(out)
+    choice = choose(location(how.base), step=which.ckpt_step)
+    notes = peft.from_peft(path, out, choice.paths[0], fresh_state())
+    print("\n  ".join([*notes, *choice.notices, f"train on with --load {out} --finetune"]))
 
 
 def fresh_state() -> dict:

@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 
 from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.store import Piece
 from megatron.data.loader import MicroBatchLoader
 from megatron.errors import CheckpointError, PeerLost, Preempted, exit_code
 from megatron.guard.alarm import Alarm
@@ -201,6 +202,7 @@ class Run:
     state: State
     profiler: Profiler
     origin: dict[str, Any]  # code, libraries, vocabulary and folder of the run, for checkpoints
+    in_base: frozenset[str]  # tensors that the base of adapters has: frozen ones of them are not saved
     pending: Pending
     compiling: CompileTrial
     evaluated: Evaluated = field(default_factory=Evaluated)
@@ -269,14 +271,20 @@ class Run:
     def save_best(self) -> None:
         """Write the present weights to the folder of the best checkpoint. All ranks call it."""
         with self.phase("save"):
-            pieces = self.optimizer.pieces(False, unique=True, shared=True)
+            pieces = self._pieces(False)
             self.checkpoints.best.save(self.state.iteration, pieces, self._record(moments=False))
 
     def _save(self) -> None:
         check_buffers(self.optimizer, self.state.iteration)
         moments = not self.config.checkpoint.no_save_optim
-        pieces = self.optimizer.pieces(moments, unique=True, stable=self.config.checkpoint.async_save, shared=True)
+        pieces = self._pieces(moments, stable=self.config.checkpoint.async_save)
         self.checkpoints.manager.save(self.state.iteration, pieces, self._record(moments))
+
+    def _pieces(self, moments: bool, stable: bool = False) -> list[Piece]:
+        """This rank's part of what a checkpoint holds; its base has the other weights."""
+        left_out = self.in_base & set(self.origin["untrained"]["frozen"])
+        pieces = self.optimizer.pieces(moments, unique=True, stable=stable, shared=True)
+        return [piece for piece in pieces if piece.name not in left_out]
 
     def _record(self, moments: bool) -> dict[str, Any]:
         assert self.pending.outcome is None, "the outcome of the last step has not been read"

@@ -16,6 +16,7 @@ from megatron.settings.reader import SettingsReader
 from megatron.settings.schema import GROUPS, TokenizerSettings
 from megatron.tasks import finetune
 from megatron.tools.evaluate import EvaluateOptions
+from megatron.tools.export import ExportOptions
 from megatron.tools.generate import GenerateOptions
 
 COMMANDS = dict(
@@ -23,6 +24,7 @@ COMMANDS = dict(
     task={**GROUPS, **finetune.groups()},
     generate=dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings),
     evaluate=dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings),
+    export=dict(export=ExportOptions, tokenizer=TokenizerSettings),
 )
 ON, OFF = "true True TRUE yes Yes on 1".split(), "false False no off Off 0".split()
 
@@ -162,6 +164,12 @@ Offline_Eval.overlapping_eval overlapping_eval 16 64
 Offline_Eval.batch_size micro_batch_size 4 16
 Offline_Eval.max_seq_len seq_length 512 256
 """,
+    export="""
+Engine.save_load.ckpt_dir load out other
+Engine.save_load.output_dir output out other
+Distributed.mp_degree tensor_model_parallel_size 2 4
+Inference.mp_degree tensor_model_parallel_size 2 4
+""",
 )
 # What a key needs for an effect. Without it the key is named.
 BEAMS, HALF = {"Generation.decode_strategy": "beam_search"}, {"Engine.mix_precision.enable": "True"}
@@ -300,7 +308,11 @@ generate Generation.inference True
 generate! Compress.Quantization.enable True
 evaluate Offline_Eval.logging_freq 10
 evaluate Inference.dp_degree 2
-evaluate! Model.module GPTGenerationModule"""
+evaluate! Model.module GPTGenerationModule
+export Inference.model_dir x
+export Inference.dp_degree 2
+export Distributed.pp_degree 2
+export! Model.module GPTFinetuneModule"""
 # Values of switches that no command knows.
 UNREADABLE = """Model.use_recompute Engine.use_recompute Engine.mix_precision.enable Engine.mix_precision.use_pure_fp16
     Model.sequence_parallel Model.fused_linear Model.use_flash_attn Data.Train.sampler.shuffle Profiler.enable
@@ -434,6 +446,18 @@ def test_each_key_that_does_nothing_is_named(line, tmp_path):
             assert bool(found.problems) == command.endswith("!"), (argv, found.problems)
 
 
+@pytest.mark.parametrize(
+    "module, kind", [("GPTModule", "lm"), ("GPTEvalModule", "lm"), ("GPTGenerationModule", "generation")]
+)
+def test_an_export_is_a_program_of_the_files_module(module, kind, tmp_path):
+    entries = {"Model.module": module, "Inference.mp_degree": "2", "Distributed.mp_degree": "8"}
+    found = Read("export", ["-c", a_file(tmp_path, "one.yaml", entries)])
+    wanted = dict(kind=kind, format="torch-export", tensor_model_parallel_size=2)
+    assert not found.problems and {name: found.values.get(name, "lm") for name in wanted} == wanted
+    named = Read("export", ["-c", a_file(tmp_path, "one.yaml", entries), "--format", "onnx", "--tp", "1"])
+    assert (named.values["format"], named.values["tensor_model_parallel_size"]) == ("onnx", 1)
+
+
 OF_THE_SHAPE = [f"Model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size")]
 
 
@@ -449,7 +473,7 @@ def test_other_commands_name_it(key, tmp_path):
     for command in set(COMMANDS) - owners(key):
         for argv, place in ways(tmp_path, key, value, "null", {}):
             found = Read(command, argv)
-            compared = key in OF_THE_SHAPE and command in ("generate", "evaluate")
+            compared = key in OF_THE_SHAPE and command in ("generate", "evaluate", "export")
             assert any(place in told for told in (found.where.values() if compared else found.told)), (command, argv)
 
 

@@ -63,7 +63,10 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def new_checkpoint(tmp_path_factory, vocabulary, small_gpt):
-    """`new_checkpoint(**tokenizer)`: a folder with one checkpoint as training writes it (300 ids at most, 32 positions)."""
+    """`new_checkpoint(**tokenizer)`: a folder with one checkpoint as training writes it (300 ids at most, 32 positions).
+
+    folder, iteration: to add another one to a folder; by: a factor of its weights
+    """
     from megatron.checkpoint.boxes import Box
     from megatron.checkpoint.folder import Saver
     from megatron.checkpoint.store import Piece
@@ -72,19 +75,20 @@ def new_checkpoint(tmp_path_factory, vocabulary, small_gpt):
     vocab_size = len(json.loads((vocabulary / "vocab.json").read_text(encoding="utf-8")))
     settings = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=32)
     model = small_gpt(vocab_size, **settings)
-    pieces = [
-        Piece(name, placement.shape, Box.whole(placement.shape), parameter.detach()[: placement.shape[0]])
+    tensors = {
+        name: (placement.shape, parameter.detach()[: placement.shape[0]])
         for name, (parameter, placement) in placements(model).items()
-    ]
+    }
     groups = {name: group() for name, group in schema.GROUPS.items() if name not in ("model", "tokenizer")}
     files = dict(vocab_file=str(vocabulary / "vocab.json"), merge_file=str(vocabulary / "merges.txt"))
 
-    def new(**tokenizer):
+    def new(folder=None, iteration=7, by=1.0, **tokenizer):
         own = schema.TokenizerSettings("GPT2BPETokenizer", **files | tokenizer)
         config = schema.Config(model=schema.Model(**settings), tokenizer=own, **groups)
-        folder = tmp_path_factory.mktemp("checkpoints")
+        pieces = [Piece(name, shape, Box.whole(shape), by * tensor) for name, (shape, tensor) in tensors.items()]
+        folder = folder or tmp_path_factory.mktemp("checkpoints")
         with Saver(folder) as saver:
-            saver.save(7, pieces, dict(config=asdict(config), vocab_size=vocab_size))
+            saver.save(iteration, pieces, dict(config=asdict(config), vocab_size=vocab_size))
         return folder
 
     return new

@@ -378,6 +378,7 @@ def in_core_names(flat):
         (GPT2, dict(tp=1, pp=2, chunks=2, core=True)),
         (LLAMA, dict(tp=2, pp=2, core=True)),
         (LLAMA, dict(tp=2, pp=1)),
+        (LLAMA | dict(add_qkv_bias=True), dict(tp=2, pp=2, core=True)),
     ],
 )
 def test_megatron_checkpoints_of_any_layout(tmp_path, model, layout, capsys):

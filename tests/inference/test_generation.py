@@ -239,8 +239,6 @@ def test_the_flags_of_paddlenlp(checkpoint, capsys):
     assert len({str(one) for one in found.values()}) == 3 and max(map(len, found["sampling"])) == 6
     with pytest.raises(SettingsError, match="--decoding-strategy topk_sampling needs --top-k"):
         texts("--decoding_strategy topk_sampling --topp 0.9")
-    with pytest.raises(SettingsError, match="saved as weights, not as programs"):
-        texts("--save_inference_model_then_exist true")
 
 
 def test_texts_that_a_limit_has_cut_are_counted(small_gpt):

@@ -53,7 +53,8 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
 )
 # Settings that change no logits in fp32, and those that only size the model.
 TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init_method_std make_vocab_size_divisible_by
-    model_type model_name_or_path apply_query_key_layer_scaling attention_softmax_in_fp32 linear""".split()
+    model_type model_name_or_path apply_query_key_layer_scaling attention_softmax_in_fp32 linear
+    lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora""".split()
 SIZES = """num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()
 OF_SCALING = ("rope_scaling_", "yarn_", "mscale", "rotary_scaling_factor")  # of use_rope_scaling and rope_type

@@ -63,6 +63,7 @@ def leaves(content, prefix=""):
         (GPT2, 1, 2, False),
         (LLAMA, 1, 1, False),
         (LLAMA, 2, 2, True),
+        (LLAMA | dict(add_qkv_bias=True), 2, 1, True),
         (LLAMA | TIED, 1, 2, True),
     ],
 )

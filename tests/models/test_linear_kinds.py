@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that make their products in another way (`--linear`): a mask, a LoRA pair, an emulated cast to fp8, each
-a file of its own. Whole trainings are compared with the same network in plain torch.
+"""Linear layers that make their products in another way (`--linear`): a mask, a pair of small matrices, an emulated cast
+to fp8, each a file of its own. Whole trainings are compared with the same network in plain torch.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from megatron.settings.parse import parse_pretrain
 from megatron.settings.schema import TokenizerSettings
 from megatron.training.entry import start
 from megatron.training.rules import check, idle, resolve
-from tests.models import alibi, own_fp8, own_lora, own_mask
+from tests.models import alibi, own_fp8, own_mask, own_pair
 from tests.training.plain_loop import EOD, HEADS, HIDDEN, LAYERS, LENGTH, Job, logits, plain_linear, train
 from tests.training.test_plain_loop import ADAM, FLAGS, PLAIN, SIX, compare, records
 
@@ -86,10 +86,10 @@ def masked(weights, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def with_pair(weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    """y + 8 / 4 x (x A^T) B^T."""
+    """y + 2 x (x A^T) B^T."""
     y = plain_linear(weights, name, x)
     if ".attention.qkv" in name or ".mlp.down" in name:
-        a, b = weights[f"{name}.lora_a"], weights[f"{name}.lora_b"]
+        a, b = weights[f"{name}.pair_a"], weights[f"{name}.pair_b"]
         y = y + 2.0 * (x @ a.T) @ b.reshape(-1, b.shape[-1]).T
     return y
 
@@ -101,10 +101,10 @@ def pairs(seed: int) -> dict[str, torch.Tensor]:
             ("attention.qkv", (HEADS, 3, HIDDEN // HEADS), HIDDEN),
             ("mlp.down", (HIDDEN,), 4 * HIDDEN),
         ):
-            full = f"blocks.{n}.{name}.lora_a"
+            full = f"blocks.{n}.{name}.pair_a"
             generator = torch.Generator().manual_seed(seed_of(seed, full, 0))
             found[full] = torch.empty(4, inputs).normal_(0.0, 0.02, generator=generator).double()
-            found[f"blocks.{n}.{name}.lora_b"] = torch.zeros((*rows, 4), dtype=torch.float64)
+            found[f"blocks.{n}.{name}.pair_b"] = torch.zeros((*rows, 4), dtype=torch.float64)
     return found
 
 
@@ -145,11 +145,11 @@ class Kind(NamedTuple):
 
 KINDS = {
     "mask": Kind(own_mask.recipe, "--linear mlp.*=mask", dict(linear=masked)),
-    "lora": Kind(own_lora.recipe, "--linear attention.qkv=lora,mlp.down=lora", dict(linear=with_pair, more=pairs)),
-    "lora over a frozen base": Kind(
-        own_lora.recipe,
-        "--linear attention.qkv=lora,mlp.down=lora --train-only *.lora_*",
-        dict(linear=with_pair, more=pairs, trains=lambda name: ".lora_" in name),
+    "pair": Kind(own_pair.recipe, "--linear attention.qkv=pair,mlp.down=pair", dict(linear=with_pair, more=pairs)),
+    "pair over a frozen base": Kind(
+        own_pair.recipe,
+        "--linear attention.qkv=pair,mlp.down=pair --train-only *.pair_*",
+        dict(linear=with_pair, more=pairs, trains=lambda name: ".pair_" in name),
     ),
     "fp8": Kind(own_fp8.recipe, "--linear *=fp8,blocks.1.*=plain", dict(linear=in_fp8), dict(rel=1e-5, step=1e-4)),
 }
@@ -214,7 +214,7 @@ def test_what_cannot_be_is_said(flags, said):
 
 def test_kinds_belong_to_a_recipe():
     [problem] = check(parse_any(f"{LINE} --linear mlp.*=mask".split()), 1)
-    assert "'mask' is no kind of linear layer" in problem and "has plain (" in problem
+    assert "'mask' is no kind of linear layer" in problem and "has plain, lora (" in problem
     for name, kind in (("plain", own_mask.Mask), ("a b", own_mask.Mask), ("mask", 3)):
         with pytest.raises(SettingsError, match=r"Recipe.linears"):
             model_group({name: kind})
@@ -241,15 +241,15 @@ def test_a_setting_of_a_kind_that_nothing_chooses_is_said():
 
 
 def test_settings_of_two_recipes_are_the_same():
-    one, other = (settings("lora")[1].model for _ in range(2))
+    one, other = (settings("pair")[1].model for _ in range(2))
     assert one == other and hash(one) == hash(other) and type(one) is not type(other)
-    assert one != settings("lora", "--lora-rank 3")[1].model
+    assert one != settings("pair", "--pair-rank 3")[1].model
 
 
 @pytest.mark.parametrize("layout", ["tp3sp", "pp2", "dp2-zero3"])
 def test_weights_that_kinds_bring_are_counted(layout):
     """Facts, planner and preflight's units against the parameters of the modules themselves."""
-    recipe, config = settings("lora", "--linear attention.*=lora,blocks.1.attention.output=plain")
+    recipe, config = settings("pair", "--linear attention.*=pair,blocks.1.attention.output=plain")
     layout = parse_layout(layout)
     config = laid_out(config, layout)
     facts = recipe.facts(config, 101)
@@ -259,7 +259,7 @@ def test_weights_that_kinds_bring_are_counted(layout):
     assert (
         sum(one.get_parameter(f"0.{name}").numel() for name in facts.weights) == facts.parameters + 24 * 27
     )  # padding
-    base = settings("lora", "--linear *=plain")[1]
+    base = settings("pair", "--linear *=plain")[1]
     assert facts.flops() == recipe.facts(laid_out(base, layout), 101).flops()
     job = PlannedJob.of(config, facts, dp=layout.dp, device="cpu")
     plan = Layout(tp=layout.tp, pp=layout.pp, dp=layout.dp, zero=layout.zero, sp=layout.sp)
@@ -301,8 +301,8 @@ def test_pairs_are_put_on_a_model_that_has_none(tmp_path, capsys):
     )
     capsys.readouterr()
     own = f"--train-iters 1 --finetune --load {tmp_path / 'base'} --save {tmp_path / 'own'}"
-    pretrain(0, "lora", own)
-    assert "new, and not out of the checkpoint: blocks.0.attention.qkv.lora_a" in capsys.readouterr().out
+    pretrain(0, "pair", own)
+    assert "new, and not out of the checkpoint: blocks.0.attention.qkv.pair_a" in capsys.readouterr().out
     losses = [records(tmp_path / name, "step")[0]["lm loss"] for name in ("more", "own")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -310,13 +310,13 @@ def test_pairs_are_put_on_a_model_that_has_none(tmp_path, capsys):
 @pytest.mark.sampled(3)
 def test_a_run_goes_on_in_another_layout(run_ranks, tmp_path):
     line = f"--save {tmp_path}"
-    run_ranks(2, pretrain, "lora", f"--pipeline-model-parallel-size 2 {line} --exit-interval 3")
-    run_ranks(3, pretrain, "lora", f"--tensor-model-parallel-size 3 {line} --load {tmp_path}")
-    compare(tmp_path, plain("lora"))
+    run_ranks(2, pretrain, "pair", f"--pipeline-model-parallel-size 2 {line} --exit-interval 3")
+    run_ranks(3, pretrain, "pair", f"--tensor-model-parallel-size 3 {line} --load {tmp_path}")
+    compare(tmp_path, plain("pair"))
     with pytest.raises(
-        SettingsError, match=r"--linear: attention.qkv=lora,mlp.down=lora in the checkpoint, \*=lora now"
+        SettingsError, match=r"--linear: attention.qkv=pair,mlp.down=pair in the checkpoint, \*=pair now"
     ):
-        pretrain(0, "lora", f"--load {tmp_path} --linear *=lora")
+        pretrain(0, "pair", f"--load {tmp_path} --linear *=pair")
 
 
 def test_logits_are_those_of_the_transformed_weights(tmp_path):

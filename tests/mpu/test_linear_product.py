@@ -12,9 +12,9 @@ from megatron.model import weights
 from megatron.mpu import layers
 from megatron.mpu.deferred_wgrad import WeightGradStore, run_deferred_wgrads
 from megatron.mpu.layers import ColumnParallelLinear, OwnWgrad, RowParallelLinear
-from megatron.mpu.linear_product import LinearProduct, beside_inputs, beside_rows
+from megatron.mpu.linear_product import LinearProduct
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import Constant, Normal
+from megatron.mpu.placement import Constant, Normal, beside_inputs, beside_rows
 
 S, B, INPUTS, ROWS, RANK = 4, 2, 6, (3, 5), 2
 SETTINGS = SimpleNamespace()
@@ -234,5 +234,5 @@ def test_products_are_found():
 def test_a_product_starts_to_gather_when_it_is_told():
     operand = SimpleNamespace(started=0)
     operand.start = lambda: setattr(operand, "started", operand.started + 1)
-    OwnWgrad(None, reference.matmul, (), operand, None).start()
+    OwnWgrad(None, reference.matmul, (), operand).start()
     assert operand.started == 1

@@ -28,6 +28,7 @@ LLAMA = f"""{PLAIN} --swiglu --normalization RMSNorm --position-embedding-type r
 
 MOMENTS = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
+ADAPTERS = "--lora-rank 4 --train-only *.lora_* embedding.word.*"
 CASES = [
     ("", ""),
     ("", LLAMA),
@@ -81,6 +82,11 @@ CASES = [
     ("dp2-zero3", "--freeze blocks.1.* *.bias final_norm.* --bf16"),
     ("dp2-zero3", "--train-only embedding.word.* blocks.[02].attention.* --recompute-granularity full"),
     ("pp2-dp2-zero1", "--freeze blocks.[23].* final_norm.* --bf16 --optimizer muon"),
+    # Pairs of LoRA beside a frozen base.
+    ("tp2sp", f"--linear *=lora {ADAPTERS}"),
+    ("tp2", f"--linear attention.output=lora,mlp.up=lora --lora-split-fused {ADAPTERS} {LLAMA}"),
+    ("dp2-zero3", f"--linear attention.*=lora {ADAPTERS} --bf16"),
+    ("tp2sp-pp2-dp2-zero1", f"--linear *=lora --lora-dropout 0.1 {ADAPTERS} --bf16"),
     ("pp2", LLAMA),
     ("pp2vp2", ""),
     ("pp2-gpipe", "--bf16"),

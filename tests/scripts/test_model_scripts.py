@@ -231,7 +231,16 @@ def test_commands_of_the_guide_run_as_written(line):
     assert next(words for mark, words in said.items() if mark in line) in done.stdout
 
 
-@pytest.mark.parametrize("name", ["evaluate_gpt_345M", "inference_gpt_345M", "export_gpt_345M", "export_gpt_345M_tp2"])
+TRAINED = """export_gpt_345M export_gpt_345M_tp2 export_gpt_345M_mp2 export_gpt_345M_single_card export_gpt_6.7B
+    export_gpt_175B_tp8 auto_export_gpt_345M_mp2 auto_export_gpt_345M_single_card auto_export_gpt_6.7B_mp1
+    auto_export_gpt_175B_mp8 inference_gpt_345M inference_gpt_345M_single_card inference_gpt_6.7B inference_gpt_175B_tp8
+    inference_gpt_175B_mp8 inference_gpt_multigpu auto_inference_gpt_345M_single_card""".split()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "name", ["evaluate_gpt_345M", *(name for name in TRAINED if "175B" not in name and "multi" not in name)]
+)
 def test_scripts_of_tools_say_flags_that_exist(name, tmp_path):
     data = ["--data-path", "held_out"] if name.startswith("evaluate") else []
     done = bash(name, *data, PRINT="1", CHECKPOINTS=str(tmp_path / "none"))
@@ -259,6 +268,48 @@ def test_words_after_a_script_of_a_tool_win(name, words, wanted):
     groups = [generate.GenerateOptions, Sampling, Search] if "generate" in module else [evaluate.EvaluateOptions]
     made = parse(said, {group.__name__: group for group in groups})
     values = {name: value for group in made.values() for name, value in vars(group).items()}
+    assert {name: values[name] for name in wanted} == wanted
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", TRAINED)
+def test_scripts_of_trained_models_predict(name):
+    """--dry-run: memory of the ranks that they are made for, and time per token; nothing is read or written."""
+    done = bash(name, "--dry-run")
+    ranks = 8 if "175B" in name or "multi" in name else 2 if "mp2" in name or "tp2" in name else 1
+    layout = f"tp{ranks}" if ranks > 1 else "one rank"
+    assert done.stdout.startswith(f"the best layout: {layout}\n") and "(assumed)" in done.stdout, done.stderr
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "name, words, said",
+    [
+        ("export_gpt_345M", "--format torch-export", "logits of torch differ by at most"),
+        ("export_gpt_175B_tp8", "", "model-rank-0-of-2.pt2, model-rank-1-of-2.pt2"),
+        ("inference_gpt_345M", "", "1 2 3"),
+        ("inference_gpt_175B_tp8", "", "1 2 3"),
+    ],
+)
+def test_shrunk_models_are_exported_and_continue_texts(name, words, said, tmp_path):
+    done = bash(name, *words.split(), SHRINK="1", TMPDIR=str(tmp_path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and said in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "env, ranks, wanted",
+    [
+        ({}, 1, dict(load="checkpoints/gpt_345M", load_exported=None, tensor_model_parallel_size=1)),
+        (dict(NPROC="2"), 2, dict(tensor_model_parallel_size=2)),
+        (dict(EXPORT="e", NPROC="4"), 4, dict(load=None, load_exported="e", tensor_model_parallel_size=4)),
+    ],
+)
+def test_ranks_that_share_a_model(env, ranks, wanted):
+    said = shlex.split(bash("inference_gpt_345M", PRINT="1", **env).stdout)
+    assert ("--nproc-per-node" in said) == (ranks > 1)
+    at = said.index("megatron.tools.generate") + 1
+    made = parse(said[at:], {group.__name__: group for group in (generate.GenerateOptions, Sampling, Search)})
+    values = vars(made["GenerateOptions"])
     assert {name: values[name] for name in wanted} == wanted
 
 

@@ -25,6 +25,7 @@ from megatron.inference.convert import hf_files
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
+from megatron.inference.convert.merged import merged_first
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
 from megatron.model.recipe import config_of
 from megatron.settings.from_checkpoint import FILES, located
@@ -49,11 +50,12 @@ def to_hf(
     file_bytes: int = hf_files.FILE_BYTES,
 ) -> list[str]:
     """Export a checkpoint directory to a folder that `transformers` can load; returns notices for the user.
+    Adapters are merged.
 
     given: tokenizer flags, if the files of the training run have moved. file_bytes: the most bytes of a file of tensors.
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
-    with Reader(path) as reader, arriving(out) as folder:
+    with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
         needed(reader, "config")
         config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
         refuse_head(config, vocab_size, path)

@@ -26,6 +26,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.megatron_lm import open_classic
+from megatron.inference.convert.merged import merged_first
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.weights import Unit, add_prefix
 from megatron.mpu.placement import Placement
@@ -124,7 +125,7 @@ def to_megatron(
     check: read the output back, as `from-megatron` does, and compare all settings and tensors before `out` appears.
     Raises SettingsError for an unsupported model or layout, CheckpointError if the comparison fails.
     """
-    with Reader(path) as reader:
+    with merged_first(path, out) as path, Reader(path) as reader:
         config = schema.from_record(needed(reader, "config"))
         export = Export(config.model, needed(reader, "vocab_size"), tp, pp, implementation, dtype)
         check_expressible(export)

@@ -135,7 +135,7 @@ class BertEmbedding(nn.Module):
         x = self.word(tokens)
         own = lambda rows: rows.chunk(self.tp.size)[self.tp.rank] if self.sequence_parallel else rows
         if self.position is not None:
-            x = x + self.position(own(torch.arange(len(tokens), device=tokens.device).unsqueeze(1)))
+            x = x + self.position(own(torch.arange(tokens.shape[0], device=tokens.device).unsqueeze(1)))
         if self.tokentype is not None:
             x = x + self.tokentype(own(torch.zeros_like(tokens) if types is None else types))
         x = x if self.norm is None else self.norm(x)
@@ -275,7 +275,7 @@ class Bert(LanguageModel):
         assert self.first and self.last and not self.sequence_parallel, "inference needs a whole model"
         with self.region():
             x = self.embedding(tokens, types, None)
-            x, _ = self.run_layers(x, self._context(len(tokens), mask))
+            x, _ = self.run_layers(x, self._context(tokens.shape[0], mask))
             return x if self.final_norm is None else self.final_norm(x)
 
     def logits(self, tokens: torch.Tensor, mask=None, types=None) -> torch.Tensor:

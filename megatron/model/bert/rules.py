@@ -35,7 +35,7 @@ RULES = (
     *refused("geglu scale_embedding", "this model does not have it"),
     Rule(
         lambda s: s.norm_position != "pre",
-        lambda s: f"--norm-position {s.norm_position} is for GPT; --bert-post-norm puts norms after the sums",
+        lambda s: f"--norm-position {s.norm_position} is for GPT; --post-norm puts norms after the sums",
     ),
 )
 

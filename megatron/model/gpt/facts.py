@@ -206,8 +206,8 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
     """The product for queries, keys and values, softmax(q k) v, and the output's product."""
     m, tp = x.model, x.share.tp
     queries, keys = m.num_attention_heads * m.head_dim // tp, m.query_groups * m.head_dim // tp
-    fused = x.column("attention", queries + 2 * keys, again=(ATTENTION,))
-    return *fused, *core, *x.row("attention", queries, again=(ATTENTION,))
+    fused = x.column("attention", queries + 2 * keys, again=(ATTENTION,), layer="attention.qkv")
+    return *fused, *core, *x.row("attention", queries, again=(ATTENTION,), layer="attention.output")
 
 
 def mlp_ops(x: Residual, gated: bool, squared: bool = False, gelu: bool = False) -> tuple[LayerOp, ...]:
@@ -224,7 +224,8 @@ def mlp_ops(x: Residual, gated: bool, squared: bool = False, gelu: bool = False)
         workspace=n * (ffn + up * ffn + x.h * (2 if x.share.sp else 1)) * e,  # sp: with the input, gathered
         again=(ACTIVATION, MLP),
     )
-    return *x.column("mlp", ffn, up, again=(MLP,)), activation, *x.row("mlp", ffn, again=(MLP,))
+    before = x.column("mlp", ffn, up, again=(MLP,), layer="mlp.up")
+    return *before, activation, *x.row("mlp", ffn, again=(MLP,), layer="mlp.down")
 
 
 def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention, window: Optional[int]) -> tuple[LayerOp, ...]:

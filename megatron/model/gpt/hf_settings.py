@@ -287,7 +287,7 @@ def our_settings(theirs: dict[str, Any], others: tuple[str, ...] = ()) -> tuple[
     others: model types that the caller reads, for the message
     """
     kind = theirs.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
             f"model_type {kind!r} in config.json is not read here",
             REFUSED.get(str(kind)) or f"there are: {', '.join((*FAMILIES, *others))}",
@@ -427,19 +427,30 @@ def _our_windows(kind: str, c: dict[str, Any]) -> dict[str, Any]:
         return {}
     if int(window) < 1:
         raise CheckpointError(f"sliding_window {window!r} in config.json cannot be expressed here")
-    every = {"gemma2": 2, "gemma3_text": c.get("sliding_window_pattern") or 6}.get(kind)
-    if every:
-        usual = [SLIDING if (n + 1) % int(every) else FULL for n in range(layers)]
-    else:  # Qwen has windows from a layer on
-        usual = [SLIDING if n >= int(c.get("max_window_layers") or 0) else FULL for n in range(layers)]
-    types = usual if kind in ("mistral", "phi3") else c.get("layer_types") or usual
+    size = dict(window_size=f"{int(window) - 1},0")
+    types = None if kind in ("mistral", "phi3") else c.get("layer_types")
+    if types is None:
+        every = {"gemma2": 2, "gemma3_text": c.get("sliding_window_pattern") or 6}.get(kind)
+        if every:
+            if int(every) < 2:
+                _refuse_windows(f"by sliding_window_pattern {every}")
+            return size | (dict(window_attn_skip_freq=int(every)) if int(every) <= layers else {})
+        first = int(c.get("max_window_layers") or 0)  # Qwen has windows from a layer on
+        if first >= layers:
+            return {}
+        if first > 0:
+            _refuse_windows(f"from layer {first} on")
+        return size
     if SLIDING not in types:
         return {}
-    size = dict(window_size=f"{int(window) - 1},0")
-    for skip in range(2, layers + 2):
-        if types == [SLIDING if (n + 1) % skip else FULL for n in range(layers)]:
-            return size | (dict(window_attn_skip_freq=skip) if FULL in types else {})
+    skip = types.index(FULL) + 1 if FULL in types else len(types) + 1
+    if len(types) != layers or types != [SLIDING if (n + 1) % skip else FULL for n in range(layers)]:
+        _refuse_windows(f"in layers of {', '.join(map(str, types[:12]))}")
+    return size | (dict(window_attn_skip_freq=skip) if FULL in types else {})
+
+
+def _refuse_windows(where: str) -> None:
     raise CheckpointError(
-        "layer_types in config.json cannot be expressed here",
-        f"known: every layer with a window, or all but each N-th; got {', '.join(map(str, types[:12]))}",
+        f"windows {where} (layer_types in config.json) cannot be expressed here",
+        "known: in every layer, or in all but each N-th",
     )

@@ -116,13 +116,13 @@ class GPT(LanguageModel):
             position_ids = cache.position_ids(tokens.device)
         with self.region():
             if self.first:
-                x = self.embedding(tokens, self.positions(len(tokens), position_ids), None)
-            x, _ = self.run_layers(x, self._context(len(tokens), position_ids, document_ids, cache))
+                x = self.embedding(tokens, self.positions(tokens.shape[0], position_ids), None)
+            x, _ = self.run_layers(x, self._context(tokens.shape[0], position_ids, document_ids, cache))
             if not self.last:
                 return x.to(self.dtype)
             x = self.gather_input(self.final_norm(x), self.tp)
             x = x[-1 if last_only else 0 :] if wanted is None else x.flatten(0, 1)[wanted.flatten()]
-            if not len(x):
+            if x.shape[0] == 0:
                 return x.new_empty((0, self.vocab_size), dtype=torch.float32)
             scores = linear(x, self.output_weight, None, LinearOptions(packed=self.output_layer.packed))
             scores = mappings.gather_from_tensor_model_parallel_region(scores, self.tp)

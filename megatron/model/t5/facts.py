@@ -236,9 +236,10 @@ def _layer_ops(facts: T5Facts, share: RankSetup, kind: str) -> tuple[LayerOp, ..
     if kind == DECODER:
         queries, keys = m.num_attention_heads * m.head_dim // share.tp, m.query_groups * m.head_dim // share.tp
         again = dict(again=(ATTENTION,))
-        ops += [x.norm(NORM, ATTENTION), *x.column("attention", queries, **again)]
-        ops += memory.column("attention", 2 * keys, keeps=False, **again)
-        ops += [noncausal_core(m, share, t, s, fused=False), *x.row("attention", queries, **again), x.add()]
+        ops += [x.norm(NORM, ATTENTION), *x.column("attention", queries, **again, layer="cross.q")]
+        ops += memory.column("attention", 2 * keys, keeps=False, **again, layer="cross.kv")
+        output = x.row("attention", queries, **again, layer="cross.output")
+        ops += [noncausal_core(m, share, t, s, fused=False), *output, x.add()]
     ops += [x.norm(NORM), *mlp_ops(x, facts.gated), x.add()]
     return (*ops, x.norm()) if kind == ENCODER_END else tuple(ops)
 

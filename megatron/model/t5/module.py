@@ -83,8 +83,8 @@ class PairEmbedding(nn.Module):
         if table is None:
             return x
         if self.sequence_parallel:
-            first += self.tp.rank * len(x)
-        return x + table(torch.arange(first, first + len(x), device=x.device).unsqueeze(1))
+            first += self.tp.rank * x.shape[0]
+        return x + table(torch.arange(first, first + x.shape[0], device=x.device).unsqueeze(1))
 
     def forward(self, source: torch.Tensor, target: torch.Tensor, samples) -> Halves:
         if self.sequence_parallel:
@@ -265,7 +265,7 @@ class T5(LanguageModel):
         tables: `tables` of the first stage.
         """
         with self.region():
-            s = len(tokens)
+            s = tokens.shape[0]
             bias, angles = self._bias(tables, 0, s), self._angles(s)
             context = ForwardContext(angles=angles, bias=bias, padding=padding, region=self.region)
             if self.first:
@@ -289,7 +289,7 @@ class T5(LanguageModel):
         x: [t, b, h] of the previous stage; None on the first, which embeds tokens [t, b]. The caller advances the cache.
         """
         first = 0 if cache is None else cache.length
-        t, end = len(tokens), first + len(tokens)
+        t, end = tokens.shape[0], first + tokens.shape[0]
         with self.region():
             bias = None
             if tables is not None:

@@ -29,7 +29,7 @@ GLUE = "cola sst2 mrpc stsb qqp mnli qnli rte wnli".split()  # tasks of Data.Tra
 # Model.module begins with -> the command that the file is for
 MODULES = dict(gptfinetune="task", gptgeneration="generate", gpteval="evaluate")
 # The commands of a section, if those are not training and fine-tuning.
-SECTION_OF = dict(Generation=["generate"], Offline_Eval=["evaluate"], Inference=["generate", "evaluate"])
+SECTION_OF = dict(Generation=["generate"], Offline_Eval=["evaluate"], Inference=["generate", "evaluate", "export"])
 
 # purpose -> keys whose last part is a flag here, by sections
 SAME = dict(
@@ -55,6 +55,7 @@ SAME = dict(
     evaluate="""
         Global: device
         Offline_Eval: eval_path overlapping_eval batch_size""",
+    export="",
 )
 SHAPE = [f"Model.{name}" for name in "num_layers hidden_size num_attention_heads ffn_hidden_size".split()]
 # Other keys, and single values of them (in lower case; true or false for switches).
@@ -99,6 +100,10 @@ OTHERS = dict(
         Distributed.mp_degree                            --tensor-model-parallel-size
         Distributed.pp_degree                            --pipeline-model-parallel-size
         Offline_Eval.max_seq_len                         --seq-length""",
+    export="""
+        Engine.save_load.ckpt_dir                        --load
+        Engine.save_load.output_dir                      --output
+        Distributed.mp_degree                            --tensor-model-parallel-size""",
 )
 # Values that ask for the default behaviour.
 DONE = """Engine.mix_precision.use_fp16_guard=false Model.name=gpt Model.use_memory_attn=false
@@ -163,6 +168,7 @@ BELONGS = {
     "train": "settings of training, which this command does not do",
     "task": "this belongs to fine-tuning: python finetune.py --task NAME -c FILE",
     "generate": "this belongs to text generation: python -m megatron.tools.generate --load DIR -c FILE",
+    "export": "this belongs to the export: python -m megatron.tools.export --load DIR -c FILE",
     "evaluate": "this belongs to evaluation: python -m megatron.tools.evaluate --load DIR -c FILE",
 }
 
@@ -184,7 +190,7 @@ def _table(*purposes: str) -> Dialect:
 
 
 TABLES = {purpose: _table(*of) for purpose, of in dict(train=["train"], task=["train", "task"]).items()}
-TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate")}
+TABLES |= {purpose: _table(purpose) for purpose in ("generate", "evaluate", "export")}
 KNOWN = {row.partition("=")[0] for table in TABLES.values() for row in table.table} | set(
     f"{JOINT} {COMPRESSION}".split()
 )
@@ -363,7 +369,7 @@ class Translated:
 
 
 def translate(entries: Entries, purpose: str = "train", compared: bool = False) -> Translated:
-    """Translate entries for the command that reads them: train, task (fine-tuning), generate, evaluate, or another.
+    """Translate entries for the command that reads them: train, task (fine-tuning), generate, evaluate, export, or another.
 
     compared: the command compares SHAPE with a checkpoint
     """
@@ -438,6 +444,8 @@ def _module(out: Translated) -> None:
         words = [f"{flag} {flags[flag]}" for flag in ("--data-path", "--pretrained-checkpoint") if flag in flags]
         command = " ".join(["python finetune.py --task", flags.get("--task", "NAME"), *words])
         out.refuse(NAME if name in GLUE else "Model.module", f"fine-tuning is {command}, with the same -c and -o")
+    elif out.purpose == "export" and meant in ("generate", "evaluate"):
+        out.say("--kind", ["generation" if meant == "generate" else "lm"], "Model.module")
     elif meant not in (None, out.purpose):
         out.refuse("Model.module", f"'{value}' is not supported; {BELONGS[meant]}")
     elif meant is None and value not in ("gptmodule", "gptmoduleauto"):
@@ -671,6 +679,20 @@ def _weights(out: Translated) -> None:
         out.take(key)
 
 
+def _exported(out: Translated) -> None:
+    """What is exported: a program, as theirs is, for so many ranks."""
+    if "Model.module" in out.given:
+        out.say("--format", ["torch-export"], "Model.module")
+    if "Inference.mp_degree" in out.given:
+        out.say("--tensor-model-parallel-size", None, "Inference.mp_degree")
+        out.note("Inference.mp_degree says it", "Distributed.mp_degree")
+    out.note("the exported model is used from there: tools.generate -c FILE", "Inference.model_dir")
+    for key in ("Inference.dp_degree", "Distributed.dp_degree", "Distributed.pp_degree"):
+        if out.word(key) != "1":
+            out.note("a checkpoint of any layout is exported", key)
+        out.take(key)
+
+
 def _strategy(out: Translated) -> None:
     """Sampling, greedy or beam search."""
     at, strategy = "Generation.", "Generation.decode_strategy"
@@ -714,4 +736,6 @@ def _clipping(out: Translated) -> None:
 
 
 TRAINED = (_clipping, _lengths, _precision, _recompute, _sharding, _profiler, _rates, _data)
-JOINTS = dict(train=TRAINED, task=TRAINED, generate=(_weights, _strategy), evaluate=(_weights, _offline))
+JOINTS = dict(
+    train=TRAINED, task=TRAINED, generate=(_weights, _strategy), evaluate=(_weights, _offline), export=(_exported,)
+)

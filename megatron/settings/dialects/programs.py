@@ -10,6 +10,7 @@ OURS = {
     "shuf": "-m megatron.tools.shuf",
     "wikiextractor.WikiExtractor": "-m megatron.tools.wiki",
     "tools/eval.py": "-m megatron.tools.evaluate",
+    "tools/export.py": "-m megatron.tools.export",
     "tools/inference.py": "-m megatron.tools.generate",
     "gpt/benchmark.py": "-m megatron.tools.benchmark_inference",
     **{
@@ -21,7 +22,6 @@ OURS = {
 # script -> the command here that takes other flags
 _TEXT, _FIGURES = (f"python -m megatron.tools.{name} --load DIR" for name in ("generate", "evaluate"))
 INSTEAD = {
-    "tools/export.py": "python -m megatron.tools.checkpoint to-hf writes weights for other programs",
     "run_eval.py": f"{_FIGURES} takes --eval_path and --overlapping_eval",
     "run_generation.py": f"{_TEXT} has --prompt, --top_k, --top_p and --temperature",
     "tasks/gpt/generation.py": f"{_TEXT} takes its -c FILE",

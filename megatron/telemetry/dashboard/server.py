@@ -6,7 +6,6 @@ serve(Runs(["runs"]), listen("127.0.0.1", 8050))     # until Ctrl-C
 
 import asyncio
 import contextlib
-import errno
 import ipaddress
 import math
 import socket
@@ -16,9 +15,9 @@ from typing import Any, Optional
 
 import orjson
 
-from megatron.errors import Failure, UsageError
 from megatron.telemetry.dashboard.runs import Runs, View
 from megatron.telemetry.dashboard.series import AXES
+from megatron.telemetry.web import Headers, local_names
 
 PAGE = Path(__file__).parent / "page"
 EVERY = 1.0  # seconds between checks of the files
@@ -26,31 +25,8 @@ LOOK = 0.25  # seconds between checks of an open stream for changes
 PING = 15.0  # seconds after which a stream without changes sends a comment: proxies close silent streams
 JSON = "application/json"
 WIDEST, LONGEST = 4000, 1 << 20  # pixels of a chart; steps of a running mean
-# Everything comes from this server; uPlot sets styles by script, which this allows.
-POLICY = (
-    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises UsageError if the port is taken, or the address is not of this machine."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OverflowError:
-        raise UsageError(f"--port {port}: ports are from 1 to 65535; 0 chooses a free one") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise Failure(
-                f"--port {port}: another process listens on this port of {host}",
-                do=f"give another one, or 0 for a free one; ss -ltnp 'sport = :{port}' shows the process",
-            ) from None
-        do = "--host 127.0.0.1 for this machine alone, 0.0.0.0 for all its networks"
-        if error.errno == errno.EACCES:
-            do = "ports below 1024 are those of the system: give a larger one"
-        raise UsageError(
-            f"--host {host} --port {port}: cannot listen there", error.strerror or str(error), do
-        ) from None
+# uPlot sets styles by script.
+POLICY = "style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 
 
 def serve(runs: Runs, listener: socket.socket) -> None:
@@ -75,36 +51,17 @@ def app(board: "Board", local: bool = True):
     from starlette.routing import Mount, Route
     from starlette.staticfiles import StaticFiles
 
-    # "[": an address of IPv6, which the middleware cuts at its first colon
-    names = ["localhost", "127.0.0.1", "[", "testserver"] if local else ["*"]
     answers = dict(
         runs=board.runs, charts=board.charts, events=board.events, ranks=board.ranks, pictures=board.pictures
     )
     routes = [Route(f"/api/{name}", board.answer(ask)) for name, ask in answers.items()]
     routes += [Route("/api/live", board.live), Mount("/", StaticFiles(directory=PAGE, html=True))]
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=names), Middleware(Headers)]
+    middleware = [
+        Middleware(TrustedHostMiddleware, allowed_hosts=local_names(local)),
+        Middleware(Headers, policy=POLICY),
+    ]
     middleware += [Middleware(GZipMiddleware, minimum_size=1000, compresslevel=4)]
     return Starlette(routes=routes, middleware=middleware, lifespan=board.watching)
-
-
-class Headers:
-    """Adds headers to every response, which forbid other origins and caching."""
-
-    def __init__(self, app):
-        self.app = app
-
-    async def __call__(self, scope, receive, send):
-        async def with_headers(message):
-            if message["type"] == "http.response.start":
-                own = {
-                    "content-security-policy": POLICY,
-                    "cache-control": "no-cache",
-                    "x-content-type-options": "nosniff",
-                }
-                message["headers"] += [(name.encode(), value.encode()) for name, value in own.items()]
-            await send(message)
-
-        await self.app(scope, receive, with_headers)
 
 
 class Board:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Merge LoRA adapters into the weights of their base: W + alpha / rank x B A, a checkpoint of an ordinary model."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from megatron.checkpoint import reshard
+from megatron.checkpoint.base import BASE, open_checkpoint
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.reader import PART, Reader
+from megatron.errors import SettingsError
+from megatron.inference.convert.imported import check_free
+from megatron.model.linear_kinds import choices
+from megatron.model.lora import KIND, PAIR, TRAINED, parts_of, scale_of
+from megatron.model.lora_product import widened
+from megatron.model.recipe import config_of, facts_of
+from megatron.settings.schema import Model
+
+
+def merge(path: Path, out: Path, writers: int = 1) -> Path:
+    """Write the checkpoint at `path` to the folder `out` with its adapters merged; returns the new checkpoint.
+
+    Weights keep their format; the sum is computed in fp32, one weight at a time. Optimizer state is left out.
+    Raises SettingsError if the checkpoint has no adapters, or `out` is not free.
+    """
+    check_free(out)
+    with open_checkpoint(path) as reader:
+        source = MergedReader(reader)
+        pieces = reshard.whole_pieces(source)
+        return reshard.reshard(source, out, reshard.evenly(pieces, writers), source.state)
+
+
+@contextmanager
+def merged_first(path: Path, out: Path) -> Iterator[Path]:
+    """The checkpoint at `path`, merged in a temporary folder next to `out` if it has adapters. For exports."""
+    with Reader(path) as reader:
+        adapted = has_adapters(reader)
+    if not adapted:
+        yield path
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".tmp-merged-", dir=out.parent) as folder:
+        yield merge(path, Path(folder))
+
+
+def has_adapters(reader: Reader) -> bool:
+    """Whether all special linear layers of a checkpoint's model are those of LoRA, and there are some."""
+    model = reader.state.get("config", {}).get("model", {})
+    return bool(model.get("lora_rank")) and all(choice.kind == KIND for choice in choices(model.get("linear") or ""))
+
+
+class MergedReader:
+    """A reader of the merged weights, with the part of `Reader`'s methods that rewriting needs."""
+
+    def __init__(self, reader: Reader):
+        if not has_adapters(reader):
+            raise SettingsError(
+                f"{reader.folder} has no LoRA adapters"
+                if not reader.state.get("config", {}).get("model", {}).get("linear")
+                else f"{reader.folder} has other special linear layers than LoRA's: --linear "
+                f"{reader.state['config']['model']['linear']}",
+                do="give a checkpoint of a run with --lora-rank alone",
+            )
+        self.reader, self.folder = reader, reader.folder
+        config = config_of(reader.state["config"])
+        self.model, self.placements = config.model, facts_of(config, reader.state["vocab_size"]).weights
+        self.tensors = {name: one for name, one in reader.tensors.items() if not name.startswith(reshard.OPTIMIZER)}
+        self.tensors = {name: one for name, one in self.tensors.items() if not name.endswith(PAIR)}
+        self.state = merged_state(reader.state)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A merged weight, or any other."""
+        weight, pair = self.reader.read(name), [f"{name.removesuffix('weight')}{one}" for one in PAIR]
+        if not name.endswith(".weight") or pair[0] not in self.reader.tensors:
+            return weight
+        a, b = (self.reader.read(one, dtype=torch.float32) for one in pair)
+        return (weight.float() + delta(self.model, self.placements[name], a, b)).to(weight.dtype)
+
+    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
+        """As `Reader.parts`; the whole weight is in memory."""
+        whole = self.read(name)
+        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
+        yield from flat.split(max(1, size // whole.element_size()))
+
+
+def delta(model: Model, weight, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What a pair adds to a weight with this placement, [rows..., i]."""
+    return (scale_of(model) * (widened(b, *parts_of(model, weight)) @ a)).view(weight.shape)
+
+
+def merged_state(state: dict[str, Any]) -> dict[str, Any]:
+    """The content of state.json without adapters, base and frozen weights."""
+    config = {name: dict(group) if isinstance(group, dict) else group for name, group in state["config"].items()}
+    plain = Model(num_layers=1, hidden_size=1, num_attention_heads=1)
+    own = ("linear", "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "lora_split_fused", "use_rslora")
+    config["model"] |= {name: getattr(plain, name) for name in own}
+    optimizer = config.get("optimizer", {})
+    kept = [pattern for pattern in optimizer.get("train_only") or () if pattern not in TRAINED]
+    config["optimizer"] = {**optimizer, "train_only": kept or None}
+    untrained = {**(state.get("untrained") or {}), "frozen": []}
+    rest = {name: value for name, value in state.items() if name != BASE}
+    return {**rest, "config": config, "untrained": untrained, "optimizer_steps": None}

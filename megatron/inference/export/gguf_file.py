@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a model as a GGUF file for llama.cpp, tensor by tensor (with the package gguf).
+
+The names and shapes of Hugging Face are the start (`convert.families`), because gguf maps those names to llama.cpp's.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+import torch
+
+from megatron.checkpoint.reader import Reader
+from megatron.errors import SettingsError
+from megatron.inference.convert.families import Family
+from megatron.model.bert.facts import BertFacts
+from megatron.model.facts import Facts
+from megatron.model.positions import scaled_frequencies
+from megatron.model.t5.facts import T5Facts
+
+Fix = Callable[[str, torch.Tensor, dict[str, Any]], torch.Tensor]
+# Byte-level vocabularies that llama.cpp can cut texts for, by the pattern of their words.
+PATTERNS = {
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+": "llama-bpe",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": (
+        "qwen2"
+    ),
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # llama.cpp's types of tokens
+
+
+class Architecture(NamedTuple):
+    """A model of llama.cpp: its name in the package gguf, and what has to be changed in Hugging Face's tensors."""
+
+    name: str
+    fix: Fix = lambda name, x, config: x
+
+
+def _gpt2(name: str, x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """GPT-2 has its matrices transposed."""
+    turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    return x.t() if name.endswith(turned) else x
+
+
+def _llama(name: str, x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """llama.cpp rotates neighbours in this architecture, channels 2i and 2i + 1, and Hugging Face i and i + d/2."""
+    heads = dict(q_proj=config["num_attention_heads"], k_proj=config["num_key_value_heads"])
+    for part, count in heads.items():
+        if name.endswith((f"{part}.weight", f"{part}.bias")):
+            return x.view(count, 2, -1, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+    return x
+
+
+def _gemma(name: str, x: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """Gemma's norms multiply by 1 + weight."""
+    return x + 1 if name.endswith("norm.weight") else x
+
+
+ARCHITECTURES = dict(
+    gpt2=Architecture("GPT2", _gpt2),
+    llama=Architecture("LLAMA", _llama),
+    mistral=Architecture("LLAMA", _llama),
+    qwen2=Architecture("QWEN2"),
+    qwen3=Architecture("QWEN3"),
+    gemma=Architecture("GEMMA", _gemma),
+    gemma2=Architecture("GEMMA2", _gemma),
+    gemma3_text=Architecture("GEMMA3", _gemma),
+    phi3=Architecture("PHI3"),
+    olmo2=Architecture("OLMO2"),
+)
+
+
+def refuse_kind(facts: Facts) -> None:
+    """Raise SettingsError for a model that llama.cpp cannot be compared on."""
+    if isinstance(facts, (T5Facts, BertFacts)):
+        of_t5, kind = isinstance(facts, T5Facts), facts.settings.model_type
+        why = "its server runs no encoder-decoder" if of_t5 else "it has this model as an embedding, without its words"
+        raise SettingsError(
+            f"--format gguf: a {kind} is not exported for llama.cpp", why, "--format hf, onnx or torch-export"
+        )
+
+
+def refuse_other(family: Family) -> Architecture:
+    """The architecture of a family. Raises SettingsError if llama.cpp does not run it, or runs it differently."""
+    if family.kind not in ARCHITECTURES:
+        raise SettingsError(f"--format gguf: {family.kind} is not exported for llama.cpp", do="--format hf or onnx")
+    config = family.theirs(None, "float32")
+    longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
+    activation, scalar = config.get("activation_function", "gelu_new"), config.get("query_pre_attn_scalar")
+    different = {
+        f"activation {activation}": activation != "gelu_new",
+        f"--window-size {window}": window is not None and window < longest and not family.kind.startswith("gemma"),
+        f"--query-pre-attn-scalar {scalar}": scalar is not None and scalar != config.get("head_dim"),
+    }
+    if any(different.values()):
+        named = ", ".join(what for what, so in different.items() if so)
+        raise SettingsError(
+            f"--format gguf: llama.cpp computes {family.kind} without {named}", do="--format hf or onnx"
+        )
+    return ARCHITECTURES[family.kind]
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(
+    path: Path, reader: Reader, family: Family, dtype: str, tokenizer: Path, end: Optional[int], name: str
+) -> None:
+    """Write a GGUF file. dtype: fp32, fp16, bf16, q8_0. tokenizer: folder with its files.
+
+    Matrices have this dtype; vectors and positions stay in fp32, as llama.cpp expects.
+    """
+    gguf = library()
+    architecture = refuse_other(family)
+    kind, config = getattr(gguf.MODEL_ARCH, architecture.name), family.theirs(end, "float32")
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind])
+    _describe(writer, config, name)
+    writer.add_file_type(
+        dict(
+            fp32=gguf.LlamaFileType.ALL_F32,
+            fp16=gguf.LlamaFileType.MOSTLY_F16,
+            bf16=gguf.LlamaFileType.MOSTLY_BF16,
+            q8_0=gguf.LlamaFileType.MOSTLY_Q8_0,
+        )[dtype]
+    )
+    _add_vocabulary(writer, tokenizer, config["vocab_size"], end)
+    wanted, kinds = dict(fp32="F32", fp16="F16", bf16="BF16", q8_0="Q8_0")[dtype], gguf.GGMLQuantizationType
+    names = gguf.get_tensor_name_map(kind, family.facts.num_layers)
+
+    def tensors(meta: bool) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(their name, format, values) of every tensor; of shapes alone if `meta`."""
+        for match in family.matches:
+            stored = reader.tensors[match.ours]
+            ours = torch.empty(stored.shape, device="meta") if meta else reader.read(match.ours, dtype=torch.float32)
+            for theirs, x in zip(match.theirs, match.to_theirs(ours)):
+                called = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+                if called is None:
+                    raise SettingsError(f"--format gguf: {architecture.name} of llama.cpp has no {theirs}")
+                x = architecture.fix(theirs, x, config)
+                vector = x.dim() < 2 or called.startswith("position_embd")
+                made = "F32" if vector else wanted
+                if made == "Q8_0" and x.shape[-1] % gguf.GGML_QUANT_SIZES[kinds.Q8_0][0]:
+                    made = "F16"  # rows of other sizes have no blocks of 32
+                yield called, made, x
+        for called, x in _extra_tensors(family):
+            yield called, "F32", x
+
+    for called, made, x in tensors(meta=True):
+        shape = gguf.quant_shape_to_byte_shape(x.shape, kinds[made])
+        plain = made in ("F32", "F16")
+        size = int(np.prod(shape)) if not plain else x.numel() * (4 if made == "F32" else 2)
+        kept = np.dtype(np.uint8) if not plain else np.dtype(np.float32 if made == "F32" else np.float16)
+        writer.add_tensor_info(called, shape if not plain else tuple(x.shape), kept, size, kinds[made])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for _, made, x in tensors(meta=False):
+        writer.write_tensor_data(gguf.quantize(x.float().contiguous().numpy(), kinds[made]))
+    writer.close()
+
+
+def _describe(writer, config: dict[str, Any], name: str) -> None:
+    """The sizes of a model, from its config.json."""
+
+    def of(*names: str):
+        return next((config[name] for name in names if config.get(name) is not None), None)
+
+    heads = of("num_attention_heads", "n_head")
+    writer.add_name(name)
+    writer.add_block_count(of("num_hidden_layers", "n_layer"))
+    writer.add_context_length(of("max_position_embeddings", "n_positions"))
+    writer.add_embedding_length(of("hidden_size", "n_embd"))
+    writer.add_feed_forward_length(of("intermediate_size", "n_inner") or 4 * of("n_embd"))
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(of("num_key_value_heads") or heads)
+    writer.add_vocab_size(config["vocab_size"])
+    if "rms_norm_eps" not in config:
+        writer.add_layer_norm_eps(of("layer_norm_epsilon"))
+        return
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    width = of("head_dim") or of("hidden_size") // heads
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    if config.get("sliding_window") and config["model_type"].startswith("gemma"):
+        writer.add_sliding_window(config["sliding_window"])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    _describe_rope(writer, config)
+
+
+def _describe_rope(writer, config: dict[str, Any]) -> None:
+    rope = config.get("rope_parameters") or {}
+    if "sliding_attention" in rope:  # Gemma 3: other frequencies in layers with a window
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    rope = rope.get("full_attention", rope)
+    kind, scalings = rope.get("rope_type", "default"), library().RopeScalingType
+    writer.add_rope_freq_base(rope.get("rope_theta") or config["rope_theta"])
+    if kind == "linear":
+        writer.add_rope_scaling_type(scalings.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn":
+        if not rope.get("truncate", True):
+            raise SettingsError("--format gguf: llama.cpp rounds the borders of YaRN", do="--format hf or onnx")
+        usual = 0.1 * np.log(rope["factor"]) + 1.0
+        writer.add_rope_scaling_type(scalings.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"] / usual)
+
+
+def _extra_tensors(family: Family) -> Iterator[tuple[str, torch.Tensor]]:
+    """Llama 3's divisors of rotary frequencies."""
+    model = family.facts.settings
+    if getattr(model, "use_rope_scaling", False):
+        plain = model.rotary_base ** -(torch.arange(0, model.head_dim, 2).float() / model.head_dim)
+        yield "rope_freqs.weight", plain / scaled_frequencies(plain, model)
+
+
+# ---- vocabularies ----------------------------------------------------------------------------------------------------
+
+
+def _add_vocabulary(writer, folder: Path, vocab_size: int, end: Optional[int]) -> None:
+    """Add the tokenizer from files as transformers has them."""
+    if (folder / "tokenizer.model").is_file():
+        _add_sentencepiece(writer, folder, vocab_size)
+    else:
+        _add_bytes(writer, folder, vocab_size)
+    if end is not None:
+        writer.add_bos_token_id(end)
+        writer.add_eos_token_id(end)
+    writer.add_add_bos_token(False)
+    config = folder / "tokenizer_config.json"
+    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
+    if template is None and (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if template:
+        writer.add_chat_template(template)
+
+
+def _add_bytes(writer, folder: Path, vocab_size: int) -> None:
+    """A byte-level vocabulary, from tokenizer.json."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    model, special = content["model"], {}
+    for token in content.get("added_tokens", ()):
+        special[token["id"]] = token
+    kind = _pattern_of(content)
+    texts = {number: text for text, number in model["vocab"].items()}
+    texts |= {number: token["content"] for number, token in special.items()}
+    types = {number: CONTROL if token.get("special") else USER_DEFINED for number, token in special.items()}
+    ids = range(vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(kind)
+    writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in ids])
+    writer.add_token_types([types.get(number, NORMAL if number in texts else UNUSED) for number in ids])
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    writer.add_token_merges(merges)
+
+
+def _pattern_of(content: dict[str, Any]) -> str:
+    """llama.cpp's name of the rule that cuts words. Raises SettingsError for a tokenizer that it does not have."""
+    steps = content.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
+    if content["model"].get("type") == "BPE" and byte_level and not byte_level[0].get("add_prefix_space"):
+        if byte_level[0].get("use_regex", True) and len(steps) == 1:
+            return "gpt-2"
+        patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+        if len(patterns) == 1 and patterns[0] in PATTERNS:
+            return PATTERNS[patterns[0]]
+    raise SettingsError(
+        "--format gguf: llama.cpp has no tokenizer like that of tokenizer.json",
+        f"byte-level BPE with the words of {', '.join(PATTERNS.values())} is exported, and SentencePiece's BPE",
+        "--format hf keeps it",
+    )
+
+
+def _add_sentencepiece(writer, folder: Path, vocab_size: int) -> None:
+    from gguf.vocab import SentencePieceVocab
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto.FromString((folder / "tokenizer.model").read_bytes())
+    if proto.trainer_spec.model_type != sentencepiece_model_pb2.TrainerSpec.BPE:
+        raise SettingsError("--format gguf: SentencePiece's BPE is exported, not its other models", do="--format hf")
+    entries = list(SentencePieceVocab(folder).all_tokens())[:vocab_size]
+    entries += [(f"[PAD{n}]".encode(), -1000.0, UNUSED) for n in range(len(entries), vocab_size)]
+    texts, scores, types = zip(*entries)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(list(texts))
+    writer.add_token_scores(list(scores))
+    writer.add_token_types([int(kind) for kind in types])
+    writer.add_add_space_prefix(proto.normalizer_spec.add_dummy_prefix)
+
+
+def library():
+    """The package gguf. Raises SettingsError where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise SettingsError("--format gguf needs the package gguf", do="pip install gguf") from None
+    return gguf

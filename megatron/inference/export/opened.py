@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Use an export in place of a checkpoint: `loaded = load_exported("exports/gpt")`.
+
+Weights of Hugging Face become a model of this suite, on any number of ranks. Programs (torch.export, ONNX) are run as they
+are: they score texts, and continue them one by one, so that a text does not depend on others.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.checkpoint.folder import checkpoints
+from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert import hf_files
+from megatron.inference.convert.families import imported
+from megatron.inference.convert.imported import imported_state
+from megatron.inference.export import programs
+from megatron.inference.export.write import RECORD, empty_past
+from megatron.inference.load import Loaded, build_model
+from megatron.inference.stages import Halves
+from megatron.model.facts import Facts
+from megatron.model.recipe import config_of, facts_of
+from megatron.mpu.mesh import Mesh
+from megatron.settings.schema import TokenizerSettings
+
+
+def is_export(place: Path) -> bool:
+    """Whether a folder holds an export, and no checkpoints."""
+    if not place.is_dir() or checkpoints(place) or (place / "index.json").is_file():
+        return False
+    return any((place / name).is_file() for name in (RECORD, "config.json"))
+
+
+def load_exported(
+    folder: str,
+    *,
+    device="cpu",
+    precision: Optional[str] = None,
+    mesh: Optional[Mesh] = None,
+    halves: Halves = (None, None),
+) -> Loaded:
+    """Load what tools.export wrote, or a folder of Hugging Face. Arguments as of `load_model`.
+
+    Raises CheckpointError for a folder that holds no export, SettingsError for one that cannot be used here.
+    """
+    place, mesh = Path(folder), mesh or Mesh()
+    record = hf_files.read_json(place / RECORD) if (place / RECORD).is_file() else {}
+    form = record.get("format", "hf" if (place / "config.json").is_file() else None)
+    if form is None and any(place.glob("*.gguf")) or form == "gguf":
+        raise SettingsError(
+            f"--load-exported {folder}: a GGUF file is run by llama.cpp, not here",
+            do=f"llama-cli -m {folder}/model.gguf, or --load-exported of another format",
+        )
+    if form is None:
+        there = "there is no such folder" if not place.is_dir() else f"it has neither {RECORD} nor config.json"
+        raise CheckpointError(f"--load-exported {folder} holds no export", there, "python -m megatron.tools.export")
+    if form == "hf":
+        return _load_hf(place, record, device, precision, mesh, halves)
+    return _load_program(place, record, device, precision, mesh)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh, halves: Halves) -> Loaded:
+    settings = hf_files.read_json(place / "config.json")
+    family, files = imported(settings), hf_files.TensorFiles(place)
+    origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place)
+    content = imported_state(family.facts.settings, family.facts.vocab_size, {}, origin, own, family.extra)
+    if record.get("vocabulary"):
+        content["vocabulary"] = record["vocabulary"]
+    config, vocab_size = config_of(content["config"]), content["vocab_size"]
+    precision = precision or _precision(settings)
+    if precision == "fp16" and torch.device(device).type == "cpu":
+        precision = "fp32"
+    built = build_model(config, vocab_size, device=device, precision=precision, mesh=mesh, halves=halves)
+    matches = {match.ours: match for match in family.matches}
+    names = [name for match in family.matches for name in match.theirs]
+    known = {name: name if name in files.shapes else name.removeprefix("transformer.") for name in names}
+    missing = [name for name, found in known.items() if found not in files.shapes]
+    if missing:
+        raise CheckpointError(f"{place} lacks {len(missing)} tensors", ", ".join(missing[:8]))
+
+    @lru_cache(maxsize=1)  # pieces of a tensor follow each other
+    def whole(name: str) -> torch.Tensor:
+        match = matches[name]
+        return match.to_ours([files.get(known[theirs]).float() for theirs in match.theirs])
+
+    with torch.no_grad():
+        for piece in built.pieces:
+            piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
+    return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, ())
+
+
+def _precision(settings: dict[str, Any]) -> str:
+    """The precision of a folder's weights, from config.json."""
+    words = dict(float32="fp32", bfloat16="bf16", float16="fp16")
+    return words.get(str(settings.get("dtype") or settings.get("torch_dtype") or "float32"), "fp32")
+
+
+def _tokenizer(place: Path) -> Optional[TokenizerSettings]:
+    """The settings of the tokenizer in a folder; None without one."""
+    for kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "GPTSentencePieceTokenizer"):
+        files = hf_files.TOKENIZER_FILES[kind]
+        if all((place / name).is_file() for name in files.values()):
+            return TokenizerSettings(kind, **{setting: str(place / name) for setting, name in files.items()})
+    return None
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def _load_program(place: Path, record: dict[str, Any], device, precision, mesh: Mesh) -> Loaded:
+    form, ranks = record["format"], record["ranks"]
+    what = f"--load-exported {place}: a program"
+    if (mesh.tp.size, mesh.pp.size) != (ranks, 1):
+        raise SettingsError(
+            f"{what} for tensor {ranks} x pipeline 1 ranks; here are {mesh.tp.size} x {mesh.pp.size}",
+            do=f"--tensor-model-parallel-size {ranks} on so many ranks, or export again for {mesh.tp.size}",
+        )
+    if precision not in (None, record["dtype"]):
+        raise SettingsError(f"{what} that computes in {record['dtype']}", f"--precision {precision}", "leave it out")
+    config = config_of(record["config"])
+    if own := _tokenizer(place):
+        files = {name: getattr(own, name) for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")}
+        config = replace(config, tokenizer=replace(config.tokenizer, **files))
+    facts = facts_of(config, record["vocab_size"])
+    if config.model.model_type in ("T5", "BERT"):
+        raise SettingsError(
+            f"{what} of a {config.model.model_type}, and those of GPTs are run here",
+            do="--format hf exports it in a form that is",
+        )
+    path = place / programs.file_name(form, mesh.tp.rank, ranks)
+    if not path.is_file():
+        raise CheckpointError(f"{place} has no {path.name}", f"{RECORD} names {', '.join(record['files'])}")
+    run = programs.opened(form, path, device, mesh.tp)
+    model = ExportedProgram(run, facts, record, device)
+    return Loaded(model.eval(), config, record, record["vocab_size"], record["iteration"], place, ())
+
+
+class ExportedProgram(nn.Module):
+    """A program in the place of a GPT: it has scores and losses.
+
+    kind: `lm` (scores at every position) or `generation` (of the next token, with a cache, which is kept for one text)
+    """
+
+    is_program = True
+
+    def __init__(self, run: programs.Run, facts: Facts, record: dict[str, Any], device):
+        super().__init__()
+        self.run, self.facts, self.vocab_size = run, facts, record["vocab_size"]
+        self.kind, self.dtype, self.ranks = record["kind"], record["dtype"], record["ranks"]
+        self.at = nn.Parameter(torch.empty(0, device=device), requires_grad=False)  # says where the model is
+        self.seen, self.past = torch.empty(0, 1, dtype=torch.int64), empty_past(facts, 1, self.dtype, self.ranks)
+
+    def logits(self, tokens: torch.Tensor, *, wanted=None, last_only: bool = False) -> torch.Tensor:
+        """As of `model.gpt.module.GPT`."""
+        if self.kind == "generation" and last_only:
+            return self._next(tokens.cpu()).unsqueeze(0).to(self.at.device)
+        if self.kind == "generation":
+            raise SettingsError(
+                "this program has scores of the next token only (--kind generation), and all positions are requested",
+                do="export with --kind lm",
+            )
+        [scores] = self.run(input_ids=tokens.t().contiguous())
+        scores = scores.float().transpose(0, 1).to(self.at.device)
+        if wanted is not None:
+            return scores.flatten(0, 1)[wanted.flatten()]
+        return scores[-1:] if last_only else scores
+
+    def _next(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores [b, v] after texts [t, b]. If they continue the one of the last call, only what is new is computed."""
+        known = len(self.seen)
+        if not (known < len(tokens) and torch.equal(tokens[:known], self.seen)):
+            known, self.past = 0, empty_past(self.facts, tokens.shape[1], self.dtype, self.ranks)
+        new = tokens[known:].t().contiguous()
+        scores, *self.past = self.run(input_ids=new, past_keys=self.past[0], past_values=self.past[1])
+        self.seen = tokens.clone()
+        return scores.float()
+
+    def token_losses(self, x: None, batch) -> torch.Tensor:
+        """The cross-entropy of each token, [s, b]."""
+        scores = self.logits(batch.tokens)
+        return F.cross_entropy(scores.flatten(0, 1), batch.labels.flatten(), reduction="none").view_as(batch.labels)

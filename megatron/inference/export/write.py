@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Export a checkpoint of any layout as a folder for other programs: weights or a program, the tokenizer's files, a model
+card, and `export.json` with what it is. The folder appears when it is complete and its client agrees with this suite.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import torch
+
+from megatron.checkpoint.folder import choose
+from megatron.checkpoint.reader import Reader
+from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert import hf_files, huggingface
+from megatron.inference.convert.arriving import arriving, needed
+from megatron.inference.convert.families import Family, exported, prompts_for
+from megatron.inference.export import gguf_file, llama_cpp, programs
+from megatron.inference.export.card import model_card
+from megatron.inference.export.gate import Agreement, agreement
+from megatron.inference.export.tracing import program_of
+from megatron.inference.load import Loaded, build_model, open_tokenizer, refuse_head, tokenizer_settings
+from megatron.model.bert.facts import BertFacts
+from megatron.model.facts import Facts
+from megatron.model.recipe import config_of, facts_of
+from megatron.model.t5.facts import T5Facts
+from megatron.mpu.initialize import DTYPES
+from megatron.mpu.mesh import Mesh
+from megatron.settings.from_checkpoint import located
+from megatron.settings.schema import Config
+from megatron.storage.urls import UrlPath, location
+
+Form = Literal["hf", "gguf", "onnx", "torch-export"]
+RECORD = "export.json"
+# Formats of weights that a file format has; the first one replaces what a run was trained in and the format lacks.
+WEIGHTS = {
+    "hf": ("fp32", "bf16", "fp16"),
+    "gguf": ("fp32", "bf16", "fp16", "q8_0"),
+    "onnx": ("fp32", "fp16"),
+    "torch-export": ("fp32", "bf16", "fp16"),
+}
+CLIENTS = {"hf": "transformers", "gguf": "llama.cpp", "onnx": "onnxruntime", "torch-export": "torch"}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An export as requested.
+
+    dtype: of the weights; None: as trained. kind: of a program. tp: ranks that share the model
+    """
+
+    form: Form
+    dtype: Optional[str] = None
+    kind: Literal["lm", "generation"] = "lm"
+    tp: int = 1
+    check: bool = True
+
+
+class ExportSource:
+    """A checkpoint to export. Raises SettingsError if it holds no model with an output layer."""
+
+    def __init__(self, load: str, step: Optional[int], given: Mapping[str, Any]):
+        self.choice = choose(location(load), step=step)
+        self.path, self.given = self.choice.paths[0], given
+        with Reader(self.path) as reader:
+            needed(reader, "config")
+            self.record, self.vocab_size = dict(reader.state), needed(reader, "vocab_size")
+        self.config: Config = config_of(located(self.record))
+        refuse_head(self.config, self.vocab_size, self.path)
+        self.facts: Facts = facts_of(self.config, self.vocab_size)
+        self.iteration = int(self.record.get("iteration") or 0)
+
+    @property
+    def longest(self) -> int:
+        """The context length."""
+        return self._without_model.longest
+
+    @cached_property
+    def family(self) -> Family:
+        """The model of other libraries. Raises SettingsError if they have none."""
+        return exported(self.config, self.vocab_size)
+
+    @cached_property
+    def tokenizer(self):
+        """The tokenizer, or None for a run without one."""
+        if self.given.get("tokenizer_type", self.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
+            return None
+        return open_tokenizer(self._without_model, self.given)
+
+    @property
+    def tokenizer_settings(self):
+        return tokenizer_settings(self._without_model, self.given)
+
+    @property
+    def end(self) -> Optional[int]:
+        return None if self.tokenizer is None else self.tokenizer.eod
+
+    @property
+    def _without_model(self) -> Loaded:
+        return Loaded(None, self.config, self.record, self.vocab_size, self.iteration, self.path, ())
+
+    def model(self, dtype: str, mesh: Optional[Mesh] = None, computes_in: str = "fp32") -> torch.nn.Module:
+        """The model of one rank, with weights that were rounded to `dtype`."""
+        built = build_model(self.config, self.vocab_size, device="cpu", precision="fp32", mesh=mesh or Mesh())
+        with Reader(self.path) as reader:
+            reader.load(built.pieces, cast=True)
+        model = built.model.eval()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(DTYPES[dtype]).float()
+        if computes_in != "fp32":
+            model = model.to(DTYPES[computes_in])
+            model.dtype = DTYPES[computes_in]
+        return model
+
+    def prompts(self) -> torch.Tensor:
+        """Fixed token ids [s, b]."""
+        return prompts_for(self.facts)
+
+
+def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, given: Mapping[str, Any]) -> list[str]:
+    """Export a checkpoint; returns notices for the user. given: tokenizer flags.
+
+    Raises SettingsError for a model or a setting that the format does not have, CheckpointError if its client gives other
+    results. Nothing is written then.
+    """
+    source = ExportSource(load, step, given)
+    if not isinstance(source.path, UrlPath) and out.resolve() in (source.path.resolve(), source.path.resolve().parent):
+        raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
+    wanted, notices = _complete(source, wanted)
+    with arriving(out) as folder:
+        write = {"hf": _write_hf, "gguf": _write_gguf}.get(wanted.form, _write_programs)
+        files, agreed, more = write(source, folder, out, wanted)
+        record = dict(
+            format=wanted.form,
+            kind=wanted.kind,
+            dtype=wanted.dtype,
+            ranks=wanted.tp,
+            files=files,
+            iteration=source.iteration,
+            vocab_size=source.vocab_size,
+            longest=source.longest,
+            vocabulary=source.record.get("vocabulary"),
+            end=source.end,
+            agreement=None if agreed is None else dict(agreed._asdict(), allowed=agreed.allowed),
+            config=_settings_of_model(source),
+        )
+        (folder / RECORD).write_text(json.dumps(record, indent=1))
+        (folder / "README.md").write_text(_card(source, out, wanted, files, agreed), encoding="utf-8")
+    compared = [] if agreed is None else [f"checked: {agreed.sentence}"]
+    unchecked = [] if wanted.check else [f"{CLIENTS[wanted.form]} was not asked (--no-check)"]
+    return [
+        f"{out}: {source.config.model.model_type} of iteration {source.iteration} in {', '.join(files)} ({wanted.dtype})",
+        *compared,
+        *unchecked,
+        *more,
+        *notices,
+        *source.choice.notices,
+    ]
+
+
+def _complete(source: ExportSource, wanted: Wanted) -> tuple[Wanted, list[str]]:
+    """The request with its dtype. Raises SettingsError for what the format does not have. Returns notices, too."""
+    form, notices, known = wanted.form, [], WEIGHTS[wanted.form]
+    dtype = wanted.dtype or source.config.precision.precision
+    if dtype not in known:
+        if wanted.dtype is not None:
+            raise SettingsError(f"--format {form} has no --dtype {dtype}", do=f"--dtype {', '.join(known)}")
+        notices.append(f"trained in {dtype}, and --format {form} has none: {known[0]}")
+        dtype = known[0]
+    if wanted.kind == "generation":
+        if form in ("hf", "gguf"):
+            notices.append(f"--kind generation has no effect: the weights of --format {form} are for both kinds")
+        elif isinstance(source.facts, (T5Facts, BertFacts)) or not hasattr(source.facts.settings, "query_groups"):
+            raise SettingsError(
+                f"--kind generation is of GPTs, and {source.path} holds a {source.config.model.model_type}",
+                do="--kind lm",
+            )
+    if wanted.tp > 1:
+        notices += _refuse_ranks(source, wanted)
+    return replace(wanted, dtype=dtype), notices
+
+
+def _refuse_ranks(source: ExportSource, wanted: Wanted) -> list[str]:
+    """Raise SettingsError for ranks that cannot share the model or the format; returns notices."""
+    for what, size in source.facts.divisible_by_tp().items():
+        if size % wanted.tp:
+            raise SettingsError(f"{size} ({what}) cannot be divided by --tensor-model-parallel-size {wanted.tp}")
+    ranks = f"--tensor-model-parallel-size {wanted.tp}"
+    if wanted.form == "hf":
+        return [f"{ranks}: these files are whole, and each of {wanted.tp} ranks reads its part of them"]
+    if wanted.form != "torch-export":
+        raise SettingsError(
+            f"{ranks}: a file of --format {wanted.form} has the whole model",
+            do="leave it out, or --format torch-export: a program for each rank",
+        )
+    return []
+
+
+# ---- each format: (files, agreement or None, notices) ----------------------------------------------------------------
+
+Written = tuple[list[str], Optional[Agreement], list[str]]
+
+
+def _write_hf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
+    transformers = huggingface._transformers() if wanted.check else None
+    _, *more = huggingface.to_hf(source.path, folder, DTYPES[wanted.dtype], source.given, check=False)
+    more += _fast_tokenizer(source, folder)
+    agreed = None
+    if wanted.check:
+        ours = source.family.ours(source.model(wanted.dtype), source.prompts())
+        theirs = source.family.run(transformers, folder, source.prompts()).float()
+        agreed = agreement("hf", wanted.dtype, CLIENTS["hf"], ours, theirs)
+        if (folder / "tokenizer_config.json").exists():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+            _same_ids(source, CLIENTS["hf"], lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+    generation = folder / "generation_config.json"
+    if not generation.exists() and source.end is not None and not isinstance(source.facts, BertFacts):
+        first = dict(decoder_start_token_id=0) if isinstance(source.facts, T5Facts) else dict(bos_token_id=source.end)
+        generation.write_text(json.dumps(dict(first, eos_token_id=source.end, pad_token_id=source.end), indent=2))
+    return sorted(path.name for path in folder.glob("*.safetensors")), agreed, more
+
+
+def _write_gguf(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
+    gguf_file.library()
+    gguf_file.refuse_kind(source.facts)
+    if source.config.model.linear is not None:
+        raise SettingsError(
+            f"{source.path} was trained with --linear {source.config.model.linear}, which llama.cpp does not have",
+            "its layers would multiply with other weights there",
+            "--format onnx or torch-export records what its layers compute",
+        )
+    gguf_file.refuse_other(source.family)
+    if wanted.check:
+        llama_cpp.require()
+    more, path = _write_tokenizer(source, folder), folder / "model.gguf"
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        raise SettingsError(
+            "--format gguf: llama.cpp's programs need a vocabulary that it knows", more[-1], "--format hf needs none"
+        )
+    with Reader(source.path) as reader:
+        huggingface.refuse_unknown(reader, source.family)
+        gguf_file.write(path, reader, source.family, wanted.dtype, folder, source.end, out.resolve().name)
+    return [path.name], _ask_llama_cpp(source, path, wanted) if wanted.check else None, more
+
+
+@torch.no_grad()
+def _ask_llama_cpp(source: ExportSource, path: Path, wanted: Wanted) -> Agreement:
+    """Compare log-probabilities of the likeliest tokens after prompts of several lengths, and ids of texts."""
+    prompts, model = source.prompts(), source.model("fp32" if wanted.dtype == "q8_0" else wanted.dtype)
+    lengths = sorted({1, 2, 5, len(prompts) // 2, len(prompts) - 1} - {0})
+    places = [(length, row) for row in range(prompts.shape[1]) for length in lengths if length < len(prompts)]
+    found, ids = llama_cpp.asked(
+        path,
+        context=min(source.longest, 256),
+        plain=_plain_token(source),
+        threads=torch.get_num_threads(),
+        prompts=[prompts[:length, row].tolist() for length, row in places],
+        count=min(20, source.vocab_size),
+        texts=huggingface.PROBES,
+    )
+    of_text = dict(zip(huggingface.PROBES, ids))
+    _same_ids(source, CLIENTS["gguf"], of_text.__getitem__)
+    ours = model.logits(prompts).log_softmax(-1)  # [s, b, v]
+    pairs = [
+        (ours[length - 1, row, token].item(), value)
+        for (length, row), likeliest in zip(places, found)
+        for token, value in likeliest
+    ]
+    own, theirs = (torch.tensor(values) for values in zip(*pairs))
+    form = "gguf" if source.facts.settings.swiglu else "gguf with GeLU"
+    return agreement(form, wanted.dtype, CLIENTS["gguf"], own, theirs, what="log-probabilities")
+
+
+def _plain_token(source: ExportSource) -> int:
+    """A token whose text is ASCII."""
+    texts = ((n, source.tokenizer.decode([n])) for n in range(source.tokenizer.vocab_size))
+    return next((n for n, text in texts if text.isascii() and text.isalnum()), 0)
+
+
+def _write_programs(source: ExportSource, folder: Path, out: Path, wanted: Wanted) -> Written:
+    form = wanted.form
+    if form == "onnx":
+        programs.require_onnx()
+        if wanted.check:
+            programs.onnxruntime()
+    names = []
+    for rank, mesh in _ranks(wanted.tp):
+        model = source.model(wanted.dtype, mesh, computes_in=wanted.dtype)
+        if not hasattr(model, "logits"):
+            raise SettingsError(
+                f"{source.path} holds a model of type {source.config.model.model_type}, which has no method logits",
+                do="give its module one (docs/extending.md)",
+            )
+        names.append(programs.file_name(form, rank, wanted.tp))
+        programs.write(form, program_of(model, source.facts, wanted.kind, source.longest), folder / names[-1])
+    more = _write_tokenizer(source, folder)
+    return names, _ask_program(source, folder, wanted) if wanted.check else None, more
+
+
+def _ranks(tp: int) -> Iterator[tuple[int, Mesh]]:
+    """The ranks that share a model, none of which is started."""
+    return ((rank, Mesh(rank, tp=tp, create_groups=False)) for rank in range(tp))
+
+
+@torch.no_grad()
+def _ask_program(source: ExportSource, folder: Path, wanted: Wanted) -> Agreement:
+    """Compare logits of the program with the model's; with several ranks, on so many processes."""
+    prompts, model = source.prompts(), source.model(wanted.dtype)
+    ours = _own_answer(model, source.facts, prompts)
+    if wanted.kind == "generation":
+        ours = ours[[cut.stop - 1 for cut in _cuts(len(prompts))]]
+    form, name = wanted.form, CLIENTS[wanted.form]
+    if wanted.tp == 1:
+        run = programs.opened(form, folder / programs.file_name(form))
+        return agreement(form, wanted.dtype, name, ours, answer_of(run, source, wanted, prompts))
+
+    from megatron.mpu.forked import run_ranks
+
+    def of_rank(rank: int):
+        mesh = Mesh(rank, tp=wanted.tp)
+        run = programs.opened(form, folder / programs.file_name(form, rank, wanted.tp), tp=mesh.tp)
+        return answer_of(run, source, wanted, prompts).numpy()
+
+    theirs = [torch.from_numpy(x) for x in run_ranks(wanted.tp, of_rank, timeout=600)]
+    found = [agreement(form, wanted.dtype, f"{name} on {wanted.tp} ranks", ours, x) for x in theirs]
+    return max(found, key=lambda one: one.difference)
+
+
+def _own_answer(model: torch.nn.Module, facts: Facts, prompts: torch.Tensor) -> torch.Tensor:
+    """What `answer_of` has of a program, from a model."""
+    if isinstance(facts, T5Facts):
+        cut = 2 * len(prompts) // 3
+        return model.logits(prompts[:cut], prompts[cut:])
+    if not isinstance(facts, BertFacts):
+        return model.logits(prompts)
+    types = _types(prompts.t()).t()
+    words = model.logits(prompts, types=types)
+    if not facts.own.bert_binary_head:
+        return words
+    return torch.cat((words.transpose(0, 1).flatten(), model.follows(prompts, types=types).flatten()))
+
+
+def _types(ids: torch.Tensor) -> torch.Tensor:
+    """Token types [b, s]: the second half is another sentence."""
+    return (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).long().expand_as(ids).contiguous()
+
+
+def answer_of(run: programs.Run, source: ExportSource, wanted: Wanted, prompts: torch.Tensor) -> torch.Tensor:
+    """A program's outputs for prompts [s, b], in one tensor."""
+    ids = prompts.t().contiguous()
+    if isinstance(source.facts, T5Facts):
+        cut = 2 * ids.shape[1] // 3
+        [logits] = run(input_ids=ids[:, :cut].contiguous(), decoder_input_ids=ids[:, cut:].contiguous())
+        return logits.float().transpose(0, 1)
+    if isinstance(source.facts, BertFacts):
+        types = _types(ids)
+        words, *second = run(input_ids=ids, token_type_ids=types)
+        words = words.float()
+        return torch.cat((words.flatten(), second[0].float().flatten())) if second else words.transpose(0, 1)
+    if wanted.kind == "lm":
+        return run(input_ids=ids)[0].float().transpose(0, 1)
+    past, scores = empty_past(source.facts, len(ids), wanted.dtype, wanted.tp), []
+    for cut in _cuts(ids.shape[1]):
+        logits, *past = run(input_ids=ids[:, cut].contiguous(), past_keys=past[0], past_values=past[1])
+        scores.append(logits.float())
+    return torch.stack(scores)
+
+
+def _cuts(length: int) -> list[slice]:
+    """How a comparison passes tokens to a program with a cache: one, several, then one at a time."""
+    return [slice(0, 1), slice(1, min(4, length)), *(slice(n, n + 1) for n in range(4, length))]
+
+
+def empty_past(facts: Facts, batch: int, dtype: str, tp: int) -> list[torch.Tensor]:
+    """The cache of a program for generation, before the first token."""
+    model = facts.settings
+    shape = (model.num_layers, batch, 0, model.query_groups // tp, model.head_dim)
+    return [torch.zeros(shape, dtype=DTYPES[dtype]), torch.zeros(shape, dtype=DTYPES[dtype])]
+
+
+def _same_ids(source: ExportSource, client: str, encode) -> None:
+    """Raise CheckpointError if the exported tokenizer gives other ids than the run's."""
+    for text in huggingface.PROBES:
+        theirs, ours = list(encode(text)), list(source.tokenizer.encode(text))
+        if theirs != ours:
+            raise CheckpointError(
+                f"the exported tokenizer gives other ids for {text!r}",
+                f"{client}: {theirs[:12]} ..., here: {ours[:12]} ...",
+                "nothing was written",
+            )
+
+
+# ---- what all formats have -------------------------------------------------------------------------------------------
+
+
+def _write_tokenizer(source: ExportSource, folder: Path) -> list[str]:
+    """The tokenizer's files, as transformers has them; returns notices."""
+    if source.tokenizer is None:
+        return ["the run had no tokenizer, so the export has none"]
+    end = None if source.end is None else source.tokenizer.decode([source.end])
+    settings = source.tokenizer_settings
+    if not hf_files.export_tokenizer(settings, folder, end, source.longest):
+        return [f"other programs have no tokenizer like {settings.tokenizer_type}: none was exported"]
+    return _fast_tokenizer(source, folder)
+
+
+def _fast_tokenizer(source: ExportSource, folder: Path) -> list[str]:
+    """tokenizer.json for vocab.json and merges.txt, if it gives the same ids; returns notices."""
+    path = folder / "tokenizer.json"
+    if path.exists() or not (folder / "vocab.json").exists():
+        return []
+    from tokenizers import AddedToken, ByteLevelBPETokenizer, Tokenizer
+
+    made = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    if source.end is not None:
+        made.add_special_tokens([AddedToken(source.tokenizer.decode([source.end]), special=True, normalized=False)])
+    made.save(str(path))
+    read = Tokenizer.from_file(str(path))
+    different = [text for text in huggingface.PROBES if read.encode(text).ids != list(source.tokenizer.encode(text))]
+    if different:
+        path.unlink()
+        return [f"there is no tokenizer.json: it would give other ids for {different[0]!r}"]
+    return []
+
+
+def _settings_of_model(source: ExportSource) -> dict[str, Any]:
+    """The settings that describe the model, without those of its training and paths of this machine."""
+    config, recorded = asdict(source.config), source.record["config"]
+    tokenizer = {name: value for name, value in config["tokenizer"].items() if not _is_path(value)}
+    own = {name: recorded[name] for name in ("extra",) if name in recorded}
+    return dict(model=config["model"], tokenizer=tokenizer, precision=dict(precision="fp32"), **own)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and ("/" in value or Path(value).exists())
+
+
+def _card(source: ExportSource, out: Path, wanted: Wanted, files: list[str], agreed: Optional[Agreement]) -> str:
+    task = "translation" if isinstance(source.facts, T5Facts) else "text-generation"
+    task = "fill-mask" if isinstance(source.facts, BertFacts) else task
+    how = [
+        ("format", wanted.form + (f", {wanted.kind}" if wanted.form in ("onnx", "torch-export") else "")),
+        ("files", ", ".join(f"`{name}`" for name in files)),
+        ("weights", str(wanted.dtype)),
+        *([("ranks", str(wanted.tp))] if wanted.tp > 1 else []),
+        ("checked", agreed.sentence if agreed else "no (--no-check)"),
+        ("Python, torch", f"{sys.version.split()[0]}, {torch.__version__}"),
+    ]
+    name = out.resolve().name
+    return model_card(
+        name, source.record, source.facts, source.path, how, _use(source, wanted, name), [task, "megatron"]
+    )
+
+
+def _use(source: ExportSource, wanted: Wanted, name: str) -> str:
+    """A few lines that run the export."""
+    here = f"python -m megatron.tools.generate --load-exported {name} --prompt ..."
+    if wanted.tp > 1:
+        here = here.replace("python ", f"python -m megatron.tools.launch --nproc-per-node {wanted.tp} ", 1)
+        here += f" --tensor-model-parallel-size {wanted.tp}"
+    if isinstance(source.facts, BertFacts):
+        kind = "AutoModelForMaskedLM"
+    else:
+        kind = "AutoModelForSeq2SeqLM" if isinstance(source.facts, T5Facts) else "AutoModelForCausalLM"
+    return {
+        "hf": f"from transformers import {kind}, AutoTokenizer\n\n"
+        f'model, tokenizer = {kind}.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")',
+        "gguf": f'llama-cli -m {name}/model.gguf -p "..."',
+        "onnx": f'import onnxruntime\n\nsession = onnxruntime.InferenceSession("{name}/model.onnx")\n'
+        "print([(x.name, x.shape) for x in session.get_inputs()])",
+        "torch-export": here
+        if wanted.tp > 1
+        else f'import torch\n\nprogram = torch.export.load("{name}/model.pt2")\nprint(program.graph_signature)',
+    }[wanted.form]

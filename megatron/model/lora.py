@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA (arXiv:2106.09685): train a pair of small matrices beside each linear layer, and nothing else. Needs no torch.
+
+    y = x W^T + alpha / rank x dropout(x) A^T B^T         W [rows..., i] frozen, A [rank, i], B [rows..., rank]
+
+`--lora-rank R` selects it. The pairs are a kind of linear layer: `--lora-target PATTERN` is `--linear PATTERN=lora`, and
+the base is frozen by `--train-only`. B starts at 0, so the first loss is the base's. The products: `model/lora_product.py`.
+
+With `--lora-split-fused` the parts of a fused matrix (queries, keys and values; the two of a gated MLP) have pairs of
+their own, as separate layers would: A [parts x rank, i], and a row of B multiplies with the part of A that is its own.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from megatron.mpu.placement import Constant, Normal, Placement, beside_inputs, beside_rows
+from megatron.settings.schema import Config, Model
+
+KIND = "lora"
+PAIR = ("lora_a", "lora_b")
+TRAINED = tuple(f"*.{name}" for name in PAIR)  # patterns of --train-only
+
+
+def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
+    """A and B of a layer with this weight. A has the variance of the original code and of PEFT, 1 / (3 inputs)."""
+    rank = settings.lora_rank or 1  # without --lora-rank the settings are refused
+    std = 1 / math.sqrt(3 * weight.shape[-1])
+    parts = len(parts_of(settings, weight)[1])
+    return dict(
+        lora_a=beside_inputs(weight, parts * rank, Normal(std)), lora_b=beside_rows(weight, rank, Constant(0.0))
+    )
+
+
+def parts_of(settings: Model, weight: Placement) -> tuple[int, tuple[int, ...]]:
+    """(dim, sizes along it) of the parts of a weight's rows that have pairs of their own.
+
+    >>> qkv = Placement((4, 3, 8, 32), Normal(0.02), matrices=(1, (1, 1, 1)))
+    >>> model = Model(num_layers=1, hidden_size=32, num_attention_heads=4, lora_rank=2)
+    >>> parts_of(model, qkv)
+    (0, (4,))
+    """
+    if settings.lora_split_fused and weight.matrices and len(weight.matrices[1]) > 1:
+        return weight.matrices
+    return 0, weight.shape[:1]
+
+
+def scale_of(settings: Model) -> float:
+    """The factor of the product of a pair: alpha / rank, or alpha / sqrt(rank) (arXiv:2312.03732)."""
+    alpha = settings.lora_rank if settings.lora_alpha is None else settings.lora_alpha
+    return alpha / (math.sqrt(settings.lora_rank) if settings.use_rslora else settings.lora_rank)
+
+
+def with_adapters(config: Config) -> Config:
+    """The settings with what --lora-rank implies: pairs in the layers of --lora-target (default: all), the base frozen.
+
+    Layers may also be given as `--linear PATTERN=lora`. With --train-only, those parameters are trained, too.
+    """
+    model = config.model
+    if model.lora_rank is None:
+        return config
+    named = [part for part in (model.linear or "").replace(",", " ").split() if part.endswith(f"={KIND}")]
+    targets = (model.lora_target or ("" if named else "*")).replace(",", " ").split()
+    added = [f"{target}={KIND}" for target in targets if f"{target}={KIND}" not in named]
+    linear = ",".join([*filter(None, [model.linear]), *added])
+    kept = config.optimizer.train_only or []
+    train_only = [*kept, *(pattern for pattern in TRAINED if pattern not in kept)]
+    return config.derive("--lora-rank", linear=linear, train_only=train_only)
+
+
+def problems(settings: Model, patterns: Sequence[str]) -> list[str]:
+    """The problems of the flags of LoRA, as messages. patterns: of the layers that --linear gives pairs."""
+    if settings.lora_rank is not None:
+        return []
+    own = dict(lora_alpha=None, lora_target=None, lora_dropout=0.0, lora_split_fused=False, use_rslora=False)
+    given = [f"--{name.replace('_', '-')}" for name, value in own.items() if getattr(settings, name) != value]
+    if KIND not in settings.own_linears:
+        given += [f"--linear {pattern}={KIND}" for pattern in patterns]
+    return [f"{', '.join(given)}: there are no adapters without --lora-rank"] if given else []

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
+# Sourced by the scripts that use a trained model. They say: export_model SIZE RANKS "FLAGS", or generate_text SIZE RANKS,
+# and the words of the command line follow.
+#
+#   bash scripts/X.sh --dry-run     memory of so many devices and time per token, predicted; nothing is read or written
+#   SHRINK=1 bash scripts/X.sh      the same with a tiny model of this shape, which is trained for two steps here first
+#   PRINT=1 bash scripts/X.sh       say the command and do nothing
+#
+# CHECKPOINTS is the folder of the trained model; EXPORT that of the export, which generate_text uses if it is set.
+source "$(dirname "${BASH_SOURCE[0]}")/_launch.sh"
+
+export_model() { # size, ranks that will share the model, flags of tools.export, words of the command line
+    local size=$1 ranks=$2 folder=${CHECKPOINTS:-checkpoints/gpt_$1} out flags
+    read -ra flags <<<"$3"
+    FLAGS=("${@:4}")
+    ! given --dry-run || predict "$size" "$ranks"
+    [ -z "${SHRINK:-}" ] || ranks=$((ranks > 1 ? 2 : 1))
+    [ "$ranks" -eq 1 ] || flags+=(--tensor-model-parallel-size "$ranks")
+    out=${EXPORT:-$folder-$(form "${flags[@]}" "${FLAGS[@]}")$([ "$ranks" -eq 1 ] || echo "-tp$ranks")}
+    if [ -n "${SHRINK:-}" ]; then
+        shrunk_model "$size" "$ranks"
+        folder=$SHRUNK/checkpoints out=$SHRUNK/export
+    fi
+    run_tool megatron.tools.export --load "$folder" --output "$out" "${flags[@]}" --then "${FLAGS[@]}"
+}
+
+generate_text() { # size, ranks that share the model, words of the command line; NPROC=N: another number of ranks
+    local size=$1 model=(--load "${CHECKPOINTS:-checkpoints/gpt_$1}") own=(--tokens-to-generate 60)
+    [ -z "${EXPORT:-}" ] || model=(--load-exported "$EXPORT")
+    : "${NPROC:=$2}"
+    FLAGS=("${@:3}")
+    ! given --dry-run || predict "$size" "$NPROC"
+    choose_ranks 1
+    if [ -n "${SHRINK:-}" ]; then
+        NPROC=$((NPROC > 1 ? 2 : 1))
+        shrunk_model "$size" "$NPROC"
+        model=(--load "$SHRUNK/checkpoints") own=(--tokens-to-generate 8 --prompt "1 2 3" --device cpu)
+    fi
+    given --greedy --num-beams --config -c || own+=(--top-p 0.9 --temperature 0.8)
+    given --prompt --prompt-file --sample-input-file --config -c || [ -n "${SHRINK:-}" ] || own+=(--prompt "The future of")
+    [ "$NPROC" -eq 1 ] || given --tensor-model-parallel-size --tp --pipeline-model-parallel-size --pp --config -c ||
+        own+=(--tensor-model-parallel-size "$NPROC")
+    run_tool_on_ranks megatron.tools.generate "${model[@]}" "${own[@]}" --then "${FLAGS[@]}"
+}
+
+form() { # the format that the last of these flags says
+    local word last=hf next=''
+    for word in "$@"; do
+        [ -z "$next" ] || last=$word
+        next=''
+        case $word in --format) next=yes ;; --format=*) last=${word#*=} ;; esac
+    done
+    echo "$last"
+}
+
+predict() { # size, ranks
+    unset RANK LOCAL_RANK WORLD_SIZE
+    run_tool megatron.tools.plan --mode inference --model-name-or-path "$1" --bf16 --vocab-size 50304 \
+        --world-size "$2" --local-world-size "$(($2 < 8 ? $2 : 8))" --device-name A100-80GB \
+        --tensor-model-parallel-size "$2" --pipeline-model-parallel-size 1
+}
+
+shrunk_model() { # size, ranks: sets SHRUNK, a folder with checkpoints of a tiny model that so many ranks trained
+    SHRUNK=$(mktemp -d)
+    [ -z "${PRINT:-}" ] || return 0
+    "$PYTHON" -m megatron.tools.shrink --model-name-or-path "$1" --mock-data --vocab-size 50304 \
+        --tokenizer-type NullTokenizer --world-size "$2" --local-world-size "$2" --device-name A100-80GB \
+        --tensor-model-parallel-size "$2" --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-4 \
+        --steps 2 --shrunk-dir "$SHRUNK/checkpoints" >"$SHRUNK/log" 2>&1 || { cat "$SHRUNK/log" >&2 && exit 1; }
+    echo "a tiny model in $SHRUNK/checkpoints" >&2
+}

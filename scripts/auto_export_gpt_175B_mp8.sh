@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Another name for export_gpt_175B_tp8.sh.
+exec bash "$(dirname "$0")/export_gpt_175B_tp8.sh" "$@"

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of the server in a real browser: the system's Chromium, by playwright."""
+
+import math
+import shutil
+import time
+
+import pytest
+
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling
+from megatron.serving.chat_template import find_template
+from tests.serving.toy import EOD, ByteTokenizer, ToyEngine, alone, distribution, served
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync""".split()
+
+
+class Mirror(ToyEngine):
+    """Answers as the toy does to the prompt in reverse: another model."""
+
+    def add(self, request):
+        from dataclasses import replace
+
+        return super().add(replace(request, prompt=request.prompt[::-1]))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=60_000)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    place = tmp_path_factory.mktemp("template")
+    (place / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    template = find_template([place], ByteTokenizer())
+    with served([ToyEngine(pause=0.01), Mirror(pause=0.01)], names=["base", "tuned"], template=template) as found:
+        yield found
+
+
+@pytest.fixture
+def visit(browser):
+    """`visit(url, width=..., scheme=...)`: a page; complaints of the browser fail the test, but those that are expected."""
+    opened, complaints, expected = [], [], []
+
+    def open_page(url, width=1200, scheme="light", allowed=()):
+        expected.extend(allowed)
+        page = browser.new_page(viewport=dict(width=width, height=800), color_scheme=scheme)
+        page.set_default_timeout(30_000)
+        page.on(
+            "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda error: complaints.append(error.stack or str(error)))
+        page.goto(url)
+        opened.append(page)
+        return page
+
+    yield open_page
+    for page in opened:
+        page.close()
+    assert [words for words in complaints if not any(allowed in words for allowed in expected)] == []
+
+
+def wait_for(page, expression: str) -> None:
+    """Wait until an expression holds. (The page's policy refuses playwright's own function for this.)"""
+    until = time.monotonic() + 30
+    while not page.evaluate(expression):
+        assert time.monotonic() < until, expression
+        time.sleep(0.03)
+
+
+def answer(prompt: str, length: int, seed: int) -> list[int]:
+    return alone(Request(tuple(prompt.encode()), Sampling(tokens_to_generate=length, sampling_seed=seed), end=EOD))
+
+
+def test_two_models_side_by_side(visit, two):
+    page = visit(two.url)
+    wait_for(page, "document.querySelector('#live').innerText.includes('base: iteration 7')")
+    page.fill("#prompt", "the <b>rain")
+    page.fill("#max_tokens", "40")
+    page.fill("#seed", "7")
+    page.select_option("#model-1", "tuned")
+    page.keyboard.press("Control+Enter")
+    wait_for(page, "document.querySelectorAll('[data-model] .soft').length === 2")
+    wait_for(
+        page, "[...document.querySelectorAll('[data-model] .soft')].every((one) => one.innerText.includes('ended'))"
+    )
+    for model, prompt in (("base", "the <b>rain"), ("tuned", "niar>b< eht")):
+        whole = ByteTokenizer().decode(answer(prompt, 40, 7))
+        assert page.locator(f"[data-model={model}] .text").text_content() == "the <b>rain" + whole
+
+
+def test_probabilities_on_hover_and_by_keyboard(visit, two):
+    page = visit(two.url)
+    wait_for(page, "document.querySelector('#model-0').value === 'base'")
+    page.fill("#prompt", "abc")
+    page.fill("#seed", "11")
+    page.fill("#max_tokens", "30")
+    page.click("#go")
+    wait_for(page, "document.querySelector('.head .soft')?.innerText.includes('ended')")
+    new = answer("abc", 30, 11)
+    at = next(at for at, token in enumerate(new) if token < 128)  # the first that is a whole character
+    scores = distribution((*b"abc", *new[:at]))
+    share = f"{100 * math.exp(scores[new[at]]):.1f} %"
+    shown = (
+        page.locator(".token").filter(has_text=chr(new[at])).first
+        if chr(new[at]).strip()
+        else page.locator(".token").nth(at)
+    )
+    shown.hover()
+    assert share in page.locator("#tip .taken").inner_text() and page.locator("#tip tr").count() >= 5
+    rows = page.locator("#tip td:first-child").all_inner_texts()
+    assert len(set(rows)) == len(rows)
+    page.mouse.move(5, 5)
+    assert not page.locator("#tip").is_visible()
+    page.locator(".text").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#tip").is_visible() and page.evaluate("document.activeElement.className") == "token"
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("[...document.querySelectorAll('.token')].indexOf(document.activeElement)") == 1
+
+
+def test_stop_dark_and_help_by_keyboard(visit, two):
+    page = visit(two.url, allowed=["400 (Bad Request)"])
+    wait_for(page, "document.querySelector('#model-0').value === 'base'")
+    page.fill("#max_tokens", "100000")
+    page.keyboard.press("Control+Enter")
+    wait_for(page, "document.querySelector('.trouble')?.innerText.includes('max_tokens')")  # the server's own words
+    page.fill("#max_tokens", "400")
+    page.fill("#prompt", "endless")
+    for seed in range(9):  # one whose text is long
+        if len(answer("endless", 400, seed)) > 100:
+            break
+    page.fill("#seed", str(seed))
+    page.keyboard.press("Control+Enter")
+    wait_for(page, "document.querySelectorAll('.token').length > 3")
+    page.keyboard.press("Escape")
+    wait_for(page, "document.querySelector('.head .soft').innerText.includes('stopped')")
+    until = time.monotonic() + 10
+    while two.engines[0].busy and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not two.engines[0].busy
+    page.keyboard.press("Alt+d")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(3, 7, 18)"
+    page.keyboard.press("Alt+k")
+    assert page.locator("#keys").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#keys").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_telephone(visit, two, scheme):
+    page = visit(two.url, width=400, scheme=scheme)
+    wait_for(page, "document.querySelector('#model-0').value === 'base'")
+    page.select_option("#mode", "chat")
+    page.select_option("#model-1", "tuned")
+    page.fill("#prompt", "hello" * 30)
+    page.fill("#seed", "3")
+    page.click("#go")
+    wait_for(
+        page,
+        "[...document.querySelectorAll('[data-model] .soft')].filter((at) => at.innerText.includes('ended')).length > 1",
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    whole = ByteTokenizer().decode(answer("<" + "hello" * 30 + ">", 64, 3))
+    assert page.locator("[data-model=base] .text").text_content() == whole
+    assert (
+        page.evaluate("getComputedStyle(document.body).backgroundColor")
+        == dict(light="rgb(243, 244, 246)", dark="rgb(3, 7, 18)")[scheme]
+    )
+    page.locator(".token").last.hover()
+    box = page.locator("#tip").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 400
+
+
+def test_a_key_is_asked_for(visit):
+    with served(keys=["open sesame"]) as toy:
+        page = visit(toy.url, allowed=["401 (Unauthorized)"])
+        page.locator("#key").wait_for(state="visible")
+        page.fill("#key", "open sesame")
+        page.locator("#key").blur()
+        wait_for(page, "document.querySelector('#live').innerText.includes('toy: iteration 7')")
+        page.fill("#prompt", "x")
+        page.click("#go")
+        wait_for(page, "document.querySelector('.head .soft')?.innerText.includes('ended')")

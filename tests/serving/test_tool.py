@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands: a real model behind `megatron.tools.serve`, and Megatron-LM's client."""
+
+import concurrent.futures
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import DataError, SettingsError, UsageError
+from megatron.guard import processes
+from megatron.inference.generation import generate
+from megatron.inference.load import load_model, open_tokenizer
+from megatron.inference.sampling import Sampling
+from megatron.serving.settings import ServeLimits, read_keys
+from megatron.tools import serve, text_generation_cli
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@contextmanager
+def serving(*words: str, launch=()):
+    """(address, process) of a server. It is told to stop at the end, and has to end well."""
+    command = [sys.executable, *launch, "-m", "megatron.tools.serve", "--port", "0", "--device", "cpu", *words]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert (found := re.search(r"(http://[0-9.:]+)/v1", line)), line + process.stderr.read()
+        yield found[1], process
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(url: str, path: str, method: str = "POST", key: str = "", **body) -> dict:
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode() if body else None, headers, method=method)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    return texts_of(str(checkpoint))
+
+
+def texts_of(folder: str):
+    """`text(prompt, **sampling)`: the text that a model makes, without a server."""
+    loaded = load_model(folder)
+    tokenizer = open_tokenizer(loaded)
+
+    def text(prompt: str, **sampling) -> str:
+        more = dict(longest=loaded.longest, end=tokenizer.eod)
+        return tokenizer.decode(generate(loaded.model, [tokenizer.encode(prompt)], Sampling(**sampling), **more)[0])
+
+    return text
+
+
+def test_a_model_is_served(checkpoint, expected, tmp_path):
+    (tmp_path / "keys").write_text("first key\nsecond\n")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    words = ["--load", str(checkpoint), "--served-model-name", "cats", "--api-key-file", str(tmp_path / "keys")]
+    with serving(*words, "--chat-template", str(tmp_path / "chat.jinja")) as (url, process):
+        asked = dict(prompt="the cat sat", max_tokens=8, seed=3)
+        found = ask(url, "/v1/completions", key="second", model="cats", **asked)
+        assert found["choices"][0]["text"] == expected("the cat sat", tokens_to_generate=8, sampling_seed=3)
+        assert found["system_fingerprint"] == "iteration 7"
+        talk = [dict(role="user", content="the dog")]
+        found = ask(
+            url, "/v1/chat/completions", key="second", messages=talk, temperature=0, max_tokens=5, logprobs=True
+        )
+        assert found["choices"][0]["message"]["content"] == expected("the dog", tokens_to_generate=5, greedy=True)
+        assert len(found["choices"][0]["logprobs"]["content"]) == found["usage"]["completion_tokens"]
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            ask(url, "/v1/models", method="GET")
+        client = [sys.executable, "-m", "megatron.tools.text_generation_cli", url, "--top-k", "1"]
+        client += ["--tokens-to-generate", "6", "--api-key-file", str(tmp_path / "keys")]
+        done = subprocess.run(client, cwd=ROOT, input="the cat\na dog\n", capture_output=True, text=True, timeout=60)
+        greedy = dict(tokens_to_generate=6, greedy=True)
+        assert done.stdout == "".join(f"{one}{expected(one, **greedy)}\n" for one in ("the cat", "a dog")), done.stderr
+        request = urllib.request.Request(url + "/metrics", headers=dict(authorization="Bearer second"))
+        text = urllib.request.urlopen(request).read().decode()
+        assert 'megatron_serve_iteration{model="cats"} 7.0' in text and 'engine{model="cats",what="blocks"}' in text
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("tp, pp", [(2, 1), (1, 2), (2, 2)])
+def test_ranks_serve_together(new_checkpoint, tp, pp, tmp_path):
+    """They take a newer checkpoint together, and end together."""
+    new_checkpoint(tmp_path / "run")
+    launch = ["-m", "megatron.tools.launch", "--nproc-per-node", str(tp * pp)]
+    words = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
+    with serving("--follow", str(tmp_path / "run"), *words, launch=launch) as (url, _):
+        asked = dict(prompt="the cat sat", max_tokens=12, temperature=0, n=3)
+        one = ask(url, "/v1/completions", **asked)
+        new_checkpoint(tmp_path / "run", iteration=9, by=0.5)
+        until = time.monotonic() + 60
+        while (other := ask(url, "/v1/completions", **asked))["system_fingerprint"] == "iteration 7":
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    for answer, step in ((one, 7), (other, 9)):
+        text = texts_of(str(tmp_path / "run" / f"iter_{step:07}"))("the cat sat", tokens_to_generate=12, greedy=True)
+        assert [choice["text"] for choice in answer["choices"]] == [text] * 3
+
+
+@pytest.mark.sampled(2)
+def test_a_newer_checkpoint_is_taken(new_checkpoint, expected, tmp_path):
+    """Each answer is that of one set of weights, the one that it names; no request is lost meanwhile."""
+    new_checkpoint(tmp_path / "run")
+    with serving("--follow", str(tmp_path / "run")) as (url, _), concurrent.futures.ThreadPoolExecutor(4) as pool:
+        done, found = threading.Event(), []
+
+        def client(number: int) -> None:
+            for seed in range(number, 1 << 20, 4):
+                asked = dict(prompt="a dog", max_tokens=12, seed=seed)
+                answer = ask(url, "/v1/completions", **asked)
+                found.append((seed, answer["system_fingerprint"], answer["choices"][0]["text"]))
+                if done.is_set():
+                    return
+                time.sleep(0.02)
+
+        clients = [pool.submit(client, number) for number in range(4)]
+        new_checkpoint(tmp_path / "run", iteration=9, by=0.5)
+        until = time.monotonic() + 60
+        while sum(version == "iteration 9" for _, version, _ in list(found)) < 8 and time.monotonic() < until:
+            time.sleep(0.05)
+        done.set()
+        for one in clients:
+            one.result()
+    other = texts_of(str(tmp_path / "run"))
+    texts = {"iteration 7": expected, "iteration 9": other}
+    assert {version for _, version, _ in found} == set(texts)
+    first_of_the_new = [version for _, version, _ in found].index("iteration 9")
+    for seed, version, text in found[max(0, first_of_the_new - 12) : first_of_the_new + 12]:
+        assert text == texts[version]("a dog", tokens_to_generate=12, sampling_seed=seed), (seed, version)
+
+
+@pytest.mark.parametrize(
+    "words, error, why",
+    [
+        ("", UsageError, "which model"),
+        ("--load a b --served-model-name x", UsageError, "1 names for 2 models"),
+        ("--load a --max-batch 0", SettingsError, "--max-batch 0: has to be at least 1"),
+        ("--load a --request-timeout 0", SettingsError, "request-timeout 0"),
+        (
+            "--load a --tensor-model-parallel-size 2",
+            SettingsError,
+            "tensor 2 x pipeline 1 = 2 ranks, and this job has 1",
+        ),
+        ("--load a --api-key-file missing", DataError, "cannot be read"),
+        ("--load a --port 99999", UsageError, "--port 99999"),
+    ],
+)
+def test_wrong_settings(words, error, why, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=why):
+        serve.main(words.split())
+
+
+def test_keys_of_an_empty_file(tmp_path):
+    (tmp_path / "keys").write_text("\n  \n")
+    with pytest.raises(DataError, match="has no key"):
+        read_keys(str(tmp_path / "keys"))
+
+
+def test_the_client_names_what_is_wrong(toy, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
+    with pytest.raises(text_generation_cli.ServerRefused, match="answers 400: top_p: has to be"):
+        text_generation_cli.main([toy.url, "--top-p", "2"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
+    with pytest.raises(text_generation_cli.ServerRefused, match="does not answer"):
+        text_generation_cli.main(["127.0.0.1:9"])
+
+
+def test_the_limits_have_defaults_that_fit():
+    assert ServeLimits().room == 80
+
+
+@pytest.mark.full
+def test_replicas_on_ray(checkpoint, expected):
+    """A request goes on after kill -9 of its replica."""
+    pytest.importorskip("ray.serve", reason="ray is not installed: pip install '.[scale]'")
+    with serving("--load", str(checkpoint), "--replicas", "2", "--ray") as (url, process):
+        found = ask(url, "/v1/completions", prompt="the cat sat", max_tokens=8, seed=3)
+        assert found["choices"][0]["text"] == expected("the cat sat", tokens_to_generate=8, sampling_seed=3)
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes.descendants(process.pid)}
+        replicas = [pid for pid, name in names.items() if b"ModelReplica" in name]
+        assert len(replicas) == 2
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, url, "/v1/completions", prompt="a dog", max_tokens=20, seed=n) for n in range(40)]
+            os.kill(replicas[0], signal.SIGKILL)
+            for seed, answer in enumerate(asked):
+                text = expected("a dog", tokens_to_generate=20, sampling_seed=seed)
+                assert answer.result()["choices"][0]["text"] == text
