@@ -171,7 +171,8 @@ class Scheduler:
         if text.request.prompt_logprobs:
             scores = range(text.scored, max(text.scored, min(stop, len(text.request.prompt) - 1)))
             text.scored = scores.stop
-        self.pool.remember(text.table, text.tokens[:stop])
+        if stop // self.pool.size > len(text.table.digests):
+            self.pool.remember(text.table, text.tokens[:stop])
         return Row(text, start, stop, tuple(map(tuple, text.table.runs)), chooses, scores)
 
     def _admit(self, text: Text, left: int) -> bool:
@@ -196,10 +197,9 @@ class Scheduler:
 
     def _make_room(self, text: Text, tokens: int, rows: list[Row]) -> bool:
         """Give a text blocks for this many tokens, if need be those of newer texts that have no row yet."""
-        planned = {row.text.number for row in rows}
         while not self.pool.grow(text.table, tokens, len(text.request.prompt) + text.limit - 1):
             newest = self.running[-1]
-            if newest is text or newest.number in planned:
+            if newest is text or any(row.text is newest for row in rows):
                 return False
             self.running.pop()
             self.pool.release(newest.table)
