@@ -98,6 +98,9 @@ add_environment() { # paths that belong to a site, not to a command line that is
     [ -z "${VOCAB_FILE:-}" ] || given --vocab-file || FLAGS+=(--vocab-file "$VOCAB_FILE")
     [ -z "${MERGE_FILE:-}" ] || given --merge-file || FLAGS+=(--merge-file "$MERGE_FILE")
     [ -z "${TOKENIZER_MODEL:-}" ] || given --tokenizer-model --tokenizer-name-or-path || FLAGS+=(--tokenizer-model "$TOKENIZER_MODEL")
+    if [ -n "${PRETRAINED:-}" ] && [ ! -e "${CHECKPOINTS:-}/latest_checkpointed_iteration.txt" ] && ! given --load; then
+        FLAGS+=(--load "$PRETRAINED" --finetune) # until there is an own checkpoint
+    fi
     if [ -n "${CHECKPOINTS:-}" ] && ! given --save --output-dir; then
         FLAGS+=(--save "$CHECKPOINTS")
         given --save-interval --save-steps --persistent-save-interval || FLAGS+=(--save-interval auto --async-save)

@@ -1,5 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A script of PaddleFleetX that has no counterpart here: says so, and ends with 3.
-echo "error: quantization aware training is not part of this suite (docs/limits.md)" >&2
-exit 3
+# How good is what qat_gpt_345M_single_card.sh trained, with products of int8? One GPU, or a CPU; NPROC=8 shares the work
+# between so many ranks.
+#
+#   CHECKPOINTS=... bash scripts/eval_qat_gpt_345M_single_card.sh --task LAMBADA --valid-data lambada_test.jsonl
+#   CHECKPOINTS=... bash scripts/eval_qat_gpt_345M_single_card.sh --data-path held_out_text_document
+source "$(dirname "$0")/_launch.sh"
+run_tool_on_ranks megatron.tools.evaluate --load "${CHECKPOINTS:-checkpoints/qat_gpt_345M}" --quantize int8 \
+    --micro-batch-size 8 --then "$@"

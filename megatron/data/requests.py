@@ -19,7 +19,7 @@ from megatron.errors import DataError, SettingsError
 FORM = '{"context": "...", "continuations": ["...", "..."], "gold": 0}'
 
 
-class Request(NamedTuple):
+class ScoringRequest(NamedTuple):
     """A multiple-choice request. gold: index of the right continuation. task: a name for the figures, or ""."""
 
     context: str
@@ -35,7 +35,7 @@ class Scored(NamedTuple):
     start: int
 
 
-def read_requests(path: str) -> list[Request]:
+def read_requests(path: str) -> list[ScoringRequest]:
     """Read the requests of a file. Raises DataError for an invalid line, and names it."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
@@ -47,7 +47,7 @@ def read_requests(path: str) -> list[Request]:
     return requests
 
 
-def _request(where: str, line: str) -> Request:
+def _request(where: str, line: str) -> ScoringRequest:
     row = json_in(line, where, f"lines of the form {FORM}")
     try:
         context, continuations, gold = row["context"], row["continuations"], row["gold"]
@@ -65,7 +65,7 @@ def _request(where: str, line: str) -> Request:
     task = str(row.get("task", ""))
     for text in (context, *continuations, task):
         refuse_half_letters(text, where)
-    return Request(context, tuple(continuations), gold, task)
+    return ScoringRequest(context, tuple(continuations), gold, task)
 
 
 def encode_pair(tokenizer, context: str, continuation: str) -> Scored:
@@ -103,11 +103,11 @@ class RequestSamples:
     choices: Sequence[int]
     seq_length: int
     fill: int = 0
-    requests: Sequence[Request] = ()
+    requests: Sequence[ScoringRequest] = ()
     whole: bool = field(default=True)
 
     @classmethod
-    def of(cls, requests: Sequence[Request], tokenizer, seq_length: int) -> "RequestSamples":
+    def of(cls, requests: Sequence[ScoringRequest], tokenizer, seq_length: int) -> "RequestSamples":
         pairs = [encode_pair(tokenizer, one.context, text) for one in requests for text in one.continuations]
         return cls(pairs, [len(one.continuations) for one in requests], seq_length, tokenizer.eod or 0, requests)
 

@@ -47,9 +47,7 @@ def check_replicas(optimizer: DistributedOptimizer, iteration: int) -> None:
 
 
 def check_buffers(optimizer: DistributedOptimizer, iteration: int) -> None:
-    """Compare only buffers, as `check_replicas` does, before they are saved."""
-    if not optimizer.buffers.held:
-        return
+    """Compare only buffers, as `check_replicas` does, before they are saved. All ranks call it: some stages have none."""
     _refuse_differences(
         optimizer,
         [_summed(optimizer, copy) for copy in buffer_copies(optimizer)],

@@ -12,7 +12,9 @@ import torch
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
+from megatron.inference.quantize import quantize_layers
 from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
+from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu import collectives
 from megatron.mpu.initialize import DTYPES
@@ -92,6 +94,7 @@ def load_model(
     step: Optional[int] = None,
     mesh: Optional[Mesh] = None,
     halves: Halves = (None, None),
+    quantize: QuantizeOptions = PLAIN,
 ) -> Loaded:
     """Load the weights of a checkpoint folder (or of one checkpoint in it), on one device or on those of a mesh.
 
@@ -100,7 +103,9 @@ def load_model(
     mesh: ranks that all load the model; `tp` divides each matrix, `pp` the layers (default: this process has all of it).
         With several ranks of `pp` the model is an `inference.stages.Stages`, which can only generate and score.
     halves: numbers of `pp` ranks with encoder layers and with decoder layers (default: all have some of both).
-    Raises CheckpointError if there is no valid checkpoint, SettingsError for ranks that cannot share the model.
+    quantize: round the weights of linear layers after loading.
+    Raises CheckpointError if there is no valid checkpoint, SettingsError for ranks that cannot share the model, and for a
+    format of `quantize` that does not suit it.
     """
     mesh = mesh or Mesh()
     record = _record(location(folder), step)
@@ -112,7 +117,15 @@ def load_model(
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
     restored = restore(location(folder), plan.pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
     found = restored.state["iteration"], restored.path, restored.notices
-    return Loaded(plan.model.eval(), config, record, record["vocab_size"], *found)
+    return quantized(Loaded(plan.model.eval(), config, record, record["vocab_size"], *found), quantize)
+
+
+def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
+    """The model with its linear layers quantized, if a format is given."""
+    if how.quantize:
+        facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
+        quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
+    return loaded
 
 
 class Built(NamedTuple):

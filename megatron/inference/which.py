@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import UsageError
+from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.settings.statements import Statement, words_of
 
 EXPORTED = "folder that tools.export wrote, or a model's folder of Hugging Face, in the place of --load"
@@ -15,7 +16,7 @@ def check_one_model(settings: Any, given: Mapping[str, Statement]) -> None:
     """Raise UsageError unless one model is given. given: setting -> its source"""
     if settings.load is None and settings.load_exported is None:
         raise UsageError(
-            "--load is missing", do="--load FOLDER of checkpoints, or --load-exported FOLDER of tools.export"
+            "missing: --load", do="--load FOLDER of checkpoints, or --load-exported FOLDER of tools.export"
         )
     if settings.load is not None and settings.load_exported is not None:
         both = (words_of(given, name, getattr(settings, name)) for name in ("load", "load_exported"))
@@ -25,11 +26,18 @@ def check_one_model(settings: Any, given: Mapping[str, Statement]) -> None:
         raise UsageError(f"{step}: an export has one step", do="leave it out")
 
 
-def load_one_model(load: Optional[str], load_exported: Optional[str], *, step: Optional[int] = None, **how):
+def load_one_model(
+    load: Optional[str],
+    load_exported: Optional[str],
+    *,
+    step: Optional[int] = None,
+    quantize: QuantizeOptions = PLAIN,
+    **how,
+):
     """The model that is given, as `inference.load.Loaded`. An export that is given as --load is one, too."""
     from megatron.inference.export import opened
-    from megatron.inference.load import load_model
+    from megatron.inference.load import load_model, quantized
 
     if load_exported is None and load is not None and not opened.is_export(Path(load)):
-        return load_model(load, step=step, **how)
-    return opened.load_exported(load_exported or load, **how)
+        return load_model(load, step=step, quantize=quantize, **how)
+    return quantized(opened.load_exported(load_exported or load, **how), quantize)

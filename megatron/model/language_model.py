@@ -19,11 +19,13 @@ from megatron.fused_kernels import run_probes
 from megatron.fused_kernels.autocast import Autocast, autocast_of
 from megatron.fused_kernels.gpu.flash_version import use_flash_attention
 from megatron.model.facts import Facts
+from megatron.model.fake_quantize import FakeQuantizeProduct
 from megatron.model.graph_dump import dumping_backend
 from megatron.model.lora import KIND as LORA
 from megatron.model.lora_product import LoRAProduct
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
+from megatron.model.quantization import KIND as FAKE_QUANTIZE
 from megatron.model.recipe import Z_LOSS
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
@@ -142,7 +144,7 @@ class LanguageModel(nn.Module):
             )
         choose_fusions(self, self.kernels)
         draws = partial(Draws, seed, mesh.cp)
-        kinds = {LORA: LoRAProduct, **model.own_linears}
+        kinds = {LORA: LoRAProduct, FAKE_QUANTIZE: FakeQuantizeProduct, **model.own_linears}
         attach_products(self.blocks, model, kinds, facts.products, draws, bool(self.kernels.torch_compile))
 
     @classmethod

@@ -3,7 +3,7 @@
 
 A shell pattern is compared with the layer's full name, `blocks.3.mlp.up`, and with every suffix after a dot: `mlp.*`
 matches `mlp.up` and `mlp.down` of all blocks, `blocks.[01].*` all layers of two blocks. If several match,
-the last one applies. A kind is a row of `Recipe.linears`, `lora`, or `plain`.
+the last one applies. A kind is a row of `KINDS` or `Recipe.linears`, or `plain`.
 
     >>> chosen("mlp.*=mask, blocks.0.*=plain", 1, ["attention.qkv", "mlp.up", "mlp.down"])
     (('mlp.up', 'mask'), ('mlp.down', 'mask'))
@@ -15,16 +15,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, did_you_mean
-from megatron.model import lora
+from megatron.model import lora, quantization
 from megatron.model.weights import Table, add_prefix
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Model
 
 PLAIN = "plain"
 WEIGHT = ".weight"
+KINDS: Mapping[str, Any] = {
+    lora.KIND: lora,
+    quantization.KIND: quantization,
+}  # of every model: name -> module with `own_weights`
 
 Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
 
@@ -51,6 +55,11 @@ def choices(text: str) -> tuple[LinearChoice, ...]:
             raise SettingsError(f"--linear {text}: '{part}' is not PATTERN=KIND, such as mlp.*=mask")
         result.append(LinearChoice(pattern, kind))
     return tuple(result)
+
+
+def kinds_of(settings: Model) -> dict[str, Any]:
+    """The kinds of linear layers of a model: name -> what has its `own_weights`. Those of its recipe come first."""
+    return {**KINDS, **settings.own_linears}
 
 
 def chosen(text: str | None, layer: int, names: Iterable[str]) -> Chosen:
@@ -81,20 +90,22 @@ def chosen_of(settings: Model, layer: int, table: Table) -> Chosen:
 def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
     """A block's table with the weights that kinds of linear layers add, each next to its layer's."""
     for name, kind in picked:
-        own = settings.own_linears.get(kind, lora).own_weights(settings, table[name + WEIGHT])
+        own = kinds_of(settings)[kind].own_weights(settings, table[name + WEIGHT])
         table = {**table, **add_prefix(name, own)}
     return table
 
 
 def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
-    """The problems of --linear and of adapters, as messages. tables: returns the weights of each block, by its index."""
+    """The problems of --linear and of its kinds, as messages. tables: returns the weights of each block, by its index."""
     if settings.linear is None:
         return lora.problems(settings, ())
+    if wrong := quantization.problems(settings):
+        return wrong
     try:
         parts = choices(settings.linear)
     except SettingsError as error:
         return [error.what]
-    kinds = list(dict.fromkeys([PLAIN, lora.KIND, *settings.own_linears]))
+    kinds = list(dict.fromkeys([PLAIN, *kinds_of(settings)]))
     unknown = dict.fromkeys(choice.kind for choice in parts if choice.kind not in kinds)
     if unknown or not parts:
         return [
@@ -113,13 +124,13 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:
-    """Setting of a kind -> the condition under which it has an effect: --linear names the kind."""
+    """Setting of a kind -> its condition for having an effect: a recipe's need --linear to name the kind."""
     users: dict[str, list[str]] = {}
     for kind, product in settings.own_linears.items():
         for one in fields(product.group) if product.group else ():
             users.setdefault(one.name, []).append(kind)
     named = {choice.kind for choice in choices(settings.linear or "")}
-    return {
+    return quantization.EFFECTS | {
         name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
         for name, kinds in users.items()
     }

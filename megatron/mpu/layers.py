@@ -467,6 +467,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor, add_bias: bool = True) -> torch.Tensor:
         """add_bias: False if a later kernel adds it."""
+        x = x if self.product is None else self.product.transform_input(x)
         reduce = self.tp if self.tp.size > 1 and not self.gather else None
         if reduce and not self.overlap:
             x, reduce = mappings.copy_to_tensor_model_parallel_region(x, self.tp), None
@@ -513,6 +514,7 @@ class RowParallelLinear(nn.Module):
         create_parameters(self, weights, tp, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.product is None else self.product.transform_input(x)
         options = LinearOptions(None, None, self.weight_grad_store, self.accumulate, self.product, self.packed)
         if self.tp.size == 1 and not self.unfused:
             return linear(x, self.weight, self.bias, options)

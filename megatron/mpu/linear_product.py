@@ -5,7 +5,8 @@
     backward pass   dx = grad_input(prepare_gradient(dy), w)
                     dw = grad_weight(prepare_gradient(dy), prepare_input(x)), which goes back through `transform`
 
-`transform` is differentiable, and may use additional weights, as a mask or LoRA does. `prepare_...` is not differentiated,
+`transform` is differentiable, and may use additional weights, as a mask or LoRA does; `transform_input`, to
+which x goes first, is differentiable, too. `prepare_...` is not differentiated,
 as a cast to fp8: gradients pass straight through. A kind may also multiply with its own weights beside the weight, as
 LoRA does (`prepare_weights`, `grad_own`): then the gradient of a frozen weight is never computed. `mpu/layers.py` calls
 them, and does everything else: it gathers and reduces over tensor parallel ranks, defers the product for the weight's
@@ -53,7 +54,8 @@ class LinearProduct:
     def __init__(self, layer: nn.Module, name: str, settings: Model):
         self.layer, self.name, self.settings = layer, name, settings
         self.whole_shape = layer.placements["weight"].shape
-        self.own_names = tuple(self.own_weights(settings, layer.placements["weight"]))
+        own = self.own_weights(settings, layer.placements["weight"])
+        self.own_names = tuple(name for name, placed in own.items() if not placed.buffer)
         self._kept: Optional[Operand] = None
 
     # ---- what a kind may override ----------------------------------------------------------------------------------------
@@ -71,6 +73,14 @@ class LinearProduct:
         own: this rank's pieces of `own_weights`, in their order.
         """
         return weight
+
+    def transform_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the effective input, of the shape of x, with differentiable ops.
+
+        x: the input of the layer on this rank: with sequence parallelism its rows, in a row-parallel layer its part of
+        each row.
+        """
+        return x
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         """The transformed weight [o, i], for `forward` and `grad_input`."""
@@ -133,6 +143,11 @@ class LinearProduct:
     def transforms(self) -> bool:
         """Whether the effective weight differs from the layer's."""
         return type(self).transform is not LinearProduct.transform
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of what `once_a_step` keeps."""
+        return sum(one.nbytes for one in self._kept or ())
 
     @property
     def multiplies_own(self) -> bool:

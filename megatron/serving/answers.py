@@ -109,6 +109,7 @@ class EventStream:
     async def _send(self, send) -> None:
         async for event in self.events:
             await self._event(send, event)
+            await asyncio.sleep(0)  # other clients' turn; and this one may have left
 
     async def _event(self, send, event: Any) -> None:
         data = event if isinstance(event, bytes) else orjson.dumps(event)

@@ -27,6 +27,7 @@ PASSED_ON = ("authorization", "content-type", "accept")  # headers of requests
 KEPT = ("content-type", "content-security-policy", "cache-control", "x-content-type-options", "retry-after", "allow",
     "www-authenticate")  # headers of answers  # fmt: skip
 AGAIN, PAUSE = 10, 0.5  # how often a replica that stands for several is asked, and seconds between
+MOST_LOST = 6  # replicas that may end with a request; it may be the reason
 WAIT = 60.0  # seconds that a request waits for a replica to be ready
 ELSEWHERE = (429, 500, 503)  # answers after which another replica is asked
 log = logging.getLogger("megatron.serving")
@@ -89,8 +90,9 @@ class Front:
                     await asyncio.sleep(PAUSE)
                     continue
             except (aiohttp.ClientError, OSError) as error:
-                log.warning("replica %s failed (%s): another one is asked", replica.name, type(error).__name__)
                 replica.ready = False  # until its next check
+                found.close()
+                asked.lost(replica, error)
             except BaseException:
                 found.close()
                 raise
@@ -154,10 +156,8 @@ class Front:
                 raise Broken("the stream ended early")
             except (aiohttp.ClientError, OSError, Broken) as error:
                 replica = asked.open.replica
-                log.warning(
-                    "replica %s failed in a stream (%s): another one goes on", replica.name, type(error).__name__
-                )
-            asked.release()
+                asked.release()
+                asked.lost(replica, error)
             found = await self._opened(asked, [replica])
             if not isinstance(found, Open):
                 raise ApiError(503, "the text cannot go on: no other replica takes it", code="no_replica")
@@ -212,6 +212,14 @@ class Forwarded:
     request: Any
     raw: bytes
     open: Optional[Open] = None
+    losses: int = 0
+
+    def lost(self, replica: Replica, error: BaseException) -> None:
+        """Count a replica that did not answer to the end. Raises ApiError if there were many."""
+        self.losses += 1
+        log.warning("replica %s lost a request (%s): another one is asked", replica.name, type(error).__name__)
+        if self.losses > MOST_LOST:
+            raise ApiError(502, f"{self.losses} replicas have lost this request", code="lost")
 
     def release(self) -> None:
         if self.open:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.errors import SettingsError
 from megatron.inference import generation_config
 from megatron.serving.openai_requests import DEFAULTS
-from megatron.serving.settings import ServeLimits, ServeOptions, log_to_stderr, parsed, read_keys
+from megatron.serving.settings import ServeLimits, ServeOptions, bound_kernel_caches, log_to_stderr, parsed, read_keys
 from megatron.serving.weights import Weights, follow, names_of
 from megatron.settings.schema import Kernels, Parallel, TokenizerSettings
 from megatron.settings.statements import given_values
@@ -97,6 +97,7 @@ def application_of(argv: list[str]):
     from megatron.mpu.initialize import join_job
     from megatron.serving.server import app
 
+    bound_kernel_caches()
     settings, limits, given = parsed(argv)
     log_to_stderr(settings.access_log)
     whole = load_all(settings, limits, join_job(Parallel(), Kernels(device=settings.device)))

@@ -2,6 +2,7 @@
 """The settings of the server, and what they have to be."""
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ def read_keys(path: Optional[str]) -> list[str]:
     return keys
 
 
+KERNELS = 128  # that torch keeps on a CPU
 COMMON = tuple(
     """
     load follow served_model_name host port api_key_file chat_template max_batch max_queue max_answer_tokens device
@@ -174,6 +176,15 @@ def parsed(argv: list[str]) -> tuple[ServeOptions, ServeLimits, Mapping[str, Sta
         common=COMMON,
     )
     return groups["serve"], groups["limits"], given
+
+
+def bound_kernel_caches() -> None:
+    """Let torch keep fewer kernels on a CPU; before it is loaded.
+
+    oneDNN makes a kernel for each number of tokens in a pass, and by default keeps 1024: hundreds of megabytes, over hours.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # of oneDNN, and of torch for it
+        os.environ.setdefault(name, str(KERNELS))
 
 
 def log_to_stderr(access: bool) -> None:

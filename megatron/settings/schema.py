@@ -167,8 +167,41 @@ class Model:
         on_resume="another model",
     )
     linear: Optional[str] = setting(
-        "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora and those "
-        "that the recipe defines",
+        "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora, "
+        "fake_quantize (--quantization) and those that the recipe defines",
+        None,
+        on_resume="refused",
+    )
+    quantization: bool = setting(
+        "quantization aware training: linear layers round their weights and inputs (docs/compression.md)",
+        False,
+        on_resume="refused",
+    )
+    weight_quantize_type: Literal["channel_wise_abs_max", "abs_max"] = setting(
+        "--quantization: a scale for each output channel of a weight, or one for all of it",
+        "channel_wise_abs_max",
+        on_resume="refused",
+    )
+    activation_quantize_type: Literal["moving_average_abs_max", "none"] = setting(
+        "--quantization: scale of a layer's inputs; none: they are not rounded",
+        "moving_average_abs_max",
+        on_resume="refused",
+    )
+    activation_preprocess_type: Literal["none", "PACT"] = setting(
+        "--quantization: PACT clips a layer's inputs to a trained bound before they are rounded",
+        "none",
+        on_resume="refused",
+    )
+    weight_bits: int = setting("--quantization: bits of a weight, 2 to 8", 8, on_resume="refused")
+    activation_bits: int = setting("--quantization: bits of an input, 2 to 8", 8, on_resume="refused")
+    quantization_layers: Optional[str] = setting(
+        "--quantization: patterns of the layers that are quantized, as mlp.*,attention.qkv (default: all linear layers of "
+        "blocks)",
+        None,
+        on_resume="refused",
+    )
+    quantization_skip: Optional[str] = setting(
+        "--quantization: patterns of the layers that are not, as blocks.0.*, or the file of tools.sensitivity --output",
         None,
         on_resume="refused",
     )

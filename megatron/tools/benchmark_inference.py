@@ -22,7 +22,11 @@ from typing import Literal, Optional
 
 from megatron.errors import SettingsError, run_main
 from megatron.guard.job import on_ranks
+from megatron.model import quantization
+from megatron.model.quantization import QuantizeOptions
+from megatron.model.recipe import recipe_of
 from megatron.settings import rank_env
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import GROUPS, Config, Model, Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, words_of
@@ -99,7 +103,7 @@ def main(argv: list[str]) -> None:
     shape = {} if loads else dict(model=Model, tokenizer=TokenizerSettings)
     groups, given = parse_with_record(
         argv,
-        dict(benchmark=BenchmarkOptions) | shape,
+        dict(benchmark=BenchmarkOptions, quantize=QuantizeOptions) | shape,
         prog="python -m megatron.tools.benchmark_inference",
         description="Measure the speed and the memory of generation.",
         common=COMMON + SHAPE * (not loads),
@@ -107,13 +111,16 @@ def main(argv: list[str]) -> None:
     settings = groups["benchmark"]
     with failing_in_users_words(given):
         check(settings, given)
+        quantize = groups["quantize"]
+        for sentence in idle_flags(quantize, given, quantization.IDLE) if rank_env.ranks().rank == 0 else ():
+            print(f"note: {sentence}", file=sys.stderr)
         parallel = Parallel(
             tensor_model_parallel_size=settings.tensor_model_parallel_size,
             pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
             distributed_timeout_minutes=settings.distributed_timeout_minutes,
         )
         config = None if loads else config_of(groups["model"], groups["tokenizer"], settings, given)
-        on_ranks(parallel, settings.device, lambda context: run(settings, config, context))
+        on_ranks(parallel, settings.device, lambda context: run(settings, config, context, quantize))
 
 
 def check(settings: BenchmarkOptions, given: Mapping[str, Statement]) -> None:
@@ -147,11 +154,13 @@ def config_of(
     return Config(model=model, tokenizer=vocabulary, **groups)
 
 
-def run(settings: BenchmarkOptions, config: Optional[Config], context) -> None:
+def run(
+    settings: BenchmarkOptions, config: Optional[Config], context, quantize: QuantizeOptions = quantization.PLAIN
+) -> None:
     """Measure all rows on the ranks of a job; the first one prints."""
     rows, precisions = [], settings.precisions or [None]
     for precision in precisions:
-        loaded = _model(settings, config, precision, context)
+        loaded = _model(settings, config, precision, context, quantize)
         for prompt, output, batch in product(settings.prompt_length, settings.output_length, settings.batch_size):
             if prompt + output > loaded.longest:
                 raise SettingsError(
@@ -179,11 +188,15 @@ class Target:
     precision: str
 
 
-def _model(settings: BenchmarkOptions, config: Optional[Config], precision: Optional[str], context) -> Target:
+def _model(
+    settings: BenchmarkOptions, config: Optional[Config], precision: Optional[str], context, quantize: QuantizeOptions
+) -> Target:
     from megatron.inference.load import build_model, load_model
+    from megatron.inference.quantize import quantize_layers
 
     if config is None:
-        loaded = load_model(settings.load, device=context.device, precision=precision, mesh=context.mesh)
+        common = dict(device=context.device, mesh=context.mesh, quantize=quantize)
+        loaded = load_model(settings.load, precision=precision, **common)
         loaded.check_words()
         model, longest, vocabulary = loaded.model, loaded.longest, loaded.vocab_size
     else:
@@ -191,12 +204,16 @@ def _model(settings: BenchmarkOptions, config: Optional[Config], precision: Opti
         vocabulary, m = config.tokenizer.vocab_size, config.model
         built = build_model(config, vocabulary, device=context.device, precision=precision, mesh=context.mesh)
         built.weights.normal_(std=m.init_method_std)
+        if quantize.quantize:
+            chunks = getattr(built.model, "chunks", [built.model])
+            quantize_layers(chunks, recipe_of(config).facts(config, vocabulary), quantize)
         model = built.model.eval()
         longest = m.position_table if m.position_embedding_type == "learned_absolute" else m.seq_length
     if hasattr(model, "decode") or not hasattr(model, "logits"):
         raise SettingsError("only models that continue texts are measured")
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return Target(model, longest, vocabulary, dict(float32="fp32", bfloat16="bf16", float16="fp16")[dtype])
+    name = dict(float32="fp32", bfloat16="bf16", float16="fp16")[dtype]
+    return Target(model, longest, vocabulary, f"{name} {quantize.quantize}" if quantize.quantize else name)
 
 
 def measure(target: Target, prompt: int, output: int, batch: int, iterations: int, warmup: int) -> Optional[Measured]:
@@ -204,6 +221,7 @@ def measure(target: Target, prompt: int, output: int, batch: int, iterations: in
     import torch
 
     from megatron.inference.engine import BLOCK_SIZE, Engine, bytes_of_a_token
+    from megatron.inference.quantize import weight_bytes
     from megatron.inference.requests import Request
     from megatron.inference.sampling import Sampling
 
@@ -226,7 +244,7 @@ def measure(target: Target, prompt: int, output: int, batch: int, iterations: in
         for place in range(3)
     )
     cache = engine.stats().blocks * BLOCK_SIZE * bytes_of_a_token(target.model)
-    weights = sum(parameter.nbytes for parameter in target.model.parameters())
+    weights = weight_bytes(target.model)
     return Measured(
         *(prompt, output, batch, target.precision, 1e3 * first, token and 1e3 * token, 1e3 * whole),
         *(batch * output / whole, weights / 1e6, cache / 1e6, _peak(device) / 1e6),

@@ -22,6 +22,8 @@ from typing import Literal, Optional
 from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import check_shares, on_ranks
 from megatron.inference.which import EXPORTED, check_one_model, load_one_model
+from megatron.model import quantization
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
@@ -75,23 +77,24 @@ def main(argv: list[str], serves_training: bool = False) -> None:
     rank_env.adopt_launcher()
     groups, given = parse_with_record(
         argv,
-        dict(evaluate=EvaluateOptions, tokenizer=TokenizerSettings),
+        dict(evaluate=EvaluateOptions, quantize=QuantizeOptions, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.evaluate",
         description="Evaluate a trained model.",
         common=tuple(EvaluateOptions.__dataclass_fields__),
         serves_training=serves_training,
     )
-    settings = groups["evaluate"]
+    settings, quantize = groups["evaluate"], groups["quantize"]
     with failing_in_users_words(given):
         check(settings, given)
-        for sentence in idle_flags(settings, given, IDLE) if rank_env.ranks().rank == 0 else ():
+        idle = [*idle_flags(settings, given, IDLE), *idle_flags(quantize, given, quantization.IDLE)]
+        for sentence in idle if rank_env.ranks().rank == 0 else ():
             print(f"note: {sentence}", file=sys.stderr)
         tp, pp = settings.tensor_model_parallel_size, settings.pipeline_model_parallel_size
         parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-        on_ranks(parallel, settings.device, lambda context: evaluate(settings, given, context))
+        on_ranks(parallel, settings.device, lambda context: evaluate(settings, quantize, given, context))
 
 
-def evaluate(settings: EvaluateOptions, given: Mapping[str, Statement], context) -> None:
+def evaluate(settings: EvaluateOptions, quantize: QuantizeOptions, given: Mapping[str, Statement], context) -> None:
     """Evaluate on the ranks of a job (`mpu.initialize.RankContext`); the first of them prints and writes the results.
 
     given: setting -> who gave it
@@ -105,7 +108,7 @@ def evaluate(settings: EvaluateOptions, given: Mapping[str, Statement], context)
     if context.threads:
         say(f" > {context.threads}")
     how = dict(device=context.device, precision=settings.precision, step=settings.ckpt_step, mesh=context.mesh)
-    loaded = load_one_model(settings.load, settings.load_exported, **how)
+    loaded = load_one_model(settings.load, settings.load_exported, quantize=quantize, **how)
     progress = ProgressLine if context.mesh.dp.rank == 0 else lambda unit: lambda done, total: None
     tokenizer = given_values(TokenizerSettings, given)
     work, notices = zeroshot.prepare(settings, loaded, tokenizer, context.mesh.dp, progress)

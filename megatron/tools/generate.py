@@ -24,6 +24,8 @@ from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.inference.which import EXPORTED, check_one_model, load_one_model
+from megatron.model import quantization
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record, said
@@ -112,7 +114,13 @@ DRAWN = {
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
-    kinds = dict(generate=GenerateOptions, sampling=Sampling, search=Search, tokenizer=TokenizerSettings)
+    kinds = dict(
+        generate=GenerateOptions,
+        quantize=QuantizeOptions,
+        sampling=Sampling,
+        search=Search,
+        tokenizer=TokenizerSettings,
+    )
     recommended = recommended_for(said(argv, kinds))
     groups, given = parse_with_record(
         argv,
@@ -133,6 +141,7 @@ def main(argv: list[str]) -> None:
         sampling = replace(sampling, stop=[unescaped(text) for text in sampling.stop or ()] or None)
         search.check(sampling, given)
         notes += idle_flags(sampling, given, IDLE, beams=search.num_beams)
+        notes += idle_flags(groups["quantize"], given, quantization.IDLE)
         notes += idle_flags(
             settings, given, DRAWN, **vars(sampling), is_greedy=sampling.is_greedy, beams=search.num_beams
         )
@@ -152,7 +161,7 @@ def main(argv: list[str]) -> None:
             from megatron.mpu.collectives import broadcast_object
 
             texts = broadcast_object(prompts, context.mesh.world)
-            write(settings, sampling, search, given, texts, context)
+            write(settings, groups["quantize"], sampling, search, given, texts, context)
 
         on_ranks(parallel, settings.device, work)
 
@@ -217,6 +226,7 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
 
 def write(
     settings: GenerateOptions,
+    quantize: QuantizeOptions,
     sampling: Sampling,
     search: Search,
     given: Mapping[str, Statement],
@@ -238,6 +248,7 @@ def write(
         step=settings.ckpt_step,
         mesh=context.mesh,
         halves=settings.halves,
+        quantize=quantize,
     )
     loaded.check_words()
     pairs = hasattr(loaded.model, "decode")  # an encoder-decoder: prompts are sources

@@ -12,6 +12,7 @@ hold one model; further ranks divide the batches.
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, Failure, SettingsError, did_you_mean, run_main
 from megatron.guard.job import check_shares, on_ranks
+from megatron.model import quantization
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
+from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import given_values
@@ -49,7 +53,7 @@ def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
     groups, said = parse_with_record(
         argv,
-        dict(lm_eval=HarnessOptions, tokenizer=TokenizerSettings),
+        dict(lm_eval=HarnessOptions, quantize=QuantizeOptions, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.lm_eval",
         description="Evaluate a trained model with lm-evaluation-harness.",
         common=tuple(HarnessOptions.__dataclass_fields__),
@@ -57,11 +61,12 @@ def main(argv: list[str]) -> None:
     options = groups["lm_eval"]
     options = replace(options, tasks=[name for word in options.tasks for name in names_in(word)])
     check(options)
+    quantize, given = groups["quantize"], given_values(TokenizerSettings, said)
+    for sentence in idle_flags(quantize, said, quantization.IDLE) if rank_env.ranks().rank == 0 else ():
+        print(f"note: {sentence}", file=sys.stderr)
     tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
     parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    on_ranks(
-        parallel, options.device, lambda context: evaluate(options, given_values(TokenizerSettings, said), context)
-    )
+    on_ranks(parallel, options.device, lambda context: evaluate(options, given, context, quantize))
 
 
 def names_in(word: str) -> list[str]:
@@ -89,7 +94,9 @@ def check(options: HarnessOptions) -> None:
         os.environ |= dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
 
 
-def evaluate(options: HarnessOptions, given: Mapping[str, Any], context) -> dict:
+def evaluate(
+    options: HarnessOptions, given: Mapping[str, Any], context, quantize: QuantizeOptions = quantization.PLAIN
+) -> dict:
     """Evaluate on the ranks of a job; all return the results, and the first rank prints and writes them."""
     try:
         import lm_eval
@@ -98,7 +105,12 @@ def evaluate(options: HarnessOptions, given: Mapping[str, Any], context) -> dict
     from megatron.inference.load import load_model, open_tokenizer
 
     loaded = load_model(
-        options.load, device=context.device, precision=options.precision, step=options.ckpt_step, mesh=context.mesh
+        options.load,
+        device=context.device,
+        precision=options.precision,
+        step=options.ckpt_step,
+        mesh=context.mesh,
+        quantize=quantize,
     )
     loaded.check_words()
     if not loaded.continues_texts:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write into the head of each model's script the devices that it is for, and the planner's predictions.
 
-    python -m megatron.tools.script_heads                        rewrite the heads of scripts/pretrain_*.sh and auto_*.sh
+    python -m megatron.tools.script_heads                        rewrite the heads of scripts/{pretrain,auto,qat}_*.sh
     python -m megatron.tools.script_heads --check                only list those that are not up to date (exit code 1)
 
 Memory and speed are predictions, and the head says so, with their assumptions; nothing in it was measured.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Optional
 
 from megatron.errors import Failure, SettingsError, run_main
+from megatron.model.arguments import parse_any
 from megatron.planner import target
 from megatron.planner.choose import automatic
 from megatron.planner.layout import Layout
@@ -26,7 +27,6 @@ from megatron.planner.memory import memory_report
 from megatron.planner.reached import KIND
 from megatron.planner.speed import Cluster, step
 from megatron.planner.text import error_of
-from megatron.settings.parse import parse_pretrain
 from megatron.settings.positional import parse_one
 from megatron.settings.schema import setting
 from megatron.telemetry.figures import seconds
@@ -34,7 +34,17 @@ from megatron.training.rules import layout_is_open, resolve
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts"
 WRITTEN = re.compile(r"# (needs|layout|predicted|assumed)  +\S")
-OWN_VARIABLES = ("DATA_PATH", "DATA", "VOCAB_FILE", "MERGE_FILE", "TOKENIZER_MODEL", "CHECKPOINTS", "SHRINK", "GPUS")
+OWN_VARIABLES = (
+    "DATA_PATH",
+    "DATA",
+    "VOCAB_FILE",
+    "MERGE_FILE",
+    "TOKENIZER_MODEL",
+    "CHECKPOINTS",
+    "PRETRAINED",
+    "SHRINK",
+    "GPUS",
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ def model_scripts() -> list[Path]:
     """The scripts that launch a model themselves, without aliases of other scripts."""
     return [
         path
-        for path in sorted([*FOLDER.glob("pretrain_*.sh"), *FOLDER.glob("auto_*.sh")])
+        for path in sorted(path for kind in ("pretrain", "auto", "qat") for path in FOLDER.glob(f"{kind}_*.sh"))
         if "\nlaunch " in path.read_text(encoding="utf-8")
     ]
 
@@ -86,7 +96,7 @@ def command(path: Path, *words: str) -> list[str]:
 
 def head(path: Path) -> list[str]:
     """The lines of a head."""
-    config = parse_pretrain(command(path))
+    config = parse_any(command(path))
     cluster, _ = target.cluster_of(config, {})
     if layout_is_open(config):
         planned, plans, outcome = automatic(config, lambda text: None)

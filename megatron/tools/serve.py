@@ -21,7 +21,16 @@ from pathlib import Path
 from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
 from megatron.guard.processes import die_with_parent
-from megatron.serving.settings import ServeLimits, ServeOptions, addresses_of, check, log_to_stderr, parsed, read_keys
+from megatron.serving.settings import (
+    ServeLimits,
+    ServeOptions,
+    addresses_of,
+    bound_kernel_caches,
+    check,
+    log_to_stderr,
+    parsed,
+    read_keys,
+)
 from megatron.settings import rank_env
 from megatron.settings.schema import Parallel, TokenizerSettings
 from megatron.settings.statements import Statement, failing_in_users_words, given_values
@@ -53,6 +62,7 @@ def main(argv: list[str]) -> None:
                 pipeline_model_parallel_size=settings.pipeline_model_parallel_size,
                 distributed_timeout_minutes=settings.distributed_timeout_minutes,
             )
+            bound_kernel_caches()
             on_ranks(parallel, settings.device, partial(serve_models, settings, limits, given, listener))
 
 

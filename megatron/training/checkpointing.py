@@ -123,6 +123,7 @@ def load(
         )
     record |= _base(config, context, restored.path, record)
     if settings.finetune:
+        notices += _other_kinds(config, record)
         return fresh, record, notices + new_weights(restored.reinitialized)
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
@@ -154,6 +155,14 @@ def record_damage(events: EventLog, restored: Restored, iteration: int) -> None:
             why=notice,
             loaded=iteration,
         )
+
+
+def _other_kinds(config: schema.Config, record: dict[str, Any]) -> list[str]:
+    """A notice if linear layers were of other kinds than they are in this run."""
+    before, now = record["config"]["model"].get("linear"), config.model.linear
+    if before in (None, now):
+        return []
+    return [f"the checkpoint was trained with --linear {before}; this run has {now or 'plain layers'}"]
 
 
 def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:

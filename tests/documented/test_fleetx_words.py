@@ -113,6 +113,8 @@ Profiler.scheduler profile_step_start [1,5]=1 "[2, 6]"=2 (3,7)=3
 Profiler.scheduler profile_step_end [1,5]=5 "[2, 6]"=6 (3,7)=7
 Profiler.profiler_log profile_dir here there
 Profiler.detailed profile_detailed switch
+Compress.Quantization.enable quantization True=True
+Quantization.enable quantization True=True
 """
 ARRIVES = dict(
     train=TRAINING,
@@ -244,12 +246,10 @@ train FusedPasses.fused_passes_list [x]
 train Tuning.enable True
 train Tuning.profile_start_step 1
 train! Compress.pretrained weights
-train! Compress.Quantization.enable True yes
 train Compress.Quantization.weight_bits 8
 train! Compress.Prune.enable on 1
 train Compress.Prune.ratio 0.1
 train Compress.Distillation.Teacher.Model.hidden_size 8
-train! Quantization.enable True
 train Quantization.weight_bits 8
 train! Prune.enable True
 train! Distillation.enable True
@@ -305,7 +305,7 @@ generate Generation.pad_token_id 1
 generate Generation.decoder_start_token_id 1
 generate Generation.use_topp_sampling True
 generate Generation.inference True
-generate! Compress.Quantization.enable True
+generate Compress.Quantization.enable True
 evaluate Offline_Eval.logging_freq 10
 evaluate Inference.dp_degree 2
 evaluate! Model.module GPTGenerationModule

@@ -2,6 +2,7 @@
 """tools.export: four other programs compute the same as this suite, or nothing is written; and --load-exported."""
 
 import json
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -245,6 +246,28 @@ def test_what_llama_cpp_cannot_use_is_not_written(tmp_path, models, monkeypatch)
     with pytest.raises(CheckpointError, match="llama.cpp cannot use the exported file: its process ended with"):
         export_to(tmp_path / "out", models["gpt2"], "--format", "gguf")
     assert nothing_in(tmp_path)
+
+
+@pytest.mark.sampled(3)
+def test_adapters_are_merged(tmp_path):
+    """Of LoRA, into a program of the whole model."""
+    import pretrain_gpt
+
+    shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100"
+    shape += " --device cpu --micro-batch-size 4 --eval-iters 0 --lr 3e-2"
+    pretrain_gpt.main(f"{shape} --train-iters 1 --save {tmp_path / 'base'}".split())
+    more = f"--lora-rank 4 --lora-alpha 64 --train-iters 4 --finetune --load {tmp_path / 'base'}"
+    pretrain_gpt.main(f"{shape} {more} --save {tmp_path / 'adapted'}".split())
+    folder = export_to(tmp_path / "out", tmp_path / "adapted", "--format", "torch-export")
+    ids = torch.arange(10).unsqueeze(1)
+    with torch.no_grad():
+        base, adapted, found = (
+            loaded.model.logits(ids)
+            for loaded in (*(load_model(tmp_path / name) for name in ("base", "adapted")), load_exported(str(folder)))
+        )
+    assert (adapted - base).abs().max() > 0.01
+    np.testing.assert_allclose(found, adapted, atol=1e-5, rtol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapted", "base", "out"]
 
 
 def test_a_model_without_a_vocabulary_has_no_gguf(tmp_path, trained):
@@ -494,7 +517,7 @@ def test_a_program_of_the_next_token_is_not_evaluated(exported_to):
 @pytest.mark.parametrize(
     "words, kind, said",
     [
-        ("", UsageError, "--load is missing"),
+        ("", UsageError, "missing: --load"),
         ("--load a --load-exported b", UsageError, "--load a and --load-exported b: one of them is the model"),
         ("--load-exported b --ckpt-step 3", UsageError, "--ckpt-step 3: an export has one step"),
         ("--load-exported nowhere", CheckpointError, "--load-exported nowhere holds no export"),
@@ -505,6 +528,33 @@ def test_which_model(main, words, kind, said, tmp_path, monkeypatch):
     (tmp_path / "t.bin").touch()
     with pytest.raises(kind, match=said):
         main([*words.split(), *(["--prompt", "x"] if main is tool.main else ["--data-path", "t"])])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(format="tensorrt"), "format: 'tensorrt'"),
+        (dict(ranks="2"), "ranks: '2'"),
+        (dict(config=None), "config: None"),
+        (dict(dtype="int3"), "dtype: 'int3'"),
+    ],
+)
+def test_a_record_that_is_damaged(tmp_path, change, said):
+    good = dict(format="onnx", kind="lm", dtype="fp32", ranks=1, vocab_size=9, iteration=1, files=[], config={})
+    (tmp_path / "export.json").write_text(json.dumps(good | change))
+    with pytest.raises(CheckpointError, match="export.json is not what tools.export writes") as no:
+        load_exported(str(tmp_path))
+    assert said in str(no.value)
+
+
+def test_files_of_a_program_that_are_damaged(tmp_path, exported_to):
+    shutil.copytree(exported_to("llama", PROGRAM), tmp_path / "out")
+    (tmp_path / "out" / "model.pt2").write_bytes(b"PK" + bytes(99))
+    with pytest.raises(CheckpointError, match="torch.export cannot load"):
+        load_exported(str(tmp_path / "out"))
+    (tmp_path / "out" / "model.pt2").unlink()
+    with pytest.raises(CheckpointError, match="has no model.pt2"):
+        load_exported(str(tmp_path / "out"))
 
 
 def test_a_gguf_file_is_run_by_llama_cpp(tmp_path):

@@ -21,7 +21,7 @@ from megatron.model.arguments import parse_any
 from megatron.model.linear_kinds import chosen
 from megatron.mpu.linear_product import LinearProduct, attach_products
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.random import seed_of
+from megatron.mpu.random import Draws, seed_of
 from megatron.optimizer.units import flat_units_of
 from megatron.pipeline.stages import Pipeline
 from megatron.planner.layout import Job as PlannedJob
@@ -214,7 +214,7 @@ def test_what_cannot_be_is_said(flags, said):
 
 def test_kinds_belong_to_a_recipe():
     [problem] = check(parse_any(f"{LINE} --linear mlp.*=mask".split()), 1)
-    assert "'mask' is no kind of linear layer" in problem and "has plain, lora (" in problem
+    assert "'mask' is no kind of linear layer" in problem and "has plain, lora, fake_quantize (" in problem
     for name, kind in (("plain", own_mask.Mask), ("a b", own_mask.Mask), ("mask", 3)):
         with pytest.raises(SettingsError, match=r"Recipe.linears"):
             model_group({name: kind})
@@ -230,7 +230,7 @@ def test_a_layer_that_is_none_of_the_suites_is_said():
     block = torch.nn.ModuleDict({"gate": Gate()})
     config = settings("mask")[1].model
     with pytest.raises(SettingsError, match="blocks.1.gate is a Gate, whose product is its own"):
-        attach_products({"1": block}, config, lambda layer: (("gate", "mask"),))
+        attach_products({"1": block}, config, {"mask": own_mask.Mask}, lambda layer: (("gate", "mask"),), Draws)
 
 
 def test_a_setting_of_a_kind_that_nothing_chooses_is_said():

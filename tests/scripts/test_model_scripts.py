@@ -27,7 +27,8 @@ from megatron.tools import evaluate, generate
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
 SCRIPTS = {path.stem: path for path in model_scripts()}
-PROMISED = """pretrain_gpt2_small_zero3 pretrain_gpt_125M_single pretrain_gpt_345M_single pretrain_gpt_1.3B_single
+PROMISED = """qat_gpt_345M_single_card qat_gpt_345M_mp8 qat_gpt_6.7B_sharding16
+    pretrain_gpt2_small_zero3 pretrain_gpt_125M_single pretrain_gpt_345M_single pretrain_gpt_1.3B_single
     pretrain_gpt_1.3B_dp8 pretrain_gpt_2.7B pretrain_gpt_6.7B_sharding16 pretrain_gpt_13B pretrain_gpt_22B_auto
     pretrain_gpt_39B pretrain_gpt_76B pretrain_gpt_175B_tp8_pp16 pretrain_gpt_530B pretrain_gpt_1T auto_gpt_345M_single
     auto_gpt_1.3B_single auto_gpt_1.3B_dp8 auto_gpt_6.7B_sharding16 pretrain_llama_1B pretrain_llama_8B

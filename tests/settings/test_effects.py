@@ -9,6 +9,7 @@ from dataclasses import fields
 import pytest
 
 import pretrain_gpt
+from megatron.model import quantization
 from megatron.model.gpt import rules as gpt_rules
 from megatron.optimizer import rules as optimizer_rules
 from megatron.settings.effects import EFFECTS
@@ -20,7 +21,7 @@ ALWAYS = """
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
     swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping
-    final_logit_softcapping z_loss_coeff disable_bias_linear linear
+    final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization
     lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
@@ -74,6 +75,17 @@ CASES = {
     "rotary_seq_len_interpolation_factor": ("--rotary-seq-len-interpolation-factor 2", "", ROPE),
     "window_size": ("--window-size 7,0", "", "--seq-length 9"),
     "window_attn_skip_freq": ("--window-attn-skip-freq 2", "", "--window-size 3,0"),
+    "weight_quantize_type": ("--weight-quantize-type abs_max", "", "--quantization"),
+    "activation_quantize_type": ("--activation-quantize-type none", "", "--quantization"),
+    "activation_preprocess_type": (
+        "--activation-preprocess-type PACT",
+        "--quantization --activation-quantize-type none",
+        "--quantization",
+    ),
+    "weight_bits": ("--weight-bits 4", "", "--linear mlp.*=fake_quantize"),
+    "activation_bits": ("--activation-bits 4", "--quantization --activation-quantize-type none", "--quantization"),
+    "quantization_layers": ("--quantization-layers mlp.*", "", "--quantization"),
+    "quantization_skip": ("--quantization-skip mlp.*", "", "--quantization"),
     "use_rope_scaling": ("--use-rope-scaling", "", ROPE),
     "rope_type": ("--rope-type yarn", ROPE, f"{ROPE} --rotary-scaling-factor 2"),
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --use-rope-scaling") for name in LLAMA3},
@@ -206,7 +218,7 @@ CASES = {
     "profile_dir": ("--profile-dir d", "", "--profile"),
     "profile_detailed": ("--profile-detailed", "", "--profile"),
 }
-IDLE = {**gpt_rules.IDLE, **optimizer_rules.IDLE}
+IDLE = {**gpt_rules.IDLE, **optimizer_rules.IDLE, **quantization.EFFECTS}
 BASE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --vocab-size 90"
 
 

@@ -15,6 +15,7 @@ from megatron.settings.schema import GROUPS
 
 MODEL = "test_model_settings"
 PLAIN = f"{MODEL}::test_a_network_is_the_plain_one"  # logits, loss and shapes of a transformer written down plainly
+QUANTIZED = "test_quantization::test_any_layout_is_the_plain_loop"
 ROPE = "test_rope_scaling::test_frequencies_and_stretch"
 DATA, STEP, RUN = "test_data_settings", "test_step_settings", "test_run_settings"
 RATE = f"{STEP}::test_learning_rates_are_the_closed_forms"
@@ -73,6 +74,14 @@ CHECKS = dict(
         disable_bias_linear=PLAIN,
         add_qkv_bias=PLAIN,
         linear="test_linear_kinds::test_any_layout_is_the_plain_loop",
+        quantization=QUANTIZED,
+        weight_quantize_type=QUANTIZED,
+        activation_quantize_type="test_quantization::test_weights_alone",
+        activation_preprocess_type=QUANTIZED,
+        weight_bits=QUANTIZED,
+        activation_bits=QUANTIZED,
+        quantization_layers="test_quantization::test_what_cannot_be_is_said",
+        quantization_skip=QUANTIZED,
         lora_rank="test_lora::test_any_layout_is_the_plain_loop",
         lora_alpha="test_lora::test_any_layout_is_the_plain_loop",
         lora_target="test_lora::test_any_layout_is_the_plain_loop",

@@ -9,7 +9,7 @@ from typing import Optional
 import numpy as np
 import pytest
 
-from megatron.data.requests import Request, RequestSamples, request_figures
+from megatron.data.requests import RequestSamples, ScoringRequest, request_figures
 from megatron.tasks.description import CLUE, GLUE
 from megatron.tasks.metrics import METRICS, figures
 from megatron.telemetry.run_record import History
@@ -129,7 +129,7 @@ def test_the_report_shows_the_best_evaluation(smaller, value, at):
 
 def test_the_likeliest_continuation_is_the_answer():
     """Log-likelihoods: the greatest; per character, a long text may win with a smaller sum."""
-    requests = [Request("c", ["ab", "a" * 8], 0, "first"), Request("c", ["ab", "a" * 8], 1, "second")]
+    requests = [ScoringRequest("c", ["ab", "a" * 8], 0, "first"), ScoringRequest("c", ["ab", "a" * 8], 1, "second")]
     dataset = RequestSamples([], [2, 2], 8, 0, requests)
     found = request_figures(dataset, np.array([-4.0, -8.0, -4.0, -8.0]))
     assert found["accuracy first"] == 1.0 and found["normalised accuracy first"] == 0.0

@@ -86,7 +86,8 @@ class Job:
     optimizer: Optional[Callable] = None  # groups of weights -> an optimizer of torch, instead of AdamW
     moments: Sequence[str] = ("exp_avg", "exp_avg_sq")  # what that keeps of each weight
     linear: Optional[Callable] = None  # (weights, name of a layer, x) -> its output, instead of x W^T + b
-    more: Callable[[int], dict[str, torch.Tensor]] = lambda seed: {}  # seed -> further initial weights, which decay
+    # seed -> further initial weights; they decay, except those named "..._alpha"
+    more: Callable[[int], dict[str, torch.Tensor]] = lambda seed: {}
     word_rate: Optional[Callable[[int], float]] = None  # the rate of the table of words, if it has its own
     trains: Callable[[str], bool] = lambda name: True  # whether a weight is trained; the others are frozen
 
@@ -237,7 +238,8 @@ def train(job: Job) -> Outcome:
 def new_adam(weights: dict[str, torch.Tensor], job: Job) -> torch.optim.Optimizer:
     """AdamW, or the job's own, with three groups: matrices, which decay; biases and norms; the table of words."""
     words = "embedding.word.weight"
-    decayed = {name for name in weights if name.endswith("weight") and "norm" not in name} | job.more(job.seed).keys()
+    decayed = {name for name in weights if name.endswith("weight") and "norm" not in name}
+    decayed |= {name for name in job.more(job.seed) if not name.endswith("_alpha")}
     matrices = [v for name, v in weights.items() if name in decayed and name != words]
     others = [v for name, v in weights.items() if name not in decayed]
     groups = [dict(params=matrices), dict(params=others), dict(params=[weights[words]])]

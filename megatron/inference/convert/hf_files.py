@@ -36,7 +36,7 @@ _COMPANIONS = (
 _UNITS = dict(KB=10**3, MB=10**6, GB=10**9, TB=10**12, KiB=2**10, MiB=2**20, GiB=2**30, TiB=2**40)
 
 
-class Planned(NamedTuple):
+class TensorGroup(NamedTuple):
     """Tensors to write, in order, and the function that creates them on demand."""
 
     names: tuple[str, ...]
@@ -61,9 +61,11 @@ def bytes_of(size: str) -> int:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_tensors(folder: Path, planned: list[Planned], dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> list[str]:
+def write_tensors(
+    folder: Path, planned: list[TensorGroup], dtype: torch.dtype, file_bytes: int = FILE_BYTES
+) -> list[str]:
     """Write model.safetensors, or several files with an index. The tensors of one `make` are in memory at a time."""
-    files: list[list[Planned]] = [[]]
+    files: list[list[TensorGroup]] = [[]]
     room = file_bytes
     for plan in planned:
         size = sum(map(prod, plan.shapes)) * dtype.itemsize
@@ -85,7 +87,7 @@ def write_tensors(folder: Path, planned: list[Planned], dtype: torch.dtype, file
     return names
 
 
-def _write_file(path: Path, plans: list[Planned], dtype: torch.dtype) -> None:
+def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for plan in plans:

@@ -73,7 +73,7 @@ def to_hf(
                 raise CheckpointError(f"{path} has no tensor {match.ours}")
             shapes = tuple(tuple(x.shape) for x in match.to_theirs(torch.empty(stored.shape, device="meta")))
             plan.append(
-                hf_files.Planned(match.theirs, shapes, lambda match=match: match.to_theirs(reader.read(match.ours)))
+                hf_files.TensorGroup(match.theirs, shapes, lambda match=match: match.to_theirs(reader.read(match.ours)))
             )
         files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
         end, notices = _export_vocabulary(

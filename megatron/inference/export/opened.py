@@ -25,6 +25,7 @@ from megatron.inference.load import Loaded, build_model
 from megatron.inference.stages import Halves
 from megatron.model.facts import Facts
 from megatron.model.recipe import config_of, facts_of
+from megatron.mpu.initialize import DTYPES
 from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import TokenizerSettings
 
@@ -61,7 +62,19 @@ def load_exported(
         raise CheckpointError(f"--load-exported {folder} holds no export", there, "python -m megatron.tools.export")
     if form == "hf":
         return _load_hf(place, record, device, precision, mesh, halves)
+    _check(place / RECORD, record)
     return _load_program(place, record, device, precision, mesh)
+
+
+def _check(path: Path, record: dict[str, Any]) -> None:
+    """Raise CheckpointError for a record that tools.export did not write."""
+    kinds = dict(kind=str, dtype=str, ranks=int, vocab_size=int, iteration=int, files=list, config=dict)
+    wrong = [name for name, kind in kinds.items() if not isinstance(record.get(name), kind)]
+    known = dict(format=("onnx", "torch-export"), kind=("lm", "generation"), dtype=tuple(DTYPES))
+    wrong += [name for name, values in known.items() if record.get(name) not in values and name not in wrong]
+    if wrong:
+        found = ", ".join(f"{name}: {record.get(name)!r:.60}" for name in wrong)
+        raise CheckpointError(f"{path} is not what tools.export writes", found, "export the model again")
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

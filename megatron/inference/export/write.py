@@ -19,6 +19,8 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import hf_files, huggingface
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, prompts_for
+from megatron.inference.convert.imported import check_free
+from megatron.inference.convert.merged import merged_first
 from megatron.inference.export import gguf_file, llama_cpp, programs
 from megatron.inference.export.card import model_card
 from megatron.inference.export.gate import Agreement, agreement
@@ -63,9 +65,9 @@ class Wanted:
 class ExportSource:
     """A checkpoint to export. Raises SettingsError if it holds no model with an output layer."""
 
-    def __init__(self, load: str, step: Optional[int], given: Mapping[str, Any]):
-        self.choice = choose(location(load), step=step)
-        self.path, self.given = self.choice.paths[0], given
+    def __init__(self, path: Path | UrlPath, trained: Path | UrlPath, given: Mapping[str, Any]):
+        """path: the checkpoint; trained: the one that the run wrote, if adapters were merged for `path`"""
+        self.path, self.trained, self.given = path, trained, given
         with Reader(self.path) as reader:
             needed(reader, "config")
             self.record, self.vocab_size = dict(reader.state), needed(reader, "vocab_size")
@@ -127,9 +129,16 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
     Raises SettingsError for a model or a setting that the format does not have, CheckpointError if its client gives other
     results. Nothing is written then.
     """
-    source = ExportSource(load, step, given)
-    if not isinstance(source.path, UrlPath) and out.resolve() in (source.path.resolve(), source.path.resolve().parent):
+    choice = choose(location(load), step=step)
+    path = choice.paths[0]
+    if not isinstance(path, UrlPath) and out.resolve() in (path.resolve(), path.resolve().parent):
         raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
+    check_free(out)
+    with merged_first(path, out) as merged:
+        return [*_export(ExportSource(merged, path, given), out, wanted), *choice.notices]
+
+
+def _export(source: "ExportSource", out: Path, wanted: Wanted) -> list[str]:
     wanted, notices = _complete(source, wanted)
     with arriving(out) as folder:
         write = {"hf": _write_hf, "gguf": _write_gguf}.get(wanted.form, _write_programs)
@@ -158,7 +167,6 @@ def export(load: str, out: Path, wanted: Wanted, *, step: Optional[int] = None, 
         *unchecked,
         *more,
         *notices,
-        *source.choice.notices,
     ]
 
 
@@ -452,7 +460,7 @@ def _card(source: ExportSource, out: Path, wanted: Wanted, files: list[str], agr
     ]
     name = out.resolve().name
     return model_card(
-        name, source.record, source.facts, source.path, how, _use(source, wanted, name), [task, "megatron"]
+        name, source.record, source.facts, source.trained, how, _use(source, wanted, name), [task, "megatron"]
     )
 
 

@@ -455,11 +455,61 @@ def _module(out: Translated) -> None:
     out.take("Model.module")
 
 
+# Key of Quantization -> its flag and the values that are supported; None: any
+QUANTIZATION = dict(
+    weight_quantize_type=("--weight-quantize-type", ("abs_max", "channel_wise_abs_max")),
+    activation_quantize_type=("--activation-quantize-type", ("moving_average_abs_max",)),
+    activation_preprocess_type=("--activation-preprocess-type", ("pact",)),
+    weight_bits=("--weight-bits", None),
+    activation_bits=("--activation-bits", None),
+)
+COLUMN, ROW = "attention.qkv mlp.up".split(), "attention.output mlp.down".split()  # layers, in PaddleFleetX's classes
+LAYER_TYPES = dict(linear=[*COLUMN, *ROW], columnparallellinear=COLUMN, rowparallellinear=ROW)
+
+
+def _quantization(out: Translated) -> None:
+    """The section Quantization, in Compress or on its own, if its switch is on."""
+    sections = [section for section in ("Compress.Quantization", "Quantization") if out.is_on(f"{section}.enable")]
+    for section in sections:
+        if out.purpose != "train":
+            out.note("the checkpoint has the scales and bits of its training", *out.left(f"{section}."))
+            continue
+        out.say("--quantization", ["true"], f"{section}.enable")
+        for name, (flag, values) in QUANTIZATION.items():
+            if (key := f"{section}.{name}") in out.given:
+                if values is None or out.word(key) in values:
+                    out.say(flag, [out.given[key].value.upper()] if values == ("pact",) else None, key)
+                else:
+                    out.refuse(key, f"'{out.word(key)}' is not supported; there is: {', '.join(values)}")
+        if (key := f"{section}.weight_preprocess_type") in out.given:
+            out.refuse(key, "is not supported: weights are rounded as they are; leave it out")
+        if (key := f"{section}.quantizable_layer_type") in out.given:
+            _layer_types(out, key)
+        out.note("files have one format, with the scales of layers as tensors", f"{section}.onnx_format")
+        for key in (f"{section}.pretrained", "Compress.pretrained"):
+            if key in out.given and key not in out.taken:
+                out.say("--load", None, key)
+                out.say("--finetune", ["true"], key)
+
+
+def _layer_types(out: Translated, key: str) -> None:
+    types = [word.lower() for word in out.given[key].words]
+    if unknown := [word for word in types if word not in LAYER_TYPES]:
+        return out.refuse(
+            key, f"'{unknown[0]}' is not supported; there is: Linear, ColumnParallelLinear, RowParallelLinear"
+        )
+    layers = dict.fromkeys(layer for word in types for layer in LAYER_TYPES[word])
+    out.say("--quantization-layers", [",".join(layers)], key)
+
+
 def _compression(out: Translated) -> None:
-    """Refuse the sections of compression if their switch is on."""
-    for key in [key for key in out.given if sentence({"-": COMPRESSION + TEACHER}, key)]:
+    """Translate quantization, and refuse the other sections of compression if their switch is on."""
+    _quantization(out)
+    for key in [key for key in out.given if key not in out.taken and sentence({"-": COMPRESSION + TEACHER}, key)]:
         if key == "Compress.pretrained":
-            out.refuse(key, "is not supported: compression is not part of pretraining; say --load DIR --finetune")
+            out.refuse(
+                key, "is the model that is compressed, and no section of Compress is on; say --load DIR --finetune"
+            )
         elif key.endswith(".enable"):
             if out.is_on(key):
                 out.refuse(key, "is not supported: compression is not part of pretraining")

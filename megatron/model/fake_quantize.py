@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The products of a linear layer in quantization aware training (`model/quantization.py`).
+
+Rounding is straight-through: the gradient of a rounded value is that of the value itself, and 0 where it was clipped.
+Weights are rounded by the abs-max of whole channels, which are divided over tensor parallel ranks in a row-parallel layer:
+one small message for each layer and step. The weight itself is rounded again in every pass, so no second weight is kept.
+
+Legend: n tokens, i inputs, o outputs of this rank.
+"""
+
+import torch
+
+from megatron.mpu import collectives
+from megatron.mpu.layers import RowParallelLinear
+from megatron.mpu.linear_product import LinearProduct, Operand
+
+DECAY = 0.9  # of the moving average
+SMALLEST = 1e-12  # abs-max of a channel of zeros
+
+
+class FakeQuantizeProduct(LinearProduct):
+    """Rounded weights, and rounded inputs once their scale is known."""
+
+    def __init__(self, layer, name, settings):
+        super().__init__(layer, name, settings)
+        self.observes = settings.activation_quantize_type != "none"
+        # A column-parallel layer without sequence parallelism has the whole input on each rank.
+        self.copies = 1 if has_part(layer) or layer.gather is not None else layer.tp.size
+        self.weight_levels, self.input_levels = levels(settings.weight_bits), levels(settings.activation_bits)
+        self._largest: torch.Tensor | None = None
+        if self.observes:
+            layer.update_buffers = self.update_buffers
+
+    # ---- weights ------------------------------------------------------------------------------------------------------
+
+    def prepare_weight(self, weight: torch.Tensor) -> Operand:
+        if self._largest is None:
+            whole = self.settings.weight_quantize_type == "abs_max"
+            self._largest = rows_absmax(self.layer, weight, whole)
+        return (rounded_rows(weight, self._largest, self.weight_levels),)
+
+    def after_update(self) -> None:
+        self._largest = None
+
+    # ---- inputs -------------------------------------------------------------------------------------------------------
+
+    def transform_input(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.observes:
+            return x
+        if "pact_alpha" in self.layer.placements:
+            x = self.clip(x)
+        if self.layer.training:
+            with torch.no_grad():
+                now = self.layer.input_absmax
+                now.copy_(torch.maximum(now, x.detach().abs().amax().float()))
+        total, count = self.layer.input_average
+        return _RoundInput.apply(x, total / count, count > 0, self.input_levels)
+
+    def clip(self, x: torch.Tensor) -> torch.Tensor:
+        """Clip to PACT's bound. Ranks with the same input each add their share of its gradient."""
+        alpha = self.layer.pact_alpha.to(x.dtype)
+        if self.copies > 1:
+            alpha = alpha.detach() + (alpha - alpha.detach()) / self.copies
+        return x.clamp(-alpha, alpha)
+
+    def update_buffers(self) -> None:
+        """Once a step, when `input_absmax` is that of all ranks."""
+        largest, average = self.layer.input_absmax, self.layer.input_average
+        new = DECAY * average + torch.stack([largest, torch.ones_like(largest)])
+        average.copy_(torch.where(largest > 0, new, average))  # a layer that no token has reached keeps its scale
+        largest.zero_()
+
+
+def has_part(layer) -> bool:
+    """Whether each tensor parallel rank has a part of the layer's input channels."""
+    return isinstance(layer, RowParallelLinear)
+
+
+def rows_absmax(layer, weight: torch.Tensor, whole: bool = False) -> torch.Tensor:
+    """The abs-max of each output channel of a layer's weight [o, i] on all ranks, [o] in fp32.
+
+    whole: that of the whole weight instead, as [o] equal numbers
+    """
+    largest = weight.detach().abs().amax(1).float()
+    if whole:
+        largest = largest.amax().expand(len(largest)).contiguous()
+    if (whole or has_part(layer)) and not weight.is_meta:
+        collectives.all_reduce(largest, layer.tp, "max")
+    return largest
+
+
+def levels(bits: int) -> int:
+    """The largest whole number of a symmetric format: 127 for 8 bits, 7 for 4."""
+    return 2 ** (bits - 1) - 1
+
+
+def rounded_rows(weight: torch.Tensor, largest: torch.Tensor, levels: int) -> torch.Tensor:
+    """Each row of weight [o, i], rounded to multiples of its largest [o] / levels."""
+    if weight.is_meta:
+        return torch.empty_like(weight)
+    step = largest.clamp_min(SMALLEST) / levels
+    zeros = torch.zeros_like(step)  # of whole numbers torch would read the least one on the host
+    return torch.fake_quantize_per_channel_affine(weight, step, zeros, 0, -levels, levels)
+
+
+class _RoundInput(torch.autograd.Function):
+    """x rounded to multiples of scale / levels and clipped to the scale; x itself if it is not `known`.
+
+    scale, known: tensors on the device, which the host does not read.
+    """
+
+    @staticmethod
+    def forward(ctx, x, scale, known, levels):
+        if x.is_meta:
+            ctx.save_for_backward(torch.empty_like(x, dtype=torch.bool))
+            return torch.empty_like(x)
+        step = torch.where(known, scale, 1.0).clamp_min(SMALLEST) / levels
+        if torch.compiler.is_exporting():  # torch cannot record its own op
+            whole = (x.float() * (1 / step)).round().clamp(-levels, levels)
+            return torch.where(known, (whole * step).to(x.dtype), x)
+        zero = torch.zeros((), dtype=torch.int32, device=x.device)
+        y = torch.where(known, torch.fake_quantize_per_tensor_affine(x, step, zero, -levels, levels), x)
+        ctx.save_for_backward((x.abs() <= step * (levels + 0.5)) | ~known)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (inside,) = ctx.saved_tensors
+        return gradient * inside, None, None, None

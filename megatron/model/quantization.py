@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization aware training: linear layers compute with values that fit in a few bits (arXiv:1712.05877). Needs no torch.
+
+    y = q(x) W_q^T + b        W_q: each output channel rounded to multiples of its abs-max / 127
+                              q(x): rounded to multiples of the scale of x / 127, and clipped to it
+
+`--quantization` selects it; the layers are those of `--quantization-layers` without those of `--quantization-skip`. It is a
+kind of linear layer: `--linear PATTERN=fake_quantize` selects the same. The names and formulas are PaddleSlim's. A layer
+has two buffers. The products: `model/fake_quantize.py`.
+
+input_absmax:  the abs-max of the inputs of this step, over all of its tokens on all ranks
+input_average: [2], a and n of the moving average: after each step a = 0.9 a + input_absmax and n = 0.9 n + 1; the scale of
+               the next step's inputs is a / n. Inputs of the first step are not rounded: there is no scale yet
+
+With PACT (arXiv:1805.06085) inputs are first clipped to a trained bound, `pact_alpha`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.errors import SettingsError
+from megatron.mpu.placement import Buffer, Constant, Placement
+from megatron.settings.effects import Needs
+from megatron.settings.schema import Config, Model, setting
+
+KIND = "fake_quantize"
+ALPHA = 20.0  # initial bound of PACT
+FEWEST_BITS, MOST_BITS = 2, 8
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """How a tool quantizes the model that it loads (`inference/quantize.py`)."""
+
+    quantize: Optional[Literal["int8", "int8-dynamic", "int4"]] = setting(
+        "format of the linear layers: int8 weights, int8-dynamic: inputs as well, int4 weights in groups", None
+    )
+    quantize_group_size: int = setting("--quantize int4: inputs that share a scale", 128)
+    quantize_skip: Optional[str] = setting(
+        "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output", None
+    )
+
+
+PLAIN = QuantizeOptions()
+
+# The conditions for effects of the settings of training, and of a tool
+_CHOSEN = Needs("--quantization", lambda s: s.quantization or KIND in (s.linear or ""))
+_OF_INPUTS = Needs(
+    "--quantization that rounds inputs", lambda s: _CHOSEN.met(s) and s.activation_quantize_type != "none"
+)
+EFFECTS = dict(
+    weight_quantize_type=_CHOSEN,
+    activation_quantize_type=_CHOSEN,
+    activation_preprocess_type=_OF_INPUTS,
+    weight_bits=_CHOSEN,
+    activation_bits=_OF_INPUTS,
+    quantization_layers=Needs("--quantization", lambda s: s.quantization),
+    quantization_skip=Needs("--quantization", lambda s: s.quantization),
+)
+IDLE = {
+    "quantize_group_size": Needs("--quantize int4", lambda s: s.quantize == "int4"),
+    "quantize_skip": Needs("--quantize", lambda s: s.quantize),
+}
+
+
+def own_weights(settings: Model, weight: Placement) -> Mapping[str, Placement]:
+    """The buffers of the input's scale, and PACT's bound, of a layer with this weight. Each tensor parallel rank may have
+    another part of the input: the abs-max is that of all parts, and the bound's gradient is summed over them.
+    """
+    if settings.activation_quantize_type == "none":
+        return {}
+    parts = tuple(weight.model_axes)
+    own = dict(
+        input_absmax=Placement((), Constant(0.0), partial=parts, decay=False, buffer=Buffer("max")),
+        input_average=Placement((2,), Constant(0.0), decay=False, buffer=Buffer("same")),
+    )
+    if settings.activation_preprocess_type == "PACT":
+        own["pact_alpha"] = Placement((1,), Constant(ALPHA), partial=parts, decay=False)
+    return own
+
+
+def with_quantization(config: Config) -> Config:
+    """The settings with the kinds of layers that --quantization implies. Patterns of --linear come after it."""
+    model = config.model
+    if not model.quantization:
+        return config
+    skip = skipped_layers(model.quantization_skip)
+    own = [f"{pattern}={KIND}" for pattern in _words(model.quantization_layers or "*")]
+    own += [f"{pattern}=plain" for pattern in skip]
+    implied, given = ",".join(own), model.linear or ""
+    linear = given if given.startswith(implied) else ",".join(filter(None, [implied, given]))  # a checkpoint has both
+    return config.derive("--quantization", linear=linear, quantization_skip=",".join(skip) or None)
+
+
+def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> list[str]:
+    """The patterns of a flag: names, or those that `tools.sensitivity` recommends in a .json file."""
+    if text is None or not text.endswith(".json"):
+        return _words(text or "")
+    try:
+        return list(json.loads(Path(text).read_text(encoding="utf-8"))["skip"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(
+            f"{flag} {text}: cannot be read: {error}",
+            do="give patterns of layers, such as blocks.0.*, or the file of python -m megatron.tools.sensitivity --output",
+        ) from error
+
+
+def problems(settings: Model) -> list[str]:
+    """The problems of the flags of --quantization, as messages."""
+    bits = dict(weight_bits=settings.weight_bits, activation_bits=settings.activation_bits)
+    return [
+        f"--{name.replace('_', '-')} {value} must be at least {FEWEST_BITS} and at most {MOST_BITS}"
+        for name, value in bits.items()
+        if not FEWEST_BITS <= value <= MOST_BITS
+    ]
+
+
+def _words(text: str) -> list[str]:
+    return text.replace(",", " ").split()

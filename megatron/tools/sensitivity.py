@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the linear layers that quantization harms: the loss when one of them alone is quantized.
+
+    python -m megatron.tools.sensitivity --load checkpoints --data-path held_out_text_document --quantize int4 \\
+        --output sensitivity.json --picture sensitivity.svg
+    python -m megatron.tools.evaluate --load checkpoints --data-path held_out_text_document --quantize int4 \\
+        --quantize-skip sensitivity.json
+
+The table and the picture show how much the loss grows, for each layer and for each kind of layer. The file has the same
+numbers, and the layers to leave out, `skip`: as few as possible, so that the sum over the others stays within
+--max-increase. --quantization-skip of a training reads it, too.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Optional
+
+from megatron.errors import SettingsError, StorageError, run_main
+from megatron.guard.job import on_ranks
+from megatron.model import quantization
+from megatron.model.quantization import QuantizeOptions
+from megatron.model.recipe import recipe_of
+from megatron.settings import rank_env
+from megatron.settings.effects import idle_flags
+from megatron.settings.parse import parse_with_record
+from megatron.settings.schema import Parallel, setting
+from megatron.settings.statements import failing_in_users_words
+from megatron.telemetry.drawing import INK, new_figure, plain, svg_of
+from megatron.tools import evaluate
+
+COLOURS = ("#1e40af", "#15803d", "#b91c1c", "#f97316", "#6d28d9", "#0891b2")  # one for each kind of layer
+SUFFIXES = (".svg", ".png", ".pdf")
+
+
+@dataclass(frozen=True)
+class SensitivityOptions:
+    """The model, the data, and what is written."""
+
+    load: str = setting("folder of checkpoints, or one checkpoint")
+    data_path: list[str] = setting("prefixes of token files, or folders: the text whose loss is compared")
+    max_tokens: Optional[int] = setting("look at no more than this many tokens of each --data-path", None)
+    seq_length: Optional[int] = setting("tokens of a window (default: what the model can look at)", None)
+    micro_batch_size: int = setting("windows side by side", 8, "--batch-size")
+    max_increase: float = setting("loss that all quantized layers together may add", 0.01)
+    output: Optional[str] = setting("file for the results, JSON", None)
+    picture: Optional[str] = setting("file for a picture: .svg, .png or .pdf", None)
+    tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
+    pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
+    ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto: CUDA where there is one", "auto", also=dict(gpu="cuda"))
+    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
+        "default: as trained", None, "--bf16=bf16", "--fp16=fp16"
+    )
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The loss of a model, and how much it grows when one layer is quantized. layers: name -> growth."""
+
+    format: str
+    loss: float
+    layers: Mapping[str, float] = field(default_factory=dict)
+
+    def kinds(self) -> dict[str, float]:
+        """Kind of layer, such as mlp.up -> the sum over its layers."""
+        sums: dict[str, float] = {}
+        for name, growth in self.layers.items():
+            sums[kind_of(name)] = sums.get(kind_of(name), 0.0) + growth
+        return sums
+
+    def skip(self, budget: float) -> list[str]:
+        """The most sensitive layers, as few as possible so that the sum of the others is within the budget.
+
+        >>> Sensitivity("int4", 3.0, {"a": 0.1, "b": 0.004, "c": -0.2, "d": 0.005}).skip(0.005)
+        ['a', 'd']
+        """
+        order = sorted(self.layers, key=lambda name: self.layers[name], reverse=True)
+        left = sum(max(0.0, growth) for growth in self.layers.values())
+        count = 0
+        while left > budget and count < len(order):
+            left -= max(0.0, self.layers[order[count]])
+            count += 1
+        return order[:count]
+
+
+def kind_of(name: str) -> str:
+    """The name of a layer inside its block.
+
+    >>> kind_of("blocks.3.mlp.up")
+    'mlp.up'
+    """
+    return name.split(".", 2)[2]
+
+
+def main(argv: list[str]) -> None:
+    rank_env.adopt_launcher()
+    groups, given = parse_with_record(
+        argv,
+        dict(sensitivity=SensitivityOptions, quantize=QuantizeOptions),
+        prog="python -m megatron.tools.sensitivity",
+        description="Find the linear layers that quantization harms.",
+        common=tuple(SensitivityOptions.__dataclass_fields__),
+    )
+    options, quantize = groups["sensitivity"], groups["quantize"]
+    with failing_in_users_words(given):
+        check(options, quantize)
+        for sentence in idle_flags(quantize, given, quantization.IDLE) if rank_env.ranks().rank == 0 else ():
+            print(f"note: {sentence}", file=sys.stderr)
+        tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
+        parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        on_ranks(parallel, options.device, lambda context: report(options, quantize, context))
+
+
+def check(options: SensitivityOptions, quantize: QuantizeOptions) -> None:
+    """Raise SettingsError for options that cannot work, before torch is loaded."""
+    if quantize.quantize is None:
+        raise SettingsError("the format is not given", do="say --quantize int8, int8-dynamic or int4")
+    if options.max_increase < 0:
+        raise SettingsError(f"--max-increase {options.max_increase} has to be at least 0")
+    if options.picture:
+        if not options.picture.endswith(SUFFIXES):
+            raise SettingsError(f"--picture {options.picture}: the name has to end in {', '.join(SUFFIXES)}")
+        new_figure(1, 1, "--picture")
+
+
+def report(options: SensitivityOptions, quantize: QuantizeOptions, context) -> None:
+    """Measure on the ranks of a job; the first of them prints and writes."""
+    say: Callable[[str], None] = print if context.is_rank_zero else lambda text: None
+    found = measure(options, quantize, context, say)
+    skip = found.skip(options.max_increase)
+    for line in lines_of(found, skip, options.max_increase):
+        say(line)
+    if not context.is_rank_zero:
+        return
+    try:
+        if options.output:
+            record = dict(
+                load=options.load, data=options.data_path, max_increase=options.max_increase, format=found.format
+            )
+            record |= dict(loss=found.loss, increase=dict(found.layers), kinds=found.kinds(), skip=skip)
+            Path(options.output).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if options.picture:
+            draw(found, skip, options.picture)
+    except OSError as error:
+        raise StorageError(f"{error.filename}: cannot be written", error.strerror or str(error)) from error
+
+
+def measure(options: SensitivityOptions, quantize: QuantizeOptions, context, say=lambda text: None) -> Sensitivity:
+    """The loss of the model, then that with each of its layers quantized alone. All ranks call it."""
+    from megatron.inference.load import load_model
+    from megatron.inference.quantize import chosen_layers, linear_layers, quantized_alone
+    from megatron.tasks import zeroshot
+
+    loaded = load_model(
+        options.load, device=context.device, precision=options.precision, step=options.ckpt_step, mesh=context.mesh
+    )
+    of_evaluation = evaluate.EvaluateOptions(
+        load=options.load,
+        data_path=options.data_path,
+        max_tokens=options.max_tokens,
+        seq_length=options.seq_length,
+        micro_batch_size=options.micro_batch_size,
+    )
+    work, notices = zeroshot.prepare(of_evaluation, loaded, {}, context.mesh.dp, lambda unit: lambda done, total: None)
+    for notice in [*loaded.notices, *notices]:
+        say(f"note: {notice}")
+
+    def loss() -> float:
+        results = zeroshot.evaluate(work)
+        return sum(one["loss"] * one["tokens"] for one in results) / sum(one["tokens"] for one in results)
+
+    chunks = getattr(loaded.model, "chunks", [loaded.model])
+    own = dict(linear_layers(chunks))
+    facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
+    base, growth = loss(), {}
+    for name in chosen_layers(facts, quantize):
+        with quantized_alone(own.get(name), name, loaded.config.model, quantize):
+            growth[name] = loss() - base
+        say(f" {name:32} {growth[name]:+.5f}")
+    return Sensitivity(quantize.quantize or "", base, growth)
+
+
+def lines_of(found: Sensitivity, skip: Sequence[str], budget: float) -> list[str]:
+    """The results for a terminal."""
+    total = sum(found.layers.values())
+    kinds = sorted(found.kinds().items(), key=lambda pair: pair[1], reverse=True)
+    return [
+        f"loss {found.loss:.5f}; with one layer in {found.format} it grows by these; sum {total:+.5f}",
+        *(f"  all {kind:28} {growth:+.5f}" for kind, growth in kinds),
+        f"to skip for at most {budget:+g}: {' '.join(skip) or 'none'}",
+    ]
+
+
+def draw(found: Sensitivity, skip: Sequence[str], path: str) -> None:
+    """A bar for each layer, in the order of blocks, coloured by kind; layers to skip are marked."""
+    kinds = list(found.kinds())
+    figure = new_figure(7.0, 1.2 + 0.22 * len(found.layers), "--picture")
+    axes = figure.subplots()
+    names = list(found.layers)
+    for number, kind in enumerate(kinds):
+        rows = [row for row, name in enumerate(names) if kind_of(name) == kind]
+        growth = [found.layers[names[row]] for row in rows]
+        axes.barh(rows, growth, 0.7, color=COLOURS[number % len(COLOURS)], label=kind)
+    axes.set_yticks(range(len(names)), [f"{name} *" if name in skip else name for name in names])
+    axes.invert_yaxis()
+    axes.set_xlabel(
+        f"increase of the loss ({found.loss:.4f}) with this layer alone in {found.format}; * to skip", color=INK
+    )
+    axes.legend(frameon=False, labelcolor=INK)
+    plain(axes)
+    if path.endswith(".svg"):
+        Path(path).write_text(svg_of(figure), encoding="utf-8")
+    else:
+        figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    run_main(main)
