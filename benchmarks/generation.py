@@ -7,8 +7,9 @@
 
 In each round the contenders take turns at each task, and a ratio is the median of its rounds' ratios. Tasks: `prefill`, a
 prompt of 512 tokens; `decode 1` and `decode 16`, new tokens of 1 and 16 texts after prompts of 64 tokens. transformers
-runs `generate` with its static cache, in eager mode, and compiled if that works. llama.cpp is measured by its own timings.
-A first round, which is not counted, compares the tokens of both. Needs transformers; for llama.cpp xllamacpp and gguf.
+runs `generate` with its static cache, in eager mode, and compiled. llama.cpp is measured by its own timings, not with
+--cpu-time. A first round, which is not counted, compares the tokens of both. Needs transformers, xllamacpp and gguf (or
+--no-llama).
 """
 
 import argparse
@@ -229,7 +230,7 @@ def contenders(dtype: torch.dtype, asked: argparse.Namespace, folder: Path) -> l
     print(f"{dtype}: {equal} of 4 texts of {NEW} tokens are equal", flush=True)
     if asked.compile:
         found.append(Transformers(theirs, True))
-    if asked.llama:
+    if asked.llama and not asked.cpu_time:
         found.append(LlamaCpp(theirs, dtype, torch.get_num_threads(), folder))
     return found
 

@@ -115,7 +115,7 @@ USAGE = [  # exit code 2: the command line cannot be understood
     ("merge_datasets", "--input tokens --output-prefix out/x --output-format numpy", "is none of megatron, paddle"),
     ("merge_datasets", "", "missing: --input, --output-prefix"),
     ("dump_samples", "--data-path tokens --seq-length 16", "missing: --train-samples"),
-    ("evaluate", "", "--load is missing|--load-exported"),
+    ("evaluate", "", "missing: --load|--load-exported"),
     (
         "evaluate",
         "--load ck --data-path tokens --hidden-dropout 0",

@@ -269,7 +269,7 @@ def sdpa(
         mask = visible.unsqueeze(1)
     elif window is not None:
         mask = _shared_bias(s, t, window, query.dtype, query.device)
-    elif causal and s != t:  # torch's own causal order puts the queries first among the tokens
+    elif causal and 1 < s != t:  # torch's own causal order puts the queries first among the tokens; one sees all keys
         lower = query.is_cuda and query.dtype != torch.float32
         mask = _lower_right(s, t) if lower else _shared_bias(s, t, t, query.dtype, query.device)
     query = query.permute(1, 2, 3, 0, 4).reshape(b, heads, s, d)

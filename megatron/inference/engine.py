@@ -29,9 +29,9 @@ from megatron.errors import DataError, SettingsError
 from megatron.inference.blocks import BlockPool
 from megatron.inference.choices import RowState, choose
 from megatron.inference.links import Link
-from megatron.inference.passes import Pass, PassRow
+from megatron.inference.passes import PassPlan, PassRow
 from megatron.inference.requests import Output, Request, TokenScore
-from megatron.inference.scheduler import Row, Scheduler, Text
+from megatron.inference.scheduler import PlannedRow, Scheduler, Text
 from megatron.inference.scoring import ALONE
 from megatron.model.cache import PagedCache, stored_dtype
 from megatron.mpu.layers import pack_weights
@@ -166,7 +166,7 @@ class Engine:
                 if kind == CLOSE:
                     break
                 if kind == COMPUTE:
-                    self.stage.compute(Pass.decoded(*message))
+                    self.stage.compute(PassPlan.decoded(*message))
                 if kind == RENEW:
                     self.stage.renew()
         self.stage.unpack()
@@ -204,19 +204,19 @@ class Engine:
         self._told = time.monotonic()
         self.link.tell(kind, *message)
 
-    def _begun(self, rows: list[Row]) -> "Planned":
+    def _begun(self, rows: list[PlannedRow]) -> "Planned":
         """Tell the other ranks of a pass, and compute this rank's part of it."""
         texts = [row.text for row in rows if row.text.number not in self._known]
         self._known.update(text.number for text in texts)
         new = tuple((text.number, text.request, text.limit) for text in texts)
-        planned = Pass(tuple(map(PassRow.of, rows)), new, tuple(self._ended))
+        planned = PassPlan(tuple(map(PassRow.of, rows)), new, tuple(self._ended))
         self._ended.clear()
         if not self.link.alone:
             self._tell(COMPUTE, *planned.encoded())
         size = sum(row.answer_size(text.request) for row, (text, *_) in zip(planned.rows, rows, strict=True))
         return Planned(rows, size, self.stage.compute(planned))
 
-    def _brought(self, rows: Sequence[Row], size: int, answer: Optional[Sequence[float]]) -> list[Output]:
+    def _brought(self, rows: Sequence[PlannedRow], size: int, answer: Optional[Sequence[float]]) -> list[Output]:
         """What a pass brought for its texts."""
         numbers, outputs = iter(self.link.receive_answer(size) if answer is None else answer), []
         for row in rows:
@@ -257,7 +257,7 @@ class Engine:
 class Planned(NamedTuple):
     """A pass under way: its rows, how many numbers answer it, and the answer if this rank has it."""
 
-    rows: list[Row]
+    rows: list[PlannedRow]
     size: int
     answer: Optional[list[float]]
 
@@ -287,7 +287,7 @@ class Stage:
             layer.packed = None
         self._packed = []
 
-    def compute(self, planned: Pass) -> Optional[list[float]]:
+    def compute(self, planned: PassPlan) -> Optional[list[float]]:
         """Compute a pass. Returns the answer to the first rank if this is the first rank, too; others send it."""
         rows, link = planned.rows, self.link
         self.cache.begin([(row.stop, row.runs) for row in rows], [row.start for row in rows])
@@ -305,7 +305,7 @@ class Stage:
             link.send_answer(answer)
         return None
 
-    def _answered(self, logits: torch.Tensor, planned: Pass) -> list[float]:
+    def _answered(self, logits: torch.Tensor, planned: PassPlan) -> list[float]:
         """For each row, in order: the log-probabilities of its scored tokens, and its new token. logits [w, v]."""
         for number in planned.ended:
             self.states.pop(number, None)

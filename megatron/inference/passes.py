@@ -5,8 +5,8 @@ Ranks get a pass as integers, and the requests that the last stage sees for the 
 
     >>> from megatron.inference.sampling import Sampling
     >>> row = PassRow(7, 16, True, range(0), ((3, 2),), (464, 2068))
-    >>> told = Pass((row,), ((7, Request((5,) * 17, Sampling(4)), 4),), (2, 3))
-    >>> Pass.decoded(*told.encoded()) == told
+    >>> plan = PassPlan((row,), ((7, Request((5,) * 17, Sampling(4)), 4),), (2, 3))
+    >>> PassPlan.decoded(*plan.encoded()) == plan
     True
 
 The last stage answers with numbers: tokens, which are exact in fp64, and log-probabilities. The first rank knows how many.
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.inference.requests import Request
-from megatron.inference.scheduler import Row
+from megatron.inference.scheduler import PlannedRow
 
 
 class PassRow(NamedTuple):
-    """The new tokens of one text, those at the positions from `start` on. For the other fields see `scheduler.Row`."""
+    """The new tokens of one text, those at the positions from `start` on. Other fields: see `scheduler.PlannedRow`."""
 
     number: int
     start: int
@@ -31,7 +31,7 @@ class PassRow(NamedTuple):
     tokens: tuple[int, ...]
 
     @classmethod
-    def of(cls, row: Row) -> "PassRow":
+    def of(cls, row: PlannedRow) -> "PassRow":
         tokens = tuple(row.text.tokens[row.start : row.stop])
         return cls(row.text.number, row.start, row.chooses, row.scores, row.runs, tokens)
 
@@ -51,7 +51,7 @@ class PassRow(NamedTuple):
         return len(self.scores) * score + self.chooses * (1 + (0 if request.logprobs is None else score))
 
 
-class Pass(NamedTuple):
+class PassPlan(NamedTuple):
     """The texts of a pass; (number, request, limit of new tokens) of new ones; the numbers of those that have ended."""
 
     rows: tuple[PassRow, ...]
@@ -79,7 +79,7 @@ class Pass(NamedTuple):
         return numbers, pickle.dumps(self.new) if self.new else b""
 
     @classmethod
-    def decoded(cls, numbers: list[int], requests: bytes) -> "Pass":
+    def decoded(cls, numbers: list[int], requests: bytes) -> "PassPlan":
         each = iter(numbers)
         take = lambda count: tuple(next(each) for _ in range(count))
         rows, ended = take(2)

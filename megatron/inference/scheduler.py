@@ -67,7 +67,7 @@ class Text:
         return len(self.tokens) - len(self.request.prompt)
 
 
-class Row(NamedTuple):
+class PlannedRow(NamedTuple):
     """The tokens of a text that a pass computes: from start to stop.
 
     runs:    blocks of the text, as (first, number) of consecutive ones
@@ -108,9 +108,9 @@ class Scheduler:
         """Whether a text runs or waits."""
         return bool(self.running or self.waiting)
 
-    def plan(self) -> list[Row]:
+    def plan(self) -> list[PlannedRow]:
         """The next pass; empty if no text can be computed now."""
-        rows: list[Row] = []
+        rows: list[PlannedRow] = []
         most, left = self._most_rows(), self.chunk
         ready = [text for text in self.running if not text.waits]
         for text in ready:
@@ -163,7 +163,7 @@ class Scheduler:
     def _end_of_chunk(self, text: Text, start: int) -> int:
         return min(len(text.tokens), (start // self.chunk + 1) * self.chunk)
 
-    def _row(self, text: Text, stop: int) -> Row:
+    def _row(self, text: Text, stop: int) -> PlannedRow:
         """Plan the tokens of a text up to `stop`. From now on other texts may share its full blocks."""
         start, text.computed = text.computed, stop
         text.waits = chooses = stop == len(text.tokens)
@@ -171,8 +171,9 @@ class Scheduler:
         if text.request.prompt_logprobs:
             scores = range(text.scored, max(text.scored, min(stop, len(text.request.prompt) - 1)))
             text.scored = scores.stop
-        self.pool.remember(text.table, text.tokens[:stop])
-        return Row(text, start, stop, tuple(map(tuple, text.table.runs)), chooses, scores)
+        if stop // self.pool.size > len(text.table.digests):
+            self.pool.remember(text.table, text.tokens[:stop])
+        return PlannedRow(text, start, stop, tuple(map(tuple, text.table.runs)), chooses, scores)
 
     def _admit(self, text: Text, left: int) -> bool:
         """Let a text run, with the beginning that the cache has of it, if the rest fits into the cache and its first chunk
@@ -194,12 +195,11 @@ class Scheduler:
         insort(self.running, text)
         return True
 
-    def _make_room(self, text: Text, tokens: int, rows: list[Row]) -> bool:
+    def _make_room(self, text: Text, tokens: int, rows: list[PlannedRow]) -> bool:
         """Give a text blocks for this many tokens, if need be those of newer texts that have no row yet."""
-        planned = {row.text.number for row in rows}
         while not self.pool.grow(text.table, tokens, len(text.request.prompt) + text.limit - 1):
             newest = self.running[-1]
-            if newest is text or newest.number in planned:
+            if newest is text or any(row.text is newest for row in rows):
                 return False
             self.running.pop()
             self.pool.release(newest.table)

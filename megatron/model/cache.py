@@ -22,7 +22,7 @@ class Cache(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class TextInPass(NamedTuple):
     """The tokens of one text in a pass.
 
     rows:   of the pass
@@ -52,7 +52,7 @@ class PagedCache:
     def __init__(self, blocks: int, block_size: int):
         self.blocks, self.block_size = blocks, block_size
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values, [blocks block_size, g/tp, d]
-        self.parts: list[Part] = []
+        self.parts: list[TextInPass] = []
         self._slots: list[int] = []  # the place of each new token
         self._positions: list[int] = []
         self._on_device: dict[str, torch.Tensor] = {}
@@ -64,7 +64,7 @@ class PagedCache:
         self.parts, self._slots, self._positions, self._on_device, row = [], [], [], {}, 0
         for (tokens, runs), start in zip(texts, starts, strict=True):
             places = tuple(_cut(runs, self.block_size, 0, tokens))
-            self.parts.append(Part(slice(row, row + tokens - start), places))
+            self.parts.append(TextInPass(slice(row, row + tokens - start), places))
             for run in _cut(runs, self.block_size, start, tokens):
                 self._slots.extend(range(run.start, run.stop))
             self._positions.extend(range(start, tokens))
@@ -83,7 +83,7 @@ class PagedCache:
         dtype, query = query.dtype, query.to(keys.dtype)
         parts = self.parts
         if layer.window is not None:
-            parts = [Part(rows, _last(places, rows.stop - rows.start + layer.window)) for rows, places in parts]
+            parts = [TextInPass(rows, _last(places, rows.stop - rows.start + layer.window)) for rows, places in parts]
         attended = query.new_empty((len(query), 1, query[0].numel()))
         single = [part for part in parts if part.rows.stop - part.rows.start == 1]
         single = single if single and layer.takes_one_query(query) else []
