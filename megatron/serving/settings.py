@@ -151,7 +151,9 @@ def read_keys(path: Optional[str]) -> list[str]:
     try:
         keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--api-key-file {path}: cannot be read", getattr(error, "strerror", None) or str(error)) from None
+        raise DataError(
+            f"--api-key-file {path}: cannot be read", getattr(error, "strerror", None) or str(error)
+        ) from None
     if not keys:
         raise DataError(f"--api-key-file {path}: has no key", do="write one into it, or leave the flag out")
     return keys

@@ -200,7 +200,10 @@ def export_program(settings: GenerateOptions, given: Mapping[str, Statement]) ->
 
 
 def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
-    """Raise SettingsError or StorageError for settings that cannot work, before torch is loaded. given: setting -> its source."""
+    """Raise SettingsError or StorageError for settings that cannot work, before torch is loaded.
+
+    given: setting -> its source
+    """
     check_one_model(settings, given)
     tp, pp, world = settings.tensor_model_parallel_size, settings.pp, rank_env.ranks().world_size
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, num_samples=settings.num_samples)

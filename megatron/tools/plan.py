@@ -56,6 +56,10 @@ IDLE = {name: Needs("--mode inference", lambda s: s.mode == "inference") for nam
 IDLE |= {
     name: Needs("--mode training", lambda s: s.mode == "training") for name in ("rejected", "tokens", "emit", "picture")
 }
+BATCH = {
+    name: Needs("--mode training; --max-batch-size has the texts at a time", lambda s: s.mode == "training")
+    for name in ("micro_batch_size", "global_batch_size")
+}
 COMMON = (
     "num_layers",
     "hidden_size",
@@ -102,7 +106,8 @@ def main(argv: list[str]) -> None:
         if asked.calibrate:
             _calibrate(asked.calibrate)
             config = config.derive("--calibrate", calibration=asked.calibrate)
-        for note in idle_flags(asked, config.statements, IDLE):
+        own = idle_flags(asked, config.statements, IDLE)
+        for note in own + idle_flags(config.batch, config.statements, BATCH, mode=asked.mode):
             print(f"note: {note}", file=sys.stderr)
         (_serve if asked.mode == "inference" else _search)(config, asked)
 

@@ -126,7 +126,9 @@ def check(options: SensitivityOptions, quantize: QuantizeOptions) -> None:
         new_figure(1, 1, "--picture")
     for flag, path in (("--output", options.output), ("--picture", options.picture)):
         if path and not Path(path).parent.is_dir():
-            raise StorageError(f"{flag} {path}: there is no folder {Path(path).parent}", do="make it, or give another path")
+            raise StorageError(
+                f"{flag} {path}: there is no folder {Path(path).parent}", do="make it, or give another path"
+            )
         if path and Path(path).is_dir():
             raise StorageError(f"{flag} {path}: is a folder", do="give the name of a file")
 

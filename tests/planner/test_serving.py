@@ -171,8 +171,9 @@ def test_the_command(capsys):
     best = record["plans"][0]
     assert best["fits"] and best["tp"] * best["pp"] == 8 and best["texts"] == 8
     assert best["bytes"] == best["weights"] + best["workspace"] + best["texts"] * best["cache"]
-    tool.main([*COMMAND.split(), "--picture", "x.svg", "--tokens", "1e9"])
-    assert capsys.readouterr().err.count("has no effect without --mode training") == 2
+    tool.main([*COMMAND.split(), "--picture", "x.svg", "--tokens", "1e9", "--batch-size", "4"])
+    said = capsys.readouterr().err
+    assert said.count("has no effect without --mode training") == 3 and "--batch-size 4 has no effect" in said
 
 
 def test_what_cannot_be_planned_is_refused():

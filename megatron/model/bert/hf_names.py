@@ -79,7 +79,11 @@ def refuse_other(facts: BertFacts) -> None:
     }
     if any(against.values()):
         why = ", ".join(what for what, so in against.items() if so)
-        raise SettingsError("Hugging Face's BERT is no model of this shape", f"not BERT: {why}", do="--format onnx or torch-export of python -m megatron.tools.export")
+        raise SettingsError(
+            "Hugging Face's BERT is no model of this shape",
+            f"not BERT: {why}",
+            "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
+        )
 
 
 def their_settings(facts: BertFacts, dtype: str) -> dict[str, Any]:

@@ -146,7 +146,11 @@ def refuse_other(facts: T5Facts) -> None:
     }
     if any(against.values()):
         why = ", ".join(what for what, so in against.items() if so)
-        raise SettingsError("Hugging Face's T5 is no model of this shape", f"not T5: {why}", do="--format onnx or torch-export of python -m megatron.tools.export")
+        raise SettingsError(
+            "Hugging Face's T5 is no model of this shape",
+            f"not T5: {why}",
+            "python -m megatron.tools.export --format onnx or torch-export writes a program of it",
+        )
 
 
 _FORWARD = {"relu": "relu", "gated-gelu": "gated-gelu", "gelu": "gelu"}
