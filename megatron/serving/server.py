@@ -210,7 +210,13 @@ class Log:
             label = scope.get("label")
             who = f" user={json.dumps(label)}" if label else ""
             seconds = time.monotonic() - began
-            log.info("%s %s %d %.3f s%s", scope["method"][:20], json.dumps(scope["path"][:200]), status, seconds, who)
+            healthy = (
+                scope["path"] == "/health" and status == 200
+            )  # asked for every second by whoever watches the server
+            if not healthy:
+                log.info(
+                    "%s %s %d %.3f s%s", scope["method"][:20], json.dumps(scope["path"][:200]), status, seconds, who
+                )
 
 
 # -- the process -------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class ServeOptions:
     )
     ray: bool = setting("--replicas on a cluster of Ray: that of RAY_ADDRESS, or one that is started here", False)
     replica_of: Optional[int] = setting("process with which this replica ends (set by --replicas)", None)
-    access_log: bool = setting("a line for each request on standard error", True)
+    access_log: bool = setting("a line for each request on standard error, but healthy answers of /health", True)
     cache_gigabytes: Optional[float] = setting(
         "memory for keys and values, on each rank (default: enough for --max-batch texts of the greatest length)", None
     )

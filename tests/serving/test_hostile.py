@@ -235,6 +235,17 @@ def test_a_second_head_that_never_ends(toy):
     still_fine(toy)
 
 
+def test_healthy_answers_are_not_logged(toy, caplog):
+    with caplog.at_level(logging.INFO, logger="megatron.serving"):
+        for path in ("/health", "/v1/models"):
+            exchange(toy.url, request("GET", path))
+        until = time.monotonic() + 20  # a line comes after its answer
+        while not (said := [one.getMessage() for one in caplog.records if one.name == "megatron.serving"]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    assert len(said) == 1 and said[0].startswith('GET "/v1/models" 200 ')
+
+
 def test_health_and_page_need_no_key(toy):
     for path in ("/health", "/"):
         status, headers, _ = parsed(exchange(toy.url, request("GET", path, authorization=None)))
