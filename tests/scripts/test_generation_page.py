@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from megatron.inference.sampling import Sampling, Search
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings.parse import parse
 from megatron.settings.schema import TokenizerSettings
 from megatron.settings.spelling import spellings_of
@@ -45,7 +46,7 @@ def test_its_commands_are_parsed(page):
         assert parse(words[1:], kinds)
         seen.add(words[0])
     assert seen == {"megatron.tools.generate", "megatron.tools.benchmark_inference"} and len(lines) == 5
-    known = {**spellings_of(GENERATE), **spellings_of(dict(b=BenchmarkOptions)), "--mp-degree": None}
+    known = {**spellings_of(GENERATE), **spellings_of(dict(b=BenchmarkOptions, q=QuantizeOptions)), "--mp-degree": None}
     others = re.findall(r"`(--[\w-]+)", page[page.index("## Other suites' settings") :])
     assert len(others) > 10 and {flag.replace("_", "-") for flag in others} <= set(known)
 
