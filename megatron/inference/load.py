@@ -172,9 +172,10 @@ def build_model(
 
 def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
     """Raise SettingsError if the tensor parallel size does not fit the model. Batch settings of training are not checked,
-    because the ranks differ.
+    because the ranks differ, nor is the vocabulary, which imported models may lack.
     """
-    config = replace(config, batch=schema.Batch(micro_batch_size=1, train_iters=1))
+    numbers = schema.TokenizerSettings("NullTokenizer", vocab_size=1)
+    config = replace(config, batch=schema.Batch(micro_batch_size=1, train_iters=1), tokenizer=numbers)
     if mesh.tp.size > 1 and (found := violations(config, mesh.world_size, rules)[0]):
         raise SettingsError(found[0] if len(found) == 1 else f"{len(found)} settings cannot work:{numbered(found)}")
 

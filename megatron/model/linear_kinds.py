@@ -99,8 +99,6 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
     """The problems of --linear and of its kinds, as messages. tables: returns the weights of each block, by its index."""
     if settings.linear is None:
         return lora.problems(settings, ())
-    if wrong := quantization.problems(settings):
-        return wrong
     try:
         parts = choices(settings.linear)
     except SettingsError as error:

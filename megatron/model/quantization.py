@@ -28,7 +28,6 @@ from megatron.settings.schema import Config, Model, setting
 
 KIND = "fake_quantize"
 ALPHA = 20.0  # initial bound of PACT
-FEWEST_BITS, MOST_BITS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -106,16 +105,6 @@ def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> li
             f"{flag} {text}: cannot be read: {getattr(error, 'strerror', None) or error}",
             do="give patterns of layers, such as blocks.0.*, or the file of python -m megatron.tools.sensitivity --output",
         ) from error
-
-
-def problems(settings: Model) -> list[str]:
-    """The problems of the flags of --quantization, as messages."""
-    bits = dict(weight_bits=settings.weight_bits, activation_bits=settings.activation_bits)
-    return [
-        f"--{name.replace('_', '-')} {value} must be at least {FEWEST_BITS} and at most {MOST_BITS}"
-        for name, value in bits.items()
-        if not FEWEST_BITS <= value <= MOST_BITS
-    ]
 
 
 def _words(text: str) -> list[str]:

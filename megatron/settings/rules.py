@@ -85,6 +85,7 @@ RANGES = {  # what a value must be -> test, fields
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top
         straggler_minmax_count lora_rank prompt_length output_length max_batch_size""",
     ),
+    "at least 2 and at most 8": (lambda v: 2 <= v <= 8, "weight_bits activation_bits"),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: fewer steps are not judged
     "at least 0": (
         lambda v: v >= 0,

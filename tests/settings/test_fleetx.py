@@ -126,7 +126,6 @@ def test_overrides(read):
     [
         ("Model.hiden_size=3", "-o Model.hiden_size is no known key; did you mean Model.hidden_size?"),
         ("Compress.Prune.enable=True", "-o Compress.Prune.enable is not supported: compression"),
-        ("Quantization.enable=True", "-o Quantization.enable is not supported: compression"),
         ("Optimizer.name=Lamb", "-o Optimizer.name: 'lamb' is not supported; there is: adamw, fusedadamw"),
         ("Engine.run_mode=often", "-o Engine.run_mode: 'often' is neither step nor epoch"),
         ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
