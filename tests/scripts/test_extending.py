@@ -18,7 +18,7 @@ SAID = {
     "A variant of GPT": [r"3 of 3 pass", r"iteration +4/ +4.* added: \d", r"attention\.gate\.weight"],
     "Position biases: ALiBi": [r"2 of 2 pass", r"iteration +3/ +3"],
     "A head and a loss": [r"2 of 2 pass", r"iteration +3/ +3.* ahead loss: \d", r"ahead\.weight"],
-    "A kind of linear layer": [r"2 of 2 pass", r"iteration +3/ +3", r"attention\.qkv\.lora_a"],
+    "A kind of linear layer": [r"2 of 2 pass", r"iteration +3/ +3", r"attention\.qkv\.pair_a"],
     "Experts": [
         r"iteration +4/ +4",
         r"expert-model-parallel size: 2",

@@ -290,6 +290,7 @@ def test_the_first_steps_that_the_mean_of_throughput_leaves_out():
 
 ENDS = {  # what a message says -> the least and the most that it allows, and the next values, which it does not
     "at least 1": ((1,), (0, math.nextafter(1.0, 0))),
+    "at least 2 and at most 8": ((2, 8), (1, 9)),
     "at least 32": ((32,), (31,)),
     "at least 0": ((0, 0.0), (-1, -5e-324)),
     "above 0": ((5e-324,), (0, 0.0)),
