@@ -118,7 +118,8 @@ def cases_of(load: str, count: int) -> list[Case]:
         [new] = generate(loaded.model, [prompt], Sampling(**words), **more)
         names = dict(tokens_to_generate="max_tokens", sampling_seed="seed")
         body = dict(prompt=prompt) | {names.get(name, name): value for name, value in words.items()}
-        cases.append(Case(body, tokenizer.decode(new)))
+        before = tokenizer.decode(prompt)  # the text is what new tokens add to it
+        cases.append(Case(body, tokenizer.decode([*prompt, *new])[len(before) :]))
     return cases
 
 
