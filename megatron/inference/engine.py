@@ -162,7 +162,7 @@ class Engine:
         """On all ranks but the first: take part in its passes until it closes."""
         with torch.inference_mode():
             while True:
-                kind, *message = self.link.told()
+                kind, *message = self.link.received()
                 if kind == CLOSE:
                     break
                 if kind == COMPUTE:

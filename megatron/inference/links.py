@@ -53,7 +53,7 @@ class Link:
             torch.frombuffer(bytearray(more), dtype=torch.uint8) if more else torch.empty(0, dtype=torch.uint8),
         )
 
-    def told(self) -> tuple[int, list[int], bytes]:
+    def received(self) -> tuple[int, list[int], bytes]:
         """The next message of the first rank, which is passed on."""
         head = self._received(torch.empty(3, dtype=torch.int64))
         kind, count, more = head.tolist()
@@ -115,7 +115,7 @@ class Link:
         if self.is_first:
             self.tell(0, [number for one in lists for number in (len(one), *one)])
         else:
-            each, lists = iter(self.told()[1]), []
+            each, lists = iter(self.received()[1]), []
             for count in each:
                 lists.append([next(each) for _ in range(count)])
         self.finish()

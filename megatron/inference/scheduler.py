@@ -4,7 +4,7 @@
 Texts that have all but their newest token in the cache come first, with that token each. Then come prompts, oldest first,
 in chunks of at most `chunk` tokens in all, so that a long prompt delays the others by one chunk at most. A text that waits
 is admitted when there is room for all of its tokens. If the cache is full, the newest texts give their blocks back and
-wait again, to be computed anew. Nobody takes blocks from an older text, so the oldest one goes on, and each text ends.
+wait again, to be computed once more. Nobody takes blocks from an older text, so the oldest one goes on, and each text ends.
 
 Chunks end at multiples of `chunk`: how a prompt is divided does not depend on its neighbours.
 

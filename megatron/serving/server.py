@@ -225,14 +225,14 @@ class Log:
 def serve(service: Service, listener: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C; then let running answers end. Raises the error of a failed engine."""
 
-    def told() -> None:
+    def stopping() -> None:
         service.stopping = True
 
     def late() -> None:
         for model in service.models.values():
             model.thread.cancel_all(ApiError(503, "the server is stopping", code="stopping"))
 
-    server = web_server(app(service, is_local(listener)), service.limits, told, late)
+    server = web_server(app(service, is_local(listener)), service.limits, stopping, late)
     service.stop = lambda: setattr(server, "should_exit", True)
     server.run(sockets=[listener])
     if service.failure:
@@ -244,22 +244,22 @@ def is_local(listener: socket.socket) -> bool:
 
 
 def web_server(
-    application, limits: ServeLimits, told: Callable[[], None] = lambda: None, late: Callable[[], None] = lambda: None
+    application, limits: ServeLimits, stopping: Callable[[], None] = lambda: None, late: Callable[[], None] = lambda: None
 ):
-    """uvicorn's server of an application. told: called when it is told to stop; late: after --stop-timeout."""
+    """uvicorn's server of an application. stopping: called when it is to stop; late: after --stop-timeout."""
     import uvicorn
 
     from megatron.serving.connection import Connection
 
     class Server(uvicorn.Server):
         def handle_exit(self, number, frame):
-            """uvicorn's would raise the signal again at the end: a server that was told to stop is done."""
+            """uvicorn's would raise the signal again at the end: a server that was asked to stop is done."""
             if self.should_exit:  # the second signal
                 self.force_exit = True
             self.should_exit = True
 
         async def shutdown(self, sockets=None):
-            told()
+            stopping()
             timer = asyncio.get_running_loop().call_later(limits.stop_timeout, late)
             try:
                 await super().shutdown(sockets)

@@ -45,10 +45,8 @@ class CompileTrial:
         if not self.active:
             yield
             return
-        self._deferring, run.pending.defers_host_sync = (
-            run.pending.defers_host_sync,
-            False,
-        )  # a step ends before the next
+        self._deferring = run.pending.defers_host_sync
+        run.pending.defers_host_sync = False  # a step ends before the next
         try:
             yield
         finally:
