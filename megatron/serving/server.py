@@ -244,7 +244,10 @@ def is_local(listener: socket.socket) -> bool:
 
 
 def web_server(
-    application, limits: ServeLimits, stopping: Callable[[], None] = lambda: None, late: Callable[[], None] = lambda: None
+    application,
+    limits: ServeLimits,
+    stopping: Callable[[], None] = lambda: None,
+    late: Callable[[], None] = lambda: None,
 ):
     """uvicorn's server of an application. stopping: called when it is to stop; late: after --stop-timeout."""
     import uvicorn
