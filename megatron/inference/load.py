@@ -12,6 +12,7 @@ import torch
 from megatron.checkpoint.folder import choose, restore
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
+from megatron.inference.gptq import quantize_model
 from megatron.inference.quantize import quantize_layers
 from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
 from megatron.model.quantization import PLAIN, QuantizeOptions
@@ -122,9 +123,12 @@ def load_model(
 
 def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
     """The model with its linear layers quantized, if a format is given."""
-    if how.quantize:
-        facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
-        quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
+    if not how.quantize:
+        return loaded
+    facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
+    if how.quantize_method == "gptq":
+        return replace(loaded, notices=(*loaded.notices, quantize_model(loaded.model, facts, how, loaded.longest)))
+    quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
     return loaded
 
 
