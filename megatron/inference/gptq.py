@@ -135,10 +135,11 @@ def _calibrate(model: nn.Module, chosen: Mapping[str, nn.Module], batches: Seque
     for number, block in model.blocks.items():
         own = {name: layer for name, layer in chosen.items() if name.startswith(f"blocks.{number}.")}
         with _observed(own) as hessians:
-            after = [_through(model, block, x, rest) for x, rest in passes] if own else passes
+            for x, rest in passes if own else ():
+                _through(model, block, x, rest)
         for name, layer in own.items():
             layer.product = products[name]
-            layer.product.keep(_quantized(layer, layer.product, hessians.pop(name)))
+            layer.product.hold(layer.product.operand(_quantized(layer, layer.product, hessians.pop(name))))
         passes = [(_through(model, block, x, rest), rest) for x, rest in passes]
 
 

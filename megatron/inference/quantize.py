@@ -57,6 +57,7 @@ class Rounded(LinearProduct):
     least: ClassVar[int]
     largest: ClassVar[int]
     group_size: Optional[int] = None  # inputs that share a scale; None: all of an output channel
+    stored_bits = 8  # of a value in `operand`
 
     def grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(scale [o, 1], zero [o, 1]) of a group of inputs, [o, k]; the scale has the format of the weight."""
@@ -70,9 +71,9 @@ class Rounded(LinearProduct):
         """The weight that the layer multiplies by."""
         raise NotImplementedError
 
-    def keep(self, codes: Codes) -> None:
-        """Multiply by this weight."""
-        self._kept = self.operand(codes)
+    def hold(self, operand: Operand) -> None:
+        """Multiply by this operand, in place of the layer's weight."""
+        self._kept = operand
 
 
 class Int8(Rounded):
@@ -152,7 +153,7 @@ class Int8Static(Int8):
 class Int4(Rounded):
     """Weights as 4 bits, two in a byte, by the least and the largest of each group of inputs. One of the values is 0."""
 
-    bits, least, largest, group_size = 4, 0, NIBBLE, 128
+    bits, stored_bits, least, largest, group_size = 4, 4, 0, NIBBLE, 128
 
     def grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         least, largest = rows.amin(1, keepdim=True).clamp_max(0), rows.amax(1, keepdim=True).clamp_min(0)
@@ -314,4 +315,3 @@ def multiply_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _with_bias(y: torch.Tensor, bias: Optional[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return (y if bias is None else y + bias).to(x.dtype)
-

@@ -42,7 +42,7 @@ class QuantizeOptions:
         "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output", None
     )
     quantize_method: Literal["round", "gptq"] = setting(
-        "--quantize: round each weight to the nearest value, or gptq: correct later weights for the errors of earlier ones, "
+        "--quantize: round each weight to the nearest value; gptq: correct later weights for the errors of earlier ones, "
         "on the inputs of --calibration-data",
         "round",
     )

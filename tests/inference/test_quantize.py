@@ -48,7 +48,10 @@ def by_hand(weight: torch.Tensor, how: str) -> torch.Tensor:
     flat = weight.double().reshape(-1, weight.shape[-1])
     if how == "int4":
         groups = flat.reshape(len(flat), -1, GROUP)
-        least, largest = groups.min(2, keepdim=True).values.clamp(max=0), groups.max(2, keepdim=True).values.clamp(min=0)
+        least, largest = (
+            groups.min(2, keepdim=True).values.clamp(max=0),
+            groups.max(2, keepdim=True).values.clamp(min=0),
+        )
         step = (largest - least) / 15
         zero = torch.round(-least / step)
         values = torch.clamp(torch.round(groups / step + zero), 0, 15)
