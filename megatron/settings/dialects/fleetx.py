@@ -502,9 +502,26 @@ def _layer_types(out: Translated, key: str) -> None:
     out.say("--quantization-layers", [",".join(layers)], key)
 
 
+# Key of Distillation -> its flag
+DISTILLATION = dict(distill_loss_ratio="--kd-alpha", T="--kd-temperature")
+
+
+def _distillation(out: Translated) -> None:
+    """The section Distillation, in Compress or on its own: its flags, if its switch is on."""
+    for section in ("Compress.Distillation", "Distillation"):
+        if out.purpose != "train" or not out.is_on(f"{section}.enable"):
+            continue
+        given = [(flag, f"{section}.{name}") for name, flag in DISTILLATION.items() if f"{section}.{name}" in out.given]
+        words = [f"{flag} {out.given[key].value}" for flag, key in given]
+        flags = " ".join(["--teacher-load DIR", *words])
+        out.refuse(f"{section}.enable", f"names no checkpoint of the teacher: leave the section out, and say {flags}")
+        out.take(*out.left(f"{section}."))
+
+
 def _compression(out: Translated) -> None:
-    """Translate quantization, and refuse the other sections of compression if their switch is on."""
+    """Translate quantization and distillation; refuse the other sections of compression if their switch is on."""
     _quantization(out)
+    _distillation(out)
     for key in [key for key in out.given if key not in out.taken and sentence({"-": COMPRESSION + TEACHER}, key)]:
         if key == "Compress.pretrained":
             out.refuse(
