@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import DataError, SettingsError, UsageError
+from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
 from megatron.guard import processes
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.inference.sampling import Sampling, Search
 from megatron.serving.settings import ServeLimits, read_keys
-from megatron.tools import serve, text_generation_cli
+from megatron.tools import export, serve, text_generation_cli
+from megatron.tools import generate as generate_tool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -104,6 +105,47 @@ def test_a_model_is_served(checkpoint, expected, tmp_path):
         request = urllib.request.Request(url + "/metrics", headers=dict(authorization="Bearer second"))
         text = urllib.request.urlopen(request).read().decode()
         assert 'megatron_serve_iteration{model="cats"} 7.0' in text and 'engine{model="cats",what="blocks"}' in text
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind, how", [("checkpoint", "int8"), ("--load", "int8-dynamic"), ("--load-exported", "int4")])
+def test_exports_and_quantized_models_answer_as_generate(checkpoint, kind, how, tmp_path, capsys):
+    """The server's texts are those of tools.generate with the same flags."""
+    if kind == "checkpoint":
+        words = ["--load", str(checkpoint)]
+    else:
+        export.main(["--load", str(checkpoint), "--output", str(tmp_path / "hf"), "--dtype", "fp32", "--no-check"])
+        words = [kind, str(tmp_path / "hf")]
+    words += ["--quantize", how]
+    words += ["--quantize-group-size", "8", "--quantize-skip", "*.mlp.*"] if how == "int4" else []
+    texts, drawn = ["the cat sat", "a dog"], ["--tokens-to-generate", "9", "--seed", "5", "--json"]
+    wanted = []
+    for text in texts:
+        capsys.readouterr()
+        generate_tool.main([*words, "--device", "cpu", "--prompt", text, *drawn])
+        wanted.append(json.loads(capsys.readouterr().out)["text"])
+    with serving(*words) as (url, _):
+        name = ask(url, "/v1/models", method="GET")["data"][0]["id"]
+        found = [ask(url, "/v1/completions", model=name, prompt=text, max_tokens=9, seed=5) for text in texts]
+    assert [answer["choices"][0]["text"] for answer in found] == wanted
+    plain = texts_of(str(checkpoint))
+    if how == "int4":  # coarse enough for other texts
+        assert wanted != [plain(text, tokens_to_generate=9, sampling_seed=5) for text in texts]
+
+
+def test_what_is_no_model_to_serve(checkpoint, tmp_path):
+    """Each is refused by name before the server says that it serves."""
+    export.main(["--load", str(checkpoint), "--output", str(tmp_path / "hf"), "--dtype", "fp32", "--no-check"])
+    for words, error, why in (
+        (["--follow", str(tmp_path / "hf")], SettingsError, "it is an export, which has no newer checkpoints"),
+        (["--load", str(tmp_path / "hf"), "--ckpt-step", "3"], SettingsError, "is an export, which has one step"),
+        (["--load-exported", "x", "--ckpt-step", "3"], UsageError, "there is no --load whose checkpoint"),
+        (["--load-exported", "x", "--follow", "x"], UsageError, "an export has no newer checkpoints"),
+        (["--load", str(checkpoint), "--quantize", "int4"], SettingsError, "--quantize-group-size"),
+        (["--load-exported", str(tmp_path)], CheckpointError, "holds no export"),
+    ):
+        with pytest.raises(error, match=why):
+            serve.main([*words, "--port", "0", "--device", "cpu"])
 
 
 @pytest.mark.sampled(3)
