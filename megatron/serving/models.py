@@ -43,6 +43,7 @@ def weights_of(settings: ServeSettings, folder: str, context) -> Weights:
     from megatron.inference.export.opened import is_export
     from megatron.inference.load import load_model
     from megatron.inference.searches import SearchingEngine
+    from megatron.inference.sequence_engine import SequenceEngine
 
     options, limits, quantize, _ = settings
     mesh, memory, step = context.mesh, options.cache_gigabytes, options.ckpt_step
@@ -60,14 +61,16 @@ def weights_of(settings: ServeSettings, folder: str, context) -> Weights:
             f"{folder} holds a program, which has no room for several texts at a time",
             do="export with --format hf, or use python -m megatron.tools.generate --load-exported",
         )
-    if not loaded.continues_texts:
+    if not (loaded.continues_texts or hasattr(loaded.model, "decode")):
         raise SettingsError(
-            f"{folder} holds a model of type {loaded.config.model.model_type}, which does not continue texts",
-            do="encoder-decoders answer in python -m megatron.tools.generate",
+            f"{folder} holds a model of type {loaded.config.model.model_type}, which generates nothing",
+            do="models of texts and encoder-decoders are served",
         )
     size = None if memory is None else int(memory * 1e9)
 
     def engine_of(loaded):
+        if hasattr(loaded.model, "decode"):
+            return SequenceEngine(loaded.model, max_batch=limits.max_batch, memory=size)
         return SearchingEngine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size)
 
     return Weights(partial(load_model, **how), engine_of, loaded, mesh.world if mesh.world_size > 1 else None)
@@ -91,11 +94,23 @@ def service_of(settings: ServeSettings, whole: list[Weights]):
         meter.iteration(weights.loaded.iteration)
         thread = EngineThread(weights.engine(), room=limits.room, version=weights.version, meter=meter)
         template = find_template(folders_of(folder, weights.loaded, tokenizer), opened, options.chat_template)
-        more = dict(template=template, defaults=recommended(folder))
-        models[name] = ServedModel(name, opened, weights.loaded.longest, thread, **more)
+        more = dict(template=template, defaults=recommended(folder), targets=targets_of(weights.loaded, opened))
+        longest = weights.loaded.model.facts.source if more["targets"] else weights.loaded.longest
+        models[name] = ServedModel(name, opened, longest, thread, **more)
         if folder == options.follow:
             background.append(follow(folder, models[name], weights))
     return Service(models, metrics, limits, read_keys(options.api_key_file), background)
+
+
+def targets_of(loaded, tokenizer):
+    """What the answers of an encoder-decoder are (`served_model.Targets`); None for other models."""
+    from megatron.inference.prompts import boundaries
+    from megatron.serving.served_model import Targets
+
+    if not hasattr(loaded.model, "decode"):
+        return None
+    facts = loaded.model.facts
+    return Targets(facts.target, *boundaries(tokenizer, facts))
 
 
 def recommended(folder: str) -> dict[str, Any]:

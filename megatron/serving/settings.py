@@ -88,7 +88,9 @@ def check(settings: ServeOptions, limits: ServeLimits, given: Mapping[str, State
     folders = settings.folders
     check_replicas(settings)
     if not folders and not addresses_of(settings):
-        more = "--load-exported FOLDER of tools.export or Hugging Face, or --follow FOLDER to take newer checkpoints, too"
+        more = (
+            "--load-exported FOLDER of tools.export or Hugging Face, or --follow FOLDER to take newer checkpoints, too"
+        )
         raise UsageError("which model?", do=f"--load FOLDER, {more}")
     if settings.follow in (settings.load_exported or ()):
         raise UsageError(f"--follow {settings.follow}: an export has no newer checkpoints", do="leave out --follow")
