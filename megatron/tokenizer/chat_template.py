@@ -12,7 +12,7 @@ can end itself and begin another one.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -144,9 +144,14 @@ class ChatTemplate:
         return self._tokens(text, marks[0], ()).ids
 
     def encode_answers(
-        self, messages: Sequence[Mapping[str, Any]], tools: Optional[Sequence[Any]] = None, first: int = 0
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Optional[Sequence[Any]] = None,
+        learned: Callable[[int], bool] = lambda number: True,
     ) -> Answers:
-        """A whole conversation as tokens, and which of them are answers: messages of the assistant from number `first`.
+        """A whole conversation as tokens, and which of them are answers: messages of the assistant that are learned.
+
+        learned: the number of a message -> whether it counts
 
         The answers are the template's {% generation %} blocks, or else what the template adds to the prompt: the text of
         all messages up to the answer is compared with that of the messages before it. An answer ends with its last
@@ -165,7 +170,7 @@ class ChatTemplate:
         messages = _marked(messages, self._names, marks[0])
         more = dict(tools=_marked(tools, self._names, marks[0])) if tools else {}
         text, spans = (self._from_blocks if self.marks_answers else self._from_prefixes)(messages, more, marks)
-        return self._tokens(text, marks[0], [span for span in spans if span.message >= first])
+        return self._tokens(text, marks[0], [span for span in spans if learned(span.message)])
 
     @property
     def _names(self) -> str:
