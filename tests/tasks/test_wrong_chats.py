@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong settings and files of instruction tuning: one message each, with its exit code."""
 
-import json
-
 import pytest
 
 import finetune
@@ -85,16 +83,3 @@ def test_what_is_cut_and_left_out_is_counted(base, tmp_path, capsys):
         f"{file}: id of its lines are not used",
     ):
         assert f"note: {words}" in told, words
-
-
-def test_the_template_is_beside_the_checkpoints(base, tmp_path):
-    """A run that goes on, and the server, find it there."""
-    file = write(tmp_path, TALK, TALK)
-    run = tmp_path / "run"
-    finetune.main(f"{TRAIN} {TUNE} --save {run}".format(file=file, base=base).split())
-    assert "### Assistant" in (run / "chat_template.jinja").read_text().replace("' + message['role'] | capitalize + '", "")
-    assert json.loads((run / "tokenizer_config.json").read_text()) == {"eos_token": "<|endoftext|>"}
-    finetune.main(
-        f"--task chat --train-data {file} --load {run} --save {run} --global-batch-size 2 --train-iters 2 {TUNE}".split()
-    )
-    assert (run / "iter_0000002").exists()
