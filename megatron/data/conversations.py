@@ -84,7 +84,9 @@ def _conversation(where: str, row: Mapping[str, Any]) -> Conversation:
         raise DataError(
             f"{where}: {'both messages and conversations' if shapes else 'no messages'}",
             f"it has {', '.join(map(str, row))}" if not shapes else "",
-            "pairs of answers are learned with --task dpo" if pair else 'give {"messages": [{"role": ..., "content": ...}]}',
+            "pairs of answers are learned with --task dpo"
+            if pair
+            else 'give {"messages": [{"role": ..., "content": ...}]}',
         )
     given, where_list = row[shapes[0]], f"{where}, {shapes[0]}"
     messages = messages_in(given, where_list, sharegpt=shapes == ["conversations"])
@@ -110,11 +112,14 @@ def _message(given: Any, where: str) -> Message:
         raise DataError(f"{where}: {type(given).__name__}, no message", do='give {"role": ..., "content": ...}')
     if "role" not in given and {"from", "value"} & given.keys():
         raise DataError(
-            f"{where}: a message of ShareGPT's shape in messages", do="call the list conversations, or say role and content"
+            f"{where}: a message of ShareGPT's shape in messages",
+            do="call the list conversations, or say role and content",
         )
     message = {name: value for name, value in given.items() if value is not None}
     if not isinstance(message.get("role"), str) or not message["role"].strip():
-        raise DataError(f"{where}: no role", f"it has {', '.join(map(str, given))}", "say user, assistant, system or tool")
+        raise DataError(
+            f"{where}: no role", f"it has {', '.join(map(str, given))}", "say user, assistant, system or tool"
+        )
     if "content" not in message and "tool_calls" not in message:
         raise DataError(f"{where}: no content", f"it has {', '.join(map(str, given))}", "give it a text")
     message["content"] = _text(message.get("content", ""), f"{where}, content")
@@ -178,14 +183,20 @@ def _pair(where: str, row: Mapping[str, Any]) -> Pair:
     parts = {name: row[name] for name in ("prompt", "chosen", "rejected") if row.get(name) is not None}
     texts = {name: isinstance(part, str) for name, part in parts.items()}
     if texts["chosen"] != texts["rejected"]:
-        raise DataError(f"{where}: one answer is a text, the other one is not", do="give two texts, or two lists of messages")
+        raise DataError(
+            f"{where}: one answer is a text, the other one is not", do="give two texts, or two lists of messages"
+        )
     read = (lambda part, there: _text(part, there)) if texts["chosen"] else messages_in
     chosen, rejected = (read(parts[name], f"{where}, {name}") for name in ("chosen", "rejected"))
     if "prompt" not in parts:
         prompt, chosen, rejected = _without_prompt(chosen, rejected)
     elif texts["prompt"] == texts["chosen"]:
         prompt = read(parts["prompt"], f"{where}, prompt")
-        if not texts["chosen"] and len(prompt) < len(chosen) and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+        if (
+            not texts["chosen"]
+            and len(prompt) < len(chosen)
+            and chosen[: len(prompt)] == prompt == rejected[: len(prompt)]
+        ):
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:  # the prompt once more as a text, beside whole conversations
         prompt, chosen, rejected = _without_prompt(chosen, rejected)

@@ -23,6 +23,9 @@ from megatron.settings.schema import Config, from_record
 
 # model type -> module with `recipe()`
 MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "BERT": "pretrain_bert"}
+SCRIPTS = {
+    "megatron.tasks.chat": "finetune.py"
+}  # other model types -> the script that trains them, if it has another name
 Z_LOSS = "z loss"  # name of the sum of z-losses
 
 
@@ -139,7 +142,8 @@ def config_of(record: Mapping) -> Config:
 
 def command_of(model_type: str) -> str:
     """The arguments after `python` or `torchrun ...` that train a model type: `pretrain_gpt.py`, or `-m a.module`."""
-    return f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
+    own = f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
+    return SCRIPTS.get(model_type, own)
 
 
 def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:

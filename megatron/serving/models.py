@@ -62,11 +62,11 @@ def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context
 def service_of(settings: ServeOptions, limits: ServeLimits, whole: list[Weights], tokenizer: Mapping[str, Any]):
     """What the server serves (`serving.server.Service`). tokenizer: settings that replace those of the checkpoints."""
     from megatron.inference.load import open_tokenizer
-    from megatron.tokenizer.chat_template import find_template
     from megatron.serving.engine_thread import EngineThread
     from megatron.serving.metrics import ServeMetrics
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import Service
+    from megatron.tokenizer.chat_template import find_template
 
     metrics, models, background = ServeMetrics(), {}, []
     names = settings.served_model_name or names_of(settings.folders)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe of instruction tuning: a GPT that learns the answers of conversations, or which of two answers is better.
 
-    python finetune.py --task chat --train-data talks.jsonl --load checkpoints/gpt_345M --chat-template plain --save runs/chat
+    python finetune.py --task chat --train-data talks.jsonl --load checkpoints/345M --chat-template plain --save runs/chat
     python finetune.py --task dpo --train-data pairs.jsonl --load runs/chat --save runs/dpo
 
 docs/chat.md has more. The model is a GPT: all that reads GPTs reads its checkpoints.
@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-from megatron.errors import CheckpointError, DataError, SettingsError, run_main
+from megatron.errors import CheckpointError, DataError, SettingsError
 from megatron.model.recipe import Recipe, named_recipe
 from megatron.model.t5.rules import refused
 from megatron.settings.effects import Needs
@@ -64,13 +64,6 @@ def recipe() -> Recipe:
     )
 
 
-def main(argv: list[str]) -> None:
-    """Check the settings, then train."""
-    from megatron.training.entry import start
-
-    start(argv, recipe())
-
-
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +92,7 @@ CHAT_RULES = (
             "--tokenizer-model FILE"
         ),
     ),
+    Rule(is_dpo, lambda s: "--task dpo is not there yet"),
     Rule(
         lambda s: own(s).packing and is_dpo(s),
         lambda s: "--packing is of --task chat: a sample of --task dpo is a pair already; leave it out",
@@ -116,7 +110,9 @@ CHAT_RULES = (
         lambda s: not s.full_validation,
         lambda s: "--no-full-validation: all conversations of a validation file are evaluated; leave it out",
     ),
-    *refused("reset_position_ids reset_attention_mask eod_mask_loss", "conversations are kept apart by --packing itself"),
+    *refused(
+        "reset_position_ids reset_attention_mask eod_mask_loss", "conversations are kept apart by --packing itself"
+    ),
     *(
         Rule(
             lambda s, name=name: name in s.paths,
@@ -210,7 +206,10 @@ def build_datasets(config: Config, tokenizer, vocab_size: int, sizes, log):
         raise SettingsError(
             "there is no tokenizer for conversations", do="--vocab-file and --merge-file, or --tokenizer-model"
         )
-    made = []
+    template, made = template_of(config, tokenizer), []
+    if template is not None and template.missing:
+        words = ", ".join(template.missing)
+        log(f"note: the chat template writes {words}, no special tokens of the vocabulary: they are ordinary text")
     for split in SPLITS:
         samples, notes = samples_of(config, tokenizer, split, log)
         made.append(samples)
@@ -282,7 +281,3 @@ class SavesTemplate(Hook):
 
         for name, content in template.files(end).items():
             (location(save) / name).write_bytes(content.encode())
-
-
-if __name__ == "__main__":
-    run_main(main)

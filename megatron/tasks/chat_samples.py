@@ -226,9 +226,7 @@ def conversation_samples(
     return ChatSamples(texts, files, rows, kept, seq_length, pad, apart=packing), notes
 
 
-def pair_samples(
-    texts: EncodedTexts, files: Sequence[str], seq_length: int, pad: int
-) -> tuple[ChatSamples, list[str]]:
+def pair_samples(texts: EncodedTexts, files: Sequence[str], seq_length: int, pad: int) -> tuple[ChatSamples, list[str]]:
     """(a sample of each pair: first the chosen text, then the rejected one; notes). Raises DataError if none is left."""
     room, lengths = seq_length + 1, texts.lengths.reshape(-1, 2)
     kept = np.array([pair_lengths(int(chosen), int(rejected), room) for chosen, rejected in lengths])

@@ -17,7 +17,6 @@ class ChatSettings:
     task: Literal["chat", "dpo"] = setting(
         "chat: conversations, of which the assistant's answers are learned; dpo: pairs of answers, of which the chosen one "
         "is to be more likely than the rejected one (arXiv:2305.18290)",
-        "chat",
         on_resume="refused",
     )
     train_data: Optional[list[str]] = setting(

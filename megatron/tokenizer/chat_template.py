@@ -62,7 +62,7 @@ class RefusedMessages(ValueError):
         self.param = param
 
 
-class Answers(NamedTuple):
+class AnsweredTokens(NamedTuple):
     """A conversation as tokens. counted: for each token, whether it belongs to an answer; ends: the last token of each
     answer.
     """
@@ -148,7 +148,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Optional[Sequence[Any]] = None,
         learned: Callable[[int], bool] = lambda number: True,
-    ) -> Answers:
+    ) -> AnsweredTokens:
         """A whole conversation as tokens, and which of them are answers: messages of the assistant that are learned.
 
         learned: the number of a message -> whether it counts
@@ -240,7 +240,7 @@ class ChatTemplate:
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, text: str, mark: str, spans: Sequence[_Span]) -> Answers:
+    def _tokens(self, text: str, mark: str, spans: Sequence[_Span]) -> AnsweredTokens:
         """The tokens of a text, and those of its answers."""
         edges = {edge: None for span in spans for edge in (span.start, span.stop)}  # place in the text -> in the tokens
         ids: list[int] = []
@@ -272,7 +272,7 @@ class ChatTemplate:
             if stop > start:
                 counted[start:stop] = [True] * (stop - start)
                 ends.append(ids[stop - 1])
-        return Answers(ids, counted, ends)
+        return AnsweredTokens(ids, counted, ends)
 
     # ---- files -------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,9 @@ def written(tmp_path, *rows):
     [
         dict(messages=TALK),
         dict(conversations=[{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]),
-        dict(messages=[dict(role="user", content=[dict(type="text", text="Hel"), dict(type="text", text="lo")]), ANSWER]),
+        dict(
+            messages=[dict(role="user", content=[dict(type="text", text="Hel"), dict(type="text", text="lo")]), ANSWER]
+        ),
         dict(messages=[USER, dict(ANSWER, refusal=None, tool_calls=None)]),
     ],
 )
@@ -35,8 +37,9 @@ def test_shapes_of_conversations(tmp_path, row):
 
 
 def test_keys_beside_the_messages(tmp_path):
-    rows = dict(conversations=[{"from": "human", "value": "Hello"}], system="Be kind.", id=3), dict(
-        messages=TALK, tools=[dict(type="function")], id=4, score=1
+    rows = (
+        dict(conversations=[{"from": "human", "value": "Hello"}], system="Be kind.", id=3),
+        dict(messages=TALK, tools=[dict(type="function")], id=4, score=1),
     )
     (first, second), [note] = read_conversations(written(tmp_path, *rows))
     assert first.messages[0] == dict(role="system", content="Be kind.") and second.tools == [dict(type="function")]
@@ -111,7 +114,11 @@ def test_shapes_of_pairs(tmp_path, row):
 
 def test_pairs_of_texts(tmp_path):
     [given, implied], _ = read_pairs(
-        written(tmp_path, dict(prompt="It is", chosen=" red.", rejected=" blue."), dict(chosen="A big x", rejected="A big y"))
+        written(
+            tmp_path,
+            dict(prompt="It is", chosen=" red.", rejected=" blue."),
+            dict(chosen="A big x", rejected="A big y"),
+        )
     )
     assert given[1:4] == ("It is", " red.", " blue.") and implied[1:4] == ("A big", " x", " y")
 

@@ -8,8 +8,8 @@ import pytest
 from megatron.errors import DataError
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.tokenizer.chat_template import RefusedMessages, find_template
 from megatron.settings.schema import TokenizerSettings
+from megatron.tokenizer.chat_template import RefusedMessages, find_template
 from tests.serving.toy import EOD, ByteTokenizer, alone, served
 
 openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
