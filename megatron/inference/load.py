@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.folder import choose, restore
-from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
-from megatron.inference.quantize import quantize_layers
+from megatron.inference.gptq import quantize_model
+from megatron.inference.quantize import free_weights, quantize_layers
+from megatron.inference.quantized import quantized_pieces, refuse_twice
 from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
 from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.model.recipe import config_of, recipe_of
@@ -108,23 +110,33 @@ def load_model(
     format of `quantize` that does not suit it.
     """
     mesh = mesh or Mesh()
-    record = _record(location(folder), step)
+    record = read_record(location(folder), step)
+    refuse_twice(folder, record, quantize)
     config = config_of(located(record))
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
     plan = build_model(config, record["vocab_size"], device=device, precision=precision, mesh=mesh, halves=halves)
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
-    restored = restore(location(folder), plan.pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    pieces, chunks, stored = plan.pieces, getattr(plan.model, "chunks", [plan.model]), record.get(QUANTIZED)
+    if stored:
+        facts = recipe_of(config).facts(config, record["vocab_size"])
+        pieces, layers = quantized_pieces(chunks, pieces, facts, stored, mesh.coordinates)
+    restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    if stored:
+        free_weights(chunks, layers)
     found = restored.state["iteration"], restored.path, restored.notices
     return quantized(Loaded(plan.model.eval(), config, record, record["vocab_size"], *found), quantize)
 
 
 def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
     """The model with its linear layers quantized, if a format is given."""
-    if how.quantize:
-        facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
-        quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
+    if not how.quantize:
+        return loaded
+    facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
+    if how.quantize_method == "gptq":
+        return replace(loaded, notices=(*loaded.notices, quantize_model(loaded.model, facts, how, loaded.longest)))
+    quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
     return loaded
 
 
@@ -144,7 +156,7 @@ def build_model(
     parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size)
     plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
     recipe = recipe_of(config)
-    _refuse_sizes(plain, mesh, recipe.rules)
+    refuse_sizes(plain, mesh, recipe.rules)
     build = partial(recipe.build_model, plain, mesh, vocab_size, dtype=dtype, device="meta")
     facts = recipe.facts(plain, vocab_size)
     if mesh.pp.size > 1 or halves != (None, None):
@@ -155,6 +167,11 @@ def build_model(
     else:
         model = build()
         chunks = [model]
+    return allocated(model, chunks, mesh, dtype=dtype, device=device)
+
+
+def allocated(model: torch.nn.Module, chunks: list[torch.nn.Module], mesh: Mesh, *, dtype, device) -> Built:
+    """Allocate the weights of a model on the meta device, outside of any optimizer. chunks: its parts on this rank."""
     fill_buffers(chunks, mesh.coordinates)
     for chunk in chunks:
         place_buffers(chunk, device)
@@ -170,7 +187,7 @@ def build_model(
     return Built(model, weights, pieces)
 
 
-def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
+def refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
     """Raise SettingsError if the tensor parallel size does not fit the model. Batch settings of training are not checked,
     because the ranks differ, nor is the vocabulary, which imported models may lack.
     """
@@ -180,7 +197,7 @@ def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
         raise SettingsError(found[0] if len(found) == 1 else f"{len(found)} settings cannot work:{numbered(found)}")
 
 
-def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
+def read_record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
     """The content of state.json in the newest valid checkpoint."""
     with Reader(choose(folder, step=step).paths[0]) as reader:
         record = reader.state
