@@ -10,11 +10,11 @@ from typing import Any, Optional, Union
 
 from megatron.errors import Failure
 from megatron.inference.prompts import source_of
-from megatron.serving.chat_template import ChatTemplate
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import length_of, target_length_of
 from megatron.serving.texts import TokenTexts
+from megatron.tokenizer.chat_template import ChatTemplate
 
 SHORT = 10_000  # characters that are encoded at once; longer texts must not keep other clients waiting
 
