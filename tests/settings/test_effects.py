@@ -58,6 +58,9 @@ YARN = """rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_
 MUON = dict(
     momentum=0.8, scale_mode="shape_scaling", extra_scale_factor=2, num_ns_steps=3, coefficient_type="simple"
 ) | dict(fp32_matmul_prec="highest")
+SPARSE = dict(initial_sparsity=0.2, sparsity_begin_step=1, sparsity_end_step=5, sparsity_frequency=2) | dict.fromkeys(
+    ("sparsity_layers", "sparsity_skip"), "mlp.*"
+)
 ROPE = "--position-embedding-type rope"
 GROWTH = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"
 RATE = "--lr-decay-style constant"
@@ -86,6 +89,10 @@ CASES = {
     "activation_bits": ("--activation-bits 4", "--quantization --activation-quantize-type none", "--quantization"),
     "quantization_layers": ("--quantization-layers mlp.*", "", "--quantization"),
     "quantization_skip": ("--quantization-skip mlp.*", "", "--quantization"),
+    **{
+        name: (f"--{name.replace('_', '-')} {value}", "", "--sparsity 0.5 --sparsity-end-step 9")
+        for name, value in SPARSE.items()
+    },
     "use_rope_scaling": ("--use-rope-scaling", "", ROPE),
     "rope_type": ("--rope-type yarn", ROPE, f"{ROPE} --rotary-scaling-factor 2"),
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --use-rope-scaling") for name in LLAMA3},
