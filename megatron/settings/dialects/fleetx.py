@@ -508,6 +508,22 @@ def _layer_types(out: Translated, key: str) -> None:
     out.say("--quantization-layers", [",".join(layers)], key)
 
 
+# Key of Distillation -> its flag
+DISTILLATION = dict(distill_loss_ratio="--kd-alpha", T="--kd-temperature")
+
+
+def _distillation(out: Translated) -> None:
+    """The section Distillation, in Compress or on its own: its flags, if its switch is on."""
+    for section in ("Compress.Distillation", "Distillation"):
+        if out.purpose != "train" or not out.is_on(f"{section}.enable"):
+            continue
+        given = [(flag, f"{section}.{name}") for name, flag in DISTILLATION.items() if f"{section}.{name}" in out.given]
+        words = [f"{flag} {out.given[key].value}" for flag, key in given]
+        flags = " ".join(["--teacher-load DIR", *words])
+        out.refuse(f"{section}.enable", f"names no checkpoint of the teacher: leave the section out, and say {flags}")
+        out.take(*out.left(f"{section}."))
+
+
 def _prune(out: Translated) -> None:
     """The section Prune, in Compress or on its own, if its switch is on: for the tool that prunes, before training."""
     sections = [section for section in ("Compress.Prune", "Prune") if out.is_on(f"{section}.enable")]
@@ -529,9 +545,10 @@ def _prune(out: Translated) -> None:
 
 
 def _compression(out: Translated) -> None:
-    """Translate quantization and pruning, and refuse the other sections of compression if their switch is on."""
+    """Translate quantization, pruning and distillation, and refuse other keys of compression."""
     _quantization(out)
     _prune(out)
+    _distillation(out)
     for key in [key for key in out.given if key not in out.taken and sentence({"-": COMPRESSION + TEACHER}, key)]:
         if key == "Compress.pretrained":
             out.refuse(
