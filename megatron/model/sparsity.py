@@ -44,21 +44,21 @@ EFFECTS = dict(
 )
 
 
-class Pattern(NamedTuple):
+class GroupPattern(NamedTuple):
     """`kept` weights of each `group` consecutive inputs stay."""
 
     kept: int
     group: int
 
 
-def pattern_of(settings: Model) -> Optional[Pattern]:
+def pattern_of(settings: Model) -> Optional[GroupPattern]:
     """The pattern of --sparsity N:M; None if it is a share of zeros.
 
     >>> pattern_of(Model(1, 8, 1, sparsity="2:4"))
-    Pattern(kept=2, group=4)
+    GroupPattern(kept=2, group=4)
     """
     found = re.fullmatch(r"(\d+):(\d+)", settings.sparsity or "")
-    return Pattern(*map(int, found.groups())) if found else None
+    return GroupPattern(*map(int, found.groups())) if found else None
 
 
 def is_due(settings: Model, step: int) -> bool:
