@@ -19,6 +19,7 @@ from megatron.serving.openai_requests import Chat, Completion, TextBody, length_
 from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
 from megatron.serving.texts import RunningText, TextPart, TokenTexts, parts_of
+from megatron.tokenizer.chat_template import RefusedMessages
 
 SHORT_ANSWER = 16  # tokens of a completion for which no length is given, as OpenAI's
 LEAST = -9999.0  # stands for a log-probability of -inf, which JSON does not have
@@ -71,7 +72,10 @@ class OpenAI:
         messages = [message.plain() for message in body.messages]
         size = sum(len(message["content"]) for message in messages)
         more = body.chat_template_kwargs or {}
-        prompt = tuple(await model.in_turn(model.template.encode, messages, more, size=size))
+        try:
+            prompt = tuple(await model.in_turn(model.template.encode, messages, more, size=size))
+        except RefusedMessages as error:
+            raise ApiError(400, str(error), param=error.param) from None
         scores = (body.top_logprobs or 0) if body.logprobs else None
         work = self._work(model, body, [prompt], model.longest, body.n, model.end_of_turn, dict(logprobs=scores))
         return await self._answer(request, work, Chats(work))

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, Optional, Union
 
 from megatron.errors import Failure
-from megatron.serving.chat_template import ChatTemplate
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.texts import TokenTexts
+from megatron.tokenizer.chat_template import ChatTemplate
 
 SHORT = 10_000  # characters that are encoded at once; longer texts must not keep other clients waiting
 
