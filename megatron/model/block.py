@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transformer layer: attention, then MLP or experts, each with a norm before it, after it or both, and a sum with its input."""
+"""One transformer layer: attention, then MLP or experts, each with a norm before it, after it or both, and a sum with its
+input.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Optional

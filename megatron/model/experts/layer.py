@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's experts in the place of its MLP: router, dispatch, experts, and an expert that all tokens share.
 
-Ranks of tp route different tokens. With sequence parallelism each has its own anyway; without it, each takes its part of the
-rows, and they gather the results. So tp may be any part of the ranks that experts are divided over.
+Ranks of tp route different tokens. With sequence parallelism each has its own anyway; without it, each takes its part of
+the rows, and they gather the results. So tp may be any part of the ranks that experts are divided over.
 
 Legend: s sequence (a rank's part with context parallelism), b micro-batch, n tokens of this rank = s b / tp, h hidden,
 k experts of a token, f width of an expert.

@@ -236,7 +236,9 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
 def mlp_ops(
     x: Residual, gated: bool, squared: bool = False, gelu: bool = False, width: Optional[int] = None
 ) -> tuple[LayerOp, ...]:
-    """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel. width: its hidden size."""
+    """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel; width: its hidden size
+    (default: `ffn_size`)
+    """
     n, e, ffn = x.tokens, x.share.element, (width or x.model.ffn_size) // x.share.tp
     up = 2 if gated else 1
     one = activation_of(x.share, ffn, gated, squared, gelu)
