@@ -83,6 +83,7 @@ RANGES = {  # what a value must be -> test, fields
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top
+        moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk
         straggler_minmax_count lora_rank prompt_length output_length max_batch_size""",
     ),
     "at least 2 and at most 8": (lambda v: 2 <= v <= 8, "weight_bits activation_bits"),
@@ -91,7 +92,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v >= 0,
         """
         test_iters train_iters eval_iters num_workers ckpt_step save_retries seed weight_decay clip_grad
-        min_lr z_loss_coeff mscale mscale_all_dim vocab_extra_ids
+        min_lr z_loss_coeff num_experts moe_z_loss_coeff moe_router_bias_update_rate mscale mscale_all_dim vocab_extra_ids
         throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
     ),
     "above 0": (
@@ -102,7 +103,7 @@ RANGES = {  # what a value must be -> test, fields
         loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
-        muon_extra_scale_factor lora_alpha
+        muon_extra_scale_factor lora_alpha moe_router_topk_scaling_factor moe_expert_capacity_factor
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens""",
     ),
     "at least 0 and below 1": (
@@ -117,6 +118,7 @@ RANGES = {  # what a value must be -> test, fields
         optimizer_offload_fraction nvme_offload_fraction""",
     ),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
+    "above 0 and below 1": (lambda v: 0 < v < 1, "moe_input_jitter_eps"),
 }
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 REPLICAS = ("sharding_degree", "dp_degree")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts: routing, balancing, the exchange of tokens, and the layer."""
+"""Mixtures of experts: router, balancing, dispatch of tokens, experts."""
