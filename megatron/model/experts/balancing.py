@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Balancing the loads of experts: auxiliary losses, Sinkhorn's assignment, and a bias that a rule moves. Pure functions.
 
-The losses are those of Megatron-Core, as a value per token. With c_i the tokens of expert i among T tokens, f_i = c_i / (k T) its
-share, and p_ti the score of token t for it, normalized over experts,
+The losses are those of Megatron-Core, as a value per token. With c_i the tokens of expert i among T tokens,
+f_i = c_i / (k T) its share, and p_ti the score of token t for it, normalized over experts,
 
     aux loss = E sum_i f_i (1/T sum_t p_ti) = 1/T sum_t b_t,   b_t = E sum_i f_i p_ti
 
-so a mean over tokens of b_t is the loss; it is 1 if loads are equal. Gradients flow through p only. They differ in the tokens that c
-counts: those of the micro-batch (aux_loss, arXiv:2101.03961), of the token's sequence (seq_aux_loss, arXiv:2405.04434), or of
-all ranks and the micro-batches of the step so far (global_aux_loss, arXiv:2501.11873).
+so the mean over tokens of b_t is the loss. It is 1 if loads are equal. Gradients flow through p only. The losses differ in
+the tokens that c counts: those of the micro-batch (aux_loss, arXiv:2101.03961), of the token's sequence (seq_aux_loss,
+arXiv:2405.04434), or of all ranks and the micro-batches of the step so far (global_aux_loss, arXiv:2501.11873).
 
 Legend: s sequence, b micro-batch, E experts, k experts of a token.
 """
@@ -18,18 +18,11 @@ from typing import Optional
 
 import torch
 
-# --moe-router-load-balancing-type -> the name of its sum in logs.
-LOSSES = {
-    "aux_loss": "load balancing loss",
-    "seq_aux_loss": "seq load balancing loss",
-    "global_aux_loss": "global load balancing loss",
-}
-ROUTER_Z_LOSS = "router z loss"
 MOST_PASSES = 200  # of Sinkhorn's iteration, whose tolerance fp32 may not reach
 
 
 def loads_of_sequences(experts: torch.Tensor, number: int, counted: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """Tokens of each expert in each sequence, [b, E] int64, from experts [s, b, k]. counted: [s, b] bool; None: all count."""
+    """Tokens of each expert in each sequence, [b, E] int64, from experts [s, b, k]. counted: [s, b] bool; None: all."""
     ones = torch.ones_like(experts) if counted is None else counted.to(experts.dtype).unsqueeze(-1).expand_as(experts)
     by_sequence = lambda x: x.transpose(0, 1).flatten(1)  # [b, s k]
     return experts.new_zeros((experts.shape[1], number)).scatter_add(1, by_sequence(experts), by_sequence(ones))
@@ -77,6 +70,6 @@ def sinkhorn(
     for _ in range(MOST_PASSES):
         rows = 1 / (tokens * ((columns * cost).sum(1) + 1e-8))
         before, columns = columns, 1 / (number * (total(((counts * rows).unsqueeze(1) * cost).sum(0)) + 1e-8))
-        if not (columns - before).abs().mean().item() > tolerance:
+        if columns.is_meta or not (columns - before).abs().mean().item() > tolerance:
             break
     return columns * cost * rows.unsqueeze(1)

@@ -9,8 +9,8 @@ All are pure functions, with the definitions of Megatron-Core:
 | softmax, pre-softmax | softmax over all            | the same values                          | OLMoE, DeepSeek-MoE  |
 | sigmoid              | sigmoid + the expert bias   | sigmoids, divided by their sum if k > 1  | DeepSeek-V3          |
 
-Every weight is multiplied by the scaling factor. With groups, a token first chooses `group_topk` groups of experts, by the sum
-of the best k / group_topk in each, and then its experts in these (DeepSeek-V2, arXiv:2405.04434).
+Every weight is multiplied by the scaling factor. With groups, a token first chooses `group_topk` groups of experts, by the
+sum of the best k / group_topk in each, and then its experts in these (DeepSeek-V2, arXiv:2405.04434).
 
 Legend: n tokens of this rank, E experts, k experts of a token.
 """
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
+
+from megatron.settings.schema import Model
 
 TINY = 1e-20  # added to a sum of sigmoids, which may underflow
 
@@ -37,24 +39,42 @@ class Choice:
     topk_scaling_factor: Optional[float] = None
 
 
-def choose(
-    logits: torch.Tensor, rule: Choice, bias: Optional[torch.Tensor] = None, given: Optional[torch.Tensor] = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(experts [n, k], weights [n, k]) for logits [n, E].
+def choice_of(model: Model) -> Choice:
+    """How the tokens of a model choose experts."""
+    sinkhorn = "sinkhorn" in dict(model.balancing)
+    return Choice(
+        model.num_experts,
+        model.moe_router_topk,
+        ("sigmoid" if model.moe_router_topk == 1 else "softmax") if sinkhorn else model.moe_router_score_function,
+        model.moe_router_pre_softmax or sinkhorn,
+        model.moe_router_num_groups,
+        model.moe_router_group_topk,
+        None if sinkhorn else model.moe_router_topk_scaling_factor,
+    )
 
-    bias: [E], added to sigmoids for the choice, not for the weights. given: experts that are chosen already
-    """
-    softmax = rule.score_function == "softmax"
-    scores = logits.sigmoid() if not softmax else logits.softmax(-1) if rule.pre_softmax else logits
-    if given is None:
-        with torch.no_grad():
-            given = best(scores if bias is None else scores + bias, rule)
-    weights = scores.gather(-1, given)
-    if softmax and not rule.pre_softmax:
+
+@torch.no_grad()
+def choose(logits: torch.Tensor, rule: Choice, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """The experts [n, k] of tokens with these logits [n, E]. bias: [E], added to their scores."""
+    scores = _scores(logits, rule)
+    return best(scores if bias is None else scores + bias, rule)
+
+
+def weights_of(logits: torch.Tensor, experts: torch.Tensor, rule: Choice) -> torch.Tensor:
+    """What the outputs of the chosen experts [n, k] are multiplied by, [n, k]. A bias of the choice is no part of it."""
+    weights = _scores(logits, rule).gather(-1, experts)
+    if rule.score_function == "softmax" and not rule.pre_softmax:
         weights = weights.softmax(-1)
-    elif not softmax and rule.topk > 1:
+    elif rule.score_function == "sigmoid" and rule.topk > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
-    return given, weights if rule.topk_scaling_factor is None else weights * rule.topk_scaling_factor
+    return weights if rule.topk_scaling_factor is None else weights * rule.topk_scaling_factor
+
+
+def _scores(logits: torch.Tensor, rule: Choice) -> torch.Tensor:
+    """The scores of all experts that tokens choose by."""
+    if rule.score_function == "sigmoid":
+        return logits.sigmoid()
+    return logits.softmax(-1) if rule.pre_softmax else logits
 
 
 def best(scores: torch.Tensor, rule: Choice) -> torch.Tensor:
@@ -62,7 +82,9 @@ def best(scores: torch.Tensor, rule: Choice) -> torch.Tensor:
     if rule.group_topk is not None:
         groups = scores.unflatten(-1, (rule.num_groups, -1))  # [n, groups, experts of a group]
         best_sums = groups.topk(rule.topk // rule.group_topk, -1).values.sum(-1)
-        others = torch.ones_like(best_sums, dtype=torch.bool).scatter(-1, best_sums.topk(rule.group_topk, -1).indices, False)
+        others = torch.ones_like(best_sums, dtype=torch.bool).scatter(
+            -1, best_sums.topk(rule.group_topk, -1).indices, False
+        )
         scores = groups.masked_fill(others.unsqueeze(-1), -math.inf).flatten(-2)  # not 0: biased scores may be negative
     return scores.topk(rule.topk, -1).indices
 
@@ -94,10 +116,7 @@ def capacity(n: int, k: int, experts: int, factor: float) -> int:
 
 
 def places_of(
-    experts: torch.Tensor,
-    number: int,
-    weights: Optional[torch.Tensor] = None,
-    counted: Optional[torch.Tensor] = None,
+    experts: torch.Tensor, number: int, weights: Optional[torch.Tensor] = None, counted: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
     """The place of each pair of token and expert [n, k] among those of its expert: 0 is the first.
 

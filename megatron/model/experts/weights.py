@@ -28,7 +28,7 @@ def experts(model: Model, sequence_parallel: bool) -> Table:
 
 def router(model: Model) -> Table:
     """The router's weight [E, h], the bias of each expert's score, and the number of tokens that chose each expert in
-    this step.
+    this step, also by scores without this bias.
     """
     each = (model.num_experts,)
     table = {
@@ -37,4 +37,6 @@ def router(model: Model) -> Table:
     }
     if model.moe_router_enable_expert_bias:
         table["expert_bias"] = Placement(each, Constant(0), buffer=Buffer("same", "float32"))
+    if "global_aux_loss" in dict(model.balancing):
+        table["scored_load"] = table["load"]
     return table
