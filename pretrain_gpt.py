@@ -12,7 +12,6 @@
 from dataclasses import replace
 
 from megatron.errors import run_main
-from megatron.model.experts.rules import NO_EXPERTS
 from megatron.model.experts.rules import RULES as OF_EXPERTS
 from megatron.model.experts.sums import expert_sums
 from megatron.model.gpt.facts import GPTFacts
@@ -33,7 +32,7 @@ def recipe() -> Recipe:
         facts,
         build_model,
         build_datasets,
-        rules=(*RULES, NO_RELATIVE, *OF_EXPERTS, NO_EXPERTS),
+        rules=(*RULES, NO_RELATIVE, *OF_EXPERTS),
         idle=IDLE,
         sums=lambda config: {"lm loss": 1.0, **expert_sums(config.model)},
         shares_sequences=True,
