@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from megatron.fused_kernels.autocast import Autocast
 from megatron.model.experts import balancing
-from megatron.model.experts.replay import Recording, attach
+from megatron.model.experts.replay import RoutingRecord, attach
 from megatron.model.experts.router import Router
-from megatron.model.experts.routing import Choice, capacity, choose, normalized_scores, places_of, weights_of
+from megatron.model.experts.routing import ExpertChoice, capacity, choose, normalized_scores, places_of, weights_of
 from megatron.model.experts.sums import expert_sums
 from megatron.model.experts.weights import router as table
 from megatron.mpu.context_parallel import own_rows
@@ -62,10 +62,10 @@ def inputs(seed: int = 1) -> torch.Tensor:
 # ---- choices ---------------------------------------------------------------------------------------------------------
 
 
-def choice_in(settings: dict, experts: int) -> Choice:
+def choice_in(settings: dict, experts: int) -> ExpertChoice:
     names = dict(use_pre_softmax="pre_softmax", scaling_factor="topk_scaling_factor")
     settings = {names.get(name, name): value for name, value in settings.items() if name != "expert_bias"}
-    return Choice(experts, **settings)
+    return ExpertChoice(experts, **settings)
 
 
 @pytest.mark.parametrize("case", range(10))
@@ -91,7 +91,7 @@ def test_choices_and_weights_are_those_of_megatron_core(case):
 def test_dropped_tokens_are_those_of_megatron_core(case):
     case = of("drop")[case]
     logits = tensor(case["logits"])
-    rule = Choice(4, 2)
+    rule = ExpertChoice(4, 2)
     experts = choose(logits, rule)
     weights = weights_of(logits, experts, rule)
     places = places_of(experts, 4, weights if case["policy"] == "probs" else None)
@@ -155,7 +155,7 @@ def test_routers_of_transformers_choose_the_same():
 
 
 def test_a_negative_bias_excludes_no_group():
-    rule = Choice(4, 2, "sigmoid", num_groups=2, group_topk=1)
+    rule = ExpertChoice(4, 2, "sigmoid", num_groups=2, group_topk=1)
     experts = choose(tensor([[3.0, 2.0, 1.0, 0.0]]), rule, tensor([-5.0, -5.0, -9.0, -9.0]))
     assert experts.tolist() == [[0, 1]]
 
@@ -332,7 +332,7 @@ FORCED = dict(moe_router_force_load_balancing=True)
 def routed(mesh: Mesh, settings: dict, steps: int = 2):
     """Of this rank's rows: its sums and the gradient of its share of the loss, summed over ranks; and the loads."""
     made, weights = router(mesh, **settings), expert_sums(model(**settings))
-    recording, sums = Recording(), dict.fromkeys(weights, 0.0)
+    recording, sums = RoutingRecord(), dict.fromkeys(weights, 0.0)
     attach([made], recording)
     for step in range(steps):
         whole, mask = inputs(step + mesh.dp.rank * steps), torch.ones(S, B)
@@ -380,13 +380,13 @@ def test_global_loss_counts_all_ranks_and_micro_batches():
 
 
 def test_replay_takes_the_choices_of_another_run_in_another_layout():
-    recording, made, x, samples = Recording(), router(), inputs(), torch.tensor([3, 4, 5])
+    recording, made, x, samples = RoutingRecord(), router(), inputs(), torch.tensor([3, 4, 5])
     attach([made], recording)
     first = made(x, None, samples)
 
     def again(rank):
         mesh = Mesh(rank, cp=2)
-        replay, other = Recording(recording.choices), router(mesh)
+        replay, other = RoutingRecord(recording.choices), router(mesh)
         attach([other], replay)
         found = other(own_rows(x, mesh.cp) + 0.5 * own_rows(inputs(9), mesh.cp), None, samples)
         own = own_rows(first.experts.view(S, B, 2), mesh.cp).flatten(0, 1)

@@ -67,7 +67,7 @@ class Router(nn.Module):
 
     weights: the table of `weight` [E, h], and of the buffers `load` [E], the tokens of each expert in this step, and if the
              model has them `expert_bias` [E] and `scored_load` [E]
-    replay:  a `replay.Recording`, which records the choices or replaces them; None in normal runs
+    replay:  a `replay.RoutingRecord`, which records the choices or replaces them; None in normal runs
     last_load: [E], the loads of the last step over all ranks
     """
 
