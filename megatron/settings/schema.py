@@ -243,7 +243,9 @@ class Model:
         "multiply the router's input by random numbers between 1 - this and 1 + this; 0: do not", None
     )
     moe_router_force_load_balancing: bool = setting(
-        "send equally many tokens to each expert whatever the router says, for measurements", False, on_resume="refused"
+        "choose experts by random numbers, so that they get equally many tokens on average, for measurements",
+        False,
+        on_resume="refused",
     )
     moe_expert_capacity_factor: Optional[float] = setting(
         "drop an expert's tokens above this x its equal share of a rank's micro-batch (default: none are dropped)",

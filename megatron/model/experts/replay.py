@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the experts that tokens chose, and choose the same ones in another run or layout.
 
-A token may prefer two experts almost equally. Another order of sums then changes its choice, and its output by much more than
-rounding does. Runs that replay the choices of another one differ by rounding only.
+A token may prefer two experts almost equally. Another order of sums then changes its choice, and its output by much more
+than rounding does. Runs that replay the choices of another one differ by rounding only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from megatron.mpu.context_parallel import in_order, own_rows
 Choices = dict[tuple[int, int], torch.Tensor]  # (layer, sample in training order) -> experts [s, k], int16
 
 
-class Recording:
+class RoutingRecord:
     """The choices of a run, of whole sequences, in every layout.
 
     replayed: choices of another run, which this one takes; None: it only records
@@ -46,7 +46,7 @@ class Recording:
         return given.flatten(0, 1)
 
 
-def attach(chunks: Iterable[nn.Module], recording: Optional[Recording]) -> None:
+def attach(chunks: Iterable[nn.Module], recording: Optional[RoutingRecord]) -> None:
     """Let all routers of a model use a recording; None: no longer."""
     for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
         router.replay = recording

@@ -67,7 +67,7 @@ class Router(nn.Module):
 
     weights: the table of `weight` [E, h], and of the buffers `load` [E], the tokens of each expert in this step, and if the
              model has them `expert_bias` [E] and `scored_load` [E]
-    replay:  a `replay.Recording`, which records the choices or replaces them; None in normal runs
+    replay:  a `replay.RoutingRecord`, which records the choices or replaces them; None in normal runs
     last_load: [E], the loads of the last step over all ranks
     """
 
@@ -184,7 +184,7 @@ class Router(nn.Module):
                 loads[kind] = sequences
             elif kind == "global_aux_loss" and self.training:
                 self.scored_load += own.sum(0)  # of this rank in the step so far
-                loads[kind] = collectives.all_reduce(own.sum(0), self.stage)
+                loads[kind] = collectives.all_reduce(self.scored_load.clone(), self.stage)
             elif kind == "global_aux_loss":
                 loads[kind] = self._total(own.sum(0))
         return loads

@@ -27,7 +27,7 @@ TINY = 1e-20  # added to a sum of sigmoids, which may underflow
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExpertChoice:
     """How tokens choose experts. See the flags of the same names, without --moe-router-."""
 
     num_experts: int
@@ -39,10 +39,10 @@ class Choice:
     topk_scaling_factor: Optional[float] = None
 
 
-def choice_of(model: Model) -> Choice:
+def choice_of(model: Model) -> ExpertChoice:
     """How the tokens of a model choose experts."""
     sinkhorn = "sinkhorn" in dict(model.balancing)
-    return Choice(
+    return ExpertChoice(
         model.num_experts,
         model.moe_router_topk,
         ("sigmoid" if model.moe_router_topk == 1 else "softmax") if sinkhorn else model.moe_router_score_function,
@@ -54,13 +54,13 @@ def choice_of(model: Model) -> Choice:
 
 
 @torch.no_grad()
-def choose(logits: torch.Tensor, rule: Choice, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
+def choose(logits: torch.Tensor, rule: ExpertChoice, bias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """The experts [n, k] of tokens with these logits [n, E]. bias: [E], added to their scores."""
     scores = _scores(logits, rule)
     return best(scores if bias is None else scores + bias, rule)
 
 
-def weights_of(logits: torch.Tensor, experts: torch.Tensor, rule: Choice) -> torch.Tensor:
+def weights_of(logits: torch.Tensor, experts: torch.Tensor, rule: ExpertChoice) -> torch.Tensor:
     """What the outputs of the chosen experts [n, k] are multiplied by, [n, k]. A bias of the choice is no part of it."""
     weights = _scores(logits, rule).gather(-1, experts)
     if rule.score_function == "softmax" and not rule.pre_softmax:
@@ -70,14 +70,14 @@ def weights_of(logits: torch.Tensor, experts: torch.Tensor, rule: Choice) -> tor
     return weights if rule.topk_scaling_factor is None else weights * rule.topk_scaling_factor
 
 
-def _scores(logits: torch.Tensor, rule: Choice) -> torch.Tensor:
+def _scores(logits: torch.Tensor, rule: ExpertChoice) -> torch.Tensor:
     """The scores of all experts that tokens choose by."""
     if rule.score_function == "sigmoid":
         return logits.sigmoid()
     return logits.softmax(-1) if rule.pre_softmax else logits
 
 
-def best(scores: torch.Tensor, rule: Choice) -> torch.Tensor:
+def best(scores: torch.Tensor, rule: ExpertChoice) -> torch.Tensor:
     """The experts [n, k] with the highest scores [n, E], the highest first, in the chosen groups if there are groups."""
     if rule.group_topk is not None:
         groups = scores.unflatten(-1, (rule.num_groups, -1))  # [n, groups, experts of a group]
