@@ -99,8 +99,8 @@ CHAT_RULES = (
         Rule(
             lambda s, name=name: is_dpo(s) and getattr(s, name),
             lambda s, name=name: (
-                f"--{name.replace('_', '-')} {getattr(s, name):g} is of a loss over words, and --task dpo compares answers; "
-                "leave it out"
+                f"--{name.replace('_', '-')} {getattr(s, name):g} is of a loss over words, and --task dpo compares answers; leave "
+                "it out"
             ),
         )
         for name in ("label_smoothing", "z_loss_coeff")
@@ -148,6 +148,7 @@ ALL_TALKS = Needs("batches to count: all conversations of a file are evaluated",
 DPO = Needs("--task dpo", is_dpo)
 CHAT_IDLE = {
     **dict.fromkeys(("split", "dataset_type", "verify_data"), TOKEN_FILES),
+    "data_cache_path": Needs("--train-data", lambda s: own(s).train_data),
     **dict.fromkeys(("eval_iters", "test_iters", "eval_same_samples"), ALL_TALKS),
     **dict.fromkeys(("dpo_beta", "dpo_label_smoothing", "reference_load"), DPO),
 }

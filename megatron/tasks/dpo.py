@@ -5,8 +5,8 @@ compared with a frozen reference.
 With log p and log r the log-probabilities of an answer by the model and by the reference, the reward of an answer is
 beta (log p - log r), and the loss of a pair is -log sigmoid(reward of the chosen answer - that of the rejected one).
 
-A sample has the two texts of a pair one after the other, as documents that do not see each other. So a pair is in one row on
-every rank, whatever divides model or sequence. Legend: s sequence, b micro-batch (pairs), h hidden.
+A sample has the two texts of a pair one after the other, as documents that do not see each other. So a pair is in one row
+on every rank, whatever divides model or sequence. Legend: s sequence, b micro-batch (pairs), h hidden.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ class PairComparison(GPT):
     def losses(self, x: torch.Tensor, batch) -> Sums:
         """The loss and the rewards, summed over pairs.
 
-        The gradient of a pair's loss is that of a sum of its tokens' cross-entropies, each times the slope of the loss in the
-        log-probability of its answer. So the loss is computed from losses of tokens without gradients, and the
+        The gradient of a pair's loss is that of a sum of its tokens' cross-entropies, each times the slope of the loss in
+        the log-probability of its answer. So the loss is computed from losses of tokens without gradients, and the
         gradient by the fused cross-entropy with the slopes as its mask.
         """
         sides, counts = self._sides(batch)  # [s, b]: 1 for tokens of the chosen answer, -1 for the rejected; [b]
