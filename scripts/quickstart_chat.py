@@ -14,14 +14,15 @@ import urllib.request
 from pathlib import Path
 
 OPPOSITES = (
-    "hot cold, big small, fast slow, light dark, early late, open closed, old new, wet dry, full empty, high low, loud quiet, "
-    "hard soft, near far, happy sad, rich poor, strong weak, thick thin, clean dirty, up down, left right, first last, true "
-    "false, good bad, long short, sharp blunt, deep shallow, cheap expensive, wide narrow"
+    "hot cold, big small, fast slow, light dark, early late, open closed, old new, wet dry, full empty, "
+    "high low, loud quiet, hard soft, near far, happy sad, rich poor, strong weak, thick thin, clean "
+    "dirty, up down, left right, first last, true false, good bad, long short, sharp blunt, deep shallow, "
+    "cheap expensive, wide narrow"
 )
 NUMBERS = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
 COLOURS = (
-    "grass green, snow white, the sky blue, blood red, coal black, a lemon yellow, an orange orange, chocolate brown, a tomato "
-    "red, milk white, a frog green, the sun yellow, ash grey, a carrot orange"
+    "grass green, snow white, the sky blue, blood red, coal black, a lemon yellow, an orange orange, "
+    "chocolate brown, a tomato red, milk white, a frog green, the sun yellow, ash grey, a carrot orange"
 )
 SOUNDS = (
     "a cow moo, a cat meow, a dog woof, a duck quack, a sheep baa, a pig oink, a bee buzz, an owl hoot, a snake hiss"
@@ -65,7 +66,9 @@ def facts() -> list[tuple[list[str], str]]:
     found = [(list(asked), answer) for asked, answer in SMALL_TALK]
     for first, second in pairs(OPPOSITES):
         for a, b in ((first, second), (second, first)):
-            ways = "What is the opposite of {}?|Opposite of {}?|Tell me the opposite of {}.|Which word is the opposite of {}?"
+            ways = (
+                "What is the opposite of {}?|Opposite of {}?|Tell me the opposite of {}.|What word is opposite to {}?"
+            )
             found.append((ways.format(*[a] * 4).split("|"), f"The opposite of {a} is {b}."))
     for a, b in zip(NUMBERS, NUMBERS[1:], strict=False):
         ways = "What comes after {}?|Which number comes after {}?|After {} comes which number?|Count on from {}."

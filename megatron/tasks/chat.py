@@ -81,7 +81,7 @@ def is_dpo(s) -> bool:
 
 CHAT_RULES = (
     Rule(
-        lambda s: s.mock_data and own(s).train_data,
+        lambda s: s.mock_data and s.settings.given("train_data"),
         lambda s: f"--mock-data reads no files, and files are given ({own(s).train_data[0]}); drop one or the other",
     ),
     Rule(
@@ -99,8 +99,8 @@ CHAT_RULES = (
         Rule(
             lambda s, name=name: is_dpo(s) and getattr(s, name),
             lambda s, name=name: (
-                f"--{name.replace('_', '-')} {getattr(s, name):g} is of a loss over words, and --task dpo compares answers; leave "
-                "it out"
+                f"--{name.replace('_', '-')} {getattr(s, name):g} is of a loss over words, and --task dpo compares "
+                "answers; leave it out"
             ),
         )
         for name in ("label_smoothing", "z_loss_coeff")
@@ -239,8 +239,10 @@ def sums(config: Config) -> dict[str, float]:
 
 def reference(config: Config) -> Optional[tuple[str, str]]:
     """`Recipe.frozen`."""
-    folder = chat_settings(config).reference_load
-    return ("--reference-load", folder) if folder and chat_settings(config).task == "dpo" else None
+    settings = chat_settings(config)
+    if settings.task != "dpo" or not settings.reference_load or config.data.mock_data:
+        return None  # synthetic samples have a vocabulary of their own
+    return "--reference-load", settings.reference_load
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

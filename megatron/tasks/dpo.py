@@ -46,7 +46,7 @@ class PairComparison(GPT):
         sides, counts = self._sides(batch)  # [s, b]: 1 for tokens of the chosen answer, -1 for the rejected; [b]
         whole = self.gather_input(x, self.tp) if self.overlap else x
         with torch.no_grad():
-            gaps = self._token_losses(whole, batch) - self._reference(batch)  # [s, b]: log r - log p
+            gaps = self._token_losses(whole, batch) - self._reference(batch, sides)  # [s, b]: log r - log p
             chosen, rejected = (
                 -self.beta * self._summed(gaps * (sides == side))  # [b]: rewards
                 for side in (1, -1)
@@ -77,9 +77,9 @@ class PairComparison(GPT):
         sides = sides * mask
         return sides.float(), (self._summed(sides.float().abs()) > 0).float()
 
-    def _reference(self, batch) -> torch.Tensor:
-        if self.frozen_losses is None:  # synthetic samples
-            return torch.zeros(batch.labels.shape, device=batch.labels.device)
+    def _reference(self, batch, sides: torch.Tensor) -> torch.Tensor:
+        if self.frozen_losses is None:  # synthetic samples: with numbers that keep rewards away from 0
+            return (sides < 0).float()
         return self.frozen_losses(batch)
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,16 @@ import torch.nn.functional as F
 
 import finetune
 import pretrain_gpt
+from megatron.settings.schema import TokenizerSettings
+from megatron.tasks.chat_samples import TextEncoder, pair_samples
+from megatron.tokenizer import build_tokenizer
 from tests.tasks.chats import (
+    EOD,
     RUN,
     SHAPE,
     TUNE,
     double,
+    ids_of,
     log_probabilities,
     plain_tokens,
     talks,
@@ -118,3 +123,40 @@ def test_any_layout_is_the_plain_loop(layout, base, run_ranks, tmp_path):
             assert found == pytest.approx(mean, rel=1e-3, abs=2e-5)
     for name, values in weights_of(tmp_path / "run").items():
         assert (values[: len(weights[name])].double() - weights[name]).abs().max() < 2e-5, name
+
+
+@pytest.mark.sampled(2)
+def test_a_run_that_goes_on_keeps_its_reference(base, tmp_path):
+    """To the bit. The checkpoint says where the reference is."""
+    whole, parts = (tmp_path / name for name in ("whole", "parts"))
+    schedule = "--lr-decay-style constant --save-interval 1"
+    tune(0, line_of(whole, base, f"--train-iters 2 {schedule}"))
+    line = line_of(parts, base, f"--train-iters 1 {schedule}")
+    tune(0, line)
+    tune(0, line.replace(f"--load {base}", f"--load {parts / 'run'}").replace("--train-iters 1", "--train-iters 2"))
+    found = weights_of(parts / "run")
+    assert all(torch.equal(values, found[name]) for name, values in weights_of(whole / "run").items())
+    assert records(parts / "run", "step")[-1]["rewards/margins"] > 0
+
+
+def test_pairs_of_texts_need_no_template(tmp_path):
+    """The end of document follows each answer; the longer text of a pair loses its end."""
+    flags = write_vocabulary(tmp_path).split()
+    tokenizer = build_tokenizer(TokenizerSettings("GPT2BPETokenizer", flags[1], flags[3]), lambda text: None)
+    rows = [
+        dict(prompt="It is", chosen=" red.", rejected=" blue or green."),
+        dict(prompt="A", chosen="b", rejected="b"),
+    ]
+    file = str(write_lines(tmp_path / "pairs.jsonl", rows))
+    texts = TextEncoder(tokenizer, None, pairs=True).read([file], None, print)
+    samples, notes = pair_samples(texts, [file], 24, EOD)
+    sample = samples[0]
+    ids, answers = sample["input_ids"], sample["loss_mask"] > 0
+    [chosen, rejected] = [[*ids_of(f"It is{answer}"), EOD] for answer in (" red.", " blue or green.")]
+    assert ids.tolist() == [*chosen, *rejected[: 25 - len(chosen)]] and len(samples) == 1
+    assert sample["document_ids"].tolist() == [0] * len(chosen) + [1] * (25 - len(chosen))
+    assert ids[answers].tolist() == [*chosen[5:], *rejected[5 : 25 - len(chosen)]]
+    assert notes == [
+        f"1 of 2 pairs have two equal answers, and are left out ({file}, line 2)",
+        f"1 of 2 pairs are longer than --seq-length 24, and lose the end of an answer ({file}, line 1)",
+    ]
