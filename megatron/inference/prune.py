@@ -21,9 +21,8 @@ import torch
 
 from megatron.checkpoint import reshard
 from megatron.checkpoint.base import BASE, open_checkpoint
-from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.index import Tensor
-from megatron.checkpoint.reader import PART, Reader
+from megatron.checkpoint.reader import Reader
 from megatron.data.formats import datasets_of, open_tokens
 from megatron.data.loader import MicroBatch
 from megatron.errors import DataError, SettingsError
@@ -256,8 +255,8 @@ def old_names(network: Network, plan: SmallerModel) -> Iterator[tuple[str, str]]
         yield from zip(add_prefix(unit.name, unit.weights), add_prefix(old, unit.weights))
 
 
-class PrunedReader:
-    """A reader of the smaller model's weights, with the part of `Reader`'s methods that rewriting needs."""
+class PrunedReader(reshard.Computed):
+    """The weights of the smaller model."""
 
     def __init__(self, reader: Reader, network: Network, plan: SmallerModel):
         self.reader, self.folder, self.plan = reader, reader.folder, plan
@@ -286,12 +285,6 @@ class PrunedReader:
         for cut, units in self._chosen(old):
             weight = chosen_units(weight, cut, units)
         return weight
-
-    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
-        """As `Reader.parts`; the whole weight is in memory."""
-        whole = self.read(name)
-        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
-        yield from flat.split(max(1, size // whole.element_size()))
 
 
 def chosen_units(weight: torch.Tensor, cut: Cut, units: torch.Tensor) -> torch.Tensor:
