@@ -78,7 +78,9 @@ def test_what_cannot_be_measured(flags, words):
 
 def test_a_checkpoint_is_planned_by_its_shape(checkpoint, capsys):
     """`plan --mode inference` needs no flag for it; texts are as long as its context."""
-    plan.main(["--mode", "inference", "--world-size", "1", "--device-name", "A100", "--load", str(checkpoint), "--json"])
+    plan.main(
+        ["--mode", "inference", "--world-size", "1", "--device-name", "A100", "--load", str(checkpoint), "--json"]
+    )
     record = json.loads(capsys.readouterr().out)
     assert (record["prompt_length"], record["output_length"]) == (26, 6)  # 4/5 and 1/5 of 32
     with pytest.raises(SettingsError, match=r"(?s)than the 32 positions of the model.*shorter ones"):
