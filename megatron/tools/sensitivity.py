@@ -28,6 +28,7 @@ from megatron.settings.effects import idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, setting
 from megatron.settings.statements import failing_in_users_words
+from megatron.storage.durable import check_output
 from megatron.telemetry.drawing import INK, new_figure, plain, svg_of
 from megatron.tools import evaluate
 
@@ -131,8 +132,8 @@ def check(options: SensitivityOptions, quantize: QuantizeOptions) -> None:
             raise StorageError(
                 f"{flag} {path}: there is no folder {Path(path).parent}", do="make it, or give another path"
             )
-        if path and Path(path).is_dir():
-            raise StorageError(f"{flag} {path}: is a folder", do="give the name of a file")
+        if path:
+            check_output(flag, path)
 
 
 def report(options: SensitivityOptions, quantize: QuantizeOptions, context) -> None:
