@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# How good is what prune_gpt_345M_single_card.sh trained? One GPU, or a CPU; NPROC=8 shares the work between so many ranks.
+# How good is what prune_gpt_345M_single_card.sh trained? One GPU, or a CPU; NPROC=8 shares the work between so many
+# ranks.
 #
 #   CHECKPOINTS=... bash scripts/eval_prune_gpt_345M_single_card.sh --task LAMBADA --valid-data lambada_test.jsonl
 #   CHECKPOINTS=... bash scripts/eval_prune_gpt_345M_single_card.sh --data-path held_out_text_document

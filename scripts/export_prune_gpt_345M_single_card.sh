@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Export what prune_gpt_345M_single_card.sh trained as a program of torch (--format onnx works, too; Hugging Face and llama.cpp
-# have no GPT-2 whose heads are narrower than hidden size / heads).
+# Export what prune_gpt_345M_single_card.sh trained as a program of torch. --format onnx works, too; Hugging Face and
+# llama.cpp have no GPT-2 whose heads together are narrower than its hidden size.
 # On a CPU; nothing is written unless both sides compute the same. SHRINK=1 prunes and exports a tiny model.
 #
 #   CHECKPOINTS=... EXPORT=... bash scripts/export_prune_gpt_345M_single_card.sh

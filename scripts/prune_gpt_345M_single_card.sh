@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Prune what pretrain_gpt_345M_single.sh has trained, and fine-tune it on one GPU, with PaddleFleetX's settings: an eighth
-# of the heads and of the MLP channels goes. The pruned model, before fine-tuning, is in CHECKPOINTS-pruned.
+# Prune what pretrain_gpt_345M_single.sh has trained, and fine-tune it on one GPU, with PaddleFleetX's settings: an
+# eighth of the heads and of the MLP channels goes. The pruned model, before fine-tuning, is in CHECKPOINTS-pruned.
 #
 #   PRETRAINED=runs/345M CHECKPOINTS=runs/prune_345M DATA_PATH=... bash scripts/prune_gpt_345M_single_card.sh
 #
