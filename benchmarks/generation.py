@@ -310,8 +310,8 @@ def busy_stages(name: str, texts: int = 8, new: int = 40) -> None:
 
 
 def attention(clock: Callable[[], float], rounds: int) -> None:
-    """Attention of new tokens: one call for all texts, and one for each text, in turns. Each of 12 layers has its own cache,
-    so that keys come from memory.
+    """Attention of new tokens: one call for all texts, and one for each text, in turns. Each of 12 layers has its own
+    cache, so that keys come from memory.
     """
     print("texts  tokens  groups x queries  channels   by text us  one call us   ratio")
     for texts, tokens, g, q, d in ATTENTION:
