@@ -13,8 +13,13 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
-from megatron.model.recipe import recipe_of
+from megatron.model.recipe import facts_of, recipe_of
 from megatron.mpu import forked
+from megatron.planner import layout as plans
+from megatron.planner.device import cpu
+from megatron.planner.memory import NO_DEVICE, state, step_memory
+from megatron.planner.parity import laid_out, parse_layout
+from megatron.planner.speed import Cluster, end_costs
 from megatron.training import build
 from megatron.training.rules import resolve
 from megatron.training.step import train_step
@@ -143,6 +148,50 @@ def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     losses = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), batch.labels.flatten(), reduction="none")
     torch.testing.assert_close(frozen.token_losses(batch).flatten(), losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["", "tp2sp-pp2", "cp2-pp2-zero3"])
+def test_planned_weights_are_those_of_a_run(layout, teacher_of_pairs):
+    """To the byte, on each pipeline rank."""
+    layout, flags = parse_layout(layout), f"{LINE} --num-attention-heads 4 --teacher-load {teacher_of_pairs}"
+    config = resolve(laid_out(parse_any(flags.split()), layout), layout.world_size)
+
+    def held(rank):
+        run = build.build_run(config, recipe_of(config))
+        last = [stage for stage in run.stages if stage.last]
+        return run.context.mesh.pp.rank, last[0].teacher.args[0].weights.nbytes if last else 0
+
+    plan = plans.Layout.of(config, layout.world_size)
+    job = plans.Job.of(config, facts_of(config, 101), dp=1, device="cpu")
+    wanted = [state(job, plan, rank)[0].get("teacher", 0) for rank in range(plan.pp)]
+    assert wanted[-1] > 0
+    assert all(found == wanted[rank] for rank, found in forked.run_ranks(layout.world_size, held))
+
+
+def test_planned_passes_are_at_least_those_of_a_run(teacher, most_allocated):
+    """The most bytes of a forward pass, which a teacher raises by what is planned for it, or less."""
+    more = "--micro-batch-size 8"
+    run, alone = built(teacher, more), built(teacher, more)
+    alone.stages[0].teacher = None
+    most = []
+    for each in (alone, run):
+        [batch] = each.loaders.train.step(0, 1)
+        each.stages[0].train()
+        most.append(most_allocated(lambda each=each, batch=batch: each.stages[0](None, batch)))
+    job = plans.Job.of(run.config, facts_of(run.config, 101), dp=1, device="cpu")
+    planned = step_memory(job, plans.Layout.of(run.config, 1), NO_DEVICE, 0)[0]["teacher's passes"]
+    assert 0.4 * planned < most[1] - most[0] <= planned
+
+
+def test_a_plan_counts_the_teachers_time(teacher):
+    """In the last stage alone, by its forward products."""
+    flags = f"{LINE} --pipeline-model-parallel-size 2"
+    jobs = [
+        (plans.Job.of(config, facts_of(config, 101), dp=1, device="cpu"), plans.Layout.of(config, 2))
+        for config in (resolve(parse_any(f"{flags} {more}".split()), 2) for more in ("", f"--teacher-load {teacher}"))
+    ]
+    (first, last), (with_first, with_last) = (end_costs(*each, Cluster(cpu(), 2)) for each in jobs)
+    assert first == with_first and with_last > last
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(teacher, tmp_path, capsys):
