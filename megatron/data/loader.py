@@ -258,7 +258,7 @@ class MicroBatchLoader:
 
     def _given(self, place: int):
         """The dataset's item for a position in the order of training."""
-        number = self._sample(place)
+        number = self.number(place)
         try:
             return self.dataset[number]
         except Exception as error:
@@ -267,7 +267,7 @@ class MicroBatchLoader:
             raise
 
     def _checked(self, given, place: int):
-        where = f"{type(self.dataset).__name__}[{self._sample(place)}]"
+        where = f"{type(self.dataset).__name__}[{self.number(place)}]"
         if self.arrays is not None:
             return named_arrays.checked(given, self.arrays, where)
         ids, mask = parts_of(given, where)
@@ -298,7 +298,7 @@ class MicroBatchLoader:
 
     def describe(self, place: int) -> str:
         """Describe the origin of the sample at a position in the order of training."""
-        sample = self._sample(place)
+        sample = self.number(place)
         if not hasattr(self.dataset, "origin"):
             return f"sample {place}"
         origin = self.dataset.origin(sample)
@@ -335,7 +335,7 @@ class MicroBatchLoader:
             return start < len(self.dataset)
         return self.data.dataloader_type == "cyclic" or end <= len(self.dataset)
 
-    def _sample(self, position: int) -> int:
+    def number(self, position: int) -> int:
         """The dataset's index of the sample at a position in the order of training."""
         if self.whole:
             return min(position, len(self.dataset) - 1)

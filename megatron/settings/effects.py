@@ -74,7 +74,7 @@ TIMERS = Needs("--timing-log-level above 0", lambda s: s.timing_log_level)
 OPEN_LAYOUT = Needs("--auto-parallel or --micro-batch-size auto", layout_was_open)
 PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
 PROFILE = Needs("--profile", lambda s: s.profile)
-TEACHER = Needs("--teacher-load", lambda s: s.teacher_load)
+TEACHER = Needs("--teacher-load or --teacher-logits", lambda s: s.settings.distillation.distils)
 
 CUDA = Needs("a CUDA device", lambda s: s.device != "cpu")
 

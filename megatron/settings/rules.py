@@ -277,6 +277,13 @@ RULES = (
         ),
     ),
     Rule(
+        lambda s: s.teacher_load and s.teacher_logits,
+        lambda s: (
+            f"--teacher-load {s.teacher_load} and --teacher-logits {s.teacher_logits} are two sources of the same logits; "
+            "leave one of them out"
+        ),
+    ),
+    Rule(
         lambda s: s.parallel_plan and s.data_parallel_size and s.world != s.data_parallel_size * s.model_ranks,
         lambda s: (
             f"--parallel-plan {s.parallel_plan} is for {s.data_parallel_size * s.model_ranks} ranks (tensor "

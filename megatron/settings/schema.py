@@ -964,6 +964,12 @@ class Distillation:
         None,
         "--export-kd-teacher-load",
     )
+    teacher_logits: Optional[str] = setting(
+        "folder of a teacher's logits, from megatron.tools.teacher_logits, in place of the teacher; its seed defines the "
+        "order of samples",
+        None,
+        "--logits-load-dir",
+    )
     kd_alpha: float = setting("share of the loss on the teacher's logits; the language model's loss has the rest", 0.5)
     kd_temperature: float = setting(
         "divisor of the logits of teacher and student in that loss, which is multiplied by its square", 1.0
@@ -976,12 +982,12 @@ class Distillation:
     @property
     def distils(self) -> bool:
         """Whether there is a teacher."""
-        return self.teacher_load is not None
+        return self.teacher_load is not None or self.teacher_logits is not None
 
     @property
     def source(self) -> str:
-        """The teacher, in the user's words."""
-        return f"--teacher-load {self.teacher_load}"
+        """The teacher, as a flag."""
+        return f"--teacher-load {self.teacher_load}" if self.teacher_load else f"--teacher-logits {self.teacher_logits}"
 
 
 @dataclass(frozen=True)

@@ -343,6 +343,7 @@ CHECKS = dict(
     ),
     distillation=dict(
         teacher_load="test_distillation::test_any_layout_is_the_plain_loop",
+        teacher_logits="test_teacher_logits::test_all_logits_equal_the_teacher",
         kd_alpha="test_distillation::test_any_layout_is_the_plain_loop",
         kd_temperature="test_distillation::test_any_layout_is_the_plain_loop",
         kd_loss="test_distillation::test_any_layout_is_the_plain_loop",

@@ -8,7 +8,9 @@ from functools import cache
 import pytest
 import torch
 
+import pretrain_bert
 import pretrain_gpt
+import pretrain_t5
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
@@ -116,6 +118,32 @@ def teacher_of_pairs(tmp_path_factory) -> str:
     return str(folder)
 
 
+COMMON = """--hidden-size 32 --num-attention-heads 4 --mock-data --vocab-size 90 --make-vocab-size-divisible-by 8
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-2 --eval-iters 0 --device cpu --num-workers 0
+    --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.2"""
+MODELS = {
+    "GPT": (pretrain_gpt, "--num-layers 2 --seq-length 16"),
+    "T5": (pretrain_t5, "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 24 --decoder-seq-length 8"),
+    "BERT": (pretrain_bert, "--num-layers 2 --seq-length 24"),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", ["", f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_student_that_is_its_teacher_learns_nothing_from_it(model, layout, run_ranks, tmp_path):
+    """Its kd loss is 0, and so is the gradient. Logits shifted by a token would differ."""
+    script, shape = MODELS[model]
+    line = f"{COMMON} {shape}".split()
+    script.main([*line, "--save", str(tmp_path / "teacher")])
+    words = f"--finetune --load {tmp_path}/teacher --teacher-load {tmp_path}/teacher --kd-alpha 1 --kd-temperature 2"
+    words = [*line, *words.split(), *layout.split(), "--save", str(tmp_path / "student")]
+    run_ranks(4 if layout else 1, lambda rank: script.main(words))
+    first, *_ = records(tmp_path / "student", "step")
+    assert abs(first["kd loss"]) < 1e-5 and first["lm loss"] > 1
+    assert model == "BERT" or first["grad_norm"] < 1e-3  # BERT's second head has labels
+
+
 def built(teacher: str, more: str = ""):
     config = resolve(parse_any(f"{LINE} --teacher-load {teacher} {more}".split()), 1)
     return build.build_run(config, recipe_of(config))
@@ -219,7 +247,7 @@ def test_evaluations_need_no_teacher(teacher, tmp_path):
 @pytest.mark.parametrize(
     "flags, kind, said",
     [
-        ("--teacher-load {gone}", CheckpointError, "--teacher-load {gone}: {gone} holds no checkpoint"),
+        ("--teacher-load {gone}", CheckpointError, "--teacher-load: {gone} holds no checkpoint"),
         (
             "--vocab-size 120",
             SettingsError,
