@@ -76,6 +76,8 @@ PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
 PROFILE = Needs("--profile", lambda s: s.profile)
 TEACHER = Needs("--teacher-load or --teacher-logits", lambda s: s.settings.distillation.distils)
 
+HIDDEN = Needs("--teacher-load and --kd-hidden-layers", lambda s: s.teacher_load and s.kd_hidden_layers)
+
 CUDA = Needs("a CUDA device", lambda s: s.device != "cpu")
 
 EFFECTS: dict[str, Needs] = {
@@ -198,6 +200,9 @@ EFFECTS: dict[str, Needs] = {
     "kd_alpha": TEACHER,
     "kd_temperature": TEACHER,
     "kd_loss": TEACHER,
+    "kd_hidden_layers": Needs("--teacher-load", lambda s: s.teacher_load),
+    "kd_hidden_loss": HIDDEN,
+    "kd_hidden_coeff": HIDDEN,
     # guards
     "check_replicas_interval": RANKS,
     "spike_skip_steps": ROLLBACK,

@@ -979,6 +979,16 @@ class Distillation:
         "forward_kl",
     )
 
+    kd_hidden_layers: Optional[str] = setting(
+        "with --teacher-load, layers of the student whose output also learns that of a layer of the teacher, numbered from "
+        "0: 0:1,1:3 (student:teacher); even: all of them, spread over the teacher's",
+        None,
+    )
+    kd_hidden_loss: Literal["mse", "cosine"] = setting(
+        "loss on hidden states: mean of the squares of differences, or 1 - cosine", "mse"
+    )
+    kd_hidden_coeff: float = setting("weight of the loss on hidden states, which is added", 1.0)
+
     @property
     def distils(self) -> bool:
         """Whether there is a teacher."""

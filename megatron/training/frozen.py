@@ -15,7 +15,7 @@ evaluation mode, and it records no gradients.
 Legend: s sequence, b micro-batch, v vocabulary, tp ranks that divide each matrix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -48,6 +48,25 @@ class FrozenModel:
         """The cross-entropy of each label, [s, b] fp32, unmasked. With context parallelism of this rank's rows."""
         return self.model.token_losses(None, batch)
 
+    @torch.no_grad()
+    def states(self, batch: MicroBatch, layers: Collection[int]) -> tuple[dict[int, torch.Tensor], Optional[Callable]]:
+        """(outputs of layers, [s or s/tp, b, h], by number; the result of `logits` if the model is whole), in one pass."""
+        found, blocks = {}, self.model.blocks
+
+        def keep(n):
+            return lambda module, inputs, output: found.update({n: output[0] if isinstance(output, tuple) else output})
+
+        hooks = [blocks[str(n)].register_forward_hook(keep(n)) for n in layers]
+        try:
+            logits = self.logits(batch) if self.model.last else None
+            if logits is None:
+                with self.model.region():
+                    self.model.trunk(None, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found, logits
+
     def logits(self, batch: MicroBatch) -> Callable[[slice], torch.Tensor]:
         """The logits of the tokens in the loss: a function from a range of them to [tokens, v/tp]; its padding is last."""
         return self.model.logits_of(batch)
@@ -61,18 +80,20 @@ def load_frozen(
     vocab_size: int,
     vocabulary: Optional[str],
     stages: Sequence[torch.nn.Module],
+    first_layers: Callable[[schema.Config], int] = lambda settings: 0,
 ) -> tuple[Optional[FrozenModel], list[str]]:
     """Load a frozen model on the ranks of the last stage, and notices for the user. All ranks call it.
 
     flag: the setting that names `folder`, a folder of checkpoints or one of them, for messages
     config, vocab_size, vocabulary: of the run; vocabulary: its tokenizer's fingerprint, None for plain numbers
     stages: this rank's stages of the trained model
+    first_layers: settings of the frozen model -> how many of its first layers this rank needs, without the last stage
     Raises CheckpointError if there is no such model, SettingsError if it cannot see the tokens of this run.
     """
     record = _record_on_all_ranks(flag, folder, context)
     settings = frozen_settings(flag, folder, record, config, vocab_size, vocabulary)
-    holds = any(getattr(stage, "last", False) for stage in stages)
-    built = build_frozen(settings, vocab_size, context) if holds else None
+    whole, part = any(getattr(stage, "last", False) for stage in stages), first_layers(settings)
+    built = build_frozen(settings, vocab_size, context, None if whole else part) if whole or part else None
     restored = restore(
         location(folder),
         built.pieces if built else [],
@@ -101,10 +122,11 @@ def _record_on_all_ranks(flag: str, folder: str, context: RankContext) -> dict[s
     return answer
 
 
-def build_frozen(settings: schema.Config, vocab_size: int, context: RankContext) -> Built:
-    """The model of `frozen_settings` on this rank, with memory for its weights."""
+def build_frozen(settings: schema.Config, vocab_size: int, context: RankContext, part: Optional[int] = None) -> Built:
+    """The model of `frozen_settings` on this rank, with memory for its weights. part: only so many first layers."""
     recipe, mesh = recipe_of(settings), context.mesh.of_whole_model()
     refuse_sizes(settings, mesh, recipe.rules)
     dtype = weight_format(settings.precision)
-    model = recipe.build_model(settings, mesh, vocab_size, dtype=dtype, device="meta")
+    layers = dict(layers=range(part), last=False) if part else {}
+    model = recipe.build_model(settings, mesh, vocab_size, **layers, dtype=dtype, device="meta")
     return allocated(model, [model], mesh, dtype=dtype, device=context.device)

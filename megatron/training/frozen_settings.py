@@ -55,6 +55,39 @@ def frozen_settings(
     return replace(frozen, model=model, parallel=parallel, distillation=schema.Distillation(), **own)
 
 
+def layer_pairs(run: schema.Config, teacher: schema.Config) -> dict[int, int]:
+    """Layer of the student -> layer of its teacher, of --kd-hidden-layers. Raises SettingsError.
+
+    teacher: of `frozen_settings`
+    """
+    text, student, layers = run.distillation.kd_hidden_layers, run.model.num_layers, teacher.model.num_layers
+    if text is None:
+        return {}
+    flag = f"--kd-hidden-layers {text}"
+    if recipe_of(run).arrays is not None:
+        raise SettingsError(f"{flag}: --model-type {run.model.model_type} has no such loss", do="leave it out")
+    if run.model.hidden_size != teacher.model.hidden_size:
+        raise SettingsError(
+            f"{flag}: hidden states have {run.model.hidden_size} numbers in the student, and "
+            f"{teacher.model.hidden_size} in the teacher",
+            do="leave it out, or give the student the teacher's --hidden-size",
+        )
+    if text == "even":
+        return {
+            n: (n + 1) * layers // student - 1 if layers >= student else n * layers // student for n in range(student)
+        }
+    try:
+        pairs = {int(a): int(b) for a, b in (pair.split(":") for pair in text.replace(",", " ").split())}
+    except ValueError:
+        raise SettingsError(f"{flag}: give pairs of layers, student:teacher, as in 0:1,1:3, or even") from None
+    for name, number, count in [("student", a, student) for a in pairs] + [
+        ("teacher", b, layers) for b in pairs.values()
+    ]:
+        if not 0 <= number < count:
+            raise SettingsError(f"{flag}: the {name} has layers 0 to {count - 1}, and no layer {number}")
+    return pairs
+
+
 def _check(
     where: str,
     frozen: schema.Config,

@@ -95,6 +95,15 @@ CASES = {
         f"kd_{name}": (f"--kd-{name} {value}", "", "--teacher-load d")
         for name, value in dict(alpha=0.3, temperature=2, loss="js").items()
     },
+    "kd_hidden_layers": ("--kd-hidden-layers even", "--teacher-logits d", "--teacher-load d"),
+    **{
+        f"kd_hidden_{name}": (
+            f"--kd-hidden-{name} {value}",
+            "--teacher-load d",
+            "--teacher-load d --kd-hidden-layers even",
+        )
+        for name, value in dict(loss="cosine", coeff=2).items()
+    },
     "adam_beta1": ("--adam-beta1 0.8", "--optimizer sgd", ""),
     "adam_beta2": ("--adam-beta2 0.8", "--optimizer lion", ""),
     "adam_eps": ("--adam-eps 1e-6", "--optimizer sgd", ""),

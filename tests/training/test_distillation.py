@@ -15,7 +15,7 @@ from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
-from megatron.model.recipe import facts_of, recipe_of
+from megatron.model.recipe import facts_of, recipe_of, sums_of
 from megatron.mpu import forked
 from megatron.planner import layout as plans
 from megatron.planner.device import cpu
@@ -23,6 +23,7 @@ from megatron.planner.memory import NO_DEVICE, state, step_memory
 from megatron.planner.parity import laid_out, parse_layout
 from megatron.planner.speed import Cluster, end_costs
 from megatron.training import build
+from megatron.training.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.model.test_distillation_loss import divergence
@@ -95,6 +96,69 @@ def test_any_layout_is_the_plain_loop(way, layout, teacher, run_ranks, tmp_path)
     compare(tmp_path, expected)
 
 
+@pytest.fixture(scope="module")
+def wide_teacher(tmp_path_factory) -> str:
+    """A teacher with the student's hidden size."""
+    folder = tmp_path_factory.mktemp("wide")
+    pretrain(0, f"{LINE} --num-layers 4 --init-method-std 0.15 --seed 7 --train-iters 1 --save {folder}")
+    return str(folder)
+
+
+HIDDEN_WAYS = {"mse": "--kd-hidden-layers 0:1,1:3", "cosine": "--kd-hidden-layers 1:2 --kd-hidden-loss cosine"}
+PAIRS = {"mse": {0: 1, 1: 3}, "cosine": {1: 2}}
+
+
+@cache
+def plain_hidden(teacher: str, way: str):
+    with Reader(f"{teacher}/iter_0000001") as reader:
+        weights = {name: reader.read(name).double() for name in reader.tensors if not name.startswith("optimizer")}
+    job = Job(**PLAIN)
+
+    def of_logits(scores, tokens):
+        return divergence("forward_kl", logits(weights, tokens, job), scores, 1.0)
+
+    def of_states(outputs, tokens):
+        logits(weights, tokens, job, wanted := [])
+        pairs = [(outputs[a], wanted[b]) for a, b in PAIRS[way].items()]
+        if way == "mse":
+            return sum((a - b).square().mean(-1) for a, b in pairs)
+        return sum(1 - torch.cosine_similarity(a, b, dim=-1) for a, b in pairs)
+
+    return train(Job(**PLAIN, teacher=of_logits, alpha=0.5, hidden_teacher=of_states))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("way, layout", [("mse", layout) for layout in LAYOUTS] + [("cosine", "one process")])
+def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, run_ranks, tmp_path):
+    """Layers of every stage are compared; other stages have the teacher's first layers alone."""
+    world, words = LAYOUTS[layout]
+    line = f"{LINE} --teacher-load {wide_teacher} {HIDDEN_WAYS[way]} {words} --save {tmp_path}"
+    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    compare(tmp_path, plain_hidden(wide_teacher, way))
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--kd-hidden-layers 0:4", "the teacher has layers 0 to 3, and no layer 4"),
+        ("--kd-hidden-layers 2:1", "the student has layers 0 to 1, and no layer 2"),
+        ("--kd-hidden-layers last", "give pairs of layers, student:teacher, as in 0:1,1:3, or even"),
+        ("--kd-hidden-layers even --hidden-size 36", "36 numbers in the student, and 24 in the teacher"),
+    ],
+)
+def test_mistakes_in_layers(flags, said, wide_teacher):
+    with pytest.raises(SettingsError) as error:
+        pretrain(0, f"{LINE} --teacher-load {wide_teacher} {flags}")
+    assert said in str(error.value)
+
+
+def test_even_pairs(wide_teacher):
+    config = parse_any(f"{LINE} --teacher-load {wide_teacher} --kd-hidden-layers even --kd-hidden-coeff 0.5".split())
+    teacher = frozen_settings("--teacher-load", wide_teacher, frozen_record("--teacher-load", wide_teacher), config)
+    assert layer_pairs(config, teacher) == {0: 1, 1: 3}
+    assert sums_of(recipe_of(config), config) == {"lm loss": 0.5, "kd loss": 0.5, "kd hidden loss": 0.5}
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["pp2-zbv", "pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"])
 def test_more_layouts(layout, teacher_of_pairs):
@@ -153,7 +217,7 @@ def test_the_teacher_is_frozen(teacher):
     """It is no part of the student's modules, has no gradients, and is in evaluation mode while the student trains."""
     run = built(teacher)
     [stage] = run.stages
-    frozen, *_ = stage.teacher.args
+    frozen = stage.teacher.__self__.frozen
     assert not any(module is frozen.model for module in stage.modules())
     before = frozen.weights.clone()
     for each in run.stages:
@@ -169,7 +233,7 @@ def test_the_teacher_is_frozen(teacher):
 def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):
     """For a micro-batch of training; `load_model` reads the same checkpoint for inference."""
     run = built(teacher)
-    frozen, *_ = run.stages[0].teacher.args
+    frozen = run.stages[0].teacher.__self__.frozen
     [batch, *_] = run.loaders.train.step(0, 4)
     wanted = load_model(teacher).model.logits(batch.tokens)
     found = frozen.logits(batch)(slice(0, batch.tokens.numel())).view(*batch.tokens.shape, -1)[..., :101]
@@ -187,7 +251,7 @@ def test_planned_weights_are_those_of_a_run(layout, teacher_of_pairs):
     def held(rank):
         run = build.build_run(config, recipe_of(config))
         last = [stage for stage in run.stages if stage.last]
-        return run.context.mesh.pp.rank, last[0].teacher.args[0].weights.nbytes if last else 0
+        return run.context.mesh.pp.rank, last[0].teacher.__self__.frozen.weights.nbytes if last else 0
 
     plan = plans.Layout.of(config, layout.world_size)
     job = plans.Job.of(config, facts_of(config, 101), dp=1, device="cpu")
