@@ -23,6 +23,8 @@ from megatron.settings.schema import Config, Distillation, from_record
 
 # model type -> module with `recipe()`
 MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "BERT": "pretrain_bert"}
+# Other model types -> the script that trains them, if its name is another one.
+SCRIPTS = {"megatron.tasks.chat": "finetune.py"}
 LM_LOSS = "lm loss"  # name of the sum of a language model's losses
 Z_LOSS = "z loss"  # of z-losses
 KD_LOSS = "kd loss"  # of losses on a teacher's logits
@@ -142,7 +144,8 @@ def config_of(record: Mapping) -> Config:
 
 def command_of(model_type: str) -> str:
     """The arguments after `python` or `torchrun ...` that train a model type: `pretrain_gpt.py`, or `-m a.module`."""
-    return f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
+    own = f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
+    return SCRIPTS.get(model_type, own)
 
 
 def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:

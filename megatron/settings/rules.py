@@ -83,7 +83,7 @@ RANGES = {  # what a value must be -> test, fields
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top
-        straggler_minmax_count lora_rank prompt_length output_length max_batch_size""",
+        straggler_minmax_count lora_rank sparsity_frequency prompt_length output_length max_batch_size""",
     ),
     "at least 2 and at most 8": (lambda v: 2 <= v <= 8, "weight_bits activation_bits"),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: fewer steps are not judged
@@ -92,7 +92,8 @@ RANGES = {  # what a value must be -> test, fields
         """
         test_iters train_iters eval_iters num_workers ckpt_step save_retries seed weight_decay clip_grad
         min_lr z_loss_coeff mscale mscale_all_dim vocab_extra_ids
-        throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval""",
+        throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval
+        sparsity_begin_step sparsity_end_step""",
     ),
     "above 0": (
         lambda v: v > 0,
@@ -109,7 +110,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: 0 <= v < 1,
         """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
-        muon_momentum lr_warmup_fraction memory_margin lora_dropout""",
+        muon_momentum lr_warmup_fraction memory_margin lora_dropout initial_sparsity""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,

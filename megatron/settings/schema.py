@@ -168,7 +168,7 @@ class Model:
     )
     linear: Optional[str] = setting(
         "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora, "
-        "fake_quantize (--quantization) and those that the recipe defines",
+        "fake_quantize (--quantization), sparse (--sparsity) and those that the recipe defines",
         None,
         on_resume="refused",
     )
@@ -202,6 +202,32 @@ class Model:
     )
     quantization_skip: Optional[str] = setting(
         "--quantization: patterns of the layers that are not, as blocks.0.*, or the file of tools.sensitivity --output",
+        None,
+        on_resume="refused",
+    )
+    sparsity: Optional[str] = setting(
+        "masks: weights of linear layers that count as 0: 2:4 keeps the 2 largest of each 4 inputs, 0.8 the largest fifth "
+        "of each weight (docs/compression.md)",
+        None,
+        on_resume="refused",
+    )
+    initial_sparsity: float = setting(
+        "share of zeros at --sparsity-begin-step; it grows by a cubic schedule", 0.0, on_resume="refused"
+    )
+    sparsity_begin_step: int = setting("steps before the first masks", 0, on_resume="refused")
+    sparsity_end_step: int = setting(
+        "steps before the last masks, which have --sparsity (default: the first ones are the last)",
+        0,
+        on_resume="refused",
+    )
+    sparsity_frequency: int = setting("steps between new masks", 100, on_resume="refused")
+    sparsity_layers: Optional[str] = setting(
+        "--sparsity: patterns of the layers that have masks, as mlp.*,attention.qkv (default: all linear layers of blocks)",
+        None,
+        on_resume="refused",
+    )
+    sparsity_skip: Optional[str] = setting(
+        "--sparsity: patterns of the layers that have none, as blocks.0.*, or the file of tools.sensitivity --output",
         None,
         on_resume="refused",
     )

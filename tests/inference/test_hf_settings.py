@@ -55,9 +55,10 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
 TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init_method_std make_vocab_size_divisible_by
     model_type model_name_or_path apply_query_key_layer_scaling attention_softmax_in_fp32 linear
     lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora""".split()
-# Rounding of weights and inputs: a model with `linear` kinds is refused as a whole.
+# Rounding of weights and inputs, and masks: a model with `linear` kinds is refused as a whole.
 ROUNDING = """quantization weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
-    activation_bits quantization_layers quantization_skip""".split()
+    activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
+    sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
 SIZES = """num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()
 OF_SCALING = ("rope_scaling_", "yarn_", "mscale", "rotary_scaling_factor")  # of use_rope_scaling and rope_type

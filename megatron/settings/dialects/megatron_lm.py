@@ -324,7 +324,7 @@ BERT is trained by pretrain_bert.py
     --bert-* --num-tokentypes --output-bert-embeddings
 fill-in-the-middle is not part of this suite
     --fim-*
-fine-tuning on conversations is not part of this suite
+conversations are learned by finetune.py --task chat (docs/chat.md)
     --sft* --chat-template
 reinforcement learning is not part of this suite
     --rl-* --no-rl-* --grpo-* --langrl-* --no-langrl-* --perform-rl-step --refit-method
