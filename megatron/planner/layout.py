@@ -25,7 +25,7 @@ from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
-from megatron.training.frozen_settings import frozen_record, frozen_settings
+from megatron.training.frozen_settings import frozen_record, frozen_settings, layer_pairs
 
 
 class Cuts(NamedTuple):
@@ -75,6 +75,7 @@ class Job:
     frozen: frozenset[str] = frozenset()  # linear layers, as in `RankSetup`
     pairs: tuple[tuple[str, int], ...] = ()
     teacher: Optional["Job"] = None  # passes of --teacher-load
+    compared: tuple[tuple[int, int], ...] = ()  # (layer, layer of the teacher) of --kd-hidden-layers
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
@@ -101,7 +102,7 @@ class Job:
             selection=selection,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
             **dict(zip(("frozen", "pairs"), facts.learned(selection))),
-            teacher=teacher_job(config, facts, dp, device),
+            **teaching(config, facts, dp, device),
         )
 
     def shard_gradients(self, zero: int) -> int:
@@ -131,18 +132,19 @@ class Job:
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
 
 
-def teacher_job(config: Config, facts: Facts, dp: int, device: str) -> Optional[Job]:
-    """The forward passes of a run's teacher; None without one. facts: of the student. Raises errors about the teacher."""
+def teaching(config: Config, facts: Facts, dp: int, device: str) -> dict[str, object]:
+    """The fields of a job about its teacher; none without one. facts: of the student. Raises errors about the teacher."""
     folder = config.distillation.teacher_load
     if folder is None:
-        return None
+        return {}
     settings = frozen_settings(
         "--teacher-load", folder, frozen_record("--teacher-load", folder), config, facts.vocab_size
     )
     no_dropout = replace(settings.model, hidden_dropout=0.0, attention_dropout=0.0, lora_dropout=0.0)
     settings = replace(settings, model=no_dropout, batch=config.batch, data=config.data)
     own = recipe_of(settings).facts(settings, facts.vocab_size)
-    return replace(Job.of(settings, own, dp=dp, device=device), selection=ALL, frozen=frozenset(), pairs=())
+    job = replace(Job.of(settings, own, dp=dp, device=device), selection=ALL, frozen=frozenset(), pairs=())
+    return dict(teacher=job, compared=tuple(layer_pairs(config, settings).items()))
 
 
 @dataclass(frozen=True)

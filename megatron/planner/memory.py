@@ -17,7 +17,7 @@ from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import is_split, most_held
-from megatron.planner.parameters import Sizes, Units, rank_units
+from megatron.planner.parameters import Sizes, Units, first_units, rank_units
 from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Recompute
 
@@ -48,8 +48,8 @@ def state(job: Job, layout: Layout, rank: int, place: Optional[Sizes] = None) ->
     """
     place = {axis: size - 1 for axis, size in layout.data_sizes.items()} if place is None else place
     device, host = _state(rank_units(job, layout, rank), job, layout, place, job.device == "cuda")
-    if has_teacher(job, layout, rank):
-        device["teacher"] = teacher_weights(job.teacher, layout.of_teacher)
+    if job.teacher is not None:
+        device["teacher"] = teacher_weights(job, layout, rank)
     return device, host
 
 
@@ -58,10 +58,13 @@ def has_teacher(job: Job, layout: Layout, rank: int) -> bool:
     return job.teacher is not None and rank == layout.pipeline(job.facts.num_layers).stages[-1][0]
 
 
-def teacher_weights(teacher: Job, layout: Layout) -> int:
-    """Bytes of a teacher's weights and buffers on a rank."""
-    units, sizes = rank_units(teacher, layout, 0), layout.data_sizes
-    return (units.padded(sizes) + units.padded_frozen(sizes)) * teacher.element + units.buffers
+def teacher_weights(job: Job, layout: Layout, rank: int) -> int:
+    """Bytes of the teacher's weights and buffers on a pipeline rank: all, or of the layers up to those that it compares."""
+    own = {layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held}
+    whole, teacher = has_teacher(job, layout, rank), layout.of_teacher
+    part = job.teacher.facts.num_layers if whole else 1 + max((of for n, of in job.compared if n in own), default=-1)
+    units, sizes = first_units(job.teacher, teacher, part, whole), teacher.data_sizes
+    return (units.padded(sizes) + units.padded_frozen(sizes)) * job.teacher.element + units.buffers if part else 0
 
 
 def teacher_pass(teacher: Job, layout: Layout) -> tuple[int, int]:
@@ -249,6 +252,9 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
         activations.stage_saved_bytes(job, layout, pipeline.layers[stage], stage == 0, stage == last)
         for stage in stages
     ]
+    states = job.facts.settings.hidden_size * job.facts.loss_tokens(layout.rank_setup(job)) * (job.element + 4)
+    for stage, kinds in zip(stages, each) if job.compared else ():  # the teacher's, and differences in fp32
+        kinds["teacher's states"] += states * sum(n in pipeline.layers[stage] for n, _ in job.compared)
     late = [activations.deferred(job, layout, pipeline.layers[stage]) for stage in stages]
     if last in stages:
         late[stages.index(last)] += job.facts.loss_deferred(layout.rank_setup(job))

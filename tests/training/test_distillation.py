@@ -242,21 +242,22 @@ def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):
     torch.testing.assert_close(frozen.token_losses(batch).flatten(), losses, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("hidden", ["", "--hidden-size 32 --kd-hidden-layers 0:0"])
 @pytest.mark.parametrize("layout", ["", "tp2sp-pp2", "cp2-pp2-zero3"])
-def test_planned_weights_are_those_of_a_run(layout, teacher_of_pairs):
-    """To the byte, on each pipeline rank."""
-    layout, flags = parse_layout(layout), f"{LINE} --num-attention-heads 4 --teacher-load {teacher_of_pairs}"
+def test_planned_weights_are_those_of_a_run(layout, hidden, teacher_of_pairs):
+    """To the byte, on each pipeline rank; with hidden states also of the first layers on other stages."""
+    layout, flags = parse_layout(layout), f"{LINE} --num-attention-heads 4 --teacher-load {teacher_of_pairs} {hidden}"
     config = resolve(laid_out(parse_any(flags.split()), layout), layout.world_size)
 
     def held(rank):
         run = build.build_run(config, recipe_of(config))
-        last = [stage for stage in run.stages if stage.last]
-        return run.context.mesh.pp.rank, last[0].teacher.__self__.frozen.weights.nbytes if last else 0
+        found = [each.__self__ for stage in run.stages for each in (stage.teacher, stage.hidden_teacher) if each]
+        return run.context.mesh.pp.rank, found[0].frozen.weights.nbytes if found else 0
 
     plan = plans.Layout.of(config, layout.world_size)
     job = plans.Job.of(config, facts_of(config, 101), dp=1, device="cpu")
     wanted = [state(job, plan, rank)[0].get("teacher", 0) for rank in range(plan.pp)]
-    assert wanted[-1] > 0
+    assert wanted[-1] > 0 and (wanted[0] > 0 or not hidden)
     assert all(found == wanted[rank] for rank, found in forked.run_ranks(layout.world_size, held))
 
 
