@@ -154,7 +154,7 @@ def stored_loss(
 ) -> DistillationLoss:
     """The loss on the stored logits for a micro-batch of the training data."""
     places, cp = batch.samples.tolist(), context.mesh.cp
-    tokens = [ids[:-1] for ids, _ in train.samples(places)]
+    tokens = [sample.ids[:-1] for sample in train.samples(places)]
     found = [store.read(train.number(place), ids) for place, ids in zip(places, tokens)]
     rows = row_numbers(store.settings.seq_length, cp.rank, cp.size) if cp.size > 1 else slice(None)
     device = batch.labels.device
