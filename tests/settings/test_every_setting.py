@@ -375,9 +375,13 @@ CHECKS = dict(
     ),
     distillation=dict(
         teacher_load="test_distillation::test_any_layout_is_the_plain_loop",
+        teacher_logits="test_teacher_logits::test_all_logits_equal_the_teacher",
         kd_alpha="test_distillation::test_any_layout_is_the_plain_loop",
         kd_temperature="test_distillation::test_any_layout_is_the_plain_loop",
         kd_loss="test_distillation::test_any_layout_is_the_plain_loop",
+        kd_hidden_layers="test_distillation::test_hidden_states_are_those_of_the_plain_loop",
+        kd_hidden_loss="test_distillation::test_hidden_states_are_those_of_the_plain_loop",
+        kd_hidden_coeff="test_distillation::test_even_pairs",
     ),
     planner=dict(
         auto_parallel="test_plan_commands::test_auto_parallel_trains",
