@@ -157,7 +157,7 @@ CHAT_IDLE = {
 def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     """`Recipe.defaults`: those of the task, and the shape and tokenizer of the checkpoint that a run begins with."""
     values = {name: one.value for name, one in statements.items()}
-    task = str(values.get("task", "chat"))
+    task = str(values.get("task", "chat")).lower()
     chosen = {**DEFAULTS, **(DPO_DEFAULTS if task == "dpo" else {})}
     record, more = beginning(values.get, lambda record: _is_same_task(record, task))
     chosen |= more
