@@ -123,6 +123,6 @@ def test_a_merged_checkpoint_has_the_template(base, tmp_path):
     file = write_lines(tmp_path / "talks.jsonl", [dict(messages=talk) for talk in talks()])
     line = f"--task chat --train-data {file} --chat-template plain --load {base} --save {tmp_path / 'run'} {TUNE}"
     finetune.main(f"{line} --train-iters 1 --global-batch-size 7 --lora-rank 2".split())
-    merge(tmp_path / "run", tmp_path / "merged")
+    merge(tmp_path / "run" / "iter_0000001", tmp_path / "merged")
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         assert (tmp_path / "merged" / name).read_text() == (tmp_path / "run" / name).read_text()
