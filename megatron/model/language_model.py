@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
         self.region = nullcontext if autocast is None else lambda: autocast  # around all layers
         self.facts, self.first, self.last, self.tp, self.vocab_size = facts, first, last, mesh.tp, facts.vocab_size
         self.cp, self.cp_comm_type, self.cp_levels = mesh.cp, tuple(cp_comm_type), (mesh.cp_inner, mesh.cp_outer)
-        self.ep, self.etp = mesh.ep, mesh.etp
+        self.mesh, self.ep, self.etp = mesh, mesh.ep, mesh.etp
         self.dtype, self.kernels, self.label_smoothing = dtype, kernels or Kernels(), model.label_smoothing
         self.softcap, self.z_loss = model.final_logit_softcapping, model.z_loss_coeff
         self.sequence_parallel = sequence_parallel and mesh.tp.size > 1

@@ -234,7 +234,12 @@ def build_model(config: Config, mesh, vocab_size: int, **stage):
 
 
 def sums(config: Config) -> dict[str, float]:
-    return {DPO_LOSS: 1.0, **dict.fromkeys(REWARDS, 0.0)} if chat_settings(config).task == "dpo" else {LM_LOSS: 1.0}
+    """`Recipe.sums`: those of a GPT; with --task dpo other ones in the place of its loss."""
+    weights = dict(named_recipe("GPT").sums(config))
+    if chat_settings(config).task != "dpo":
+        return weights
+    del weights[LM_LOSS]
+    return {DPO_LOSS: 1.0, **dict.fromkeys(REWARDS, 0.0), **weights}
 
 
 def reference(config: Config) -> Optional[tuple[str, str]]:
