@@ -23,7 +23,7 @@ from megatron.settings.schema import Config, Distillation, from_record
 
 # model type -> module with `recipe()`
 MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "BERT": "pretrain_bert"}
-# Other model types -> the script that trains them, if its name is another one.
+# GPTs of other recipes -> the script that trains them, as its name is another one.
 SCRIPTS = {"megatron.tasks.chat": "finetune.py"}
 LM_LOSS = "lm loss"  # name of the sum of a language model's losses
 Z_LOSS = "z loss"  # of z-losses
