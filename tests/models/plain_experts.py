@@ -113,7 +113,10 @@ class Family:
             parts = parts * self.kept(parts) if self.capacity else parts
             y = 0
             for e in range(self.experts):
-                of = lambda name, e=e: (weights[f"{own}.experts.{name}.weight"][e], weights.get(f"{own}.experts.{name}.bias"))
+                of = lambda name, e=e: (
+                    weights[f"{own}.experts.{name}.weight"][e],
+                    weights.get(f"{own}.experts.{name}.bias"),
+                )
                 up, up_bias = of("up")
                 down, down_bias = of("down")
                 inner = x @ up.reshape(-1, HIDDEN).T + (0 if up_bias is None else up_bias[e].reshape(-1))
@@ -201,7 +204,9 @@ def sequence_balance(weight: float, k: int):
 
     def losses(logits, chosen):
         shares = chosen.sum(1) / (k * chosen.shape[1])
-        return {"seq load balancing loss": ((shares * logits.softmax(-1).mean(1)).sum(-1).mean() * chosen.shape[-1], weight)}
+        return {
+            "seq load balancing loss": ((shares * logits.softmax(-1).mean(1)).sum(-1).mean() * chosen.shape[-1], weight)
+        }
 
     return losses
 

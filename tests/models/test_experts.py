@@ -77,7 +77,11 @@ LAYOUTS = {
     "tp2 dp2, ep2 etp2": (4, "gated", f"{SP} {EP2} {ETP2}"),
     "tp2 dp2, ep4": (4, "plain", f"{TP} --expert-model-parallel-size 4 {ETP1}"),
     "cp2, ep over its ranks": (2, "gated", f"--context-parallel-size 2 {EP2}"),
-    "cp2 tp2, ep4, recomputed": (4, "plain", f"--context-parallel-size 2 {SP} --expert-model-parallel-size 4 {ETP1} {FULL}"),
+    "cp2 tp2, ep4, recomputed": (
+        4,
+        "plain",
+        f"--context-parallel-size 2 {SP} --expert-model-parallel-size 4 {ETP1} {FULL}",
+    ),
     "ep2, zero1": (4, "gated", f"{EP2} --sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
     "ep2, zero2": (4, "plain", f"{EP2} --sharding-stage 2 --micro-batch-size 1 --overlap-grad-reduce"),
     "ep2, zero3": (4, "gated", f"{EP2} --sharding-stage 3 --overlap-param-gather"),
@@ -87,7 +91,11 @@ LAYOUTS = {
     "pp2 ep2, zb-h1": (4, "plain", f"{PP2} {EP2} {ZB}"),
     "pp2 ep2, zb-h1, zero2": (4, "gated", f"{PP2} {EP2} {ZB} --sharding-stage 2"),
     "pp2 etp2, interleaved": (4, "gated", f"{PP2} {ETP2} --num-layers-per-virtual-pipeline-stage 1"),
-    "pp2 ep2, interleaved, zero3": (4, "plain", f"{PP2} {EP2} --num-layers-per-virtual-pipeline-stage 1 --sharding-stage 3"),
+    "pp2 ep2, interleaved, zero3": (
+        4,
+        "plain",
+        f"{PP2} {EP2} --num-layers-per-virtual-pipeline-stage 1 --sharding-stage 3",
+    ),
     "pp2 ep2 in a V, zero3": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
 }
