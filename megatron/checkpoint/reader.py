@@ -30,6 +30,7 @@ _REQUESTS = 16  # concurrent requests to an object store: each takes tens of mil
 _OPEN_FILES = 64  # at a time; a large job writes thousands
 _STATE = dict(iteration=int, config=dict, state=dict, mesh=dict, samples=dict, libraries=dict)  # types, if present
 _LISTED = 8  # tensors that a message lists
+QUANTIZED = "quantized"  # entry of state.json: the format of the weights of a quantized model (inference/quantized.py)
 
 # Which mismatched names give a notice instead of an error: none, tensors that the checkpoint lacks (they keep their
 # values), tensors that the job lacks, both. Another shape is always an error.
@@ -204,7 +205,9 @@ class Reader:
             raise CheckpointError(
                 f"{self.folder} does not fit this model: {counts}",
                 _listed(lines, "\n  "),
-                "use the model settings in its state.json, or another --load (or see --load-strictness)",
+                "it is quantized: generate, evaluate, lm_eval, serve and export read it; give the one that it was made from"
+                if self.state.get(QUANTIZED)
+                else "use the model settings in its state.json, or another --load (or see --load-strictness)",
             )
         return notices
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from megatron.checkpoint.folder import choose, restore
-from megatron.checkpoint.reader import Reader
+from megatron.checkpoint.reader import QUANTIZED, Reader
 from megatron.errors import CheckpointError, SettingsError, numbered
-from megatron.inference.quantize import quantize_layers
+from megatron.inference.gptq import quantize_model
+from megatron.inference.quantize import free_weights, quantize_layers
+from megatron.inference.quantized import quantized_pieces, refuse_twice
 from megatron.inference.stages import DecoderStages, Halves, T5Stages, stages_of
 from megatron.model.quantization import PLAIN, QuantizeOptions
 from megatron.model.recipe import config_of, recipe_of
@@ -109,22 +111,32 @@ def load_model(
     """
     mesh = mesh or Mesh()
     record = _record(location(folder), step)
+    refuse_twice(folder, record, quantize)
     config = config_of(located(record))
     precision = precision or config.precision.precision
     if precision == "fp16" and torch.device(device).type == "cpu":
         precision = "fp32"
     plan = build_model(config, record["vocab_size"], device=device, precision=precision, mesh=mesh, halves=halves)
     everybody = partial(collectives.all_gather_object, axis=mesh.world)  # all load the same one
-    restored = restore(location(folder), plan.pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    pieces, chunks, stored = plan.pieces, getattr(plan.model, "chunks", [plan.model]), record.get(QUANTIZED)
+    if stored:
+        facts = recipe_of(config).facts(config, record["vocab_size"])
+        pieces, layers = quantized_pieces(chunks, pieces, facts, stored, mesh.coordinates)
+    restored = restore(location(folder), pieces, step=step, cast=True, rank=mesh.rank, all_gather_object=everybody)
+    if stored:
+        free_weights(chunks, layers)
     found = restored.state["iteration"], restored.path, restored.notices
     return quantized(Loaded(plan.model.eval(), config, record, record["vocab_size"], *found), quantize)
 
 
 def quantized(loaded: Loaded, how: QuantizeOptions) -> Loaded:
     """The model with its linear layers quantized, if a format is given."""
-    if how.quantize:
-        facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
-        quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
+    if not how.quantize:
+        return loaded
+    facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
+    if how.quantize_method == "gptq":
+        return replace(loaded, notices=(*loaded.notices, quantize_model(loaded.model, facts, how, loaded.longest)))
+    quantize_layers(getattr(loaded.model, "chunks", [loaded.model]), facts, how)
     return loaded
 
 

@@ -5,6 +5,8 @@
     int8-dynamic  inputs, too, are rounded to int8, by the abs-max of each token; products of integers
     int4          half a byte for each weight; a scale and a zero for each group of inputs of an output channel
 
+Each weight becomes the nearest value, or those of `inference/gptq.py`.
+
 A model of quantization aware training takes int8 alone: its layers then multiply integers by the scales of inputs that
 training has found. Embeddings, norms, biases and the output layer keep the model's format, and so do layers that are
 skipped. Results do not depend on the number of tensor parallel ranks: scales are those of whole channels and tokens.
@@ -12,9 +14,9 @@ skipped. Results do not depend on the number of tensor parallel ranks: scales ar
 Legend: n tokens, i inputs, o outputs of this rank, g groups of i.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Optional
+from typing import ClassVar, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -34,18 +36,72 @@ LARGEST = 127  # of int8, symmetric
 NIBBLE = 15  # of 4 bits, from 0
 
 
-class Int8(LinearProduct):
-    """Weights as int8."""
+class Codes(NamedTuple):
+    """A weight [o, i] as whole numbers: (values - zero) * scale, where g groups of inputs have a scale and a zero each."""
+
+    values: torch.Tensor  # [o, i]
+    scale: torch.Tensor  # [o, g]
+    zero: torch.Tensor  # [o, g]
+
+    def weight(self) -> torch.Tensor:
+        """The weight, [o, i] in fp32."""
+        groups = self.values.float().unflatten(1, (self.scale.shape[1], -1))
+        return ((groups - self.zero.float().unsqueeze(2)) * self.scale.float().unsqueeze(2)).flatten(1)
+
+
+class Rounded(LinearProduct):
+    """A weight as whole numbers from `least` to `largest`. A subclass defines how its scales follow from a weight."""
 
     once_a_step = True
+    bits: ClassVar[int]
+    least: ClassVar[int]
+    largest: ClassVar[int]
+    group_size: Optional[int] = None  # inputs that share a scale; None: all of an output channel
+    stored_bits = 8  # of a value in `operand`
+
+    def grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale [o, 1], zero [o, 1]) of a group of inputs, [o, k]; the scale has the format of the weight."""
+        raise NotImplementedError
+
+    def operand(self, codes: Codes) -> Operand:
+        """The operand of `forward`."""
+        raise NotImplementedError
+
+    def codes(self) -> Codes:
+        """The weight that the layer multiplies by."""
+        raise NotImplementedError
+
+    def hold(self, operand: Operand) -> None:
+        """Multiply by this operand, in place of the layer's weight."""
+        self._kept = operand
+
+
+class Int8(Rounded):
+    """Weights as int8."""
+
+    bits, least, largest = 8, -LARGEST, LARGEST
+
+    def grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._grid(rows.abs().amax(1, keepdim=True), rows)
+
+    def _grid(self, absmax: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = in_format(absmax / self.largest, weight)
+        return scale, torch.zeros_like(scale)
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
-        scale = rows_absmax(self.layer, weight).clamp_min(SMALLEST) / LARGEST
-        return rounded(weight, scale[:, None]), scale
+        scale, _ = self._grid(rows_absmax(self.layer, weight)[:, None], weight)
+        return rounded(weight, scale, self.largest), scale[:, 0]
+
+    def operand(self, codes: Codes) -> Operand:
+        return codes.values.to(torch.int8), codes.scale[:, 0]
+
+    def codes(self) -> Codes:
+        whole, scale = self.weight_operand(self.layer.weight)
+        return Codes(whole, scale[:, None], torch.zeros_like(scale[:, None]))
 
     def forward(self, multiply: Multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
         [x], (whole, scale) = x, weight
-        return _with_bias(multiply(x, whole.to(x.dtype), None) * scale, bias, x)
+        return _with_bias(multiply(x, whole.to(x.dtype), None) * scale.float(), bias, x)
 
 
 class Int8Dynamic(Int8):
@@ -57,7 +113,7 @@ class Int8Dynamic(Int8):
         if has_part(self.layer):
             collectives.all_reduce(largest, self.layer.tp, "max")
         of_token = (largest.clamp_min(SMALLEST) / LARGEST)[:, None]
-        return _with_bias(multiply_int8(rounded(x, of_token), whole) * of_token * scale, bias, x)
+        return _with_bias(multiply_int8(rounded(x, of_token), whole) * of_token * scale.float(), bias, x)
 
 
 class Int8Static(Int8):
@@ -66,60 +122,106 @@ class Int8Static(Int8):
     def __init__(self, layer, name, settings):
         super().__init__(layer, name, settings)
         self.trained = layer.product
+        self.bits, self.largest = settings.weight_bits, self.trained.weight_levels
+        self.least = -self.largest
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
         per_tensor = self.settings.weight_quantize_type == "abs_max"
-        scale = rows_absmax(self.layer, weight, per_tensor).clamp_min(SMALLEST) / self.trained.weight_levels
-        return rounded(weight, scale[:, None], self.trained.weight_levels), scale
+        scale = rows_absmax(self.layer, weight, per_tensor).clamp_min(SMALLEST) / self.largest
+        return rounded(weight, scale[:, None], self.largest), scale
+
+    @property
+    def input_scale(self) -> Optional[torch.Tensor]:
+        """The step between two values of the layer's inputs; None: they are not rounded."""
+        if not self.trained.observes:
+            return None
+        total, count = self.layer.input_average
+        return total / count / self.trained.input_levels
 
     def transform_input(self, x: torch.Tensor) -> torch.Tensor:
         return self.trained.clip(x) if "pact_alpha" in self.layer.placements else x
 
     def forward(self, multiply: Multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
         [x], (whole, scale) = x, weight
-        if not self.trained.observes:
+        of_input = self.input_scale
+        if of_input is None:
             return super().forward(multiply, (x,), weight, bias)
-        total, count = self.layer.input_average
-        of_input, levels = total / count / self.trained.input_levels, self.trained.input_levels
-        return _with_bias(multiply_int8(rounded(x, of_input, levels), whole) * (of_input * scale), bias, x)
+        products = multiply_int8(rounded(x, of_input, self.trained.input_levels), whole)
+        return _with_bias(products * (of_input * scale.float()), bias, x)
 
 
-class Int4(LinearProduct):
-    """Weights as 4 bits, two in a byte, by the least and the largest of each group of inputs."""
+class Int4(Rounded):
+    """Weights as 4 bits, two in a byte, by the least and the largest of each group of inputs. One of the values is 0."""
 
-    once_a_step = True
-    group_size = 128
+    bits, stored_bits, least, largest, group_size = 4, 4, 0, NIBBLE, 128
+
+    def grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        least, largest = rows.amin(1, keepdim=True).clamp_max(0), rows.amax(1, keepdim=True).clamp_min(0)
+        scale = in_format((largest.float() - least.float()) / NIBBLE, rows)
+        return scale, (-least.float() / scale.float()).round_().clamp_(0, NIBBLE)
 
     def prepare_weight(self, weight: torch.Tensor) -> Operand:
-        groups = weight.float().unflatten(1, (-1, self.group_size))  # [o, g, i/g]
-        least, largest = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
-        scale = (largest - least).clamp_min(SMALLEST) / NIBBLE
-        whole = ((groups - least) / scale).round_().clamp_(0, NIBBLE).to(torch.uint8).flatten(1)
-        return whole[:, ::2] | whole[:, 1::2] << 4, scale, least
+        groups = weight.unflatten(1, (-1, self.group_size)).flatten(0, 1)  # [o g, i/g]
+        scale, zero = self.grid(groups)
+        values = (groups.float() / scale.float() + zero).round_().clamp_(0, NIBBLE)
+        return self.operand(Codes(values.view(weight.shape), scale.view(len(weight), -1), zero.view(len(weight), -1)))
+
+    def operand(self, codes: Codes) -> Operand:
+        whole = codes.values.to(torch.uint8)
+        return whole[:, ::2] | whole[:, 1::2] << 4, codes.scale, codes.zero.to(torch.uint8)
+
+    def codes(self) -> Codes:
+        packed, scale, zero = self.weight_operand(self.layer.weight)
+        return Codes(_unpacked(packed), scale, zero)
 
     def forward(self, multiply: Multiply, x: Operand, weight: Operand, bias: Optional[torch.Tensor]) -> torch.Tensor:
-        [x], (packed, scale, least) = x, weight
-        whole = torch.stack([packed & NIBBLE, packed >> 4], 2).flatten(1)
-        values = whole.unflatten(1, (-1, self.group_size)).to(scale.dtype).mul_(scale).add_(least)
-        return multiply(x, values.flatten(1).to(x.dtype), bias)
+        [x], (packed, scale, zero) = x, weight
+        return multiply(x, Codes(_unpacked(packed), scale, zero).weight().to(x.dtype), bias)
+
+
+def in_format(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A scale in the format of the weight, as other programs have it; of fp16, whose range is too small, in fp32."""
+    return scale.float().clamp_min(SMALLEST).to(torch.float32 if weight.dtype == torch.float16 else weight.dtype)
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """[o, i] from two numbers in a byte, [o, i/2]."""
+    return torch.stack([packed & NIBBLE, packed >> 4], 2).flatten(1)
 
 
 KINDS = {"int8": Int8, "int8-dynamic": Int8Dynamic, "int4": Int4}
 
 
 def quantize_layers(chunks: Sequence[nn.Module], facts: Facts, how: QuantizeOptions) -> None:
-    """Quantize the linear layers of a loaded model, or of this rank's stage of it, and free their weights.
+    """Round the linear layers of a loaded model, or of this rank's stage of it, and free their weights.
 
     Raises SettingsError for a format that does not suit the model.
     """
-    settings, wanted = facts.settings, set(chosen_layers(facts, how))
-    chosen = {name: layer for name, layer in linear_layers(chunks) if name in wanted}
-    for name, layer in chosen.items():
-        layer.product = product_of(layer, name, settings, how)
+    chosen = attach(chunks, facts, how)
+    for layer in chosen.values():
         with torch.no_grad():
             layer.product.weight_operand(layer.weight)
-    for chunk in chunks:
-        _free(chunk, {id(layer.weight) for layer in chosen.values()})
+    free_weights(chunks, chosen)
+
+
+def attach(chunks: Sequence[nn.Module], facts: Facts, how: QuantizeOptions) -> dict[str, nn.Module]:
+    """Give linear layers products of this format, whose weights are not yet rounded; returns name -> layer."""
+    wanted = set(chosen_layers(facts, how))
+    chosen = {name: layer for name, layer in linear_layers(chunks) if name in wanted}
+    for name, layer in chosen.items():
+        layer.product = product_of(layer, name, facts.settings, how)
+    return chosen
+
+
+def free_weights(chunks: Iterable[nn.Module], quantized: Mapping[str, nn.Module]) -> None:
+    """Empty the weights of quantized layers. Others move to their own memory: all share one tensor, which is then freed."""
+    emptied, moved = {id(layer.weight) for layer in quantized.values()}, {}
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        at = parameter.data_ptr()
+        if id(parameter) in emptied:
+            parameter.data = parameter.data.new_empty(0, *parameter.shape[1:])
+        else:
+            parameter.data = moved.setdefault(at, parameter.data.clone())
 
 
 def chosen_layers(facts: Facts, how: QuantizeOptions) -> list[str]:
@@ -213,14 +315,3 @@ def multiply_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _with_bias(y: torch.Tensor, bias: Optional[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return (y if bias is None else y + bias).to(x.dtype)
-
-
-def _free(chunk: nn.Module, quantized: set[int]) -> None:
-    """Empty the quantized weights. Others move to their own memory: all share one tensor, which is then freed."""
-    moved: dict[int, torch.Tensor] = {}
-    for parameter in chunk.parameters():
-        at = parameter.data_ptr()
-        if id(parameter) in quantized:
-            parameter.data = parameter.data.new_empty(0, *parameter.shape[1:])
-        else:
-            parameter.data = moved.setdefault(at, parameter.data.clone())

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import SettingsError
+from megatron.errors import SettingsError, UsageError
 from megatron.mpu.placement import Buffer, Constant, Placement
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Config, Model, setting
@@ -41,6 +41,22 @@ class QuantizeOptions:
     quantize_skip: Optional[str] = setting(
         "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output", None
     )
+    quantize_method: Literal["round", "gptq"] = setting(
+        "--quantize: round each weight to the nearest value; gptq: correct later weights for the errors of earlier ones, "
+        "on the inputs of --calibration-data",
+        "round",
+    )
+    calibration_data: Optional[list[str]] = setting("--quantize-method gptq: prefixes of token files, or folders", None)
+    calibration_samples: int = setting("--quantize-method gptq: windows of --calibration-data", 128)
+
+    def __post_init__(self):
+        if self.quantize and self.quantize_method == "gptq" and not self.calibration_data:
+            raise UsageError(
+                "--quantize-method gptq: the inputs of layers are not known without a text",
+                do="--calibration-data PREFIX, as of the training data",
+            )
+        if self.calibration_samples < 1:
+            raise SettingsError(f"--calibration-samples {self.calibration_samples}: has to be at least 1")
 
 
 PLAIN = QuantizeOptions()
@@ -62,6 +78,9 @@ EFFECTS = dict(
 IDLE = {
     "quantize_group_size": Needs("--quantize int4", lambda s: s.quantize == "int4"),
     "quantize_skip": Needs("--quantize", lambda s: s.quantize),
+    "quantize_method": Needs("--quantize", lambda s: s.quantize),
+    "calibration_data": Needs("--quantize-method gptq", lambda s: s.quantize and s.quantize_method == "gptq"),
+    "calibration_samples": Needs("--quantize-method gptq", lambda s: s.quantize and s.quantize_method == "gptq"),
 }
 
 

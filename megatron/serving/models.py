@@ -39,8 +39,8 @@ def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context
 
     Raises SettingsError if it does not continue texts.
     """
-    from megatron.inference.engine import Engine
     from megatron.inference.load import load_model
+    from megatron.inference.searches import SearchingEngine
 
     mesh, memory = context.mesh, settings.cache_gigabytes
     load = partial(load_model, device=context.device, precision=settings.precision, mesh=mesh)
@@ -54,7 +54,7 @@ def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context
     size = None if memory is None else int(memory * 1e9)
 
     def engine_of(loaded):
-        return Engine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size)
+        return SearchingEngine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size)
 
     return Weights(load, engine_of, loaded, mesh.world if mesh.world_size > 1 else None)
 

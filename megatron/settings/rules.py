@@ -110,7 +110,7 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: 0 <= v < 1,
         """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
-        muon_momentum lr_warmup_fraction memory_margin lora_dropout""",
+        muon_momentum lr_warmup_fraction memory_margin lora_dropout moe_input_jitter_eps""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,
@@ -118,7 +118,6 @@ RANGES = {  # what a value must be -> test, fields
         optimizer_offload_fraction nvme_offload_fraction""",
     ),
     "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
-    "above 0 and below 1": (lambda v: 0 < v < 1, "moe_input_jitter_eps"),
 }
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 REPLICAS = ("sharding_degree", "dp_degree")

@@ -240,7 +240,7 @@ class Model:
     )
     moe_router_bias_update_rate: float = setting("by how much a step changes these biases; 0: they are constant", 1e-3)
     moe_input_jitter_eps: Optional[float] = setting(
-        "multiply the router's input by random numbers between 1 - this and 1 + this", None
+        "multiply the router's input by random numbers between 1 - this and 1 + this; 0: do not", None
     )
     moe_router_force_load_balancing: bool = setting(
         "choose experts by random numbers, so that they get equally many tokens on average, for measurements",

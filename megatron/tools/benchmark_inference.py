@@ -206,6 +206,8 @@ def _model(
         vocabulary, m = config.tokenizer.vocab_size, config.model
         built = build_model(config, vocabulary, device=context.device, precision=precision, mesh=context.mesh)
         built.weights.normal_(std=m.init_method_std)
+        if quantize.quantize and quantize.quantize_method == "gptq":
+            raise SettingsError("--quantize-method gptq: random weights are not calibrated", do="give --load")
         if quantize.quantize:
             chunks = getattr(built.model, "chunks", [built.model])
             quantize_layers(chunks, recipe_of(config).facts(config, vocabulary), quantize)

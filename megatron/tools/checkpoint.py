@@ -10,6 +10,7 @@
     python -m megatron.tools.checkpoint from-hf PATH OUT       a decoder (Llama, Qwen ...), T5 or BERT from there
     python -m megatron.tools.checkpoint to-megatron PATH OUT   Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
     python -m megatron.tools.checkpoint from-megatron PATH OUT the same, and Megatron-LM's distributed ones (torch_dist)
+    python -m megatron.tools.checkpoint quantize PATH OUT      weights of 8 or 4 bits: --quantize int8, int8-dynamic, int4
     python -m megatron.tools.checkpoint merge-lora PATH OUT    LoRA adapters, merged into the weights of their base
     python -m megatron.tools.checkpoint to-peft PATH OUT       LoRA adapters for PEFT, Hugging Face's library
     python -m megatron.tools.checkpoint from-peft PATH OUT     LoRA adapters from PEFT, on --base CHECKPOINT
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import CheckpointError, SettingsError, UsageError, did_you_mean, run_main
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
@@ -43,6 +45,7 @@ from megatron.training.exchange import (
     from_megatron,
     from_peft,
     merge_lora,
+    quantize,
     to_hf,
     to_megatron,
     to_peft,
@@ -381,6 +384,7 @@ COMMANDS = dict(
         "from-hf": (FromHFOptions, ("PATH", "OUT"), from_hf),
         "to-megatron": (ToMegatronOptions, ("PATH", "OUT"), to_megatron),
         "from-megatron": (FromMegatronOptions, ("PATH", "OUT"), from_megatron),
+        "quantize": (QuantizeOptions, ("PATH", "OUT"), quantize),
         "merge-lora": (MergeOptions, ("PATH", "OUT"), merge_lora),
         "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft),
         "from-peft": (FromPeftOptions, ("PATH", "OUT"), from_peft),

@@ -118,6 +118,8 @@ def check(options: SensitivityOptions, quantize: QuantizeOptions) -> None:
     """Raise UsageError, SettingsError or StorageError for options that cannot work, before torch is loaded."""
     if quantize.quantize is None:
         raise UsageError("missing: --quantize", do="--quantize int8, int8-dynamic or int4")
+    if quantize.quantize_method == "gptq":
+        raise UsageError("--quantize-method gptq: layers are rounded one at a time here", do="leave it out")
     if options.max_increase < 0:
         raise SettingsError(f"--max-increase {options.max_increase} has to be at least 0")
     if options.picture:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings.schema import setting
 
 
@@ -151,6 +152,26 @@ def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
             [f"{merge(choice.paths[0], out, how.writers)}: merged, to be loaded with --load {out}", *choice.notices]
         )
     )
+
+
+def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
+    """Quantize a model: a checkpoint for generation, evaluation, the server and exports, without optimizer state."""
+    from megatron.checkpoint.folder import choose
+    from megatron.errors import UsageError
+    from megatron.inference.convert.imported import check_free
+    from megatron.inference.convert.merged import merged_first
+    from megatron.inference.load import load_model
+    from megatron.inference.quantized import save
+
+    if how.quantize is None:
+        raise UsageError("missing: --quantize", do="--quantize int8, int8-dynamic or int4")
+    check_free(out)
+    choice = choose(path, step=which.ckpt_step)
+    with merged_first(choice.paths[0], out) as source:
+        loaded = load_model(str(source), quantize=how)
+        written = save(loaded, out, how)
+    said = [f"{written}: {how.quantize}, to be loaded with --load {out}", *loaded.notices, *choice.notices]
+    print("\n  ".join(said))
 
 
 def to_peft(path: Path, out: Path, which, how: ToPeftOptions) -> None:

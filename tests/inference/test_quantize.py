@@ -44,13 +44,18 @@ def logits(path, how=None, **more) -> torch.Tensor:
 
 
 def by_hand(weight: torch.Tensor, how: str) -> torch.Tensor:
-    """Each row to 255 values around 0, or each group of a row to 16 values from its least to its largest."""
+    """Each row to 255 values around 0, or each group of a row to 16 values from its least to its largest, one of them 0."""
     flat = weight.double().reshape(-1, weight.shape[-1])
     if how == "int4":
         groups = flat.reshape(len(flat), -1, GROUP)
-        least, largest = groups.min(2, keepdim=True).values, groups.max(2, keepdim=True).values
+        least, largest = (
+            groups.min(2, keepdim=True).values.clamp(max=0),
+            groups.max(2, keepdim=True).values.clamp(min=0),
+        )
         step = (largest - least) / 15
-        return (torch.round((groups - least) / step) * step + least).reshape(weight.shape).float()
+        zero = torch.round(-least / step)
+        values = torch.clamp(torch.round(groups / step + zero), 0, 15)
+        return ((values - zero) * step).reshape(weight.shape).float()
     step = flat.abs().max(1, keepdim=True).values / 127
     return (torch.round(flat / step) * step).reshape(weight.shape).float()
 
@@ -138,9 +143,9 @@ def test_memory_is_that_of_the_format(folder):
     """No weight of the format before is held by anything."""
     model = load_model(str(folder / "plain"), quantize=options("int4")).model
     layer = model.blocks["0"].mlp.up
-    packed, scale, least = layer.product.weight_operand(layer.weight)
-    assert packed.numel() * 2 == 96 * 24 and packed.dtype == torch.uint8
-    assert scale.numel() == least.numel() == 96 * 24 // GROUP
+    packed, scale, zero = layer.product.weight_operand(layer.weight)
+    assert packed.numel() * 2 == 96 * 24 and packed.dtype == zero.dtype == torch.uint8
+    assert scale.numel() == zero.numel() == 96 * 24 // GROUP
     for parameter in model.parameters():
         assert parameter.untyped_storage().nbytes() <= parameter.nbytes
 

@@ -27,6 +27,7 @@ from megatron.inference.convert.families import Family, exported, imported, prom
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
+from megatron.inference.quantized import refuse_quantized
 from megatron.model.recipe import config_of
 from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
@@ -59,6 +60,7 @@ def to_hf(
     """
     with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
         needed(reader, "config")
+        refuse_quantized(reader, "to-hf")
         config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
         refuse_head(config, vocab_size, path)
         if config.model.linear is not None:

@@ -27,6 +27,7 @@ from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.megatron_lm import open_classic
 from megatron.inference.convert.merged import merged_first
+from megatron.inference.quantized import refuse_quantized
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.weights import Unit, add_prefix
 from megatron.mpu.placement import Placement
@@ -126,6 +127,7 @@ def to_megatron(
     Raises SettingsError for an unsupported model or layout, CheckpointError if the comparison fails.
     """
     with merged_first(path, out) as path, Reader(path) as reader:
+        refuse_quantized(reader, "to-megatron")
         config = schema.from_record(needed(reader, "config"))
         export = Export(config.model, needed(reader, "vocab_size"), tp, pp, implementation, dtype)
         check_expressible(export)

@@ -28,6 +28,10 @@ def _kinds(s: SimpleNamespace) -> list[str]:
     return s.moe_router_load_balancing_type or ["aux_loss"]
 
 
+def _coefficients(s: SimpleNamespace) -> list[float]:
+    return s.moe_aux_loss_coeff or [0.0]
+
+
 def _losses(s: SimpleNamespace) -> bool:
     return any("aux_loss" in kind for kind in _kinds(s))
 
@@ -58,15 +62,15 @@ RULES = (
         ),
     ),
     Rule(
-        lambda s: len(s.moe_aux_loss_coeff or [0]) not in (1, len(_kinds(s))),
+        lambda s: len(_coefficients(s)) not in (1, len(_kinds(s))),
         lambda s: (
-            f"--moe-aux-loss-coeff has {len(s.moe_aux_loss_coeff)} numbers for {len(_kinds(s))} values of "
+            f"--moe-aux-loss-coeff has {len(_coefficients(s))} numbers for {len(_kinds(s))} values of "
             "--moe-router-load-balancing-type; give one for each, or one for all"
         ),
     ),
     Rule(
-        lambda s: any(not 0 <= one < float("inf") for one in s.moe_aux_loss_coeff or ()),
-        lambda s: f"--moe-aux-loss-coeff {' '.join(f'{one:g}' for one in s.moe_aux_loss_coeff)} must be 0 or more",
+        lambda s: any(not 0 <= one < float("inf") for one in _coefficients(s)),
+        lambda s: f"--moe-aux-loss-coeff {' '.join(f'{one:g}' for one in _coefficients(s))} must be 0 or more",
     ),
     Rule(
         lambda s: len(set(_kinds(s))) < len(_kinds(s)) or len(_kinds(s)) > 1 and {"none", "sinkhorn"} & set(_kinds(s)),
@@ -93,13 +97,10 @@ RULES = (
         lambda s: _mixture(s) and s.moe_router_num_groups and s.num_experts % s.moe_router_num_groups,
         lambda s: (
             f"--moe-router-num-groups {s.moe_router_num_groups} does not divide --num-experts {s.num_experts}; nearest: "
-            f"{either(divisors(s.num_experts, s.moe_router_num_groups))}"
+            f"{either(divisors(s.num_experts or 1, s.moe_router_num_groups or 1))}"
         ),
     ),
-    Rule(
-        lambda s: _mixture(s) and s.moe_router_num_groups and s.moe_router_group_topk and _bad_groups(s),
-        lambda s: _bad_groups(s),
-    ),
+    Rule(lambda s: _bad_groups(s), lambda s: _bad_groups(s)),
     Rule(
         lambda s: s.moe_pad_expert_input_to_capacity and s.moe_expert_capacity_factor is None,
         lambda s: "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, such as 1.25",
@@ -117,6 +118,8 @@ NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: --model-t
 def _bad_groups(s: SimpleNamespace) -> str:
     """What is wrong with the choice of groups; "" if nothing is."""
     groups, chosen, k = s.moe_router_num_groups, s.moe_router_group_topk, s.moe_router_topk
+    if not (_mixture(s) and groups and chosen):
+        return ""
     if chosen > groups:
         return f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}"
     if k % chosen or k // chosen > s.num_experts // groups:
@@ -141,6 +144,6 @@ IDLE = {
     ),
     "moe_aux_loss_coeff": Needs(
         "--num-experts above 1 and a --moe-router-load-balancing-type with a loss",
-        lambda s: _mixture(s) and (_losses(s) or not any(s.moe_aux_loss_coeff or ())),
+        lambda s: _mixture(s) and (_losses(s) or not any(_coefficients(s))),
     ),
 }

@@ -12,7 +12,7 @@ import pretrain_gpt
 from megatron.mpu.forked import run_ranks
 from megatron.training.entry import start
 from tests.models import plain_experts as plain
-from tests.models.plain_state import HIDDEN, LENGTH, LINE, compare
+from tests.models.plain_state import LINE, compare
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -51,7 +51,9 @@ PAD = "--moe-pad-expert-input-to-capacity"
 TP, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4 --micro-batch-size 1"
 ETP1, ETP2 = "--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 PP2, ZB = "--pipeline-model-parallel-size 2", "--pipeline-schedule zb-h1 --micro-batch-size 1"
+INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
 V = "--pipeline-schedule zb-v --micro-batch-size 1"
 FULL = "--recompute-granularity full"
 MODULES = "--recompute-granularity selective --recompute-modules"
@@ -76,12 +78,8 @@ LAYOUTS = {
     "tp2, ep over its ranks": (2, "plain", f"{SP} {ETP1} {EP2}"),
     "tp2 dp2, ep2 etp2": (4, "gated", f"{SP} {EP2} {ETP2}"),
     "tp2 dp2, ep4": (4, "plain", f"{TP} --expert-model-parallel-size 4 {ETP1}"),
-    "cp2, ep over its ranks": (2, "gated", f"--context-parallel-size 2 {EP2}"),
-    "cp2 tp2, ep4, recomputed": (
-        4,
-        "plain",
-        f"--context-parallel-size 2 {SP} --expert-model-parallel-size 4 {ETP1} {FULL}",
-    ),
+    "cp2, ep over its ranks": (2, "gated", f"{CP2} {EP2}"),
+    "cp2 tp2, ep4, recomputed": (4, "plain", f"{CP2} {SP} --expert-model-parallel-size 4 {ETP1} {FULL}"),
     "ep2, zero1": (4, "gated", f"{EP2} --sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
     "ep2, zero2": (4, "plain", f"{EP2} --sharding-stage 2 --micro-batch-size 1 --overlap-grad-reduce"),
     "ep2, zero3": (4, "gated", f"{EP2} --sharding-stage 3 --overlap-param-gather"),
@@ -90,12 +88,8 @@ LAYOUTS = {
     "pp2 ep2": (4, "gated", f"{PP2} {EP2}"),
     "pp2 ep2, zb-h1": (4, "plain", f"{PP2} {EP2} {ZB}"),
     "pp2 ep2, zb-h1, zero2": (4, "gated", f"{PP2} {EP2} {ZB} --sharding-stage 2"),
-    "pp2 etp2, interleaved": (4, "gated", f"{PP2} {ETP2} --num-layers-per-virtual-pipeline-stage 1"),
-    "pp2 ep2, interleaved, zero3": (
-        4,
-        "plain",
-        f"{PP2} {EP2} --num-layers-per-virtual-pipeline-stage 1 --sharding-stage 3",
-    ),
+    "pp2 etp2, interleaved": (4, "gated", f"{PP2} {ETP2} {INTERLEAVED}"),
+    "pp2 ep2, interleaved, zero3": (4, "plain", f"{PP2} {EP2} {INTERLEAVED} --sharding-stage 3"),
     "pp2 ep2 in a V, zero3": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3"),
     "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
 }
