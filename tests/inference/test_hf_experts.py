@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts to and from Hugging Face, beside the families of `test_families.py`: DeepSeek-MoE, which transformers does not have,
+"""Experts to and from Hugging Face, beside the families of `test_families.py`: DeepSeek-MoE, which transformers lacks,
 against plain torch; formats of files; files that lack experts; checkpoints of a run over ranks.
 """
 
