@@ -3,13 +3,13 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, get_type_hints
 
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings.schema import setting
+from megatron.settings.schema import Model, setting
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,26 @@ class ToMegatronOptions:
     )
     dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
     unchecked: bool = setting("do not read and compare what was written", False)
+
+
+@dataclass(frozen=True)
+class UpcycleOptions:
+    """Options of `upcycle`."""
+
+    seed: int = setting("of the routers' initial weights", 1234)
+    writers: int = setting("files of equal size", 1)
+    unchecked: bool = setting("do not compare the logits of both models (for models larger than memory)", False)
+
+
+def _of_experts() -> type:
+    """The settings of `Model` for experts, as options of a command."""
+    hints = get_type_hints(Model)
+    own = [f for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_")]
+    options = [(f.name, hints[f.name], field(default=f.default, metadata=f.metadata)) for f in own]
+    return make_dataclass("ExpertOptions", options, frozen=True)
+
+
+ExpertOptions = _of_experts()
 
 
 @dataclass(frozen=True)
@@ -152,6 +172,19 @@ def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
             [f"{merge(choice.paths[0], out, how.writers)}: merged, to be loaded with --load {out}", *choice.notices]
         )
     )
+
+
+def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[str, Any]) -> None:
+    """Make a mixture of experts from a dense GPT that computes the same function: --num-experts, and --moe- flags."""
+    from megatron.checkpoint.folder import choose
+    from megatron.errors import UsageError
+    from megatron.inference.convert.upcycled import upcycle as write
+
+    if not 1 <= how.writers <= 99999:
+        raise UsageError(f"{how.writers} files cannot be written", do="give a number from 1 to 99999")
+    choice = choose(path, step=which.ckpt_step)
+    more = dict(seed=how.seed, writers=how.writers, check=not how.unchecked)
+    print("\n  ".join([*write(choice.paths[0], out, given, **more), *choice.notices]))
 
 
 def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:
