@@ -86,7 +86,15 @@ class Block(nn.Module):
         self.mlp_norm = norm("mlp_norm")
         if model.has_experts(layer):
             self._check_variant()
-            self.mlp = Mixture(model, layer, mesh, take_prefix(weights, "mlp"), seed=seed, **common)
+            self.mlp = Mixture(
+                model,
+                layer,
+                mesh,
+                take_prefix(weights, "mlp"),
+                seed=seed,
+                compiled=bool(kernels.torch_compile),
+                **common,
+            )
         else:
             self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
         if "mlp_act" in recompute and not self.recompute_mlp:

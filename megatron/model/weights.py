@@ -79,10 +79,11 @@ def column(
     box. matrices: its separate matrices (`Placement`), if it has several. experts: their number; the shape is [experts,
     rows..., inputs], divided over ep, and each expert over etp
     """
-    front, cuts, parts = (), {"tp": cut}, matrices or (0, rows[:1])
+    front, cuts, parts, fused = (), {"tp": cut}, matrices or (0, rows[:1]), 1
     if experts is not None:
         front, cuts, parts = (experts,), {"ep": 0, "etp": cut + 1}, (0, (1,) * experts)
-    table = {"weight": Placement((*front, *rows, inputs), Normal(std), cut=cuts, matrices=parts)}
+        fused = len(matrices[1]) if matrices else 1
+    table = {"weight": Placement((*front, *rows, inputs), Normal(std), cut=cuts, matrices=parts, fused=fused)}
     if bias:
         table["bias"] = Placement((*front, *rows), Constant(0.0), cut=cuts, decay=False)
     return table

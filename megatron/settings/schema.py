@@ -819,8 +819,9 @@ class Recompute:
     no_recompute_layers: Optional[str] = setting("layers not to recompute, numbered from 0: 0,1,5", None)
     recompute_modules: Optional[list[Literal["core_attn", "layernorm", "mlp_act", "mlp"]]] = setting(
         "--recompute-granularity selective: modules of a layer to recompute: softmax(q k) v, the norms before attention "
-        "and MLP, the MLP's activation, the MLP (default: core_attn)",
+        "and MLP, the activation of MLP and experts, the MLP or all of a layer's experts (default: core_attn)",
         None,
+        also=dict(moe="mlp", moe_act="mlp_act"),
     )
 
     def __hash__(self):  # of a list there is none

@@ -313,12 +313,8 @@ def test_the_tables_say_one_thing_about_each_flag():
 @pytest.mark.parametrize(
     "line, words",
     [
-        (
-            "--recompute-modules layernorm moe_act",
-            "'moe_act' is none of core_attn, layernorm, mlp_act, mlp; models here",
-        ),
         ("--recompute-modules mla_up_proj", "models here have no latent attention: leave it out"),
-        ("--recompute-modules shared_experts", "say mlp for the MLP"),
+        ("--recompute-modules shared_experts", "say mlp, which recomputes experts and shared experts"),
         ("--recompute-modules gdn_norm_out", "'gdn_norm_out' is none of core_attn, layernorm, mlp_act, mlp"),
         ("--train-tokens 300000000000", "--train-samples"),
         ("--nproc_per_node 8", "torchrun"),

@@ -31,7 +31,7 @@ from megatron.settings.schema import Model
 class Mixture(nn.Module):
     """[s, b, h] (or [s/tp, b, h] under sequence parallelism) -> the same, and the sums of the router.
 
-    weights: `experts.weights.experts(...)`
+    weights: `experts.weights.experts(...)`. compiled: whether the layers are (--torch-compile): experts stay out of graphs
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Mixture(nn.Module):
         *,
         seed: int,
         sequence_parallel: bool,
+        compiled: bool = False,
         dtype: torch.dtype,
         device,
     ):
@@ -56,6 +57,8 @@ class Mixture(nn.Module):
             self.shared = MLP(model, mesh.tp, shared, sequence_parallel=sequence_parallel, **own)
         if gate := of("shared_gate"):
             self.shared_gate = SharedGate(gate, **own)
+        if compiled:  # a graph would have the sizes of one step
+            self.forward = torch.compiler.disable(self.forward)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         rows, first = self._own_rows(x), context.routings.get(self.layer)

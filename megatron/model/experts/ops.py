@@ -6,6 +6,7 @@ All experts are assumed to get equally many tokens.
 
 import math
 
+from megatron.model.experts.sums import expert_sums
 from megatron.model.layer_ops import ACTIVATION, MLP, Collective, Kernel, LayerOp, Product, Residual
 
 
@@ -20,7 +21,7 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
     pairs = gathered * k  # sent by a rank, and on average as many arrive
     rows = pairs
     if m.moe_pad_expert_input_to_capacity:
-        rows = experts * share.etp * math.ceil(n * k / experts * m.moe_expert_capacity_factor)
+        rows = experts * share.etp * min(math.ceil(n * k / experts * m.moe_expert_capacity_factor), n)
     own, f, mats = experts // share.ep, m.expert_ffn_size // share.etp, 2 if m.gated else 1
     each = pairs * share.ep / experts  # rows of an expert
     halves = ("all_gather",), ("reduce_scatter",)
@@ -32,14 +33,19 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
     cut, join = (
         Collective("experts", "tp", share.tp, ours, *calls, again=again) for calls in (((), halves[0]), halves[:1])
     )
+    counts = [over(axis, 8 * experts * share.micro_batch_size, ("all_reduce",)) for axis in ("cp", "tp")]
+    sums = over("tp", 4 * len(expert_sums(m)), ("all_reduce",))
     orders = 8 * (rows + pairs) + (16 * rows if share.ep > 1 else 0)
     of_tokens = 4 * n * h if e < 4 else n * h * e  # the router's input in fp32
     return (
         cut,
         Product("router", n, h, experts, kept=of_tokens, given=n * h * e, again=again),
         Kernel("routing", kept=4 * n * experts * 2 + 16 * n * k, moved=4 * n * experts, again=again),
+        *counts * any("aux_loss" in kind for kind, _ in m.balancing),
+        sums,
         over("etp", gathered * h * e, *halves),
-        over("etp", 12 * pairs, ("all_gather",)),  # the experts of each token, and their weights
+        over("etp", 8 * pairs, ("all_gather",)),  # the experts of each token
+        over("etp", 4 * pairs, *halves),  # and their weights
         over("ep", 8 * experts, ("all_to_all",)) if not m.moe_pad_expert_input_to_capacity else over("ep", 0),
         Kernel("routing", kept=orders, moved=2 * rows * h, again=again),
         exchange,

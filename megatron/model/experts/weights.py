@@ -12,10 +12,12 @@ def experts(model: Model, sequence_parallel: bool) -> Table:
     Ranks of tp route different tokens, with and without sequence parallelism.
     """
     m, own = model, dict(bias=not model.disable_bias_linear, experts=model.num_experts)
-    f, (rows, cut) = m.expert_ffn_size, ((2,), 1) if m.gated else ((), 0)
+    f, (rows, cut, parts) = m.expert_ffn_size, ((2,), 1, (0, (1, 1))) if m.gated else ((), 0, None)
     table = {
         **add_prefix("router", router(model)),
-        **add_prefix("experts.up", column(m.hidden_size, (*rows, f), m.init_method_std, cut=cut, **own)),
+        **add_prefix(
+            "experts.up", column(m.hidden_size, (*rows, f), m.init_method_std, cut=cut, matrices=parts, **own)
+        ),
         **add_prefix("experts.down", row(f, m.hidden_size, output_std(m), **own)),
     }
     if m.moe_shared_expert_intermediate_size:

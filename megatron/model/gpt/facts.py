@@ -11,7 +11,7 @@ Legend: n tokens of a micro-batch (s x b), d channels per head, q queries per ke
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from megatron.model.experts.ops import expert_ops
 from megatron.model.experts.weights import experts
@@ -99,6 +99,20 @@ class GPTFacts(Facts):
             rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5,
             make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
             model_name_or_path=None,
+            **self._shrunk_experts(num_layers, HEAD * heads),
+        )
+
+    def _shrunk_experts(self, num_layers: int, width: int) -> dict[str, Any]:
+        """The experts of `shrunk`: as many, narrow ones; a dense layer first if some are dense."""
+        m = self.settings
+        if not m.mixture:
+            return {}
+        dense = num_layers > 1 and len(m.expert_layers) < m.num_layers
+        shared = width if m.moe_shared_expert_intermediate_size else None
+        return dict(
+            moe_layer_freq=f"[0]+[1]*{num_layers - 1}" if dense else "1",
+            moe_ffn_hidden_size=width,
+            moe_shared_expert_intermediate_size=shared,
         )
 
     def divisible_by_tp(self) -> dict[str, int]:

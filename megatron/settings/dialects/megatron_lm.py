@@ -407,9 +407,7 @@ INSTEAD = {
     "fp8": "8-bit numbers are not part of this suite: say bf16",
     "fp16": "fp16 would need a scale for each tensor: say bf16, which has the range of fp32",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",
-    "moe_act": "models here have no experts: say mlp_act for the activation of the MLP",
-    "moe": "models here have no experts: say mlp for the MLP",
-    "shared_experts": "models here have no experts: say mlp for the MLP",
+    "shared_experts": "say mlp, which recomputes experts and shared experts",
     "mla_up_proj": "models here have no latent attention: leave it out",
     "Llama3Tokenizer": "say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer for a tokenizer.json",
 }
