@@ -47,6 +47,9 @@ class ToMegatronOptions:
     target_pipeline_parallel_size: int = setting(
         "pipeline stages of equally many layers", 1, "--target-pipeline-model-parallel-size", "--pp"
     )
+    target_expert_model_parallel_size: int = setting(
+        "expert parallel ranks: files of each tensor parallel rank", 1, "--target-expert-parallel-size", "--ep"
+    )
     transformer_impl: Literal["transformer_engine", "local", "legacy"] = setting(
         "whose names the tensors have: Megatron-Core's with Transformer Engine or without, or those before Megatron-Core",
         "transformer_engine",
@@ -114,9 +117,11 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
     from megatron.errors import UsageError
 
     tp, pp = how.target_tensor_parallel_size, how.target_pipeline_parallel_size
-    if min(tp, pp) < 1 or tp > 100 or pp > 1000:
+    ep = how.target_expert_model_parallel_size
+    if min(tp, pp, ep) < 1 or tp > 100 or max(pp, ep) > 1000:
         raise UsageError(
-            f"{tp} x {pp} files cannot be written", do="sizes are 1 to 100 (tensor) and 1 to 1000 (pipeline)"
+            f"{tp} x {pp} x {ep} files cannot be written",
+            do="sizes are 1 to 100 (tensor) and 1 to 1000 (pipeline, experts)",
         )
 
     from megatron.checkpoint.folder import choose
@@ -129,6 +134,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
         out,
         tp=tp,
         pp=pp,
+        ep=ep,
         implementation=how.transformer_impl,
         dtype=DTYPES[how.dtype],
         check=not how.unchecked,

@@ -102,7 +102,9 @@ MIXTURE = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 4 --moe-us
 def test_a_run_starts_from_a_dense_checkpoint(layout, tmp_path, run_ranks):
     """Its first loss is the dense run's next one, and its experts are those that the command writes."""
     pretrain_gpt.main(f"{SHAPE} --train-iters 2 --save {tmp_path}/dense".split())
-    start = f"{SHAPE} --load {tmp_path}/dense {MIXTURE} --save {tmp_path}/run --train-iters 1 --lr 1e-30 {layout}".split()
+    start = (
+        f"{SHAPE} --load {tmp_path}/dense {MIXTURE} --save {tmp_path}/run --train-iters 1 --lr 1e-30 {layout}".split()
+    )
     run_ranks(2 if layout else 1, lambda rank: pretrain_gpt.main(start))
     flags = MIXTURE.split(" --moe-use")[0].split()
     tool.main(["upcycle", str(tmp_path / "dense"), str(tmp_path / "mixture"), *flags])

@@ -98,6 +98,11 @@ def open_distributed(
         extract(folder / COMMON, Path(name))
         facts = json.loads((Path(name) / "facts.json").read_text())
         content = read_metadata(folder, Path(name))
+        if (facts["args"].get("num_experts") or 0) > 1:
+            raise CheckpointError(
+                f"{folder} uses num_experts, whose distributed checkpoints are not read",
+                do="save it with --ckpt-format torch (Megatron-LM's --ckpt-convert-format torch)",
+            )
         if optimizer and content.objects:
             facts |= read_objects(folder, content.objects, Path(name), facts)
     shapes = {f"0/{_half(name)[0]}": shape for chunk in content.weights for name, shape in _by_layer(chunk)}
