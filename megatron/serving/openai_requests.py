@@ -292,3 +292,18 @@ def length_of(asked: Optional[int], default: int, prompt: int, longest: int, mos
             code="context_length_exceeded",
         )
     return asked
+
+
+def target_length_of(asked: Optional[int], default: int, source: int, longest: int, target: int, most: int) -> int:
+    """As `length_of`, for an encoder-decoder, whose source and target have limits of their own."""
+    if source > longest:
+        what = f"the prompt has {source} tokens; the encoder can look at {longest}"
+        raise ApiError(400, what, param="prompt", code="context_length_exceeded")
+    if asked is None:
+        return min(default, target, most)
+    if asked > most:
+        raise ApiError(400, f"max_tokens: {asked} is more than the server's limit of {most}", param="max_tokens")
+    if asked > target:
+        what = f"max_tokens: {asked} is more than the model's targets may have, {target}"
+        raise ApiError(400, what, param="max_tokens", code="context_length_exceeded")
+    return asked

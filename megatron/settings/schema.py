@@ -272,7 +272,7 @@ class Model:
     )
     linear: Optional[str] = setting(
         "PATTERN=KIND, ...: the kind of the linear layers that match, such as mlp.*=mask; kinds are plain, lora, "
-        "fake_quantize (--quantization) and those that the recipe defines",
+        "fake_quantize (--quantization), sparse (--sparsity) and those that the recipe defines",
         None,
         on_resume="refused",
     )
@@ -306,6 +306,32 @@ class Model:
     )
     quantization_skip: Optional[str] = setting(
         "--quantization: patterns of the layers that are not, as blocks.0.*, or the file of tools.sensitivity --output",
+        None,
+        on_resume="refused",
+    )
+    sparsity: Optional[str] = setting(
+        "masks: weights of linear layers that count as 0: 2:4 keeps the 2 largest of each 4 inputs, 0.8 the largest fifth "
+        "of each weight (docs/compression.md)",
+        None,
+        on_resume="refused",
+    )
+    initial_sparsity: float = setting(
+        "share of zeros at --sparsity-begin-step; it grows by a cubic schedule", 0.0, on_resume="refused"
+    )
+    sparsity_begin_step: int = setting("steps before the first masks", 0, on_resume="refused")
+    sparsity_end_step: int = setting(
+        "steps before the last masks, which have --sparsity (default: the first ones are the last)",
+        0,
+        on_resume="refused",
+    )
+    sparsity_frequency: int = setting("steps between new masks", 100, on_resume="refused")
+    sparsity_layers: Optional[str] = setting(
+        "--sparsity: patterns of the layers that have masks, as mlp.*,attention.qkv (default: all linear layers of blocks)",
+        None,
+        on_resume="refused",
+    )
+    sparsity_skip: Optional[str] = setting(
+        "--sparsity: patterns of the layers that have none, as blocks.0.*, or the file of tools.sensitivity --output",
         None,
         on_resume="refused",
     )
@@ -1096,6 +1122,35 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Distillation:
+    """Learning from another model: docs/distillation.md."""
+
+    teacher_load: Optional[str] = setting(
+        "folder or URL of the checkpoint of a teacher, of any size and layout: the student also learns its logits",
+        None,
+        "--export-kd-teacher-load",
+    )
+    kd_alpha: float = setting("share of the loss on the teacher's logits; the language model's loss has the rest", 0.5)
+    kd_temperature: float = setting(
+        "divisor of the logits of teacher and student in that loss, which is multiplied by its square", 1.0
+    )
+    kd_loss: Literal["forward_kl", "reverse_kl", "js"] = setting(
+        "loss on the teacher's logits: KL(teacher || student), KL(student || teacher), or Jensen-Shannon divergence",
+        "forward_kl",
+    )
+
+    @property
+    def distils(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher_load is not None
+
+    @property
+    def source(self) -> str:
+        """The teacher, in the user's words."""
+        return f"--teacher-load {self.teacher_load}"
+
+
+@dataclass(frozen=True)
 class Planner:
     """The planner: search for a layout, or check a run without training."""
 
@@ -1257,6 +1312,7 @@ GROUPS = dict(
     checkpoint=Checkpoint,
     guard=Guard,
     logging=Logging,
+    distillation=Distillation,
     planner=Planner,
     profiling=Profiling,
 )
@@ -1278,6 +1334,7 @@ class Config:
     checkpoint: Checkpoint
     guard: Guard
     logging: Logging
+    distillation: Distillation = Distillation()
     planner: Planner = Planner()
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name

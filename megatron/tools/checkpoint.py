@@ -13,6 +13,7 @@
     python -m megatron.tools.checkpoint upcycle PATH OUT       experts (--num-experts N) from the MLPs of a dense GPT
     python -m megatron.tools.checkpoint quantize PATH OUT      weights of 8 or 4 bits: --quantize int8, int8-dynamic, int4
     python -m megatron.tools.checkpoint merge-lora PATH OUT    LoRA adapters, merged into the weights of their base
+    python -m megatron.tools.checkpoint apply-masks PATH OUT   masks of --sparsity: an ordinary model with zeros
     python -m megatron.tools.checkpoint to-peft PATH OUT       LoRA adapters for PEFT, Hugging Face's library
     python -m megatron.tools.checkpoint from-peft PATH OUT     LoRA adapters from PEFT, on --base CHECKPOINT
 
@@ -44,6 +45,7 @@ from megatron.training.exchange import (
     ToMegatronOptions,
     ToPeftOptions,
     UpcycleOptions,
+    apply_masks,
     from_hf,
     from_megatron,
     from_peft,
@@ -391,6 +393,7 @@ COMMANDS = dict(
         "quantize": (QuantizeOptions, ("PATH", "OUT"), quantize),
         "upcycle": (UpcycleOptions, ("PATH", "OUT"), upcycle, ExpertOptions),
         "merge-lora": (MergeOptions, ("PATH", "OUT"), merge_lora),
+        "apply-masks": (MergeOptions, ("PATH", "OUT"), apply_masks),
         "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft),
         "from-peft": (FromPeftOptions, ("PATH", "OUT"), from_peft),
     },

@@ -81,9 +81,10 @@ TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init
     moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate moe_input_jitter_eps moe_router_dtype
     moe_pad_expert_input_to_capacity moe_token_drop_policy
     lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora""".split()
-# Rounding of weights and inputs: a model with `linear` kinds is refused as a whole.
+# Rounding of weights and inputs, and masks: a model with `linear` kinds is refused as a whole.
 ROUNDING = """quantization weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
-    activation_bits quantization_layers quantization_skip""".split()
+    activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
+    sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
 SIZES = """moe_ffn_hidden_size moe_router_topk
     num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()

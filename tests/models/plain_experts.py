@@ -81,7 +81,8 @@ class Family:
                 found[f"blocks.{n}.mlp.router.expert_bias"] = torch.zeros(self.experts).double()
         return found
 
-    def update_buffers(self, buffers: Tensors) -> None:
+    def update_buffers(self, buffers: Tensors, seen: list[dict]) -> None:
+        seen.append({f"blocks.{n}": buffers[f"blocks.{n}.mlp.router.load"].tolist() for n in self.layers})
         for n in self.layers:
             load = buffers[f"blocks.{n}.mlp.router.load"]
             if self.bias:
@@ -161,13 +162,15 @@ class Family:
         return result
 
     def train(self):
-        return train(
+        """As `plain_state.train`; and the loads of experts in each step, by layer."""
+        seen: list[dict] = []
+        return *train(
             self.initial_weights(),
             lambda name: True,
             self.initial_buffers(),
             network=self.network,
-            update_buffers=self.update_buffers,
-        )
+            update_buffers=lambda buffers: self.update_buffers(buffers, seen),
+        ), seen
 
 
 # ---- routers ---------------------------------------------------------------------------------------------------------

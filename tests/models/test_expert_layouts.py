@@ -3,16 +3,28 @@
 process, in fp64 (`plain_experts.py`): losses, gradient norms and weights, and loads and biases exactly.
 """
 
-from functools import cache
+import math
+from collections import Counter
+from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
 
 import pretrain_gpt
+from megatron.checkpoint.folder import Saver, restore
+from megatron.model.arguments import parse_any
 from megatron.mpu.forked import run_ranks
+from megatron.mpu.mesh import mesh_of
+from megatron.optimizer.zero import DistributedOptimizer
+from megatron.pipeline.build import build_stages
+from megatron.pipeline.stages import Pipeline
 from megatron.training.entry import start
+from megatron.training.rules import resolve
+from tests.checkpoint.test_elastic import Ranks, truth
 from tests.models import plain_experts as plain
-from tests.models.plain_state import LINE, compare
+from tests.models.plain_state import LAYERS, LINE, compare
+from tests.training.test_plain_loop import records
 
 pytestmark = pytest.mark.sampled(3)
 
@@ -104,14 +116,81 @@ def trained(family: str):
     return FAMILIES[family].train()
 
 
+def check(folder, family: str):
+    """A run against the plain loop. Returns the tensors of its checkpoint."""
+    steps, wanted, loads = trained(family)
+    assert [step["loads"] for step in records(folder, "experts")] == loads
+    return compare(folder, steps, wanted)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_is_the_plain_loop(layout, tmp_path):
     world, family, words = LAYOUTS[layout]
     run_ranks(world, pretrain, f"{FAMILIES[family].flags} {words} --save {tmp_path} --check-replicas-interval 2")
-    steps, wanted = trained(family)
-    tensors = compare(tmp_path, steps, wanted)
+    tensors = check(tmp_path, family)
+    wanted = trained(family)[1]
     for name, values in wanted.items():
         if "expert_bias" in name:  # multiples of the rate
             steps = lambda bias: (bias.double() / plain.RATE).round()
             assert values.any() and torch.equal(steps(tensors[name]), steps(values)), name
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("pp2 ep2, zb-h1", "ep4, zero3, recomputed", "tp2, whole experts"),
+        ("tp2 dp2, ep4", "one process, biases", "ep2, zero2"),
+    ],
+    ids=" then ".join,
+)
+def test_a_run_goes_on_with_experts_divided_in_another_way(names, tmp_path):
+    for name, stop in zip(names, (1, 3, 4), strict=True):
+        world, family, words = LAYOUTS[name]
+        folder = f"--save {tmp_path} --load {tmp_path} --auto-resume --exit-interval {stop}"
+        run_ranks(world, pretrain, f"{FAMILIES[family].flags} {words} {folder}")
+    check(tmp_path, "plain")
+
+
+def ranks_of(name: str) -> Ranks:
+    """The optimizers of all ranks of a layout, one after the other, without process groups."""
+    world, _, words = LAYOUTS[name]
+    line = f"{LINE} --num-experts 8 {FAMILIES['plain'].flags} {words}"
+    config = resolve(parse_any(line.split(), recipe=pretrain_gpt.recipe()), world)
+    kind, optimizers = dict(dtype=torch.float32, device="cpu", seed=1), []
+    for rank in range(world):
+        mesh = mesh_of(config.parallel, rank, world, create_groups=False)
+        build = partial(pretrain_gpt.build_model, config, mesh, 101, dtype=torch.float32, device="meta")
+        stages = build_stages(build, Pipeline.of(config.parallel, LAYERS, 2), mesh)
+        optimizers.append(DistributedOptimizer(stages, mesh, config.optimizer, config.parallel, **kind))
+    return Ranks(optimizers)
+
+
+@pytest.mark.sampled(3)
+def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
+    """Weights, moments, loads and biases; each element is written once, by one rank."""
+    names = ["one process", "ep4, zero3, recomputed", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"]
+    layouts = {name: ranks_of(name) for name in names}
+    for number, (name, ranks) in enumerate(layouts.items()):
+        ranks.fill(truth)
+        files = [optimizer.pieces(unique=True, shared=True) for optimizer in ranks.optimizers]
+        written = Counter()
+        for piece in (piece for pieces in files for piece in pieces):
+            written[piece.name, tuple(piece.shape)] += piece.tensor.numel()
+        assert all(count == math.prod(shape) for (_, shape), count in written.items()), name
+        assert {of for of, _ in written} == ranks.names
+        assert sum("expert_bias" in one for one in ranks.names) == 2
+        with Saver(tmp_path / str(number)) as saver:
+            saver.write(7, files, {})
+    for (place, after), step in product(enumerate(layouts.values()), (1, 2)):
+        number = (place + step) % len(names)
+        after.fill(lambda name, shape: torch.full(shape, -1.0))
+        for optimizer in after.optimizers:
+            restore(tmp_path / str(number), pieces := optimizer.pieces(), names=after.names)
+            for piece in pieces:
+                wanted = truth(piece.name, piece.shape)[piece.box.slices()].to(piece.tensor.dtype)
+                assert torch.equal(piece.tensor, wanted), (names[number], piece.name, piece.box)

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 import pretrain_gpt
-from megatron.model import quantization
+from megatron.model import quantization, sparsity
 from megatron.model.gpt import rules as gpt_rules
 from megatron.optimizer import rules as optimizer_rules
 from megatron.settings.effects import EFFECTS
@@ -21,7 +21,7 @@ ALWAYS = """
     num_layers num_experts hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
     swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping
-    final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization
+    final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization sparsity
     lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
@@ -40,7 +40,7 @@ ALWAYS = """
     save load save_interval keep_last save_retain_interval async_save save_mirror save_copy ckpt_step auto_resume finetune
     moe_use_upcycling
     exit_signal_handler kill_switch_file heartbeat_dir on_nan on_spike spike_window spike_threshold iterations_to_skip
-    override
+    override teacher_load
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay
     weight_decay_incr_style clip_grad freeze train_only decoupled_lr decoupled_min_lr optimizer_cpu_offload
     nvme_offload_fraction param_cpu_offload gradient_accumulation_fusion loss_averaging
@@ -83,6 +83,9 @@ EXPERTS = {  # name -> (a value, flags with which it has an effect)
 MUON = dict(
     momentum=0.8, scale_mode="shape_scaling", extra_scale_factor=2, num_ns_steps=3, coefficient_type="simple"
 ) | dict(fp32_matmul_prec="highest")
+SPARSE = dict(initial_sparsity=0.2, sparsity_begin_step=1, sparsity_end_step=5, sparsity_frequency=2) | dict.fromkeys(
+    ("sparsity_layers", "sparsity_skip"), "mlp.*"
+)
 ROPE = "--position-embedding-type rope"
 GROWTH = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"
 RATE = "--lr-decay-style constant"
@@ -111,12 +114,20 @@ CASES = {
     "activation_bits": ("--activation-bits 4", "--quantization --activation-quantize-type none", "--quantization"),
     "quantization_layers": ("--quantization-layers mlp.*", "", "--quantization"),
     "quantization_skip": ("--quantization-skip mlp.*", "", "--quantization"),
+    **{
+        name: (f"--{name.replace('_', '-')} {value}", "", "--sparsity 0.5 --sparsity-end-step 9")
+        for name, value in SPARSE.items()
+    },
     "use_rope_scaling": ("--use-rope-scaling", "", ROPE),
     "rope_type": ("--rope-type yarn", ROPE, f"{ROPE} --rotary-scaling-factor 2"),
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --use-rope-scaling") for name in LLAMA3},
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --rope-type yarn") for name in YARN},
     "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", ROPE, f"{ROPE} --rope-type yarn"),
     **{name: (f"--{name.replace('_', '-')} {value}".strip(), "", more) for name, (value, more) in EXPERTS.items()},
+    **{
+        f"kd_{name}": (f"--kd-{name} {value}", "", "--teacher-load d")
+        for name, value in dict(alpha=0.3, temperature=2, loss="js").items()
+    },
     "adam_beta1": ("--adam-beta1 0.8", "--optimizer sgd", ""),
     "adam_beta2": ("--adam-beta2 0.8", "--optimizer lion", ""),
     "adam_eps": ("--adam-eps 1e-6", "--optimizer sgd", ""),
@@ -244,7 +255,7 @@ CASES = {
     "profile_dir": ("--profile-dir d", "", "--profile"),
     "profile_detailed": ("--profile-detailed", "", "--profile"),
 }
-IDLE = {**gpt_rules.IDLE, **optimizer_rules.IDLE, **quantization.EFFECTS}
+IDLE = {**gpt_rules.IDLE, **optimizer_rules.IDLE, **quantization.EFFECTS, **sparsity.EFFECTS}
 BASE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --vocab-size 90"
 
 

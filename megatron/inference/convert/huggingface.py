@@ -58,6 +58,7 @@ def to_hf(
     given: tokenizer flags, if the files of the training run have moved. file_bytes: the most bytes of a file of tensors.
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
+    trained = path
     with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
         needed(reader, "config")
         refuse_quantized(reader, "to-hf")
@@ -79,13 +80,12 @@ def to_hf(
             make = lambda match=match: match.to_theirs(reader.read(match.ours))
             plan.append(hf_files.TensorGroup(match.theirs, shapes, make, torch.float32 if match.exact else None))
         files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
-        end, notices = _export_vocabulary(
-            Loaded(None, config, reader.state, vocab_size, 0, path, ()), folder, given, check
-        )
+        without_model = Loaded(None, config, reader.state, vocab_size, 0, path, ())
+        end, end_of_turn, notices = _export_vocabulary(without_model, folder, given, check, trained)
         settings = family.theirs(end, str(dtype).removeprefix("torch."))
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if family.kind != "bert":  # which generates nothing
-            hf_files.write_generation_config(folder, settings)
+            hf_files.write_generation_config(folder, settings, end_of_turn)
         if check and family.run is None:
             notices.append(f"{ALONE.format(family.kind)}: the models were not compared")
         elif check:
@@ -109,17 +109,22 @@ def refuse_unknown(reader: Reader, family: Family) -> None:
 
 
 def _export_vocabulary(
-    loaded: Loaded, folder: Path, given: Mapping[str, Any], check: bool
-) -> tuple[Optional[int], list[str]]:
-    """Copy the tokenizer; returns (end-of-document id, notices)."""
+    loaded: Loaded, folder: Path, given: Mapping[str, Any], check: bool, trained: Path
+) -> tuple[Optional[int], Optional[int], list[str]]:
+    """Copy the tokenizer, and the chat template beside the checkpoint `trained`.
+
+    Returns (end-of-document id, id of the end of an answer, notices).
+    """
     if given.get("tokenizer_type", loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
-        return None, ["the run had no tokenizer, so the export has none"]
+        return None, None, ["the run had no tokenizer, so the export has none"]
     tokenizer = open_tokenizer(loaded, given)
     settings, longest = tokenizer_settings(loaded, given), loaded.config.model.position_table
     end = None if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
     if not hf_files.export_tokenizer(settings, folder, end, longest):
-        return tokenizer.eod, [f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"]
-    return tokenizer.eod, [_same_ids(folder, tokenizer)] if check else []
+        why = f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"
+        return tokenizer.eod, None, [why]
+    end_of_turn = hf_files.export_chat_template(trained, tokenizer, folder)
+    return tokenizer.eod, end_of_turn, [_same_ids(folder, tokenizer)] if check else []
 
 
 def _same_ids(folder: Path, tokenizer) -> str:

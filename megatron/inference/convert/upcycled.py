@@ -54,12 +54,16 @@ class UpcycledReader:
             raise SettingsError(
                 f"{reader.folder} has {saved.model.num_experts} experts already", do="give a dense model"
             )
-        if saved.model.model_type != "GPT" or saved.model.linear:
+        if saved.model.model_type != "GPT" or saved.model.linear or saved.model.sparsity is not None:
+            kind = saved.model.model_type + " with special linear layers" * bool(
+                saved.model.linear or saved.model.sparsity
+            )
             raise SettingsError(
-                f"{reader.folder} is a {saved.model.model_type}"
-                + " with special linear layers" * bool(saved.model.linear),
+                f"{reader.folder} is a {kind}",
                 "experts are upcycled from the MLPs of a GPT",
-                "merge adapters first (merge-lora)" if saved.model.linear else None,
+                "merge adapters first (merge-lora), or apply masks (apply-masks)"
+                if kind != saved.model.model_type
+                else None,
             )
         self.config = replace(saved, model=replace(saved.model, **given))
         upcycling.refuse_unequal(self.config.model)

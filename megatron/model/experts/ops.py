@@ -49,7 +49,7 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
         over("ep", 8 * experts, ("all_to_all",)) if not m.moe_pad_expert_input_to_capacity else over("ep", 0),
         Kernel("routing", kept=orders, moved=2 * rows * h, again=again),
         exchange,
-        Product("experts", each, h, f, own * mats, kept=rows * h * e, again=again),
+        Product("experts", each, h, f, own * mats, kept=rows * h * e, given=rows * h * e, again=again),
         Kernel(
             "experts",
             kept=rows * activation.kept,
@@ -58,7 +58,7 @@ def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> 
             workspace=rows * activation.workspace,
             again=(ACTIVATION, MLP),
         ),
-        Product("experts", each, f, h, own, kept=rows * f * e, again=again),
+        Product("experts", each, f, h, own, kept=rows * f * e, given=rows * f * e, again=again),
         exchange,
         Kernel("experts", kept=rows * h * e + 4 * pairs, moved=2 * rows * h, again=again),
         over("etp", gathered * h * e, *reversed(halves)),

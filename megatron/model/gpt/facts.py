@@ -248,17 +248,17 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
 
 
 def mlp_ops(
-    x: Residual, gated: bool, squared: bool = False, gelu: bool = False, width: Optional[int] = None
+    x: Residual, gated: bool, squared: bool = False, gelu: bool = False, width: Optional[int] = None, keeps: bool = True
 ) -> tuple[LayerOp, ...]:
     """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel; width: its hidden size
-    (default: `ffn_size`)
+    (default: `ffn_size`); keeps: whether it saves its input, which no other op does
     """
     n, e, ffn = x.tokens, x.share.element, (width or x.model.ffn_size) // x.share.tp
     up = 2 if gated else 1
     one = activation_of(x.share, ffn, gated, squared, gelu)
     input_ = n * x.h * (2 if x.share.sp else 1) * e  # sp: with the input, gathered
     sizes = dict(kept=n * one.kept, given=n * one.given, moved=n * one.moved, workspace=n * one.workspace + input_)
-    before = x.column("mlp", ffn, up, again=(MLP,), layer="mlp.up")
+    before = x.column("mlp", ffn, up, keeps=keeps, again=(MLP,), layer="mlp.up")
     return *before, replace(one, **sizes), *x.row("mlp", ffn, again=(MLP,), layer="mlp.down")
 
 
@@ -281,7 +281,8 @@ def mixture_ops(x: Residual) -> tuple[LayerOp, ...]:
     """The ops of router, experts and shared expert."""
     m, kinds = x.model, (x.model.gated, x.model.squared_relu, x.model.geglu)
     width = m.moe_shared_expert_intermediate_size
-    shared = mlp_ops(x, *kinds, width) if width else ()
+    kept = x.share.element == 4 and x.share.tp == 1  # by the router
+    shared = mlp_ops(x, *kinds, width, keeps=not kept) if width else ()
     return expert_ops(x, activation_of(x.share, m.expert_ffn_size // x.share.etp, *kinds), shared)
 
 
