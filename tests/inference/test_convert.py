@@ -466,6 +466,6 @@ def test_megatron_checkpoints_that_are_not_whole(tmp_path):
 
 
 def test_megatron_settings_that_change_the_arithmetic_are_refused(tmp_path):
-    megatron_files(tmp_path / "theirs", GPT2, 1, 1, num_experts=8)
-    with pytest.raises(CheckpointError, match="uses num_experts"):
+    megatron_files(tmp_path / "theirs", GPT2, 1, 1, multi_latent_attention=True)
+    with pytest.raises(CheckpointError, match="uses multi_latent_attention"):
         tool.main(["from-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours")])

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import tarfile
 from functools import cache
 from pathlib import Path
 
@@ -106,6 +107,16 @@ def test_experts_of_all_ranks_arrive(grouped, tmp_path):
     for name in ("whole", "parts"):
         tool.main(["from-megatron", str(tmp_path / name), str(tmp_path / f"from {name}")])
     assert_same(loaded(tmp_path / "from whole"), loaded(tmp_path / "from parts"))
+
+
+def test_a_distributed_checkpoint_is_the_same_model(tmp_path):
+    """`megatron_experts.tar.xz`: what megatron-core wrote as torch_dist, with the weights drawn here."""
+    with tarfile.open(Path(__file__).with_name("megatron_experts.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    write(tmp_path / "classic", {"mp_rank_00": weights()})
+    for name in ("classic", "experts_dist"):
+        tool.main(["from-megatron", str(tmp_path / name), str(tmp_path / f"from {name}")])
+    assert_same(loaded(tmp_path / "from classic"), loaded(tmp_path / "from experts_dist"))
 
 
 def test_names_of_an_export_are_those_that_megatron_core_asks_for(tmp_path):

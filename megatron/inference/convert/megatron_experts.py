@@ -7,6 +7,7 @@
     mlp.shared_experts.linear_fc1.weight, mlp.shared_experts.gate_weight
 
 Number 3 is the fourth expert of the file's rank of ep. Each expert is a tensor [2 f/tp, h] with a gate, gate first.
+Distributed checkpoints have all experts of a layer as one tensor, `mlp.experts.experts.linear_fc1.weight`.
 """
 
 import re
@@ -25,6 +26,8 @@ _EXPERT = re.compile(
 )
 _MATRIX = {"1": "up", "2": "down"}
 IN_LAYER = {
+    "mlp.experts.experts.linear_fc1": "mlp.experts.up",  # of distributed checkpoints: [E, 2 f, h], of all ranks
+    "mlp.experts.experts.linear_fc2": "mlp.experts.down",
     "mlp.router": "mlp.router",
     "mlp.shared_experts.linear_fc1": "mlp.shared.up",
     "mlp.shared_experts.linear_fc2": "mlp.shared.down",
