@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, Optional
 from megatron.errors import DataError, SettingsError, StorageError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
+from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.inference.which import EXPORTED, check_one_model, load_one_model
 from megatron.model import quantization
@@ -114,6 +115,7 @@ DRAWN = {
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
+    bound_kernel_caches()
     kinds = dict(
         generate=GenerateOptions,
         quantize=QuantizeOptions,

@@ -21,13 +21,13 @@ from pathlib import Path
 from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
 from megatron.guard.processes import die_with_parent
+from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.serving.settings import (
     ServeLimits,
     ServeOptions,
     ServeSettings,
     addresses_of,
-    bound_kernel_caches,
     check,
     log_to_stderr,
     parsed,
