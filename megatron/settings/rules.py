@@ -512,6 +512,13 @@ RULES = (
         lambda s: f"--override {s.override} needs --load: there is no checkpoint to differ from",
     ),
     Rule(
+        lambda s: s.moe_use_upcycling and not (s.finetune and s.settings.model.mixture),
+        lambda s: (
+            "--moe-use-upcycling makes experts from a dense model's weights: add "
+            + " and ".join(["--finetune"] * (not s.finetune) + ["--num-experts"] * (not s.settings.model.mixture))
+        ),
+    ),
+    Rule(
         lambda s: s.finetune and s.auto_resume,
         lambda s: "--finetune needs a checkpoint in --load, and --auto-resume allows for none; drop one of them",
     ),

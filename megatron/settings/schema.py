@@ -925,6 +925,10 @@ class Checkpoint:
         "--override-lr-scheduler=command",
     )
     finetune: bool = setting("load only the weights and start from iteration 0", False)
+    moe_use_upcycling: bool = setting(
+        "with --finetune and --num-experts: --load may be a dense model, whose MLPs become the experts (docs/experts.md)",
+        False,
+    )
     use_checkpoint_args: bool = setting(
         "use the model shape and tokenizer of the checkpoint at --load where no flag sets them (--finetune does if no flag "
         "sets the shape)",

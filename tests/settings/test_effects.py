@@ -38,6 +38,7 @@ ALWAYS = """
     masked_softmax_fusion fuse_attn_qkv flash_attention_version
     recompute_granularity recompute_method recompute_num_layers recompute_modules
     save load save_interval keep_last save_retain_interval async_save save_mirror save_copy ckpt_step auto_resume finetune
+    moe_use_upcycling
     exit_signal_handler kill_switch_file heartbeat_dir on_nan on_spike spike_window spike_threshold iterations_to_skip
     override teacher_load teacher_logits
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay

@@ -318,6 +318,7 @@ CHECKS = dict(
         exit_on_missing_checkpoint="test_new_runs::test_what_needs_a_checkpoint_is_refused",
         resume_schedule="test_resumed_schedule::test_a_longer_run_follows_the_schedule_that_it_is_told_to",
         finetune=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
+        moe_use_upcycling="test_upcycling::test_a_run_starts_from_a_dense_checkpoint",
         use_checkpoint_args="test_from_checkpoint::test_the_shape_is_the_checkpoints",
         load_strictness="test_saving_runs::test_load_strictness",
         no_load_optim=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
