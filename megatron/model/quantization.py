@@ -38,6 +38,7 @@ class QuantizeOptions:
         "format of the linear layers: int8 weights, int8-dynamic: inputs as well, int4 weights in groups", None
     )
     quantize_group_size: int = setting("--quantize int4: inputs that share a scale", 128)
+    quantize_symmetric: bool = setting("--quantize int4: groups have no zero, and values around 0", False)
     quantize_skip: Optional[str] = setting(
         "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output", None
     )
@@ -77,6 +78,7 @@ EFFECTS = dict(
 )
 IDLE = {
     "quantize_group_size": Needs("--quantize int4", lambda s: s.quantize == "int4"),
+    "quantize_symmetric": Needs("--quantize int4", lambda s: s.quantize == "int4"),
     "quantize_skip": Needs("--quantize", lambda s: s.quantize),
     "quantize_method": Needs("--quantize", lambda s: s.quantize),
     "calibration_data": Needs("--quantize-method gptq", lambda s: s.quantize and s.quantize_method == "gptq"),
