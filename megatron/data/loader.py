@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -178,15 +178,15 @@ class MicroBatchLoader:
         samples = self.samples(positions)
         if self.arrays is not None:
             return self._of_arrays(positions, samples)
-        rows = np.stack([ids for ids, _ in samples])  # [b, s + 1]
+        rows = np.stack([sample.ids for sample in samples])  # [b, s + 1]
         tokens = rows[:, :-1]
         own = row_numbers(tokens.shape[1], self.cp_rank, self.cp_size) if self.cp_size > 1 else slice(None)
-        loss_mask = self._loss_mask(tokens, [mask for _, mask in samples])
+        loss_mask = self._loss_mask(tokens, [sample.mask for sample in samples])
+        documents, restart, apart = self._documents(tokens, [sample.documents for sample in samples])
 
         def column_major(array):
             return torch.from_numpy(np.ascontiguousarray(array.T))  # [b, s] -> [s, b]
 
-        data = self.data
         if self.whole and positions.stop > len(self.dataset):
             loss_mask = np.ones(tokens.shape, np.float32) if loss_mask is None else loss_mask
             loss_mask[np.asarray(positions) >= len(self.dataset)] = 0.0
@@ -197,13 +197,11 @@ class MicroBatchLoader:
             tokens=column_major(tokens[:, own]),
             labels=column_major(rows[:, 1:][:, own]),
             samples=torch.arange(positions.start, positions.stop),
-            hash=batch_hash(positions, [hashed(*sample) for sample in samples]),
+            hash=batch_hash(positions, [hashed(sample) for sample in samples]),
             loss_mask=None if loss_mask is None else column_major(loss_mask[:, own]),
-            position_ids=column_major(masks.position_ids(tokens, self.eod)[:, own])
-            if data.reset_position_ids
-            else None,
-            document_ids=column_major(masks.document_ids(tokens, self.eod)) if data.reset_attention_mask else None,
-            document_starts=masks.document_starts(tokens, self.eod) if data.reset_attention_mask else None,
+            position_ids=column_major(masks.position_ids(documents)[:, own]) if restart else None,
+            document_ids=column_major(documents) if apart else None,
+            document_starts=masks.document_starts(documents) if apart else None,
             whole_tokens=whole_tokens,
         )
         return batch.pinned() if self.pin_memory else batch
@@ -230,21 +228,34 @@ class MicroBatchLoader:
         given = np.stack([ones if each is None else each[1:] for each in own])  # the mask is aligned with labels
         return given if mask is None else given * mask
 
+    def _documents(
+        self, tokens: np.ndarray, own: list[Optional[np.ndarray]]
+    ) -> tuple[Optional[np.ndarray], bool, bool]:
+        """([b, s] int32: the document of each token; whether positions restart in it; whether it sees itself alone).
+
+        Documents that samples name (own: [s + 1] each) have both. Others end with the end-of-document token, and the
+        flags decide.
+        """
+        restart, apart = self.data.reset_position_ids, self.data.reset_attention_mask
+        if all(each is None for each in own):
+            return masks.document_ids(tokens, self.eod) if restart or apart else None, restart, apart
+        one = np.zeros(tokens.shape[1], np.int32)
+        return np.stack([one if each is None else each[:-1] for each in own]), True, True
+
     def sample_hash(self, place: int) -> tuple[int, int]:
         """The ledger's hash of the sample at a position in the order of training."""
         sample = self.sample(place)
-        return sample_hash(place, hashed(*sample) if self.arrays is None else named_arrays.hashed(sample))
+        return sample_hash(place, hashed(sample) if self.arrays is None else named_arrays.hashed(sample))
 
-    def sample(self, place: int) -> tuple[np.ndarray, Optional[np.ndarray]]:
-        """The sample at a position in the order of training: ids [seq_length + 1] int64, and its loss mask
-        [seq_length + 1] float32 or None; or a dict of arrays if the recipe names some.
+    def sample(self, place: int) -> "Sample":
+        """The sample at a position in the order of training; a dict of arrays if the recipe names some.
 
         Raises DataError for an invalid sample: without the check, an id outside of the vocabulary would silently train a
         padding row of the embedding.
         """
         return self.samples([place])[0]
 
-    def samples(self, places: Sequence[int]) -> list[tuple[np.ndarray, Optional[np.ndarray]]]:
+    def samples(self, places: Sequence[int]) -> list["Sample"]:
         """The samples at these positions, collated by the recipe's function if it has one."""
         given = [self._given(place) for place in places]
         if self.collate is not None:
@@ -270,7 +281,7 @@ class MicroBatchLoader:
         where = f"{type(self.dataset).__name__}[{self._sample(place)}]"
         if self.arrays is not None:
             return named_arrays.checked(given, self.arrays, where)
-        ids, mask = parts_of(given, where)
+        ids, mask, documents = parts_of(given, where)
         length = self.seq_length + 1 if self.seq_length else ids.size
         if ids.shape != (length,) or ids.dtype.kind not in "iu":
             raise DataError(
@@ -294,7 +305,16 @@ class MicroBatchLoader:
                     "mend the dataset (docs/extending.md#a-dataset)",
                 )
             mask = mask.astype(np.float32, copy=False)
-        return ids.astype(np.int64, copy=False), mask
+        if documents is not None:
+            good = documents.shape == ids.shape and documents.dtype.kind in "iu" and (np.diff(documents) >= 0).all()
+            if not good:
+                raise DataError(
+                    f"{where} has documents that are none: {documents.dtype} of shape {list(documents.shape)}",
+                    f"{DOCUMENTS} has for each of the {length} ids the number of its document, which never falls",
+                    "mend the dataset (docs/extending.md#a-dataset)",
+                )
+            documents = documents.astype(np.int32, copy=False)
+        return Sample(ids.astype(np.int64, copy=False), mask, documents)
 
     def describe(self, place: int) -> str:
         """Describe the origin of the sample at a position in the order of training."""
@@ -345,33 +365,52 @@ class MicroBatchLoader:
         return int(cyclic_order(epoch, len(self.dataset))[index])
 
 
-IDS, MASK = "input_ids", "loss_mask"  # of a sample that is a dict
-MASKED = f", alone or with a loss mask: (ids, mask), or a dict with {IDS} and {MASK}"
+IDS, MASK, DOCUMENTS = "input_ids", "loss_mask", "document_ids"  # of a sample that is a dict
+MASKED = f", alone or with a loss mask: (ids, mask), or a dict with {IDS} and {MASK}, perhaps {DOCUMENTS}"
 
 
-def parts_of(sample, where: str) -> tuple[np.ndarray, Optional[np.ndarray]]:
-    """(ids, loss mask or None) of a dataset's item. Raises DataError for a dict with other keys.
+class Sample(NamedTuple):
+    """A sample of token ids.
+
+    ids        [seq_length + 1] int64
+    mask       [seq_length + 1] float32: the weight in the loss of predicting each id; None: 1
+    documents  [seq_length + 1] int32: the document of each id, for samples of several that do not see each other; their
+               positions restart. None: --reset-attention-mask and --reset-position-ids decide
+    """
+
+    ids: np.ndarray
+    mask: Optional[np.ndarray] = None
+    documents: Optional[np.ndarray] = None
+
+
+def parts_of(sample, where: str) -> Sample:
+    """The parts of a dataset's item. Raises DataError for a dict with other keys.
 
     >>> parts_of({"input_ids": [5, 6], "loss_mask": [0, 1]}, "")
-    (array([5, 6]), array([0, 1]))
+    Sample(ids=array([5, 6]), mask=array([0, 1]), documents=None)
     """
-    mask = None
+    mask = documents = None
     if isinstance(sample, dict):
-        if IDS not in sample or sample.keys() - {IDS, MASK}:
+        if IDS not in sample or sample.keys() - {IDS, MASK, DOCUMENTS}:
             raise DataError(
                 f"{where} is a dict with {', '.join(map(repr, sample))}",
                 f"a sample is whole numbers{MASKED}",
                 "name its parts so, and leave others out (docs/extending.md#a-dataset)",
             )
-        sample, mask = sample[IDS], sample.get(MASK)
+        sample, mask, documents = sample[IDS], sample.get(MASK), sample.get(DOCUMENTS)
     elif isinstance(sample, tuple) and len(sample) == 2 and np.ndim(sample[0]):
         sample, mask = sample
-    return np.asarray(sample), None if mask is None else np.asarray(mask)
+    return Sample(*(None if part is None else np.asarray(part) for part in (sample, mask, documents)))
 
 
-def hashed(ids: np.ndarray, mask: Optional[np.ndarray]) -> np.ndarray:
-    """The part of a sample that the ledger hashes: its input, and its loss mask if it has one."""
-    return ids[:-1] if mask is None else np.concatenate([ids[:-1], mask[1:].view(np.int32).astype(np.int64)])
+def hashed(sample: Sample) -> np.ndarray:
+    """The part of a sample that the ledger hashes: its input, its loss mask and its documents if it has them."""
+    parts = [sample.ids[:-1]]
+    if sample.mask is not None:
+        parts.append(sample.mask[1:].view(np.int32).astype(np.int64))
+    if sample.documents is not None:
+        parts.append(sample.documents[:-1].astype(np.int64))
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 @lru_cache(maxsize=2)  # prefetching may reach into the next epoch

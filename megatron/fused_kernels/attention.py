@@ -348,30 +348,6 @@ def one_query(query, key, value, *, scale: float, window: Optional[int] = None, 
     return attended.reshape(1, b, g * q * d)
 
 
-def one_query_each(query, keys, values, places, scale: float) -> torch.Tensor:
-    """`one_query` of n samples, [n, g, q, d] -> [n, g q d], each over its keys in a common tensor [any, g, d].
-
-    places: for each sample, slices of the tensor. If there are several, results over each of them are merged by their
-    log-sum-exp of scores, which costs less than a copy of the keys.
-    """
-    keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (keys, values))  # [1, g, any, d]
-    attended = []
-    for row, own in zip(query.split(1), places, strict=True):
-        parts = [[x.narrow(2, place.start, place.stop - place.start) for x in (keys, values)] for place in own]
-        if len(parts) == 1:
-            attended.append(F.scaled_dot_product_attention(row, *parts[0], scale=scale))
-        else:
-            attended.append(_merged(row, parts, scale))
-    return torch.cat(attended).flatten(1)
-
-
-def _merged(query, parts, scale: float) -> torch.Tensor:
-    """[1, g, q, d] over all parts, [1, g, any, d] each."""
-    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    attended, lse = (torch.stack(each) for each in zip(*(run(query, *part, scale=scale) for part in parts)))
-    return (attended * lse.softmax(0).unsqueeze(-1)).sum(0)
-
-
 def flash_attn(query, key, value, *, scale: float, causal: bool, softcap=None, window=None, **_) -> torch.Tensor:
     """The flash-attn package (arXiv:2307.08691)."""
     from flash_attn import flash_attn_func

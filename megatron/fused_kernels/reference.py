@@ -10,6 +10,7 @@ from typing import NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 
+from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask, drop
 from megatron.fused_kernels.partial_attention import Explicit
@@ -80,6 +81,27 @@ def attention(
     attended = torch.bmm(weights.view(b * g, q * s, t), values)  # [b g, q s, d]
     attended = attended.view(b, g, q, s, d).permute(3, 0, 1, 2, 4).reshape(s, b, g * q * d)
     return attended if blind is None else attended.masked_fill(blind, 0.0)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    places: Places,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """`attention` of the newest token of each of n texts over all of its tokens: query [n, g, q, d], keys and values
+    [places, g, d], of which each text has some -> [n, g q d].
+    """
+    attended = []
+    for row, own in zip(query, places.of_texts, strict=True):
+        key, value = (torch.cat([stored[one] for one in own]).unsqueeze(1) for stored in (keys, values))
+        more = dict(scale=scale, causal=True, softcap=softcap, window=window)
+        attended.append(attention(row[None, None], key, value, **more)[0])
+    return torch.cat(attended)
 
 
 partial_attention = Explicit  # its forward and its backward pass

@@ -16,7 +16,7 @@ from megatron.optimizer.resumed_schedule import FOLLOWING, SCHEDULE
 from megatron.settings.schema import GROUPS, ON_RESUME, Config, Optimizer
 
 # The meaning of a changed setting if its field has no `on_resume`. Settings of other groups are irrelevant.
-BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard"), "logged")
+BY_GROUP = dict.fromkeys(("model", "data", "batch", "optimizer", "precision", "guard", "distillation"), "logged")
 MODEL, REFUSED, REFUSED_IN_TRAINING, LOGGED, _ = ON_RESUME
 DANGEROUS = (MODEL, REFUSED)
 VOCABULARY = {"vocab_file", "merge_file", "tokenizer_model"}  # paths: the same file may lie elsewhere

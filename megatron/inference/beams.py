@@ -8,7 +8,7 @@ Legend: n first tokens, t tokens so far, k beams, w beams of a group, v vocabula
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Optional, Protocol
 
@@ -61,16 +61,15 @@ def beam_search(
         BeamGroup(w, 0 if shared else number * w, search.length_penalty) for number in range(search.num_beam_groups)
     ]
     for step in range(1, steps + 1):
-        logits, chances = next_logits(tokens), None
+        logits, chances, texts = next_logits(tokens), None, tokens[n:].t().tolist()
         if logits is not None:
-            texts = tokens[n:].t().tolist()
             rows = [RowState(sampling, common, limit=steps, end=end, new=text) for text in texts]
             chances = adjusted(logits.double(), rows).log_softmax(-1)  # [b, v]
         earlier: Counter[int] = Counter()  # the new tokens of earlier groups
         for group in groups:
             if not group.done:  # the columns of others stay, and count no more
                 found = _likeliest(chances, group, earlier, search, vocab_size, first.device, pp)
-                group.advance(found, step, ends, tokens[n:])
+                group.advance(found, step, ends, texts)
                 earlier.update(token for _, _, token in group.live)
         if all(group.done for group in groups):
             break
@@ -82,7 +81,7 @@ def beam_search(
         for number, group in enumerate(groups):
             group.start = number * w
     for group in groups:
-        group.cut(steps, tokens[n:])
+        group.cut(steps, tokens[n:].t().tolist())
     finished = sorted((one for group in groups for one in group.finished), key=lambda one: -one[0])
     return [text for _, text in finished[: search.num_beams]]
 
@@ -106,7 +105,7 @@ class BeamGroup:
     start: int
     length_penalty: float
     live: list[Found] = field(default_factory=list)
-    finished: list[tuple[float, list[int]]] = field(default_factory=list)
+    finished: list[tuple[float, Sequence[int]]] = field(default_factory=list)
     done: bool = False
 
     @property
@@ -117,12 +116,10 @@ class BeamGroup:
     def score(self, total: float, length: int) -> float:
         return total / length**self.length_penalty
 
-    def advance(self, found: list[Found], step: int, ends: frozenset[int], texts: torch.Tensor) -> None:
-        """Take the best continuations by one token, best first. texts: the new tokens so far, [t, b]."""
+    def advance(self, found: list[Found], step: int, ends: frozenset[int], texts: Sequence[Sequence[int]]) -> None:
+        """Take the best continuations by one token, best first. texts: the new tokens of each column so far."""
         self.finished += [
-            (self.score(score, step), texts[:, column].tolist())
-            for score, column, token in found[: self.w]
-            if token in ends
+            (self.score(score, step), texts[column]) for score, column, token in found[: self.w] if token in ends
         ]
         self.finished = sorted(self.finished, key=lambda one: -one[0])[: self.w]
         live = [one for one in found if one[2] not in ends][: self.w]
@@ -131,10 +128,10 @@ class BeamGroup:
         any_text = (NEVER, *found[0][1:])
         self.live = live + [any_text] * (self.w - len(live))
 
-    def cut(self, steps: int, texts: torch.Tensor) -> None:
-        """Its texts that have not ended by the last step end there."""
+    def cut(self, steps: int, texts: Sequence[Sequence[int]]) -> None:
+        """Its texts that have not ended by the last step end there. texts: the new tokens of each column."""
         if not self.done:
-            texts = texts[:, self.start : self.start + self.w].t().tolist()
+            texts = texts[self.start : self.start + self.w]
             cut = [(self.score(score, steps), text) for (score, _, _), text in zip(self.live, texts, strict=True)]
             found = self.finished + [one for one in cut if one[0] > NEVER]
             self.finished = sorted(found, key=lambda one: -one[0])[: self.w]

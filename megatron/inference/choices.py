@@ -7,9 +7,10 @@ number. The settings apply in this order:
     adjusted       1. logit bias: added to scores
                    2. repetition penalty (arXiv:1909.05858, section 4.1): tokens of the prompt and the new text
                    3. frequency and presence penalties, as OpenAI's API defines them: tokens of the new text
-                   4. minimum length: tokens that end a text are impossible
-                   5. forced first or last token: all others are impossible
-    probabilities  6. temperature   7. top-k   8. top-p (arXiv:1904.09751, section 3.1)   9. min-p (arXiv:2407.01082)
+                   4. bad words: the last token of a sequence is impossible after the others
+                   5. minimum length: tokens that end a text are impossible
+                   6. forced first or last token: all others are impossible
+    probabilities  7. temperature   8. top-k   9. top-p (arXiv:1904.09751, section 3.1)   10. min-p (arXiv:2407.01082)
 
 A greedy row takes the largest adjusted score, the first one of several. Any other row draws from its probabilities.
 Legend: n rows, v vocabulary, k candidates.
@@ -52,13 +53,14 @@ class RowState:
     ):
         self.sampling, self.prompt, self.index = sampling, prompt, index
         self.limit = sampling.tokens_to_generate if limit is None else limit
-        self.ends, self.biases = sampling.ends(end), sampling.biases
+        self.ends, self.biases, self.bad_words = sampling.ends(end), sampling.biases, sampling.bad_words
         self.is_greedy = sampling.is_greedy
         self.counts_new = bool(sampling.frequency_penalty or sampling.presence_penalty)
         self.waits = bool(self.ends) and sampling.min_tokens_to_generate > 0
         forced = sampling.forced_bos_token_id is not None or sampling.forced_eos_token_id is not None
         # Whether the scores are taken as the model has them.
-        self.is_plain = not (self.biases or sampling.repetition_penalty != 1 or self.counts_new or self.waits or forced)
+        changed = self.biases or self.bad_words or sampling.repetition_penalty != 1 or self.counts_new
+        self.is_plain = not (changed or self.waits or forced)
         self.new: list[int] = []
         self.occurred = dict.fromkeys(prompt) if sampling.repetition_penalty != 1 else {}  # in order, each once
         self.counts: Counter[int] = Counter()
@@ -72,6 +74,13 @@ class RowState:
             self.occurred[token] = None
         if self.counts_new:
             self.counts[token] += 1
+
+    @property
+    def impossible(self) -> list[int]:
+        """The tokens that would complete a bad word."""
+        most = max(map(len, self.bad_words), default=1) - 1
+        last = (*self.prompt[max(0, len(self.prompt) - most) :], *self.new)
+        return [word[-1] for word in self.bad_words if last[len(last) - len(word) + 1 :] == word[:-1]]
 
     @property
     def forced(self) -> Optional[int]:
@@ -92,12 +101,19 @@ def choose(logits: torch.Tensor, rows: Sequence[RowState]) -> torch.Tensor:
     scores = adjusted(logits, rows)
     drawn = [place for place, row in enumerate(rows) if not row.is_greedy]
     if not drawn:
-        return scores.argmax(dim=-1)
+        return _likeliest(scores)
     if len(drawn) == len(rows):
         return _drawn(scores, rows)
-    chosen, places = scores.argmax(dim=-1), torch.tensor(drawn, device=scores.device)
+    chosen, places = _likeliest(scores), torch.tensor(drawn, device=scores.device)
     chosen[places] = _drawn(scores[places], [rows[place] for place in drawn])
     return chosen
+
+
+def _likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """The first greatest score of each row. NumPy finds it in a tenth of torch's time on a CPU."""
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.argmax(dim=-1)
 
 
 def _drawn(scores: torch.Tensor, rows: Sequence[RowState]) -> torch.Tensor:
@@ -135,6 +151,7 @@ def adjusted(logits: torch.Tensor, rows: Sequence[RowState]) -> torch.Tensor:
             for token, count in row.counts.items()
         ],
     )
+    _add(scores, [(place, token, -math.inf) for place, row in changed for token in dict.fromkeys(row.impossible)])
     early = [(place, row) for place, row in changed if len(row.new) < row.sampling.min_tokens_to_generate]
     _add(scores, [(place, token, -math.inf) for place, row in early for token in row.ends])
     forced = [(place, row.forced) for place, row in changed if row.forced is not None]

@@ -27,7 +27,7 @@ import torch
 
 from megatron.errors import DataError, SettingsError
 from megatron.inference.blocks import BlockPool
-from megatron.inference.choices import RowState, choose
+from megatron.inference.choices import RowState, adjusted, choose
 from megatron.inference.links import Link
 from megatron.inference.passes import PassPlan, PassRow
 from megatron.inference.requests import Output, Request, TokenScore
@@ -111,8 +111,11 @@ class Engine:
         self._sums = dict(prompt_tokens=0, cached_tokens=0, generated_tokens=0)
         self._told = time.monotonic()
 
-    def add(self, request: Request) -> int:
-        """Take a request; returns the number that its outputs have. Raises DataError or SettingsError for a wrong one."""
+    def add(self, request: Request, order: Optional[int] = None) -> int:
+        """Take a request; returns the number that its outputs have. Raises DataError or SettingsError for a wrong one.
+
+        order: the number of an earlier request, if it goes before those that came after that one
+        """
         request.sampling.check()
         length, v = len(request.prompt), self.vocab_size
         if not 0 < length < self.longest:
@@ -124,7 +127,7 @@ class Engine:
             raise DataError(f"the prompt has the token {wrong[0]}; the model knows those from 0 to {v - 1}")
         if request.logprobs is not None and not 0 <= request.logprobs <= v:
             raise SettingsError(f"log-probabilities of {request.logprobs} tokens: has to be 0 to {v}")
-        text = self._scheduler.add(request)
+        text = self._scheduler.add(request, order)
         self._texts[text.number] = text
         return text.number
 
@@ -322,7 +325,10 @@ class Stage:
                 answer.append(next(tokens))
                 scored += answer[-1:] if request.logprobs is not None else []
             if scored:
-                answer += logprobs_of(logits[first : first + len(scored)], scored, request.logprobs or 0)
+                scores = logits[first : first + len(scored)]
+                if request.adjusted:
+                    scores = adjusted(scores.double(), [RowState(request.sampling, request.prompt)])
+                answer += logprobs_of(scores, scored, request.logprobs or 0)
             first = stop
         return answer
 

@@ -49,6 +49,8 @@ def defaults_of(content: Mapping[str, Any], given: frozenset[str] = frozenset())
     ends = content.get("eos_token_id")
     if ends is not None:
         settings["stop_token_ids"] = list(ends) if isinstance(ends, list) else [ends]
+    if content.get("bad_words_ids"):
+        settings["bad_words_ids"] = [",".join(map(str, word)) for word in content["bad_words_ids"]]
     if content.get("suppress_tokens"):
         settings["logit_bias"] = [f"{token}:-inf" for token in content["suppress_tokens"]]
     beams = settings.get("num_beams", 1) > 1
@@ -61,7 +63,7 @@ def defaults_of(content: Mapping[str, Any], given: frozenset[str] = frozenset())
             settings.pop(name, None)
     if "ignore_eos" in given:
         settings.pop("stop_token_ids", None)
-    known = {*SAME, *RENAMED, *ELSEWHERE, "eos_token_id", "suppress_tokens", "do_sample"}
+    known = {*SAME, *RENAMED, *ELSEWHERE, "eos_token_id", "suppress_tokens", "bad_words_ids", "do_sample"}
     unknown = sorted(key for key, value in content.items() if key not in known and value not in (False, [], {}))
     return Recommended({name: value for name, value in settings.items() if name not in given}, unknown)
 

@@ -110,7 +110,7 @@ def load_model(
     format of `quantize` that does not suit it.
     """
     mesh = mesh or Mesh()
-    record = _record(location(folder), step)
+    record = read_record(location(folder), step)
     refuse_twice(folder, record, quantize)
     config = config_of(located(record))
     precision = precision or config.precision.precision
@@ -156,7 +156,7 @@ def build_model(
     parallel = schema.Parallel(tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size)
     plain = replace(config, parallel=parallel, recompute=schema.Recompute(), precision=schema.Precision(precision))
     recipe = recipe_of(config)
-    _refuse_sizes(plain, mesh, recipe.rules)
+    refuse_sizes(plain, mesh, recipe.rules)
     build = partial(recipe.build_model, plain, mesh, vocab_size, dtype=dtype, device="meta")
     facts = recipe.facts(plain, vocab_size)
     if mesh.pp.size > 1 or halves != (None, None):
@@ -167,6 +167,11 @@ def build_model(
     else:
         model = build()
         chunks = [model]
+    return allocated(model, chunks, mesh, dtype=dtype, device=device)
+
+
+def allocated(model: torch.nn.Module, chunks: list[torch.nn.Module], mesh: Mesh, *, dtype, device) -> Built:
+    """Allocate the weights of a model on the meta device, outside of any optimizer. chunks: its parts on this rank."""
     fill_buffers(chunks, mesh.coordinates)
     for chunk in chunks:
         place_buffers(chunk, device)
@@ -182,7 +187,7 @@ def build_model(
     return Built(model, weights, pieces)
 
 
-def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
+def refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
     """Raise SettingsError if the tensor parallel size does not fit the model. Batch settings of training are not checked,
     because the ranks differ, nor is the vocabulary, which imported models may lack.
     """
@@ -192,7 +197,7 @@ def _refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
         raise SettingsError(found[0] if len(found) == 1 else f"{len(found)} settings cannot work:{numbered(found)}")
 
 
-def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
+def read_record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
     """The content of state.json in the newest valid checkpoint."""
     with Reader(choose(folder, step=step).paths[0]) as reader:
         record = reader.state

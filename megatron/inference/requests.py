@@ -6,9 +6,9 @@ of them: the engine knows token ids only.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal, NamedTuple, Optional
 
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Sampling, Search
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -24,6 +24,8 @@ class Request:
     logprobs         at each new token, report the log-probabilities of this many likeliest tokens; 0: of the new token
                      only; None: none
     prompt_logprobs  report those of the prompt's tokens as well
+    adjusted         log-probabilities of new tokens are those after logit bias and bad words: for texts of one new token
+    search           beam search in place of one text (`searches.SearchingEngine`): its only output has the texts found
     """
 
     prompt: tuple[int, ...]
@@ -32,6 +34,21 @@ class Request:
     end: Optional[int] = None
     logprobs: Optional[int] = None
     prompt_logprobs: bool = False
+    adjusted: bool = False
+    search: Optional[Search] = None
+
+    @property
+    def texts(self) -> int:
+        """The texts that it may have at a time."""
+        return 1 if self.search is None else self.search.num_beams
+
+
+class FoundText(NamedTuple):
+    """A text that beam search found. score: the sum of its log-probabilities, divided by a power of its length."""
+
+    score: float
+    tokens: tuple[int, ...]
+    finish: FinishReason
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ class Output:
     finish   why the text has ended; None while it goes on
     prompt   with the first output of a request with prompt_logprobs: the scores of its prompt; the first has no logprob
     cached   with the first output: tokens of the prompt that were found in the cache of another request
+    found    of a beam search: its texts, best first
     """
 
     request: int
@@ -62,3 +80,4 @@ class Output:
     finish: Optional[FinishReason] = None
     prompt: tuple[TokenScore, ...] = ()
     cached: int = 0
+    found: tuple[FoundText, ...] = ()

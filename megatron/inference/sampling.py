@@ -16,8 +16,8 @@ from megatron.settings.statements import NONE, Statement, words_of
 class Sampling:
     """Settings of one text: its length, and how its tokens are chosen from the model's scores.
 
-    `choices.py` applies them in this order: logit bias, repetition penalty, frequency and presence penalties, minimum
-    length, forced tokens; then, unless the most likely token is taken: temperature, top-k, top-p, min-p.
+    `choices.py` applies them in this order: logit bias, repetition penalty, frequency and presence penalties, bad words,
+    minimum length, forced tokens; then, unless the most likely token is taken: temperature, top-k, top-p, min-p.
     """
 
     tokens_to_generate: int = setting(
@@ -55,6 +55,9 @@ class Sampling:
     logit_bias: Optional[list[str]] = setting(
         "add a number to the scores of tokens: TOKEN:NUMBER ..., -inf: never (for example 50256:-100)", None
     )
+    bad_words_ids: Optional[list[str]] = setting(
+        "sequences of tokens that no text has: TOKEN,TOKEN ... (25,198: after 25, 198 is impossible)", None
+    )
     forced_bos_token_id: Optional[int] = setting("the first new token is this one", None)
     forced_eos_token_id: Optional[int] = setting("the last token of a text that reaches its longest length", None)
     stop: Optional[list[str]] = setting(
@@ -79,6 +82,16 @@ class Sampling:
         given = self.logit_bias or ()
         pairs = given.items() if isinstance(given, Mapping) else (word.split(":") for word in given)
         return {int(token): float(bias) for token, bias in pairs}
+
+    @property
+    def bad_words(self) -> tuple[tuple[int, ...], ...]:
+        """The sequences of tokens that no text has. Raises ValueError.
+
+        >>> Sampling(bad_words_ids=["25,198", "7"]).bad_words
+        ((25, 198), (7,))
+        """
+        words = (word.split(",") if isinstance(word, str) else word for word in self.bad_words_ids or ())
+        return tuple(tuple(map(int, word)) for word in words)
 
     def ends(self, end: Optional[int]) -> frozenset[int]:
         """The tokens that end a text. end: the end of document, if there is one."""
@@ -125,6 +138,7 @@ class Sampling:
                 ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
                 ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
                 ("logit_bias", self._has_biases, "TOKEN:NUMBER ..., with token ids and numbers or -inf"),
+                ("bad_words_ids", self._has_bad_words, "TOKEN,TOKEN ..., with token ids"),
                 ("stop", all(self.stop or ()), "strings that are not empty"),
             )
             if not good
@@ -145,11 +159,19 @@ class Sampling:
         except ValueError:
             return False
 
+    @property
+    def _has_bad_words(self) -> bool:
+        try:
+            return all(self.bad_words)
+        except (TypeError, ValueError):
+            return False
+
     def check_tokens(self, vocab_size: int, given: Mapping[str, Statement] = NONE) -> None:
         """Raise SettingsError for token ids that are not in a vocabulary."""
-        for name in ("forced_bos_token_id", "forced_eos_token_id", "stop_token_ids", "logit_bias"):
+        own = {"logit_bias": list(self.biases), "bad_words_ids": [token for word in self.bad_words for token in word]}
+        for name in ("forced_bos_token_id", "forced_eos_token_id", "stop_token_ids", *own):
             value = getattr(self, name)
-            ids = self.biases if name == "logit_bias" else value if isinstance(value, (list, tuple)) else [value]
+            ids = own.get(name, value if isinstance(value, (list, tuple)) else [value])
             if wrong := [token for token in ids if token is not None and not 0 <= token < vocab_size]:
                 raise SettingsError(
                     f"{words_of(given, name, _shown(value))}: there is no token {wrong[0]}",

@@ -44,6 +44,7 @@ class Text:
     waits     a planned pass chooses its next token
     ends      tokens that end it
     finish    why it has ended; None while it goes on
+    order     texts of lower ones go first; by default the number
     """
 
     number: int
@@ -57,9 +58,10 @@ class Text:
     cached: Optional[int] = None
     waits: bool = False
     finish: Optional[FinishReason] = None
+    order: int = 0
 
     def __lt__(self, other: "Text") -> bool:
-        return self.number < other.number
+        return (self.order, self.number) < (other.order, other.number)
 
     @property
     def new(self) -> int:
@@ -95,12 +97,13 @@ class Scheduler:
         self.waiting: list[Text] = []
         self.preemptions, self._count = 0, 0
 
-    def add(self, request: Request) -> Text:
-        """Let a request wait for its turn."""
+    def add(self, request: Request, order: Optional[int] = None) -> Text:
+        """Let a request wait for its turn. order: the number of the text with which it waits; default: after all."""
         limit = min(request.sampling.tokens_to_generate, self.longest - len(request.prompt))
         text = Text(self._count, request, limit, list(request.prompt), request.sampling.ends(request.end))
+        text.order = text.number if order is None else order
         self._count += 1
-        self.waiting.append(text)
+        insort(self.waiting, text)
         return text
 
     @property

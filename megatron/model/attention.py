@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import SettingsError
-from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel
-from megatron.fused_kernels.attention import one_query
+from megatron.fused_kernels import Case, choose_kernel, describe_document_kernel, reference
 from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
@@ -188,10 +187,12 @@ class Attention(nn.Module):
             attended = self.core(query, key, value, self, context)
         return self.project(attended, x)
 
-    def takes_one_query(self, like: torch.Tensor) -> bool:
-        """Whether `one_query` attends for this layer, for one new token in the format of `like`."""
-        if self.core is not self._usual_core:
-            return False
+    def decode_kernel(self, like: torch.Tensor) -> Optional[Callable]:
+        """A kernel that attends for the newest token of each of several texts (`reference.decode_attention`), in the format
+        of `like`; None: the texts attend one after the other, by `core`.
+        """
+        if self.core is not self._usual_core or torch.is_grad_enabled():
+            return None
         case = Case(
             like.device.type,
             like.dtype,
@@ -202,8 +203,12 @@ class Attention(nn.Module):
             softcap=self.softcap is not None,
             window=self.window,
             unfused=self.plain_softmax,
+            head_dim=self.head_dim,
         )
-        return choose_kernel("attention", case, self.backend).run is one_query
+        run = choose_kernel("decode_attention", case, self.backend).run
+        if run is reference.decode_attention:
+            return None
+        return partial(run, scale=self.scale, softcap=self.softcap, window=self.window)
 
     def project(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Project the attention output [s, b, g/tp q d] to [s, b, h]. x: the layer's input, for variants."""

@@ -6,11 +6,11 @@ that divide the groups.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Optional, Protocol
 
 import torch
 
-from megatron.fused_kernels.attention import one_query_each
+from megatron.fused_kernels.decode_attention import Places, last_places
 
 
 class Cache(Protocol):
@@ -45,8 +45,9 @@ class PagedCache:
         cache.begin([(4, [(0, 1)]), (3, [(5, 1)])], [3, 2])  # one more token each
         model.logits(tokens, cache=cache)  # [2, 1], at the positions 3, 2
 
-    Layers attend to each text by itself, so a result does not depend on the other texts of the pass. The tensors of a
-    layer are allocated at its first pass.
+    Layers attend to each text by itself, or to all texts with one new token in one call that does not mix them
+    (`fused_kernels.decode_attention`): a result does not depend on the other texts of the pass. The tensors of a layer are
+    allocated at its first pass.
     """
 
     def __init__(self, blocks: int, block_size: int):
@@ -55,7 +56,9 @@ class PagedCache:
         self.parts: list[TextInPass] = []
         self._slots: list[int] = []  # the place of each new token
         self._positions: list[int] = []
+        self._single: list[int] = []  # rows of texts with one new token
         self._on_device: dict[str, torch.Tensor] = {}
+        self._single_places: Optional[Places] = None
 
     def begin(self, texts: Sequence[tuple[int, Sequence[tuple[int, int]]]], starts: Sequence[int]) -> None:
         """Describe the next pass. texts: (tokens so far, blocks as (first, number) of consecutive ones); starts: the
@@ -69,6 +72,8 @@ class PagedCache:
                 self._slots.extend(range(run.start, run.stop))
             self._positions.extend(range(start, tokens))
             row += tokens - start
+        self._single = [rows.start for rows, _ in self.parts if rows.stop - rows.start == 1]
+        self._single_places = None
 
     def position_ids(self, device) -> torch.Tensor:
         """[n, 1] int64, of the new tokens in their texts."""
@@ -81,18 +86,18 @@ class PagedCache:
         """
         keys, values = self._write(layer.layer, key, value)
         dtype, query = query.dtype, query.to(keys.dtype)
-        parts = self.parts
-        if layer.window is not None:
-            parts = [TextInPass(rows, _last(places, rows.stop - rows.start + layer.window)) for rows, places in parts]
+        decode = layer.decode_kernel(query) if self._single else None
+        if decode and len(self._single) == len(query):
+            attended = decode(query.squeeze(1), keys, values, self._places(query.device))
+            return attended.unsqueeze(1).to(dtype)
         attended = query.new_empty((len(query), 1, query[0].numel()))
-        single = [part for part in parts if part.rows.stop - part.rows.start == 1]
-        single = single if single and layer.takes_one_query(query) else []
-        if single:
-            own = query.squeeze(1)
-            rows = slice(None) if len(single) == len(query) else [part.rows.start for part in single]
-            attended[rows, 0] = one_query_each(own[rows], keys, values, [part.places for part in single], layer.scale)
-        for rows, places in parts if len(single) < len(parts) else ():
-            if not single or rows.stop - rows.start > 1:
+        if decode:
+            rows = self._tensor("single", self._single, query.device)
+            attended[rows, 0] = decode(query[rows, 0], keys, values, self._places(query.device))
+        for rows, places in self.parts:
+            count = rows.stop - rows.start
+            if not decode or count > 1:
+                places = places if layer.window is None else last_places(places, count + layer.window)
                 own, theirs = (_taken(stored, places).to(dtype) for stored in (keys, values))
                 attended[rows] = layer.core(query[rows].to(dtype), own, theirs, layer, context.without_cache)
         return attended.to(dtype)
@@ -119,6 +124,13 @@ class PagedCache:
             tensor.index_copy_(0, slots, new.squeeze(1).to(tensor.dtype))
         return stored
 
+    def _places(self, device) -> Places:
+        """Of the texts with one new token."""
+        if self._single_places is None:
+            of_texts = [places for rows, places in self.parts if rows.stop - rows.start == 1]
+            self._single_places = Places(of_texts, self.block_size, device)
+        return self._single_places
+
     def _tensor(self, name: str, numbers: list[int], device) -> torch.Tensor:
         if name not in self._on_device:
             self._on_device[name] = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -140,17 +152,6 @@ def _cut(runs: Sequence[tuple[int, int]], size: int, start: int, stop: int):
         if low < high:
             yield slice(block * size + low - first, block * size + high - first)
         first += number * size
-
-
-def _last(places: tuple[slice, ...], count: int) -> tuple[slice, ...]:
-    """The last `count` of some places."""
-    kept = []
-    for place in reversed(places):
-        length = min(count, place.stop - place.start)
-        if length:
-            kept.append(slice(place.stop - length, place.stop))
-        count -= length
-    return tuple(reversed(kept))
 
 
 def _taken(stored: torch.Tensor, places: tuple[slice, ...]) -> torch.Tensor:

@@ -26,7 +26,7 @@ from megatron.model.lora_product import LoRAProduct
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.quantization import KIND as FAKE_QUANTIZE
-from megatron.model.recipe import Z_LOSS
+from megatron.model.recipe import KD_LOSS, LM_LOSS, Z_LOSS
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
 from megatron.model.weights import Table, take_prefix
@@ -34,13 +34,14 @@ from megatron.mpu import mappings
 from megatron.mpu.context_parallel import AttentionSharing, attention_sharing, own_rows
 from megatron.mpu.cross_entropy import linear_cross_entropy, token_losses
 from megatron.mpu.deferred_wgrad import WeightGradStore
-from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.distillation_loss import DistillationLoss
+from megatron.mpu.layers import VocabParallelEmbedding, linear
 from megatron.mpu.linear_product import attach_products
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.random import Draws, Dropout
 from megatron.settings.schema import Config, Kernels, Model, Recompute
 
-LOSS, TOKENS = "lm loss", "tokens"  # names of the sums of a last stage
+LOSS, TOKENS = LM_LOSS, "tokens"  # names of the sums of a last stage
 Sums = dict[str, torch.Tensor]  # name -> fp32 scalar
 
 
@@ -83,6 +84,8 @@ class LanguageModel(nn.Module):
     # For evaluations that need each sample (`training.measures`): called on the last stage with the micro-batch and
     # the cross-entropy of each token, [s, b] fp32, unmasked.
     collect: Optional[Callable[[Any, torch.Tensor], None]] = None
+    # For distillation (`training.distillation`): the last stage in training calls it with the micro-batch.
+    teacher: Optional[Callable[[Any], DistillationLoss]] = None
 
     def __init__(
         self,
@@ -196,7 +199,8 @@ class LanguageModel(nn.Module):
         x: None on the first stage, else the output of the previous stage, [s, b, h]. batch: a `MicroBatch`.
         Returns [s, b, h], or on the last stage (None, {"lm loss": sum of masked losses, "tokens": number that count}),
         fp32 scalars. With --z-loss-coeff there is also "z loss", and the gradient of "lm loss" includes that of the z
-        loss. Sums that layers return are added to these; an earlier stage returns (x, {name: sum}) then.
+        loss. With a teacher there is "kd loss" in training, whose gradient includes those of both. Sums that layers
+        return are added to these; an earlier stage returns (x, {name: sum}) then.
         """
         with self.region():
             x, sums = self._hidden(x, batch, gather=not self.overlap)
@@ -206,7 +210,8 @@ class LanguageModel(nn.Module):
                 return None, {**self._collected(x, batch), **sums}
             tp = self.tp if self.overlap and self.tp.size > 1 else None
             rows, labels, mask = self.counted(x, batch)
-            loss, z = linear_cross_entropy(
+            teacher = self.teacher(batch) if self.teacher is not None and self.training else None
+            loss, z, *kd = linear_cross_entropy(
                 rows,
                 self.output_weight,
                 labels,
@@ -222,8 +227,10 @@ class LanguageModel(nn.Module):
                 unfused=not self.kernels.cross_entropy_loss_fusion,
                 gather=tp if self.sequence_parallel else None,
                 reduce=None if self.sequence_parallel else tp,
+                teacher=teacher,
             )
-        return None, {LOSS: loss, TOKENS: batch.num_tokens, **({Z_LOSS: z} if self.z_loss else {}), **sums}
+        more = ({Z_LOSS: z} if self.z_loss else {}) | ({KD_LOSS: kd[0]} if kd else {})
+        return None, {LOSS: loss, TOKENS: batch.num_tokens, **more, **sums}
 
     def counted(self, x: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
         """(hidden states [n, h], labels [n], weights in the loss [n] or None) from the output layer's input [s, b, h]."""
@@ -250,6 +257,24 @@ class LanguageModel(nn.Module):
             unfused=not self.kernels.cross_entropy_loss_fusion,
         )
         return losses.view(batch.labels.shape)
+
+    @torch.no_grad()
+    def logits_of(self, batch) -> Callable[[slice], torch.Tensor]:
+        """The logits of a whole model on this rank, for the tokens of `counted`: a function of their numbers.
+
+        It returns [rows, v/tp] in the format of the weights, after the soft cap. A teacher's; its caller owns eval mode.
+        """
+        with self.region():
+            x, _ = self._hidden(None, batch)
+            rows, _, _ = self.counted(x, batch)
+
+        @torch.no_grad()
+        def logits(numbers: slice) -> torch.Tensor:
+            with self.region():
+                z = linear(rows[numbers], self.output_weight, self.output_bias)
+                return z if self.softcap is None else (z.float() / self.softcap).tanh_() * self.softcap
+
+        return logits
 
     def _collected(self, x: torch.Tensor, batch) -> Sums:
         """The sums of an evaluation with `collect`."""

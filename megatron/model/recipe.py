@@ -19,11 +19,15 @@ from megatron.settings.effects import Needs
 from megatron.settings.own_choices import model_group, optimizer_group
 from megatron.settings.parse import Defaults
 from megatron.settings.rules import Rule
-from megatron.settings.schema import Config, from_record
+from megatron.settings.schema import Config, Distillation, from_record
 
 # model type -> module with `recipe()`
 MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "BERT": "pretrain_bert"}
-Z_LOSS = "z loss"  # name of the sum of z-losses
+# Other model types -> the script that trains them, if its name is another one.
+SCRIPTS = {"megatron.tasks.chat": "finetune.py"}
+LM_LOSS = "lm loss"  # name of the sum of a language model's losses
+Z_LOSS = "z loss"  # of z-losses
+KD_LOSS = "kd loss"  # of losses on a teacher's logits
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ def config_of(record: Mapping) -> Config:
 
 def command_of(model_type: str) -> str:
     """The arguments after `python` or `torchrun ...` that train a model type: `pretrain_gpt.py`, or `-m a.module`."""
-    return f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
+    own = f"{MODEL_TYPES[model_type]}.py" if model_type in MODEL_TYPES else f"-m {model_type}"
+    return SCRIPTS.get(model_type, own)
 
 
 def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:
@@ -152,7 +157,19 @@ def sums_of(recipe: Recipe, config: Config) -> dict[str, float]:
                 do="give a finite number; 0 for a sum that is only logged",
             )
     z_loss = {Z_LOSS: config.model.z_loss_coeff} if config.model.z_loss_coeff else {}
-    return {**own, **z_loss}
+    return {**own, **z_loss, **_distilled(recipe, own, config.distillation)}
+
+
+def _distilled(recipe: Recipe, own: Mapping[str, float], settings: Distillation) -> dict[str, float]:
+    """The weights of the two losses of a student; none without a teacher."""
+    if not settings.distils:
+        return {}
+    if not own.get(LM_LOSS):
+        raise SettingsError(
+            f"{settings.source}: --model-type {recipe.model_type} does not minimize a language model's loss",
+            do="leave it out; a teacher's logits are for models that predict tokens",
+        )
+    return {LM_LOSS: own[LM_LOSS] * (1 - settings.kd_alpha), KD_LOSS: own[LM_LOSS] * settings.kd_alpha}
 
 
 def logged_means(means: Mapping[str, float], counts: Mapping[str, str]) -> dict[str, float]:

@@ -15,6 +15,8 @@ With label smoothing e the target of a token is 1 - e for its label plus e / voc
 (arXiv:1512.00567), so its loss is log sum exp(logits) - (1 - e) logit of the label - e x mean of the logits: each rank
 sums its own logits, and one all-reduce sums both the label's logit and the mean.
 
+With a teacher, the loss to minimize is a sum of this one and of a loss on the teacher's logits (`distillation_loss.py`).
+
 fp16 has no number below 6e-8, and gradients of logits are probabilities. So they are stored times `FP16_SCALE`, and the
 weight's gradient, a sum over tokens, divided by their number; the incoming gradient (loss scale / tokens) is corrected
 for both. So nothing underflows before the loss scale is applied.
@@ -34,11 +36,13 @@ from megatron.fused_kernels.autocast import op
 from megatron.fused_kernels.reference import VocabularyPart
 from megatron.mpu import collectives
 from megatron.mpu.deferred_wgrad import WeightGradStore, wgrad_defer_function
+from megatron.mpu.distillation_loss import DistillationLoss
 from megatron.mpu.layers import WgradGemm, matmul, start_input_reduction
 from megatron.mpu.mesh import Axis
 from megatron.settings.kernel_sizes import LossChunks
 
 FP16_SCALE = 2.0**12  # of softmax - onehot: keeps probabilities from 1e-11, and leaves room for weights up to 8
+FP16_TEACHER_SCALE = 2.0**6  # with a teacher: log ratios of probabilities and the temperature are factors
 
 
 @op
@@ -59,7 +63,8 @@ def linear_cross_entropy(
     gather: Optional[Axis] = None,
     reduce: Optional[Axis] = None,
     bias: Optional[torch.Tensor] = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    teacher: Optional[DistillationLoss] = None,
+) -> tuple[torch.Tensor, ...]:
     """Masked sums over tokens of cross-entropy (`hidden @ weight.T` against `labels`) and of z-loss, as fp32 scalars.
 
     Only the first has a gradient, which is that of the first + `z_loss` x the second, the loss to minimize.
@@ -73,7 +78,9 @@ def linear_cross_entropy(
     label_smoothing: target probability spread over the vocabulary; softcap: logits become softcap x tanh(logit / softcap);
     chunk: rows of logits that exist at a time;
     deferred: defers the weight's gradient while it collects, as in `layers.linear`;
-    unfused: softmax and gradients by torch's ops; bias: [v/tp], added to logits before a cap.
+    unfused: softmax and gradients by torch's ops; bias: [v/tp], added to logits before a cap;
+    teacher: adds a third sum, of the loss on a teacher's logits. It alone has a gradient then: that of the loss to minimize
+    divided by `teacher.alpha`, its weight there.
     Raises SettingsError if hidden states and labels differ in number.
     """
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -81,14 +88,32 @@ def linear_cross_entropy(
     whole = hidden.detach() if gather is None else collectives.all_gather(hidden.detach(), gather)
     own_bias = None if bias is None else bias.detach()
     losses, log_sums, gradients = _chunks(
-        whole, weight.detach(), labels, mask, part, _join(tp), chunk, wanted, unfused, own_bias, weight.requires_grad
+        whole,
+        weight.detach(),
+        labels,
+        mask,
+        part,
+        _join(tp),
+        chunk,
+        wanted,
+        unfused,
+        own_bias,
+        weight.requires_grad,
+        teacher,
     )
-    loss, z = (x.sum() if mask is None else (x * mask).sum() for x in (losses, log_sums.square_()))
+    sums = [losses, log_sums.square_(), *([] if teacher is None else [teacher.losses])]
+    sums = [x.sum() if mask is None else (x * mask).sum() for x in sums]
     if not wanted:
-        return loss, z
+        return tuple(sums)
     defer = wgrad_defer_function(deferred, hidden, weight)
     reduction = partial(start_input_reduction, shape=hidden.shape, gather=gather, reduce=reduce)
-    return _Precomputed.apply(loss, hidden, weight.detach() if defer else weight, gradients, defer, reduction, bias), z
+    carries = 0 if teacher is None else 2  # the sum that has the gradient
+    if teacher is not None:
+        gradients = [(give, scale * teacher.alpha) for give, scale in gradients]
+    sums[carries] = _Precomputed.apply(
+        sums[carries], hidden, weight.detach() if defer else weight, gradients, defer, reduction, bias
+    )
+    return tuple(sums)
 
 
 @op
@@ -163,6 +188,7 @@ def _chunks(
     unfused: bool,
     bias=None,
     learns: bool = True,
+    teacher: Optional[DistillationLoss] = None,
 ):
     """Losses [n] and log sum exp of each token's logits [n], and, if `wanted`, gradients of their masked sum.
 
@@ -180,11 +206,11 @@ def _chunks(
             "keep every token on its way through the model: docs/extending.md#a-model",
         )
     device = "cpu" if hidden.device.type == "cpu" else "cuda"
-    softmax_loss = choose_kernel("cross_entropy", Case(hidden.device.type, hidden.dtype, unfused=unfused)).run
     chunk, block = LossChunks.of(weight.shape[0], weight.element_size(), device, chunk)
     losses, log_sums = torch.empty((2, n), dtype=torch.float32, device=hidden.device)
+    compare, up = _comparison(hidden, labels, part, join, unfused, teacher, block)
     half = hidden.dtype == torch.float16
-    up, down = (FP16_SCALE, 0.5 ** n.bit_length()) if half else (1.0, 1.0)
+    up, down = (up, 0.5 ** n.bit_length()) if half else (1.0, 1.0)
     scale = mask
     if half:
         scale = torch.full_like(losses, up) if mask is None else mask * up
@@ -195,7 +221,7 @@ def _chunks(
         for rows in _slices(whole.start, whole.stop, chunk):
             own = logits[rows.start - whole.start : rows.stop - whole.start]
             gradient = (None if scale is None else scale[rows], own) if wanted else ()
-            losses[rows], log_sums[rows] = softmax_loss(own, labels[rows], part, join, *gradient)
+            losses[rows], log_sums[rows] = compare(rows, own, *gradient)
         if not wanted:
             continue
         if bias is not None:
@@ -216,6 +242,15 @@ def _chunks(
         total = total.to(weight.dtype)
         give = lambda: total
     return losses, log_sums, ((lambda: hidden_gradient, up), (give, up * down), (lambda: of_bias, up))
+
+
+def _comparison(hidden, labels, part, join, unfused: bool, teacher, block: int) -> tuple[Callable, float]:
+    """A function of a chunk, its logits and `out` of `reference.cross_entropy`, and the scale of its gradients in fp16."""
+    if teacher is not None:
+        teacher.begin(len(labels), block, hidden.device)
+        return lambda rows, own, *out: teacher.compare(rows, own, labels[rows], part, *out), FP16_TEACHER_SCALE
+    softmax_loss = choose_kernel("cross_entropy", Case(hidden.device.type, hidden.dtype, unfused=unfused)).run
+    return lambda rows, own, *out: softmax_loss(own, labels[rows], part, join, *out), FP16_SCALE
 
 
 def _columns(inputs: torch.Tensor, down: float) -> torch.Tensor:

@@ -21,6 +21,7 @@ dp x cp x tp for dense weights, and expert_dp x ep x etp for experts. Four ranks
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Optional
@@ -206,6 +207,17 @@ class Mesh:
         sizes = self.sizes | self.expert_sizes
         whole = "expert_dp" if name in EXPERT_DP else "dp-cp" if name in HALVES and sizes["cp"] > 1 else "dp"
         return f"{whole if sizes.get(HALVES.get(name)) == 1 else name} group {number}"
+
+    def of_whole_model(self) -> "Mesh":
+        """The mesh of a second model that this rank shares only with its ranks of tp and cp: they have all of its layers,
+        experts and weights. It has no groups of its own."""
+        own = copy(self)
+        for name in {*NAMES} - {"tp", "cp", *CP_LEVELS, "world"}:
+            setattr(own, name, replace(self.alone, name=name))
+        own.etp = replace(self.tp, name="etp")
+        own.sizes = dict(pp=1, replicate=1, shard=1, cp=self.cp.size, tp=self.tp.size)
+        own.expert_sizes = expert_sizes(own.sizes, 1, None)
+        return own
 
     def release(self) -> None:
         """Release all process groups, which ends their threads.

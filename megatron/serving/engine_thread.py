@@ -96,7 +96,7 @@ class EngineThread:
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ):
         self.engine, self.room, self.version, self.meter, self.on_failure = engine, room, version, meter, on_failure
-        self.in_flight = 0  # texts that run or wait
+        self.in_flight = 0  # texts that run or wait; of a beam search each beam is one
         self.error: Optional[BaseException] = None
         self.loop: asyncio.AbstractEventLoop
         self._seconds = 1.0  # that a text takes, lately
@@ -117,9 +117,10 @@ class EngineThread:
         """Queue requests. Raises ApiError if there is no room for all of them, or the engine refuses one."""
         if self.error is not None:
             raise ApiError(500, "the model has failed; the server is stopping", code="engine_failed")
-        if len(requests) > self.room:
-            raise ApiError(400, f"{len(requests)} texts in one request; the server takes {self.room} at a time")
-        if self.in_flight + len(requests) > self.room:
+        texts = sum(request.texts for request in requests)
+        if texts > self.room:
+            raise ApiError(400, f"{texts} texts in one request; the server takes {self.room} at a time")
+        if self.in_flight + texts > self.room:
             seconds = math.ceil(min(LONGEST_RETRY, max(1.0, self._seconds)))
             raise ApiError(
                 429,
@@ -128,7 +129,7 @@ class EngineThread:
                 headers={"retry-after": str(seconds)},
             )
         job = TextJob(self, requests)
-        self.in_flight += len(job.requests)
+        self.in_flight += texts
         self._jobs.add(job)
         self._commands.put(partial(self._add, job))
         try:
@@ -250,7 +251,7 @@ class EngineThread:
             job.added.set_exception(error)
 
     def _drop(self, job: TextJob) -> None:
-        self.in_flight -= len(job.running)
+        self.in_flight -= sum(job.requests[place].texts for place in job.running)
         job.running.clear()
         self._jobs.discard(job)
 
@@ -262,7 +263,7 @@ class EngineThread:
                 job.last[place] = now
             if output.finish:
                 job.running.discard(place)
-                self.in_flight -= 1
+                self.in_flight -= job.requests[place].texts
                 self._seconds += 0.1 * (now - job.began - self._seconds)
                 self.meter.ended(output.finish, now - job.began)
                 if not job.running:

@@ -22,7 +22,8 @@ from megatron.serving.errors import ApiError, ClientLeft
 from megatron.serving.replicas import Replica, Replicas
 from megatron.serving.settings import ServeLimits
 
-SEEDED = {"/v1/completions": "seed", "/v1/chat/completions": "seed", "/api": "random_seed"}  # path -> its parameter
+# path -> its parameter for a seed
+SEEDED = {"/v1/completions": "seed", "/completions": "seed", "/v1/chat/completions": "seed", "/api": "random_seed"}
 PASSED_ON = ("authorization", "content-type", "accept")  # headers of requests
 KEPT = ("content-type", "content-security-policy", "cache-control", "x-content-type-options", "retry-after", "allow",
     "www-authenticate")  # headers of answers  # fmt: skip

@@ -39,8 +39,8 @@ def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context
 
     Raises SettingsError if it does not continue texts.
     """
-    from megatron.inference.engine import Engine
     from megatron.inference.load import load_model
+    from megatron.inference.searches import SearchingEngine
 
     mesh, memory = context.mesh, settings.cache_gigabytes
     load = partial(load_model, device=context.device, precision=settings.precision, mesh=mesh)
@@ -54,7 +54,7 @@ def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context
     size = None if memory is None else int(memory * 1e9)
 
     def engine_of(loaded):
-        return Engine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size)
+        return SearchingEngine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size)
 
     return Weights(load, engine_of, loaded, mesh.world if mesh.world_size > 1 else None)
 
@@ -62,11 +62,11 @@ def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context
 def service_of(settings: ServeOptions, limits: ServeLimits, whole: list[Weights], tokenizer: Mapping[str, Any]):
     """What the server serves (`serving.server.Service`). tokenizer: settings that replace those of the checkpoints."""
     from megatron.inference.load import open_tokenizer
-    from megatron.serving.chat_template import find_template
     from megatron.serving.engine_thread import EngineThread
     from megatron.serving.metrics import ServeMetrics
     from megatron.serving.served_model import ServedModel
     from megatron.serving.server import Service
+    from megatron.tokenizer.chat_template import find_template
 
     metrics, models, background = ServeMetrics(), {}, []
     names = settings.served_model_name or names_of(settings.folders)
@@ -107,8 +107,8 @@ def application_of(argv: list[str]):
 
 
 def folders_of(folder: str, loaded, tokenizer: Mapping[str, Any]) -> list[Path]:
-    """Where a chat template may be: beside the tokenizer, and in the model's folder."""
+    """Where a chat template may be: in the model's folder, or beside the tokenizer."""
     own = replace(loaded.config.tokenizer, **tokenizer)
     files = [Path(name) for name in (own.tokenizer_model, own.vocab_file) if name]
     places = [place if place.is_dir() else place.parent for place in files]
-    return [*places, Path(folder), Path(str(loaded.path))]
+    return [Path(folder), Path(str(loaded.path)), *places]

@@ -16,9 +16,10 @@ from megatron.serving.answers import EventStream, read_json, unless_gone
 from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.openai_requests import Chat, Completion, TextBody, length_of, parse
-from megatron.serving.served_model import ServedModel
+from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
 from megatron.serving.texts import RunningText, TextPart, TokenTexts, parts_of
+from megatron.tokenizer.chat_template import RefusedMessages
 
 SHORT_ANSWER = 16  # tokens of a completion for which no length is given, as OpenAI's
 LEAST = -9999.0  # stands for a log-probability of -inf, which JSON does not have
@@ -45,11 +46,11 @@ class OpenAI:
         return _json(dict(object="list", data=[_about(model) for model in self._models.values()]))
 
     async def model(self, request):
-        return _json(_about(self._named(request.path_params["name"])))
+        return _json(_about(named(self._models, request.path_params["name"])))
 
     async def completions(self, request):
         body = parse(Completion, await read_json(request, self.limits))
-        model = self._named(body.model)
+        model = named(self._models, body.model)
         texts = body.prompts
         names = ["prompt"] if len(texts) == 1 else [f"prompt[{number}]" for number in range(len(texts))]
         prompts = [await model.encode(text, name) for text, name in zip(texts, names)]
@@ -62,7 +63,7 @@ class OpenAI:
 
     async def chat(self, request):
         body = parse(Chat, await read_json(request, self.limits))
-        model = self._named(body.model)
+        model = named(self._models, body.model)
         if model.template is None:
             what = (
                 f"{model.name} has no chat template; use /v1/completions, or start the server with --chat-template FILE"
@@ -71,22 +72,13 @@ class OpenAI:
         messages = [message.plain() for message in body.messages]
         size = sum(len(message["content"]) for message in messages)
         more = body.chat_template_kwargs or {}
-        prompt = tuple(await model.in_turn(model.template.encode, messages, more, size=size))
+        try:
+            prompt = tuple(await model.in_turn(model.template.encode, messages, more, size=size))
+        except RefusedMessages as error:
+            raise ApiError(400, str(error), param=error.param) from None
         scores = (body.top_logprobs or 0) if body.logprobs else None
         work = self._work(model, body, [prompt], model.longest, body.n, model.end_of_turn, dict(logprobs=scores))
         return await self._answer(request, work, Chats(work))
-
-    def _named(self, name: Optional[str]) -> ServedModel:
-        if name is None and len(self._models) == 1:
-            return next(iter(self._models.values()))
-        if name is None:
-            raise ApiError(400, "model: is missing", param="model", code="missing_required_parameter")
-        if name not in self._models:
-            known = ", ".join(self._models)
-            raise ApiError(
-                404, f"there is no model {name[:200]!r}; served: {known}", param="model", code="model_not_found"
-            )
-        return self._models[name]
 
     def _work(
         self, model: ServedModel, body: TextBody, prompts, default: int, each: int, end, more: dict

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, Optional, Union
 
 from megatron.errors import Failure
-from megatron.serving.chat_template import ChatTemplate
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError, in_one_line
 from megatron.serving.texts import TokenTexts
+from megatron.tokenizer.chat_template import ChatTemplate
 
 SHORT = 10_000  # characters that are encoded at once; longer texts must not keep other clients waiting
 
@@ -69,3 +69,15 @@ class ServedModel:
                 return function(*args) if size < SHORT else await asyncio.to_thread(function, *args)
         except Failure as error:
             raise ApiError(400, in_one_line(error)) from None
+
+
+def named(models: Mapping[str, ServedModel], name: Optional[str]) -> ServedModel:
+    """The model of a name, or the only one. Raises ApiError."""
+    if name is None and len(models) == 1:
+        return next(iter(models.values()))
+    if name is None:
+        raise ApiError(400, "model: is missing", param="model", code="missing_required_parameter")
+    if name not in models:
+        what = f"there is no model {name[:200]!r}; served: {', '.join(models)}"
+        raise ApiError(404, what, param="model", code="model_not_found")
+    return models[name]

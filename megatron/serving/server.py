@@ -63,7 +63,7 @@ def app(service: Service, local: bool = True):
     from megatron.serving.openai_api import OpenAI
 
     openai = OpenAI(service.models, service.limits)
-    megatron = MegatronApi(next(iter(service.models.values())), service.limits)
+    megatron = MegatronApi(service.models, service.limits)
 
     async def health(request):
         return _health(service)
@@ -76,6 +76,7 @@ def app(service: Service, local: bool = True):
 
     routes = [
         Route("/v1/completions", openai.completions, methods=["POST"]),
+        Route("/completions", openai.completions, methods=["POST"]),  # as Megatron-LM's server names it
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/models", openai.models),
         Route("/v1/models/{name:path}", openai.model),

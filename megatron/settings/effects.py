@@ -74,6 +74,7 @@ TIMERS = Needs("--timing-log-level above 0", lambda s: s.timing_log_level)
 OPEN_LAYOUT = Needs("--auto-parallel or --micro-batch-size auto", layout_was_open)
 PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
 PROFILE = Needs("--profile", lambda s: s.profile)
+TEACHER = Needs("--teacher-load", lambda s: s.teacher_load)
 
 CUDA = Needs("a CUDA device", lambda s: s.device != "cpu")
 
@@ -193,6 +194,10 @@ EFFECTS: dict[str, Needs] = {
     "load_strictness": LOAD,
     "use_checkpoint_args": LOAD,
     "no_load_optim": RESUMING,
+    # distillation
+    "kd_alpha": TEACHER,
+    "kd_temperature": TEACHER,
+    "kd_loss": TEACHER,
     # guards
     "check_replicas_interval": RANKS,
     "spike_skip_steps": ROLLBACK,

@@ -39,7 +39,7 @@ IMPLIED = {
 }
 
 # (a flag that others override, setting) -> what it means without them
-FOR_USE = ("generate", "evaluate", "export")  # groups of the commands that use a trained model
+FOR_USE = ("generate", "evaluate", "export", "prune")  # groups of the commands that use a trained model
 GIVES_WAY = {("--use-amp", "precision"): "is fp16"}
 GIVES_WAY |= {("--check-accuracy", f"{kind}_dropout"): "is no dropout" for kind in ("hidden", "attention")}
 

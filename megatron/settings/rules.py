@@ -102,7 +102,7 @@ RANGES = {  # what a value must be -> test, fields
         loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
-        muon_extra_scale_factor lora_alpha
+        muon_extra_scale_factor lora_alpha kd_temperature
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens""",
     ),
     "at least 0 and below 1": (
@@ -116,7 +116,7 @@ RANGES = {  # what a value must be -> test, fields
         """
         optimizer_offload_fraction nvme_offload_fraction""",
     ),
-    "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent"),
+    "above 0 and at most 1": (lambda v: 0 < v <= 1, "rotary_percent kd_alpha"),
 }
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 REPLICAS = ("sharding_degree", "dp_degree")

@@ -956,6 +956,35 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
+class Distillation:
+    """Learning from another model: docs/distillation.md."""
+
+    teacher_load: Optional[str] = setting(
+        "folder or URL of the checkpoint of a teacher, of any size and layout: the student also learns its logits",
+        None,
+        "--export-kd-teacher-load",
+    )
+    kd_alpha: float = setting("share of the loss on the teacher's logits; the language model's loss has the rest", 0.5)
+    kd_temperature: float = setting(
+        "divisor of the logits of teacher and student in that loss, which is multiplied by its square", 1.0
+    )
+    kd_loss: Literal["forward_kl", "reverse_kl", "js"] = setting(
+        "loss on the teacher's logits: KL(teacher || student), KL(student || teacher), or Jensen-Shannon divergence",
+        "forward_kl",
+    )
+
+    @property
+    def distils(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher_load is not None
+
+    @property
+    def source(self) -> str:
+        """The teacher, in the user's words."""
+        return f"--teacher-load {self.teacher_load}"
+
+
+@dataclass(frozen=True)
 class Planner:
     """The planner: search for a layout, or check a run without training."""
 
@@ -1117,6 +1146,7 @@ GROUPS = dict(
     checkpoint=Checkpoint,
     guard=Guard,
     logging=Logging,
+    distillation=Distillation,
     planner=Planner,
     profiling=Profiling,
 )
@@ -1138,6 +1168,7 @@ class Config:
     checkpoint: Checkpoint
     guard: Guard
     logging: Logging
+    distillation: Distillation = Distillation()
     planner: Planner = Planner()
     profiling: Profiling = Profiling()
     extra: dict = field(default_factory=dict, hash=False)  # a recipe's own groups, by name

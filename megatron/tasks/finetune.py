@@ -171,6 +171,13 @@ TASK_RULES = (
         )
         for name in ("label_smoothing", "z_loss_coeff")
     ),
+    Rule(
+        lambda s: s.teacher_load,
+        lambda s: (
+            f"--teacher-load {s.teacher_load}: a teacher's logits are learned in pretraining; a task learns what models "
+            "have predicted from --soft-labels"
+        ),
+    ),
     *(
         Rule(
             lambda s, name=name: name in s.paths,
@@ -234,9 +241,7 @@ def normalize_task_config(config):
     if data.data_path:
         task_data = settings.task_data or " ".join(data.data_path)
         config = config.derive("--data-path", data_path=None, task_data=task_data)
-    start, load = settings.pretrained_checkpoint, config.checkpoint.load
-    if start is not None and load is not None and _record(load, config.checkpoint.ckpt_step) is None:
-        config = config.derive("--pretrained-checkpoint", load=start)  # nothing to resume yet
+    config = from_pretrained(config, settings.pretrained_checkpoint)
     settings, name = task_settings(config), settings.backbone
     if name not in BACKBONES:
         return config
@@ -245,6 +250,14 @@ def normalize_task_config(config):
     if config.model.lora_rank is not None and settings.pet_pattern is None and f"{HEAD}.*" not in trained:
         config = config.derive("--lora-rank", train_only=[*trained, f"{HEAD}.*"])  # it is new
     return normalize_trunk_config(name, config, settings.pet_pattern is not None, settings.pooling)
+
+
+def from_pretrained(config, start: Optional[str]):
+    """The settings with --pretrained-checkpoint as --load, while there is no checkpoint to resume from."""
+    load = config.checkpoint.load
+    if start is not None and load is not None and _record(load, config.checkpoint.ckpt_step) is None:
+        return config.derive("--pretrained-checkpoint", load=start)
+    return config
 
 
 def part_of_trunk(config, saved):
@@ -420,7 +433,7 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     chosen = {**DEFAULTS, **FLEETX, **of_task} if task is not None else dict(DEFAULTS)
     if said("predictions") and Path(str(said("predictions"))).is_file():
         raise StorageError(f"--predictions {said('predictions')} is a file, not a folder", do="give another path")
-    record, more = _beginning(said)
+    record, more = beginning(said, _is_finetuned)
     chosen |= more
     if record is not None:
         chosen |= _from_checkpoint(record, said, chosen.get("seq_length"))
@@ -455,11 +468,16 @@ def _settings_of(name: str, said: str) -> dict[str, Any]:
     return checked
 
 
-def _beginning(said: Callable[[str], Any]) -> tuple[Optional[dict[str, Any]], dict[str, Any]]:
-    """(record of the checkpoint that a run resumes or starts from, the defaults for that)."""
+def beginning(
+    said: Callable[[str], Any], resumes: Callable[[dict[str, Any]], bool]
+) -> tuple[Optional[dict[str, Any]], dict[str, Any]]:
+    """(record of the checkpoint that a run resumes or starts from, the defaults for that).
+
+    resumes: the record of --load -> whether it is of a run like this one, which goes on
+    """
     load, start = said("load"), said("pretrained_checkpoint")
     record = _record(load, said("ckpt_step"))
-    if record is not None and _is_finetuned(record):
+    if record is not None and resumes(record):
         return record, {}
     if record is not None:
         if start is not None:

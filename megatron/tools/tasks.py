@@ -21,10 +21,11 @@ def main(argv: list[str]) -> None:
         from megatron.tools import evaluate
 
         return evaluate.main(argv, serves_training=True)
-    from megatron.tasks.finetune import recipe
+    from megatron.tasks.recipes import recipe_of_command
     from megatron.training.entry import start
 
-    start(_without_keep_last(argv), recipe())
+    argv = _without_keep_last(argv)
+    start(argv, recipe_of_command(argv))
 
 
 def _without_keep_last(argv: list[str]) -> list[str]:

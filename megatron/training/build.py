@@ -70,6 +70,7 @@ from megatron.training.datasets import (
     dataset_sizes,
     verify_data,
 )
+from megatron.training.distillation import attach_teacher
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
@@ -133,6 +134,7 @@ def build_run(
     model = build_model(config, recipe, context, tokenizer, vocab_size)
     heartbeat.beat("load")
     start = load_start(config, recipe, context, model, events)
+    start.notices.extend(attach_teacher(config, context, model.stages, vocab_size, model.vocabulary))
     heartbeat.beat("index")
     datasets, batches = build_data(config, recipe, context, model, start.state, log)
     config, start = follow_checkpoint(config, context, model, start)

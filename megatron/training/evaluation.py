@@ -95,7 +95,8 @@ def evaluate(
     num_microbatches = size // run.config.batch.micro_batch_size // run.dp
     for stage in run.stages:
         stage.eval()
-    sums = torch.zeros(len(run.losses.names), dtype=torch.float64, device=run.context.device)
+    names = run.losses.evaluated
+    sums = torch.zeros(len(names), dtype=torch.float64, device=run.context.device)
     continues = split == "validation" and not validates_same_samples(run.config)
     start = consumed = run.state.consumed_valid_samples if continues else 0
     if measures:
@@ -104,7 +105,7 @@ def evaluate(
         for _ in range(num_batches(run, batches, split)):
             run.watch.heartbeat.beat("evaluate")
             ops = messages.plan(run.passes.pipeline.ops(run.passes.wire.axis.rank, num_microbatches, training=False))
-            more = dict(names=run.losses.names, seed=run.config.logging.seed, messages=messages)
+            more = dict(names=names, seed=run.config.logging.seed, messages=messages)
             micros = micro_batches(run, batches, consumed, num_microbatches)
             sums += execute(ops, run.stages, micros, run.passes.wire, **more)
             consumed += size
@@ -115,7 +116,7 @@ def evaluate(
     if continues:
         run.state = replace(run.state, consumed_valid_samples=consumed)
     means = logged_means(
-        {name: value / max(tokens, 1) for name, value in zip(run.losses.sums, values, strict=True)}, run.losses.counts
+        {name: value / max(tokens, 1) for name, value in zip(names[:-1], values, strict=True)}, run.losses.counts
     )
     if measures:
         measures.end(run.stages)

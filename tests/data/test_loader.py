@@ -113,7 +113,8 @@ def test_masks_of_a_batch():
 
 @given(arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 20)), elements=st.integers(0, 3)))
 def test_masks_against_a_walk(tokens):
-    positions, documents = masks.position_ids(tokens, 0), masks.document_ids(tokens, 0)
+    documents = masks.document_ids(tokens, 0)
+    positions = masks.position_ids(documents)
     loss = masks.loss_mask(tokens, 0)
     for row in range(len(tokens)):
         position = document = 0

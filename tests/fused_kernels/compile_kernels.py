@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.gpu import probe
 from megatron.fused_kernels.reference import VocabularyPart
@@ -97,6 +98,11 @@ def launch(op: str, dtype: torch.dtype, shapes: list[list[int]], part: dict | No
         part = dict(part or {})
         join = (lambda *x: x) if part.pop("shards", 1) > 1 else None
         run(logits, labels, VocabularyPart(**{"first": 0, "real": logits.shape[1], **part}), join, None, logits)
+        return
+    if op == "decode_attention":  # texts of as many tokens as the cache has for each
+        n, places = shapes[0][0], shapes[1][0]
+        places = Places([(slice(k * places // n, (k + 1) * places // n),) for k in range(n)], 16, torch.device("meta"))
+        run(*(x.detach() for x in inputs), places, scale=0.1)
         return
     if op == "rotate":  # queries as a part of the fused product, as attention has them
         s, b, g, q, d = shapes[0]

@@ -9,6 +9,7 @@ sees neither races nor reads out of bounds: formats are looked at on a GPU alone
 
 import json
 import math
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,9 +22,13 @@ import torch
 
 from megatron.data.loader import MicroBatch
 from megatron.fused_kernels import TABLE, TRITON, reference
+from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.gpu import probe
 from megatron.fused_kernels.reference import VocabularyPart
+from megatron.inference.engine import Engine
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
 from megatron.mpu.placement import placements
@@ -162,6 +167,44 @@ def far_rows() -> list[float]:
     return errors([*found, out], [*want, gradient])
 
 
+def decode(n: int, g: int, q: int, d: int, size: int, longest: int, **more) -> list[float]:
+    """Texts of random lengths, in blocks of a cache in random order; what is in no text is not a number."""
+    draw = random.Random(n)
+    blocks, of_texts = draw.sample(range(2 * n * longest // size), n * -(-longest // size)), []
+    for length in (longest, 1, *(draw.randint(1, longest) for _ in range(n - 2))):
+        own = [size * blocks.pop() for _ in range(-(-length // size))]
+        of_texts.append(tuple(slice(start, start + min(size, length - size * k)) for k, start in enumerate(own)))
+    used = torch.tensor([place for slices in of_texts for one in slices for place in range(one.start, one.stop)])
+    stored = torch.full((2, 2 * n * longest, g, d), float("nan"))
+    stored[:, used] = drawn(2, len(used), g, d)
+    inputs = drawn(n, g, q, d, seed=1), *stored.unbind()
+    places = Places(of_texts, size, torch.device("cpu"))
+    found = probe.kernel("decode_attention")(*inputs, places, scale=0.4, **more)
+    return errors([found], [reference.decode_attention(*(x.double() for x in inputs), places, scale=0.4, **more)])
+
+
+def generation(**settings) -> list[float]:
+    """Log-probabilities of texts that an engine continues together: by the kernel, and by the reference."""
+    sizes = dict(num_layers=2, hidden_size=24, num_attention_heads=2, seq_length=40, hidden_dropout=0.0)
+    model = GPT(Model(**{**sizes, "attention_dropout": 0.0, **settings}), Mesh(), 60).eval()
+    for name, (parameter, placement) in placements(model).items():
+        init_parameter(name, parameter, placement, Mesh().coordinates, seed=1)
+        with torch.no_grad():  # large, so that scores differ
+            parameter.mul_(8.0 if parameter.dim() > 1 else 1.0)
+    found = []
+    for run in (noted("decode_attention"), reference.decode_attention):
+        used = TABLE["decode_attention"]
+        TABLE["decode_attention"] = [replace(used[-1], run=run, backend="")]
+        engine, scores = Engine(model, longest=40, block_size=4), []
+        for length in (1, 20, 9):
+            engine.add(Request(tuple(range(5, 5 + length)), Sampling(6), logprobs=0))
+        while engine.busy:
+            scores += [output.new.logprob for output in engine.step()]
+        found.append(torch.tensor(scores))
+        TABLE["decode_attention"] = used
+    return errors([found[0]], [found[1]])
+
+
 def network(**settings) -> list[float]:
     """Loss and all gradients of a network: by the kernels, and by the reference."""
     sizes = dict(num_layers=2, hidden_size=24, num_attention_heads=2, seq_length=10, hidden_dropout=0.2)
@@ -221,6 +264,11 @@ CASES = {
         5, 64, 4, 45, label=0.9, everywhere=0.1 / 45, softcap=4.0, z_loss=0.1
     ),
     "cross_entropy of far rows": far_rows,
+    "decode_attention": lambda: decode(3, 2, 1, 64, 16, 150),
+    "decode_attention in parts": lambda: decode(4, 2, 3, 20, 16, 600),
+    "decode_attention in a window": lambda: decode(3, 1, 2, 16, 8, 700, window=300),
+    "decode_attention, capped, many queries": lambda: decode(3, 2, 17, 24, 4, 90, softcap=0.5, window=6),
+    "generation": lambda: generation(num_query_groups=1, group_query_attention=True),
     "GPT": lambda: network(),
     "GPT without dropout": lambda: network(hidden_dropout=0.0),
     "Llama": lambda: network(**LLAMA),

@@ -92,7 +92,7 @@ def test_starts_edges_and_parts_name_the_pairs(layout):
 
 def test_the_loader_and_ids_agree_on_where_documents_begin():
     tokens = np.random.RandomState(0).randint(0, 4, (3, 50))
-    starts = masks.document_starts(tokens, 0)
+    starts = masks.document_starts(masks.document_ids(tokens, 0))
     for sample, row in zip(tokens, starts, strict=True):
         begins = [0] + [n + 1 for n, token in enumerate(sample[:-1]) if token == 0]
         assert row.tolist() == [max(n for n in begins if n <= place) for place in range(50)]

@@ -9,6 +9,7 @@ import torch
 
 from megatron.data.loader import MicroBatch
 from megatron.fused_kernels import TABLE, TRITON, Case, choose_kernel, describe_kernels, reference
+from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.dropout import DropoutMask
 from megatron.fused_kernels.gpu import probe
 from megatron.fused_kernels.reference import VocabularyPart
@@ -79,6 +80,25 @@ def test_rotate(d, width, dtype):
     angles = torch.arange(300.0, device="cuda").view(-1, 1, 1, 1, 1) * torch.rand(width // 2, device="cuda")
     angles = torch.cat((angles, angles), -1).to(dtype)
     assert_equal("rotate", [x], lambda run, x: run(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "g, q, d, more", [(8, 4, 128, {}), (12, 1, 64, dict(window=300)), (2, 8, 256, dict(softcap=5.0))]
+)
+def test_decode_attention(g, q, d, more, dtype):
+    """Texts of 1 to 3000 tokens, in blocks of a cache in random order."""
+    lengths = (1, 16, 250, 257, 3000)
+    blocks, of_texts = iter(torch.randperm(300, generator=torch.Generator().manual_seed(1)).tolist()), []
+    for length in lengths:
+        starts = [16 * next(blocks) for _ in range(-(-length // 16))]
+        of_texts.append(tuple(slice(start, start + min(16, length - 16 * k)) for k, start in enumerate(starts)))
+    places = Places(of_texts, 16, torch.device("cuda"))
+    shapes = (len(lengths), g, q, d), (4800, g, d), (4800, g, d)
+    inputs = [drawn(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes)]
+    found = probe.kernel("decode_attention")(*inputs, places, scale=d**-0.5, **more)
+    wanted = reference.decode_attention(*(x.double() for x in inputs), places, scale=d**-0.5, **more)
+    assert ((found.double() - wanted).norm() / wanted.norm()).item() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -52,6 +52,10 @@ OURS_AND_THEIRS = {
         Sampling(logit_bias=["3:2.5", "11:-inf"]),
         [("SequenceBiasLogitsProcessor", {(3,): 2.5, (11,): -math.inf})],
     ),
+    "bad words": (
+        Sampling(bad_words_ids=["11", "9,3", "3,12", "2,9,3,20", "9,2,3,21", "5,22"]),
+        [("NoBadWordsLogitsProcessor", [[11], [9, 3], [3, 12], [2, 9, 3, 20], [9, 2, 3, 21], [5, 22]])],
+    ),
     "minimum": (Sampling(min_tokens_to_generate=5), [("MinNewTokensLengthLogitsProcessor", len(PROMPT), 5, [END])]),
     "stop ids": (
         Sampling(min_tokens_to_generate=5, stop_token_ids=[8, 2]),
@@ -181,6 +185,7 @@ def any_sampling(draw: random.Random) -> Sampling:
         frequency_penalty=maybe(draw.random(), 0.0),
         presence_penalty=maybe(-draw.random(), 0.0),
         logit_bias=maybe([f"{draw.randrange(V)}:{draw.uniform(-5, 5)}"], None),
+        bad_words_ids=maybe([f"{draw.randrange(V)}", f"{draw.randrange(V)},{draw.randrange(V)}"], None),
         forced_bos_token_id=maybe(draw.randrange(V), None),
         forced_eos_token_id=maybe(draw.randrange(V), None),
         stop_token_ids=maybe([1, 2], None),
@@ -268,6 +273,8 @@ def test_random_draws_have_the_probabilities():
         (dict(logit_bias=["7:x"]), "TOKEN:NUMBER"),
         (dict(logit_bias=["7:nan"]), "TOKEN:NUMBER"),
         (dict(logit_bias=["7:inf"]), "TOKEN:NUMBER"),
+        (dict(bad_words_ids=["7,x"]), "--bad-words-ids .*: has to be TOKEN,TOKEN"),
+        (dict(bad_words_ids=[[]]), "TOKEN,TOKEN"),
         (dict(stop=["a", ""]), "--stop .*: has to be strings that are not empty"),
         (dict(top_p_decay=2.0), "--top-p-decay 2.0: has to be between 0 and 1"),
     ],
@@ -283,6 +290,7 @@ def test_tokens_have_to_be_there():
         (dict(forced_bos_token_id=-1), "--forced-bos-token-id -1: there is no token -1"),
         (dict(forced_eos_token_id=99), "no token 99"),
         (dict(logit_bias={50: 1.0}), "no token 50"),
+        (dict(bad_words_ids=["3,4", "3,41"]), "--bad-words-ids 3,4 3,41: there is no token 41"),
     ):
         with pytest.raises(SettingsError, match=words):
             Sampling(**how).check_tokens(V)

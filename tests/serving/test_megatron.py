@@ -8,8 +8,8 @@ import urllib.request
 import pytest
 
 from megatron.inference.requests import Request
-from megatron.inference.sampling import Sampling
-from tests.serving.toy import EOD, ByteTokenizer, alone, distribution
+from megatron.inference.sampling import Sampling, Search
+from tests.serving.toy import EOD, ByteTokenizer, alone, beams, distribution
 
 decode = ByteTokenizer().decode
 
@@ -65,6 +65,31 @@ def test_it_stops_after_a_line(toy):
     assert found["text"] == ["one" + (whole[: whole.index("\n\n") + 2] if "\n\n" in whole else whole)]
 
 
+def test_beams(toy):
+    """All of them, best first, with their scores; a seed of the client, or of a front, has no effect."""
+    found = put(
+        toy, prompts=["ab"], tokens_to_generate=6, beam_width=3, length_penalty=0.5, stop_token=65, random_seed=4
+    )
+    request = toy.engines[0].added[-1]
+    assert (request.search, request.sampling.tokens_to_generate, request.end) == (Search(3, 0.5), 6, 65)
+    texts = beams(request)
+    assert found["text"] == ["ab" + decode(text.tokens) for text in texts]
+    assert found["segments"][0] == ["a", "b", *(decode([token]) for token in texts[0].tokens)]
+    assert found["scores"] == [text.score for text in texts] and set(found) == {"text", "segments", "scores"}
+    put(toy, prompts=["ab"], beam_width=1)
+    assert toy.engines[0].added[-1].search == Search(1) and toy.service.models["toy"].thread.in_flight == 0
+
+
+def test_no_newline_after_a_colon(toy):
+    put(toy, prompts=["ab"], tokens_to_generate=5, prevent_newline_after_colon=True)
+    assert toy.engines[0].added[-1].sampling.bad_words_ids == ["58,10"]  # of ":" and "\n" among bytes
+
+
+def test_an_empty_prompt_is_a_beginning(toy):
+    put(toy, prompts=[""], tokens_to_generate=5, add_BOS=True)
+    assert toy.engines[0].added[-1].prompt == (EOD,)
+
+
 @pytest.mark.parametrize(
     "body, what",
     [
@@ -72,7 +97,7 @@ def test_it_stops_after_a_line(toy):
         (dict(prompts=["a"], max_len=5), "max_len is no longer used"),
         (dict(prompts=[]), "prompts"),
         (dict(prompts=["a"] * 129), "prompts"),
-        (dict(prompts=["a", ""]), "prompts: one of them is empty"),
+        (dict(prompts=["a", ""]), "prompts: one of them is empty; that needs add_BOS"),
         (dict(prompts=["a"], tokens_to_generate=0), "tokens_to_generate: 0 only with logprobs"),
         (dict(prompts=["a"], tokens_to_generate=512), "the context has 512"),
         (dict(prompts=["a"], top_k=5, top_p=0.5), "top_k and top_p: give one of them"),
@@ -80,8 +105,16 @@ def test_it_stops_after_a_line(toy):
         (dict(prompts=["a"], temperature=0), "temperature"),
         (dict(prompts=["a"], top_p_decay=0.5), "top_p_decay: only with top_p"),
         (dict(prompts=["a"], top_p=0.5, top_p_bound=0.6), "top_p_bound"),
-        (dict(prompts=["a"], beam_width=4), "beam_width: beams are not served"),
-        (dict(prompts=["a"], prevent_newline_after_colon=True), "prevent_newline_after_colon: not supported"),
+        (dict(prompts=["a", "b"], beam_width=4), "beam_width: a request has one prompt then"),
+        (dict(prompts=["a"], beam_width=0), "beam_width"),
+        (dict(prompts=["a"], beam_width=4, top_k=5), "top_k: has no place in a search with beam_width"),
+        (dict(prompts=["a"], beam_width=4, temperature=0.5), "temperature: has no place"),
+        (dict(prompts=["a"], beam_width=4, logprobs=True), "logprobs: has no place"),
+        (dict(prompts=["a"], beam_width=4, stop_on_eol=True), "stop_on_eol: has no place"),
+        (dict(prompts=["a"], beam_width=81), "81 texts in one request; the server takes 80"),
+        (dict(prompts=["a"], length_penalty=0.5), "length_penalty: only with beam_width"),
+        (dict(prompts=["a"], stop_token=257), "stop_token: there is no token 257"),
+        (dict(prompts=["a"], model="other"), "there is no model 'other'; served: toy"),
         (dict(prompts=["a"], random_seed=-2), "random_seed"),
         (dict(prompts=["a"], top_q=1), "top_q: unknown parameter"),
     ],
@@ -90,4 +123,5 @@ def test_refusals(toy, body, what):
     with pytest.raises(urllib.error.HTTPError) as error:
         put(toy, **body)
     found = json.loads(error.value.read())
-    assert error.value.code == 400 and what in found["message"] and found["error"]["message"] == found["message"]
+    assert error.value.code == (404 if "model" in body else 400)
+    assert what in found["message"] and found["error"]["message"] == found["message"]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
-from megatron.serving.chat_template import find_template
+from megatron.tokenizer.chat_template import find_template
 from tests.serving.toy import EOD, ByteTokenizer, ToyEngine, alone, distribution, served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")

@@ -22,7 +22,7 @@ from megatron.errors import DataError, SettingsError, UsageError
 from megatron.guard import processes
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Sampling, Search
 from megatron.serving.settings import ServeLimits, read_keys
 from megatron.tools import serve, text_generation_cli
 
@@ -69,6 +69,14 @@ def texts_of(folder: str):
     return text
 
 
+def beams_of(folder: str, prompt: str, length: int, beams: int) -> list[str]:
+    """The texts of a beam search, without a server."""
+    loaded = load_model(folder)
+    tokenizer = open_tokenizer(loaded)
+    ids, more = tokenizer.encode(prompt), dict(longest=loaded.longest, end=tokenizer.eod, best=beams)
+    return [tokenizer.decode(text) for text in generate(loaded.model, [ids], Sampling(length), Search(beams), **more)]
+
+
 def test_a_model_is_served(checkpoint, expected, tmp_path):
     (tmp_path / "keys").write_text("first key\nsecond\n")
     (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -86,6 +94,8 @@ def test_a_model_is_served(checkpoint, expected, tmp_path):
         assert len(found["choices"][0]["logprobs"]["content"]) == found["usage"]["completion_tokens"]
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask(url, "/v1/models", method="GET")
+        found = ask(url, "/api", "PUT", "first key", prompts=["the cat sat"], tokens_to_generate=6, beam_width=3)
+        assert found["text"] == ["the cat sat" + text for text in beams_of(str(checkpoint), "the cat sat", 6, 3)]
         client = [sys.executable, "-m", "megatron.tools.text_generation_cli", url, "--top-k", "1"]
         client += ["--tokens-to-generate", "6", "--api-key-file", str(tmp_path / "keys")]
         done = subprocess.run(client, cwd=ROOT, input="the cat\na dog\n", capture_output=True, text=True, timeout=60)
@@ -106,11 +116,14 @@ def test_ranks_serve_together(new_checkpoint, tp, pp, tmp_path):
     with serving("--follow", str(tmp_path / "run"), *words, launch=launch) as (url, _):
         asked = dict(prompt="the cat sat", max_tokens=12, temperature=0, n=3)
         one = ask(url, "/v1/completions", **asked)
+        beams = ask(url, "/api", "PUT", prompts=["the cat sat"], tokens_to_generate=6, beam_width=3)["text"]
         new_checkpoint(tmp_path / "run", iteration=9, by=0.5)
         until = time.monotonic() + 60
         while (other := ask(url, "/v1/completions", **asked))["system_fingerprint"] == "iteration 7":
             assert time.monotonic() < until
             time.sleep(0.1)
+    wanted = beams_of(str(tmp_path / "run" / "iter_0000007"), "the cat sat", 6, 3)
+    assert beams == ["the cat sat" + text for text in wanted]
     for answer, step in ((one, 7), (other, 9)):
         text = texts_of(str(tmp_path / "run" / f"iter_{step:07}"))("the cat sat", tokens_to_generate=12, greedy=True)
         assert [choice["text"] for choice in answer["choices"]] == [text] * 3

@@ -7,10 +7,10 @@ import math
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.errors import DataError
-from megatron.inference.requests import Output, Request, TokenScore
+from megatron.inference.requests import FoundText, Output, Request, TokenScore
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.metrics import ServeMetrics
 from megatron.serving.served_model import ServedModel
@@ -67,6 +67,12 @@ def chosen(request: Request, new: tuple[int, ...]) -> int:
         if draw < whole:
             return token
     return token
+
+
+def beams(request: Request) -> tuple[FoundText, ...]:
+    """What the toy finds for a beam search: greedy texts of falling lengths."""
+    text = alone(replace(request, sampling=replace(request.sampling, greedy=True, stop_token_ids=None), end=None))
+    return tuple(FoundText(-1.5 - one, tuple(text[: len(text) - one]), "stop") for one in range(request.texts))
 
 
 def alone(request: Request) -> list[int]:
@@ -128,6 +134,10 @@ class ToyEngine:
             at, request = self.waiting.popleft()
             self.running[at], self.new[at] = request, ()
         for at, request in list(self.running.items()):
+            if request.search:
+                outputs.append(Output(at, finish="stop", found=beams(request)))
+                del self.running[at]
+                continue
             first = not self.new[at]
             token, scores = chosen(request, self.new[at]), distribution(request.prompt + self.new[at])
             prompt = ()

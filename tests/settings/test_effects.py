@@ -39,7 +39,7 @@ ALWAYS = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules
     save load save_interval keep_last save_retain_interval async_save save_mirror save_copy ckpt_step auto_resume finetune
     exit_signal_handler kill_switch_file heartbeat_dir on_nan on_spike spike_window spike_threshold iterations_to_skip
-    override
+    override teacher_load
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay
     weight_decay_incr_style clip_grad freeze train_only decoupled_lr decoupled_min_lr optimizer_cpu_offload
     nvme_offload_fraction param_cpu_offload gradient_accumulation_fusion loss_averaging
@@ -91,6 +91,10 @@ CASES = {
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --use-rope-scaling") for name in LLAMA3},
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --rope-type yarn") for name in YARN},
     "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", ROPE, f"{ROPE} --rope-type yarn"),
+    **{
+        f"kd_{name}": (f"--kd-{name} {value}", "", "--teacher-load d")
+        for name, value in dict(alpha=0.3, temperature=2, loss="js").items()
+    },
     "adam_beta1": ("--adam-beta1 0.8", "--optimizer sgd", ""),
     "adam_beta2": ("--adam-beta2 0.8", "--optimizer lion", ""),
     "adam_eps": ("--adam-eps 1e-6", "--optimizer sgd", ""),

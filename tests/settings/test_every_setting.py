@@ -341,6 +341,12 @@ CHECKS = dict(
         event_level="test_events_of_runs::test_a_webhook_that_nobody_answers_does_not_hold_a_run_up",
         event_rules="test_events_of_runs::test_a_disk_that_is_nearly_full",
     ),
+    distillation=dict(
+        teacher_load="test_distillation::test_any_layout_is_the_plain_loop",
+        kd_alpha="test_distillation::test_any_layout_is_the_plain_loop",
+        kd_temperature="test_distillation::test_any_layout_is_the_plain_loop",
+        kd_loss="test_distillation::test_any_layout_is_the_plain_loop",
+    ),
     planner=dict(
         auto_parallel="test_plan_commands::test_auto_parallel_trains",
         max_global_batch_size=f"{LAYOUT}::test_max_global_batch_size_bounds_what_the_search_takes",

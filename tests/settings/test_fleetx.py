@@ -8,11 +8,13 @@ import pytest
 from megatron.errors import SettingsError, UsageError
 from megatron.inference.sampling import Sampling, Search
 from megatron.model.arguments import parse_any
-from megatron.settings.parse import parse, parse_pretrain
+from megatron.model.pruning import PruningOptions
+from megatron.settings.parse import parse, parse_pretrain, parse_with_record
 from megatron.settings.rules import violations
 from megatron.settings.schema import GROUPS
 from megatron.tasks import finetune
-from megatron.tools import evaluate, generate
+from megatron.tools import evaluate, generate, prune
+from megatron.tools.evaluate import EvaluateOptions
 from megatron.tools.generate import GenerateOptions
 from megatron.training.rules import filled
 
@@ -125,7 +127,10 @@ def test_overrides(read):
     "words, told",
     [
         ("Model.hiden_size=3", "-o Model.hiden_size is no known key; did you mean Model.hidden_size?"),
-        ("Compress.Prune.enable=True", "-o Compress.Prune.enable is not supported: compression"),
+        (
+            "Compress.Prune.enable=True",
+            "-o Compress.Prune.enable is a step before training: python -m megatron.tools.prune",
+        ),
         ("Optimizer.name=Lamb", "-o Optimizer.name: 'lamb' is not supported; there is: adamw, fusedadamw"),
         ("Engine.run_mode=often", "-o Engine.run_mode: 'often' is neither step nor epoch"),
         ("Model.num_layers=many", "-o Model.num_layers: num_layers 'many' is not a whole number"),
@@ -146,6 +151,22 @@ def test_what_cannot_be_read(read, words, told):
     with pytest.raises(UsageError) as error:
         read(f"-o {words}")
     assert told in str(error.value)
+
+
+def test_pruning_is_a_command_of_its_own(tmp_path, capsys):
+    """The tool reads the section Prune; commands that use the smaller model do not compare its sizes with the file's."""
+    path = tmp_path / "prune.yaml"
+    path.write_text(
+        "Model: {num_attention_heads: 16}\n"
+        "Compress: {pretrained: big, Prune: {enable: True, criterion: l2_norm, ratio: 0.125}}\n"
+    )
+    groups = dict(tool=prune.ToolOptions, prune=PruningOptions)
+    made = parse_with_record(["-c", str(path), "--save", "small"], groups)[0]
+    assert made["tool"].load == "big"
+    assert made["prune"] == PruningOptions(prune_criterion="l2_norm", prune_ratio=0.125)
+    parse_with_record(["-c", str(path), "--load", "small"], dict(evaluate=EvaluateOptions))
+    told = capsys.readouterr().err
+    assert "the checkpoint has the sizes of the pruned model" in told and "Model.num_attention_heads" in told
 
 
 def test_no_compression_and_keys_without_effect_pass(read):

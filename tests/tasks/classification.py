@@ -101,7 +101,7 @@ def token_scores(weights, text: list[int]) -> torch.Tensor:
     return scores.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
 
 
-def hidden(weights, text: list[int]) -> torch.Tensor:
+def hidden(weights, text: list[int], layers: int = LAYERS) -> torch.Tensor:
     """The states behind the final norm, [n, h]."""
 
     def linear(name, x):
@@ -113,7 +113,7 @@ def hidden(weights, text: list[int]) -> torch.Tensor:
 
     ids = torch.tensor(text)
     x = weights["embedding.word.weight"][ids] + weights["embedding.position.weight"][: len(ids)]
-    for n in range(LAYERS):
+    for n in range(layers):
         block = f"blocks.{n}."
         qkv = linear(block + "attention.qkv", norm(block + "attention_norm", x))
         q, k, v = qkv.view(len(ids), HEADS, 3, -1).permute(2, 1, 0, 3)

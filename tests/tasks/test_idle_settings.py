@@ -37,6 +37,7 @@ REFUSED = {
     "eod_mask_loss": "--eod-mask-loss",
     "reset_position_ids": "--reset-position-ids",
     "reset_attention_mask": "--reset-attention-mask",
+    "teacher_load": "--teacher-load d",
     "train_data_path": "--train-data-path d",
     "valid_data_path": "--valid-data-path d",
     "test_data_path": "--test-data-path d",

@@ -90,6 +90,9 @@ class Job:
     more: Callable[[int], dict[str, torch.Tensor]] = lambda seed: {}
     word_rate: Optional[Callable[[int], float]] = None  # the rate of the table of words, if it has its own
     trains: Callable[[str], bool] = lambda name: True  # whether a weight is trained; the others are frozen
+    # (scores [b, s, v], tokens [b, s]) -> a loss of each token to minimize with a weight, the cross-entropy having the rest
+    teacher: Optional[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = None
+    alpha: float = 0.0
 
 
 @dataclass
@@ -137,19 +140,21 @@ def initial_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor, job: Job) -> torch.Tensor:
-    """Tokens [b, s] through a GPT-2: [b, s, vocabulary]."""
+    """Tokens [b, s] through a GPT-2 of any size: [b, s, vocabulary]."""
     places, allowed = documents(tokens, job)
+    hidden, layers = weights["final_norm.weight"].numel(), sum(name.endswith("mlp.up.weight") for name in weights)
+    heads = len(weights["blocks.0.attention.qkv.weight"])
 
     linear = partial(job.linear or plain_linear, weights)
 
     def norm(name, x):
-        return F.layer_norm(x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
+        return F.layer_norm(x, (hidden,), weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
 
     x = weights["embedding.word.weight"][tokens] + weights["embedding.position.weight"][places]
-    for n in range(LAYERS):
+    for n in range(layers):
         block = f"blocks.{n}."
         qkv = linear(block + "attention.qkv", norm(block + "attention_norm", x))
-        q, k, v = qkv.view(*tokens.shape, HEADS, 3, -1).permute(3, 0, 2, 1, 4)  # each [b, heads, s, width]
+        q, k, v = qkv.view(*tokens.shape, heads, 3, -1).permute(3, 0, 2, 1, 4)  # each [b, heads, s, width]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed[:, None])
         x = x + linear(block + "attention.output", mixed.transpose(1, 2).reshape(x.shape))
         wide = linear(block + "mlp.up", norm(block + "mlp_norm", x))
@@ -177,8 +182,12 @@ def documents(tokens: torch.Tensor, job: Job) -> tuple[torch.Tensor, torch.Tenso
 
 def token_losses(weights, samples: torch.Tensor, job: Job, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples [b, s + 1] -> cross-entropies and whether they count, [b, s] each."""
+    return losses_of(logits(weights, samples[:, :-1], job), samples, job, smoothing)
+
+
+def losses_of(scores, samples: torch.Tensor, job: Job, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, from scores [b, s, v]."""
     tokens, labels = samples[:, :-1], samples[:, 1:]
-    scores = logits(weights, tokens, job)
     losses = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
     counts = tokens != EOD if job.mask_eod else torch.ones_like(tokens, dtype=torch.bool)
     return losses.view(labels.shape), counts
@@ -208,12 +217,13 @@ def train(job: Job) -> Outcome:
         if number in job.left_out:
             step |= dict(grad_norm=None, loss_scale=scale.value)
         else:
-            loss, gradients, overflow = backward(weights, samples, scale.value, job)
+            loss, gradients, overflow, of_teacher = backward(weights, samples, scale.value, job)
             gradients = {name: gradient for name, gradient in gradients.items() if job.trains(name)}
             norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
             skipped = overflow or stands_out(loss, norm, recent, job.spike_threshold)
             scale.update(overflow)
             step |= {"lm loss": loss, "grad_norm": None if overflow else norm, "loss_scale": scale.value}
+            step |= {"kd loss": of_teacher} if job.teacher else {}
             if not skipped:
                 for name, gradient in gradients.items():  # AdamW leaves weights without a gradient as they are
                     weights[name].grad = gradient * (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0)
@@ -255,17 +265,25 @@ def take(split: int, places: range, job: Job) -> torch.Tensor:
     return torch.from_numpy(np.stack([data[place] for place in places]))
 
 
-def backward(weights, samples: torch.Tensor, scale: float, job: Job) -> tuple[float, dict[str, torch.Tensor], bool]:
-    """(mean loss of the tokens that count, gradients of what is minimised, whether fp16 could not hold one of them)."""
+def backward(
+    weights, samples: torch.Tensor, scale: float, job: Job
+) -> tuple[float, dict[str, torch.Tensor], bool, float]:
+    """(mean loss of the tokens that count, gradients of what is minimised, whether fp16 could not hold one of them, mean
+    loss on the teacher)."""
     rounded = {name: values.detach().to(job.weights_in).double().requires_grad_() for name, values in weights.items()}
     micros = samples.split(job.micro)
-    total = tokens = 0
+    total = tokens = of_teacher = 0
     gradients = {name: torch.zeros_like(values) for name, values in rounded.items()}
     largest = 0.0
     for micro in micros:
-        losses, counts = token_losses(rounded, micro, job, job.smoothing)
+        scores = logits(rounded, micro[:, :-1], job)
+        losses, counts = losses_of(scores, micro, job, job.smoothing)
         tokens += counts.sum().item()
         total += losses[counts].sum().item()
+        if job.teacher:
+            distilled = job.teacher(scores, micro[:, :-1])
+            of_teacher += distilled[counts].sum().item()
+            losses = (1 - job.alpha) * losses + job.alpha * distilled
         minimised = losses[counts].mean() / len(micros) if job.mean_of_means else losses[counts].sum()
         for name, gradient in zip(gradients, torch.autograd.grad(minimised, list(rounded.values())), strict=True):
             gradients[name] += gradient
@@ -276,7 +294,7 @@ def backward(weights, samples: torch.Tensor, scale: float, job: Job) -> tuple[fl
     assert job.weights_in is not torch.float16 or not 0.97 < in_fp16 < 1.03, f"too near to the limit: {in_fp16}"
     if not job.mean_of_means:
         gradients = {name: gradient / tokens for name, gradient in gradients.items()}
-    return total / tokens, gradients, overflow
+    return total / tokens, gradients, overflow, of_teacher / tokens
 
 
 def stands_out(loss: float, norm: float, recent: list[tuple[float, float]], threshold: Optional[float]) -> bool:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from megatron.fused_kernels import attention, reference
+from megatron.fused_kernels.decode_attention import Places
 from megatron.fused_kernels.documents import Documents
 from megatron.fused_kernels.dropout import DropoutMask
 
@@ -30,6 +31,7 @@ MODULES = dict(
     rotate="rotary",
     dropout_add="dropout",
     cross_entropy="cross_entropy",
+    decode_attention="decode_attention",
 )
 TOLERANCE = 2e-2  # relative to the norm of a tensor: both sides round to bf16
 NO_VALUES = "tensors have no values here"
@@ -125,6 +127,20 @@ def _documents_case(device, dtype):
     return [_drawn(shape, device, dtype, n) for n, shape in enumerate(shapes)], _tuple(call)
 
 
+def _decode_case(device, dtype):
+    """Texts of 1 to 600 tokens in 16 blocks each or fewer, in any order, with a cap and a window."""
+    draw, lengths = torch.Generator().manual_seed(3), (600, 1, 37, 300)
+    blocks = iter(torch.randperm(80, generator=draw).tolist())
+    of_texts = []
+    for length in lengths:
+        starts = [16 * next(blocks) for _ in range(-(-length // 16))]
+        of_texts.append(tuple(slice(start, start + min(16, length - 16 * k)) for k, start in enumerate(starts)))
+    places = Places(of_texts, 16, torch.device(device))
+    call = lambda run, *x: run(*(one.detach() for one in x), places, scale=0.3, softcap=4.0, window=320)
+    shapes = (4, 2, 3, 24), (1280, 2, 24), (1280, 2, 24)
+    return [_drawn(shape, device, dtype, n) for n, shape in enumerate(shapes)], _tuple(call)
+
+
 def _cross_entropy_case(device, dtype):
     part, labels = reference.VocabularyPart(100, 290, 0.9, 1e-3, 30.0, 1e-3), torch.arange(95, 400, 61, device=device)
 
@@ -150,4 +166,5 @@ CASES = dict(
     dropout_add=_dropout_case,
     cross_entropy=_cross_entropy_case,
     attention=_documents_case,
+    decode_attention=_decode_case,
 )

@@ -16,6 +16,9 @@ from megatron.checkpoint.store import CODES, as_bytes
 from megatron.errors import CheckpointError, UsageError
 from megatron.settings import schema
 from megatron.storage.durable import storage_errors
+from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.chat_template import FILE as TEMPLATE
+from megatron.tokenizer.chat_template import find_template
 
 FILE_BYTES = 5 * 10**9  # of one safetensors file, as transformers cuts them
 _PLAIN = re.compile(r"[A-Za-z0-9._-]+\.safetensors")
@@ -30,7 +33,7 @@ TOKENIZER_FILES = dict(
 )
 _CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 _COMPANIONS = (
-    *(_CONFIG, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *(_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE, "chat_template.json"),
     *("additional_chat_templates", GENERATION),
 )
 _UNITS = dict(KB=10**3, MB=10**6, GB=10**9, TB=10**12, KiB=2**10, MiB=2**20, GiB=2**30, TiB=2**40)
@@ -207,6 +210,22 @@ def export_tokenizer(settings: schema.TokenizerSettings, folder: Path, end: Opti
     return True
 
 
+def export_chat_template(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -> Optional[int]:
+    """Write the chat template beside a checkpoint into a folder of transformers, in place of the tokenizer's own.
+
+    Returns the token that ends an answer; None without such a template.
+    """
+    template = find_template([checkpoint, checkpoint.parent], tokenizer) if isinstance(checkpoint, Path) else None
+    if template is None:
+        return None
+    files = template.files()
+    config = read_json(folder / _CONFIG) if (folder / _CONFIG).exists() else {}
+    config.pop("chat_template", None)
+    (folder / TEMPLATE).write_text(files[TEMPLATE], encoding="utf-8")
+    (folder / _CONFIG).write_text(json.dumps(config | json.loads(files[_CONFIG]), indent=2), encoding="utf-8")
+    return template.special.get(template.tokens.get("eos_token"))
+
+
 def import_tokenizer(source: Path, folder: Path, of_gpt2: bool) -> Optional[schema.TokenizerSettings]:
     """Copy a model's tokenizer into `folder`; returns its settings, None without tokenizer.
 
@@ -234,11 +253,16 @@ def _copy_others(source: Path, folder: Path) -> None:
             shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
 
 
-def write_generation_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write generation_config.json for the content of config.json, unless the tokenizer has brought one."""
+def write_generation_config(folder: Path, config: dict[str, Any], end_of_turn: Optional[int] = None) -> None:
+    """Write generation_config.json for the content of config.json, unless the tokenizer has brought one.
+
+    end_of_turn: a further token that ends a text: that of an answer in a conversation
+    """
     ids = {
         name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
     }
+    if end_of_turn not in (None, ids["eos_token_id"]):
+        ids["eos_token_id"] = [end_of_turn] if ids["eos_token_id"] is None else [end_of_turn, ids["eos_token_id"]]
     if not (folder / GENERATION).exists():
         content = dict(_from_model_config=True, **{name: id for name, id in ids.items() if id is not None})
         (folder / GENERATION).write_text(json.dumps(content, indent=2))

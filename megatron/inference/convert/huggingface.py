@@ -61,6 +61,7 @@ def to_hf(
     products: layer -> its quantized weight, which takes the place of the checkpoint's.
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
+    trained = path
     with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
         needed(reader, "config")
         if not products:
@@ -79,15 +80,14 @@ def to_hf(
         refuse_unknown(reader, family, products)
         plan = [_tensors(reader, match, products) for match in family.matches]
         files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
-        end, notices = _export_vocabulary(
-            Loaded(None, config, reader.state, vocab_size, 0, path, ()), folder, given, check
-        )
+        without_model = Loaded(None, config, reader.state, vocab_size, 0, path, ())
+        end, end_of_turn, notices = _export_vocabulary(without_model, folder, given, check, trained)
         settings = family.theirs(end, str(dtype).removeprefix("torch."))
         if products:
             settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if family.kind != "bert":  # which generates nothing
-            hf_files.write_generation_config(folder, settings)
+            hf_files.write_generation_config(folder, settings, end_of_turn)
         if check:
             loaded = load_model(path, precision="fp32")
             _round(loaded.model, family, dtype)
@@ -121,17 +121,22 @@ def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounde
 
 
 def _export_vocabulary(
-    loaded: Loaded, folder: Path, given: Mapping[str, Any], check: bool
-) -> tuple[Optional[int], list[str]]:
-    """Copy the tokenizer; returns (end-of-document id, notices)."""
+    loaded: Loaded, folder: Path, given: Mapping[str, Any], check: bool, trained: Path
+) -> tuple[Optional[int], Optional[int], list[str]]:
+    """Copy the tokenizer, and the chat template beside the checkpoint `trained`.
+
+    Returns (end-of-document id, id of the end of an answer, notices).
+    """
     if given.get("tokenizer_type", loaded.config.tokenizer.tokenizer_type) in (None, "NullTokenizer"):
-        return None, ["the run had no tokenizer, so the export has none"]
+        return None, None, ["the run had no tokenizer, so the export has none"]
     tokenizer = open_tokenizer(loaded, given)
     settings, longest = tokenizer_settings(loaded, given), loaded.config.model.position_table
     end = None if tokenizer.eod is None else tokenizer.decode([tokenizer.eod])
     if not hf_files.export_tokenizer(settings, folder, end, longest):
-        return tokenizer.eod, [f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"]
-    return tokenizer.eod, [_same_ids(folder, tokenizer)] if check else []
+        why = f"transformers has no tokenizer like {settings.tokenizer_type}: none was exported"
+        return tokenizer.eod, None, [why]
+    end_of_turn = hf_files.export_chat_template(trained, tokenizer, folder)
+    return tokenizer.eod, end_of_turn, [_same_ids(folder, tokenizer)] if check else []
 
 
 def _same_ids(folder: Path, tokenizer) -> str:

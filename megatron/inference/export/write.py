@@ -550,6 +550,7 @@ def _write_tokenizer(source: ExportSource, folder: Path) -> list[str]:
     settings = source.tokenizer_settings
     if not hf_files.export_tokenizer(settings, folder, end, source.longest):
         return [f"other programs have no tokenizer like {settings.tokenizer_type}: none was exported"]
+    hf_files.export_chat_template(source.trained, source.tokenizer, folder)
     return _fast_tokenizer(source, folder)
 
 

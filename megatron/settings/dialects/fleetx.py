@@ -492,6 +492,12 @@ def _quantization(out: Translated) -> None:
                 out.say("--finetune", ["true"], key)
 
 
+PRUNED_FIRST = (
+    "is a step before training: python -m megatron.tools.prune with this -c and --save DIR; then train with the flags "
+    "that it prints, and -o Compress.Prune.enable=False"
+)
+
+
 def _layer_types(out: Translated, key: str) -> None:
     types = [word.lower() for word in out.given[key].words]
     if unknown := [word for word in types if word not in LAYER_TYPES]:
@@ -502,9 +508,47 @@ def _layer_types(out: Translated, key: str) -> None:
     out.say("--quantization-layers", [",".join(layers)], key)
 
 
+# Key of Distillation -> its flag
+DISTILLATION = dict(distill_loss_ratio="--kd-alpha", T="--kd-temperature")
+
+
+def _distillation(out: Translated) -> None:
+    """The section Distillation, in Compress or on its own: its flags, if its switch is on."""
+    for section in ("Compress.Distillation", "Distillation"):
+        if out.purpose != "train" or not out.is_on(f"{section}.enable"):
+            continue
+        given = [(flag, f"{section}.{name}") for name, flag in DISTILLATION.items() if f"{section}.{name}" in out.given]
+        words = [f"{flag} {out.given[key].value}" for flag, key in given]
+        flags = " ".join(["--teacher-load DIR", *words])
+        out.refuse(f"{section}.enable", f"names no checkpoint of the teacher: leave the section out, and say {flags}")
+        out.take(*out.left(f"{section}."))
+
+
+def _prune(out: Translated) -> None:
+    """The section Prune, in Compress or on its own, if its switch is on: for the tool that prunes, before training."""
+    sections = [section for section in ("Compress.Prune", "Prune") if out.is_on(f"{section}.enable")]
+    for section in sections:
+        if out.purpose in ("train", "task"):
+            out.refuse(f"{section}.enable", PRUNED_FIRST)
+            out.take("Compress.pretrained")
+        elif out.purpose == "prune":
+            out.take(f"{section}.enable")
+            for name, flag in dict(criterion="--prune-criterion", ratio="--prune-ratio").items():
+                if (key := f"{section}.{name}") in out.given:
+                    out.say(flag, None, key)
+            out.note("tools.sensitivity measures it", f"{section}.cal_sens")
+            if (key := "Compress.pretrained") in out.given and key not in out.taken:
+                out.say("--load", None, key)
+        else:
+            others = "Compress.pretrained", "Model.num_attention_heads", "Model.ffn_hidden_size"
+            out.note("the checkpoint has the sizes of the pruned model", *out.left(f"{section}."), *others)
+
+
 def _compression(out: Translated) -> None:
-    """Translate quantization, and refuse the other sections of compression if their switch is on."""
+    """Translate quantization, pruning and distillation, and refuse other keys of compression."""
     _quantization(out)
+    _prune(out)
+    _distillation(out)
     for key in [key for key in out.given if key not in out.taken and sentence({"-": COMPRESSION + TEACHER}, key)]:
         if key == "Compress.pretrained":
             out.refuse(

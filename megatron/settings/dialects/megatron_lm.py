@@ -324,7 +324,7 @@ BERT is trained by pretrain_bert.py
     --bert-* --num-tokentypes --output-bert-embeddings
 fill-in-the-middle is not part of this suite
     --fim-*
-fine-tuning on conversations is not part of this suite
+conversations are learned by finetune.py --task chat (docs/chat.md)
     --sft* --chat-template
 reinforcement learning is not part of this suite
     --rl-* --no-rl-* --grpo-* --langrl-* --no-langrl-* --perform-rl-step --refit-method
@@ -334,8 +334,12 @@ retrieval models are not part of this suite
 vision models are not part of this suite
     --vision-* --dino-* --swin-* --img-* --patch-dim --num-channels --num-classes --classes-fraction
     --data-per-class-fraction --sample-rate --mask-type --mask-factor
-distillation and pruning are not part of this suite yet
-    --kd* --*-teacher --load-teacher --export-* --modelopt-* --logits-* --output-logit-dtype --teacher-load
+distillation is --teacher-load DIR, with the settings of the teacher's checkpoint, --kd-alpha and --kd-temperature
+    --kd* --*-teacher --export-kd-cfg --load-teacher
+teachers' logits are not stored
+    --logits-* --output-logit-dtype
+pruning is not part of this suite yet
+    --export-* --modelopt-*
 
 # Text generation.
 this belongs to text generation: python -m megatron.tools.generate --help

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured pruning: a checkpoint of a smaller model, which has the most important heads, channels and layers of another.
+
+    l1_norm, l2_norm   sum of |w|, or root of the sum of w^2, over all weights of a unit (`model.pruning`)
+    taylor             with a gate m = 1 on what a unit adds to the model: the mean over samples of (dL/dm)^2, the change of
+                       the loss when the unit goes (arXiv:1906.10771, section 3.1; gates of heads as in arXiv:1905.10650)
+
+The smaller model is the larger one with zeros in place of what goes, to the bit up to the order of sums. Only the hidden
+size differs: norms are then over the channels that are left, so a fine-tuning has to follow.
+
+For weights, dL/dm of a unit is the sum of w dL/dw over its columns in the product that reads it, so no gates are built.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+import torch
+
+from megatron.checkpoint import reshard
+from megatron.checkpoint.base import BASE, open_checkpoint
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.index import Tensor
+from megatron.checkpoint.reader import PART, Reader
+from megatron.data.formats import datasets_of, open_tokens
+from megatron.data.loader import MicroBatch
+from megatron.errors import DataError, SettingsError
+from megatron.inference.convert.imported import check_free
+from megatron.inference.load import Loaded
+from megatron.model.facts import Facts
+from megatron.model.language_model import LOSS
+from megatron.model.pruning import FFN, HEADS, HIDDEN, KINDS, Cut, ModelSizes, cuts, layers_in_order, owner
+from megatron.model.recipe import config_of, recipe_of
+from megatron.model.weights import add_prefix
+from megatron.mpu.placement import Table
+from megatron.settings.schema import Config, Model
+
+NORMS = dict(l1_norm=1, l2_norm=2)
+
+
+class SmallerModel(NamedTuple):
+    """What a smaller model consists of.
+
+    model:  its settings
+    cuts:   kind of unit -> name of a weight -> where its units lie, for the kinds of which some go
+    kept:   (kind, `owner`) -> the units that stay, in their order
+    layers: new number of a layer -> its old one
+    """
+
+    model: Model
+    cuts: Mapping[str, Mapping[str, Cut]]
+    kept: Mapping[tuple[str, str], torch.Tensor]
+    layers: Mapping[int, int]
+
+
+class Importance(NamedTuple):
+    """units: (kind, owner) -> a number for each unit, fp64; layers: a number for each layer."""
+
+    units: Mapping[tuple[str, str], torch.Tensor]
+    layers: torch.Tensor
+
+
+class Network:
+    """The weights of a model, and where its units lie in them. Raises SettingsError for a model that cannot be pruned."""
+
+    def __init__(self, config: Config, vocab_size: int):
+        self.config, self.vocab_size = config, vocab_size
+        self.recipe = recipe_of(config)
+        self.facts: Facts = self.recipe.facts(config, vocab_size)
+        self.model = config.model
+        self.table = self.facts.weights
+        self.layer_of = {name: unit.layer for unit in self.facts.whole for name in add_prefix(unit.name, unit.weights)}
+        self.cuts = {kind: cuts(self.tables, self.model, kind) for kind in (HEADS, FFN, HIDDEN)}
+        self.layer_of_owner = {owner(name, kind): self.layer_of[name] for kind in KINDS for name in self.cuts[kind]}
+
+    def tables(self, model: Model) -> Table:
+        """The weights of a model of this type with other settings."""
+        return self.with_model(model).weights
+
+    def with_model(self, model: Model) -> Facts:
+        """The facts of a model of this type with other settings."""
+        return self.recipe.facts(replace(self.config, model=model), self.vocab_size)
+
+    def check(self, sizes: ModelSizes, tp: Optional[int] = None) -> None:
+        """Raise SettingsError if this model cannot have these sizes.
+
+        tp: the ranks that divide them (default: those of its training)
+        """
+        before = ModelSizes.of(self.model)
+        kinds = [kind for kind in (HEADS, FFN, HIDDEN) if getattr(sizes, kind) != getattr(before, kind)]
+        if self.model.linear is not None:
+            raise SettingsError(
+                f"the model has special linear layers, --linear {self.model.linear}",
+                "their own weights and scales belong to the matrices of today",
+                "prune first; LoRA adapters can be merged (tools.checkpoint merge-lora)",
+            )
+        if hasattr(self.facts, "encoder_layers") and (sizes.layers != before.layers or kinds != [FFN]):
+            raise SettingsError(
+                "of an encoder-decoder only MLP channels can be pruned",
+                "its layers share one bias of positions for each head, and are of two kinds",
+                "give --target-ffn-hidden-size, or --prune-ratio with --prune-skip heads",
+            )
+        if HIDDEN in kinds and self.model.scale_embedding:
+            raise SettingsError(
+                "--target-hidden-size does not work with --scale-embedding",
+                "embeddings are multiplied by the root of the hidden size, so all of them would change",
+            )
+        for kind in kinds:
+            if not self.cuts[kind]:
+                raise SettingsError(
+                    f"no weight of --model-type {self.model.model_type} depends on the number of {kind}"
+                )
+        ranks, facts = (
+            tp or self.config.parallel.tensor_model_parallel_size,
+            self.with_model(sizes.settings(self.model)),
+        )
+        for name, size in facts.divisible_by_tp().items() if ranks > 1 else ():
+            if size % ranks:
+                where = "" if tp else ", the size of its training,"
+                raise SettingsError(
+                    f"the smaller model would have {size} {name}; --tensor-model-parallel-size {ranks}{where} does not "
+                    "divide it",
+                    do=f"choose multiples of {ranks} with --target-... sizes, or give --tensor-model-parallel-size 1",
+                )
+
+
+# What is important ----------------------------------------------------------------------------------------------------
+
+
+def norms(network: Network, read: Callable[[str], torch.Tensor], criterion: str) -> Importance:
+    """Importance by the weights alone. read: name -> whole weight."""
+    power = NORMS[criterion]
+    sums: dict[tuple[str, str], torch.Tensor] = {}
+    for name in network.table:
+        kinds = [kind for kind in (HEADS, FFN, HIDDEN) if name in network.cuts[kind]]
+        values = read(name).double().abs().pow(power) if kinds else None
+        for kind in kinds:
+            own = _by_unit(values, network.cuts[kind][name])
+            key = kind, owner(name, kind)
+            sums[key] = sums[key] + own if key in sums else own
+    layers = _of_layers(network, {key: values.sum() for key, values in sums.items()})
+    return Importance({key: values.pow(1 / power) for key, values in sums.items()}, layers.pow(1 / power))
+
+
+def taylor(network: Network, loaded: Loaded, samples: np.ndarray) -> Importance:
+    """Importance by the gradient of the loss. samples: token ids, [n, length + 1]."""
+    model, device = loaded.model, next(loaded.model.parameters()).device
+    weights = dict(model.named_parameters())
+    squares: dict[tuple[str, str], torch.Tensor] = {}
+    layers = torch.zeros(network.facts.num_layers, dtype=torch.float64)
+    for sample in torch.from_numpy(samples):
+        column = sample.unsqueeze(1).to(device)  # [s + 1, 1]
+        _, sums = model(None, MicroBatch(column[:-1], column[1:], torch.arange(1)))
+        gradients = torch.autograd.grad(sums[LOSS] / (len(sample) - 1), list(weights.values()), allow_unused=True)
+        products = {
+            name: (weight.detach().double() * gradient.double()).cpu()
+            for (name, weight), gradient in zip(weights.items(), gradients)
+            if gradient is not None
+        }
+        gates = _gates(network, products)
+        for key, gate in gates.items():
+            squares[key] = squares.get(key, torch.zeros_like(gate)) + gate.square() / len(samples)
+        layers += _of_layers(network, {key: gate.sum() for key, gate in gates.items()}).square() / len(samples)
+    hidden = [values for (kind, _), values in squares.items() if kind == HIDDEN]
+    units = {key: values for key, values in squares.items() if key[0] != HIDDEN}
+    return Importance(units | {(HIDDEN, ""): torch.stack(hidden).sum(0)}, layers)
+
+
+def _gates(network: Network, products: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
+    """(kind, owner) -> dL/dm of each unit, from w dL/dw of each weight. Channels of the hidden states have a gate for each
+    norm that they go through, with the norm's name as owner.
+    """
+    found: dict[tuple[str, str], torch.Tensor] = {}
+    for kind in (HEADS, FFN, HIDDEN):
+        for name, cut in network.cuts[kind].items():
+            shape = network.table[name].shape
+            of_norm = len(shape) == 1 and len(network.table[f"{name.rpartition('.')[0]}.weight"].shape) == 1
+            reads = network.table[name].matrices is not None and cut.dim == len(shape) - 1
+            if name in products and (of_norm if kind == HIDDEN else reads):
+                key = kind, name.rpartition(".")[0] if kind == HIDDEN else owner(name, kind)
+                own = _by_unit(products[name], cut)
+                found[key] = found[key] + own if key in found else own
+    return found
+
+
+def _by_unit(values: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The sum over everything but the units, [units]."""
+    return values.unflatten(cut.dim, (-1, cut.block)).movedim(cut.dim, 0).flatten(1).sum(1)
+
+
+def _of_layers(network: Network, sums: Mapping[tuple[str, str], torch.Tensor]) -> torch.Tensor:
+    """The sum over the heads and MLP channels of each layer."""
+    layers = torch.zeros(network.facts.num_layers, dtype=torch.float64)
+    for (kind, own), value in sums.items():
+        if kind != HIDDEN and (layer := network.layer_of_owner[own]) is not None:
+            layers[layer] += value
+    return layers
+
+
+def calibration_samples(prefixes: Sequence[str], length: int, count: int, vocab_size: int) -> np.ndarray:
+    """Samples of `length` tokens and the next one, evenly spaced in token files: [count or fewer, length + 1].
+
+    Raises DataError if there are none, or if the model does not know their tokens.
+    """
+    files = [open_tokens(prefix) for word in prefixes for prefix in datasets_of(word)]
+    ends = np.cumsum([max(0, len(one.tokens) - 1) // length for one in files])
+    numbers = np.linspace(0, ends[-1] - 1, min(count, ends[-1])).astype(np.int64)
+    samples = []
+    for number, file in zip(numbers, np.searchsorted(ends, numbers, "right")):
+        start = (number - (ends[file - 1] if file else 0)) * length
+        samples.append(np.asarray(files[file].tokens[start : start + length + 1], np.int64))
+    if not samples or max(sample.max() for sample in samples) >= vocab_size:
+        raise DataError(
+            f"--data-path {' '.join(prefixes)} "
+            + ("has tokens that the model does not know" if samples else f"has no sample of {length} tokens"),
+            do="give a text for the tokenizer that the model was trained with, longer than --seq-length",
+        )
+    return np.stack(samples)
+
+
+# The smaller model ----------------------------------------------------------------------------------------------------
+
+
+def plan(
+    network: Network, sizes: ModelSizes, importance: Importance, layers_to_go: Optional[Sequence[int]] = None
+) -> SmallerModel:
+    """The smaller model of these sizes. layers_to_go: instead of the least important ones."""
+    before = ModelSizes.of(network.model)
+    kinds = [kind for kind in (HEADS, FFN, HIDDEN) if getattr(sizes, kind) != getattr(before, kind)]
+    kept = {
+        (kind, own): most_important(values, getattr(sizes, kind))
+        for (kind, own), values in importance.units.items()
+        if kind in kinds
+    }
+    if layers_to_go is None:
+        layers = most_important(importance.layers, sizes.layers).tolist()
+    else:
+        layers = [layer for layer in range(before.layers) if layer not in set(layers_to_go)]
+    model = sizes.settings(network.model)
+    order = layers_in_order(layers, network.model)
+    return SmallerModel(model, {kind: network.cuts[kind] for kind in kinds}, kept, order)
+
+
+def most_important(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The numbers of the `count` largest values, in their order; of equal ones the first."""
+    return values.sort(descending=True, stable=True).indices[:count].sort().values
+
+
+def old_names(network: Network, plan: SmallerModel) -> Iterator[tuple[str, str]]:
+    """(name of a weight in the smaller model, its name in the larger one): layers have other numbers."""
+    layers = {unit.layer: unit.name for unit in network.facts.whole if unit.layer is not None}
+    for unit in network.with_model(plan.model).whole:
+        old = unit.name if unit.layer is None else layers[plan.layers[unit.layer]]
+        yield from zip(add_prefix(unit.name, unit.weights), add_prefix(old, unit.weights))
+
+
+class PrunedReader:
+    """A reader of the smaller model's weights, with the part of `Reader`'s methods that rewriting needs."""
+
+    def __init__(self, reader: Reader, network: Network, plan: SmallerModel):
+        self.reader, self.folder, self.plan = reader, reader.folder, plan
+        self.old_names = dict(old_names(network, plan))
+        self.tensors = {
+            new: Tensor(reader.tensors[old].dtype, self._shape(old, reader.tensors[old].shape), [])
+            for new, old in self.old_names.items()
+        }
+
+    def _chosen(self, name: str) -> Iterator[tuple[Cut, torch.Tensor]]:
+        """(where the units of a weight lie, those that stay), by its old name."""
+        for kind, of_kind in self.plan.cuts.items():
+            if name in of_kind:
+                yield of_kind[name], self.plan.kept[kind, owner(name, kind)]
+
+    def _shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        shape = list(shape)
+        for cut, units in self._chosen(name):
+            shape[cut.dim] = len(units) * cut.block
+        return tuple(shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A weight of the smaller model."""
+        old = self.old_names[name]
+        weight = self.reader.read(old)
+        for cut, units in self._chosen(old):
+            weight = chosen_units(weight, cut, units)
+        return weight
+
+    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
+        """As `Reader.parts`; the whole weight is in memory."""
+        whole = self.read(name)
+        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
+        yield from flat.split(max(1, size // whole.element_size()))
+
+
+def chosen_units(weight: torch.Tensor, cut: Cut, units: torch.Tensor) -> torch.Tensor:
+    """The weight with these units alone."""
+    return weight.unflatten(cut.dim, (-1, cut.block)).index_select(cut.dim, units).flatten(cut.dim, cut.dim + 1)
+
+
+class Pruned(NamedTuple):
+    """A checkpoint that was written, and what it consists of."""
+
+    path: Path
+    before: Network
+    plan: SmallerModel
+
+
+def prune(path: Path, out: Path, choose: Callable[[Network, Reader], SmallerModel], writers: int = 1) -> Pruned:
+    """Write the smaller model of the checkpoint at `path` to the folder `out`.
+
+    Weights keep their format, optimizer state is left out. choose: returns the plan.
+    """
+    check_free(out)
+    with open_checkpoint(path) as reader:
+        network = Network(config_of(reader.state["config"]), reader.state["vocab_size"])
+        chosen = choose(network, reader)
+        source = PrunedReader(reader, network, chosen)
+        pieces = reshard.whole_pieces(source)
+        state = pruned_state(reader.state, chosen.model)
+        return Pruned(reshard.reshard(source, out, reshard.evenly(pieces, writers), state), network, chosen)
+
+
+def pruned_state(state: dict[str, Any], model: Model) -> dict[str, Any]:
+    """The content of state.json of the smaller model."""
+    config = {**state["config"], "model": asdict(model)}
+    rest = {name: value for name, value in state.items() if name != BASE}
+    return {**rest, "config": config, "optimizer_steps": None}

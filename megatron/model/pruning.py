@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Smaller models: which dims of which weights belong to heads, to channels of MLPs, or to the hidden size. Needs no torch.
+
+A smaller model is the same network with smaller settings, and nothing else: `smaller` computes them. Where its weights are
+smaller follows from the tables of weights (`Facts.weights`), so this module names no weight:
+
+    >>> from megatron.model.weights import attention
+    >>> model = Model(num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2)
+    >>> for name, cut in cuts(lambda model: attention(model, False), model, HEADS).items():
+    ...     print(name, cut)
+    qkv.weight Cut(dim=0, block=1)
+    qkv.bias Cut(dim=0, block=1)
+    output.weight Cut(dim=1, block=4)
+
+A *unit* is what goes or stays as a whole: a key-value group with all of its queries (a head, without grouped queries), a
+channel of an MLP, a channel of the hidden states, a layer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Optional
+
+from megatron.errors import SettingsError, UsageError, did_you_mean
+from megatron.model.weights import Table
+from megatron.settings.schema import Model, setting
+
+HEADS, FFN, HIDDEN = "heads", "ffn", "hidden"
+KINDS = (HEADS, FFN)  # that --prune-ratio is about
+Criterion = Literal["l1_norm", "l2_norm", "taylor"]
+
+
+@dataclass(frozen=True)
+class PruningOptions:
+    """What goes, and how its importance is measured."""
+
+    prune_criterion: Criterion = setting(
+        "importance: the sum of absolute weights, the root of the sum of their squares, or how much the loss of "
+        "--data-path would change (taylor)",
+        "l1_norm",
+    )
+    prune_ratio: Optional[float] = setting(
+        "fraction of the heads (or key-value groups) and of the MLP channels of each layer that goes", None
+    )
+    prune_skip: Optional[str] = setting(
+        "what --prune-ratio leaves alone: heads or ffn, or the file of tools.sensitivity --output", None
+    )
+
+
+@dataclass(frozen=True)
+class Targets:
+    """ModelSizes of the smaller model, instead of a ratio."""
+
+    target_num_attention_heads: Optional[int] = setting("heads of the smaller model", None)
+    target_num_query_groups: Optional[int] = setting("key-value groups of the smaller model", None)
+    target_ffn_hidden_size: Optional[int] = setting("width of the smaller model's MLPs", None)
+    target_hidden_size: Optional[int] = setting("hidden size of the smaller model", None)
+    target_num_layers: Optional[int] = setting("layers of the smaller model: the least important ones go", None)
+    prune_layers: Optional[list[int]] = setting("layers that go, counted from 0 as in blocks.0", None)
+
+
+class Cut(NamedTuple):
+    """Where the units of a weight lie: along `dim`, `block` consecutive elements each."""
+
+    dim: int
+    block: int
+
+
+class ModelSizes(NamedTuple):
+    """The numbers of units of a model."""
+
+    heads: int  # key-value groups
+    ffn: int
+    hidden: int
+    layers: int
+
+    @classmethod
+    def of(cls, model: Model) -> "ModelSizes":
+        return cls(model.query_groups, model.ffn_size, model.hidden_size, model.num_layers)
+
+    def settings(self, model: Model) -> Model:
+        """The settings of the same network with these sizes; sizes that follow from others are written out."""
+        return replace(
+            model,
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads * (model.num_attention_heads // model.query_groups),
+            num_query_groups=self.heads,
+            kv_channels=model.head_dim,
+            ffn_hidden_size=self.ffn,
+            max_position_embeddings=model.position_table,
+            model_name_or_path=None,
+        )
+
+
+def cuts(tables: Callable[[Model], Table], model: Model, kind: str) -> dict[str, Cut]:
+    """Name of a weight -> where the units of a kind lie in it, of all weights that have some.
+
+    tables: settings -> the weights of a model, by their full names
+    """
+    sizes = ModelSizes.of(model)
+    before = tables(sizes.settings(model))
+    after = tables(sizes._replace(**{kind: getattr(sizes, kind) + 1}).settings(model))
+    found = {}
+    for name, placement in before.items():
+        pairs = enumerate(zip(placement.shape, after[name].shape))
+        for dim, (old, new) in pairs:
+            if old != new:
+                found[name] = Cut(dim, new - old)
+    return found
+
+
+def owner(name: str, kind: str) -> str:
+    """What chooses the units of a weight: its attention or MLP, or the whole model for channels of the hidden states.
+
+    >>> owner("blocks.3.mlp.up.weight", FFN)
+    'blocks.3.mlp'
+    """
+    return "" if kind == HIDDEN else name.rsplit(".", 2)[0]
+
+
+def target_sizes(model: Model, options: PruningOptions, targets: Targets) -> ModelSizes:
+    """The sizes of the smaller model. Raises UsageError if nothing is to go, SettingsError for sizes that cannot be."""
+    sizes, ratio, own = ModelSizes.of(model), options.prune_ratio, targets
+    if ratio is not None and not 0 < ratio < 1:
+        raise SettingsError(
+            f"--prune-ratio {ratio:g} has to be above 0 and below 1",
+            "it is the fraction of heads and MLP channels that goes",
+        )
+    skip = skipped_kinds(options.prune_skip)
+    new = sizes
+    for kind in KINDS if ratio is not None else ():
+        if kind not in skip:
+            size = getattr(sizes, kind)
+            new = new._replace(**{kind: size - round(size * ratio)})
+    new = new._replace(
+        heads=_groups(model, own, new.heads),
+        ffn=own.target_ffn_hidden_size if own.target_ffn_hidden_size is not None else new.ffn,
+        hidden=own.target_hidden_size if own.target_hidden_size is not None else new.hidden,
+        layers=_layers(model, own),
+    )
+    _refuse_nothing(model, sizes, new, options, targets)
+    return new
+
+
+def _refuse_nothing(model: Model, old: ModelSizes, new: ModelSizes, options: PruningOptions, own: Targets) -> None:
+    """Raise an error for sizes that would leave nothing, or take nothing."""
+    ratio, words = options.prune_ratio, unit_words(model)
+    flags = dict(heads="--target-num-attention-heads", ffn="--target-ffn-hidden-size", hidden="--target-hidden-size")
+    flags |= dict(layers="--target-num-layers" if own.prune_layers is None else "--prune-layers")
+    for kind, flag in flags.items():
+        before, after = getattr(old, kind), getattr(new, kind)
+        if not 0 < after <= before:
+            by_ratio = ratio is not None and after == before - round(before * ratio)
+            said = f"--prune-ratio {ratio:g}" if by_ratio else flag
+            raise SettingsError(
+                f"{said} would leave {after} of the {before} {words[kind]}", do=f"leave between 1 and {before}"
+            )
+    if new == old and ratio is None:
+        raise UsageError("nothing is to go", do="give --prune-ratio, a --target-... size, or --prune-layers")
+    if new == old:
+        raise SettingsError(
+            f"--prune-ratio {ratio:g} takes nothing from {old.heads} {words['heads']} and {old.ffn} {words['ffn']}",
+            do="give a larger ratio, or a --target-... size",
+        )
+
+
+def unit_words(model: Model) -> dict[str, str]:
+    """Field of `ModelSizes` -> what it counts, in words."""
+    queries = model.num_attention_heads // model.query_groups
+    heads = "heads" if queries == 1 else f"key-value groups of {queries} heads"
+    return dict(heads=heads, ffn="MLP channels", hidden="hidden channels", layers="layers")
+
+
+def _groups(model: Model, own: Targets, present: int) -> int:
+    """The key-value groups of the smaller model."""
+    queries = model.num_attention_heads // model.query_groups
+    heads, groups = own.target_num_attention_heads, own.target_num_query_groups
+    if heads is not None and heads % queries:
+        raise SettingsError(
+            f"--target-num-attention-heads {heads} is no multiple of the {queries} heads that share keys and values",
+            "a key-value group goes with all of its heads",
+            "choose a multiple",
+        )
+    if heads is not None and groups is not None and heads != groups * queries:
+        raise SettingsError(
+            f"--target-num-attention-heads {heads} and --target-num-query-groups {groups}: each group has {queries} heads",
+            do="give one of the two",
+        )
+    if heads is not None:
+        return heads // queries
+    return present if groups is None else groups
+
+
+def _layers(model: Model, own: Targets) -> int:
+    """The number of layers of the smaller model."""
+    if own.prune_layers is None:
+        return model.num_layers if own.target_num_layers is None else own.target_num_layers
+    unknown = [layer for layer in own.prune_layers if not 0 <= layer < model.num_layers]
+    if unknown:
+        raise SettingsError(
+            f"--prune-layers: there is no layer {unknown[0]}", do=f"layers are 0 to {model.num_layers - 1}"
+        )
+    left = model.num_layers - len(set(own.prune_layers))
+    if own.target_num_layers not in (None, left):
+        raise SettingsError(
+            f"--prune-layers leaves {left} layers, and --target-num-layers says {own.target_num_layers}",
+            do="give one of the two",
+        )
+    return left
+
+
+def skipped_kinds(text: Optional[str]) -> list[str]:
+    """The kinds of --prune-skip: words, or those that `tools.sensitivity` recommends in a .json file."""
+    from megatron.model.quantization import skipped_layers
+
+    words = skipped_layers(text, "--prune-skip")
+    for word in words:
+        if word not in KINDS:
+            raise SettingsError(
+                f"--prune-skip: '{word}' is neither heads nor ffn{did_you_mean(word, KINDS)}",
+                do="give those, or the file of python -m megatron.tools.sensitivity --prune-ratio --output",
+            )
+    return words
+
+
+def layers_in_order(kept: list[int], model: Model) -> Mapping[int, int]:
+    """New number of a layer -> its old one. Raises SettingsError if layers would change between window and no window."""
+    pairs = dict(enumerate(kept))
+    for new, old in pairs.items():
+        if model.window_of(new) != model.window_of(old):
+            raise SettingsError(
+                f"layer {old} would become layer {new}, and --window-attn-skip-freq {model.window_attn_skip_freq} gives "
+                "the two different windows",
+                do=f"choose layers with --prune-layers so that every {model.window_attn_skip_freq}th stays",
+            )
+    return pairs

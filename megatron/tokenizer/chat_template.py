@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates: the messages of a conversation as tokens, by the Jinja template of a Hugging Face tokenizer.
+
+    template = find_template([folder], tokenizer)
+    ids = template.encode([dict(role="user", content="Hello")])           # a prompt, for an answer
+    ids, counted, ends = template.encode_answers(messages)                # a conversation, and which tokens are answers
+
+Templates are programs of whoever made the model, so they run in Jinja's sandbox, and a long loop is refused there.
+Names of special tokens are special where the template writes them. In a message they are ordinary text, so that no message
+can end itself and begin another one.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from megatron.errors import DataError, SettingsError
+from megatron.settings.statements import NONE
+from megatron.tokenizer.base import SPECIAL, Tokenizer
+
+FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+OWN = ("messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token", "tools", "documents")
+REPEATED = ("system", "developer", "user")  # roles whose messages a template has to write as they are
+ANSWERS = "assistant"
+MARKS = range(0xE000, 0xF900)  # Unicode's private characters: they mark names of special tokens, and answers
+EDGES = "answer_edges"  # the template's variable with the marks around answers
+
+# Templates by name, for models that have none. `needs`: the tokens that the vocabulary must have.
+CHATML = """{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] | trim + '<|im_end|>' }}{% endgeneration %}{% else %}
+{{ message['content'] | trim + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+PLAIN = """{% for message in messages %}
+{{ '### ' + message['role'] | capitalize + '\\n' }}{% if message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] | trim + eos_token }}{% endgeneration %}{% else %}
+{{ message['content'] | trim }}{% endif %}{{ '\\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '### Assistant\\n' }}{% endif %}"""
+
+
+class Named(NamedTuple):
+    """A template that comes with the suite. end: its token that ends an answer; None: the end of document."""
+
+    source: str
+    needs: tuple[str, ...] = ()
+    end: Optional[str] = None
+
+
+NAMED = {"chatml": Named(CHATML, ("<|im_start|>", "<|im_end|>"), "<|im_end|>"), "plain": Named(PLAIN)}
+
+
+class RefusedMessages(ValueError):
+    """Messages that a template cannot write. param: the part of a request that is at fault, as `messages[2]`."""
+
+    def __init__(self, message: str, param: str = "messages"):
+        super().__init__(message)
+        self.param = param
+
+
+class AnsweredTokens(NamedTuple):
+    """A conversation as tokens. counted: for each token, whether it belongs to an answer; ends: the last token of each
+    answer.
+    """
+
+    ids: list[int]
+    counted: list[bool]
+    ends: list[int]
+
+
+class _Span(NamedTuple):
+    """The characters of an answer in a text. message: its number."""
+
+    message: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, with the tokenizer of the model.
+
+    tokens: names of special tokens for the template, as bos_token; special: name -> id of those in its output
+    """
+
+    source: str
+    place: str
+    tokenizer: Tokenizer
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def _compiled(self):
+        from jinja2 import TemplateError, meta
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message):
+            raise RefusedMessages(f"the chat template refuses the messages: {message}")
+
+        extensions = [loopcontrols, _generation_blocks()]
+        world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        world.filters["tojson"] = lambda value, indent=None, **more: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        world.globals.update(raise_exception=refuse, strftime_now=lambda form: datetime.now().strftime(form))
+        try:
+            names = meta.find_undeclared_variables(world.parse(self.source))
+            return world.from_string(self.source), names
+        except TemplateError as error:
+            raise DataError(
+                f"{self.place}: not a chat template", str(error), "give one: --chat-template FILE"
+            ) from None
+
+    def check(self) -> None:
+        """Raise DataError if the template cannot be compiled."""
+        self._compiled  # noqa: B018
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says itself what an answer is: with {% generation %}."""
+        return EDGES in self._compiled[1]
+
+    @property
+    def missing(self) -> list[str]:
+        """Names like <|im_end|> in the template that are no special tokens of the vocabulary."""
+        return sorted(set(re.findall(r"<\|\w+\|>", self.source)) - self.special.keys())
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any] = NONE) -> list[int]:
+        """A conversation as token ids, up to where the assistant's answer begins. more: variables for the template.
+
+        Raises RefusedMessages if the template cannot write the messages.
+        """
+        for name in more:
+            if name in (*OWN, EDGES) or name not in self._compiled[1]:
+                name = f"chat_template_kwargs.{name}"
+                raise RefusedMessages(f"{name}: the model's chat template has no such variable", name)
+        marks = _unused_marks(messages)
+        text = self._text(_marked(messages, self._names, marks[0]), more)
+        return self._tokens(text, marks[0], ()).ids
+
+    def encode_answers(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Optional[Sequence[Any]] = None,
+        learned: Callable[[int], bool] = lambda number: True,
+    ) -> AnsweredTokens:
+        """A whole conversation as tokens, and which of them are answers: messages of the assistant that are learned.
+
+        learned: the number of a message -> whether it counts
+
+        The answers are the template's {% generation %} blocks, or else what the template adds to the prompt: the text of
+        all messages up to the answer is compared with that of the messages before it. An answer ends with its last
+        special token, if only white space follows.
+
+        Raises RefusedMessages if the template cannot write the messages, or an answer begins or ends within a token.
+        """
+        if tools and "tools" not in self._compiled[1]:
+            raise RefusedMessages("tools: the chat template has no place for them", "tools")
+        for number, message in enumerate(messages):
+            for name in message:
+                if name not in ("role", "content") and name not in self.source:
+                    where = f"messages[{number}]"
+                    raise RefusedMessages(f"{where}.{name}: the chat template has no place for it", where)
+        marks = _unused_marks([*messages, dict(tools=tools)])
+        messages = _marked(messages, self._names, marks[0])
+        more = dict(tools=_marked(tools, self._names, marks[0])) if tools else {}
+        text, spans = (self._from_blocks if self.marks_answers else self._from_prefixes)(messages, more, marks)
+        return self._tokens(text, marks[0], [span for span in spans if learned(span.message)])
+
+    @property
+    def _names(self) -> str:
+        """A regular expression of the names of special tokens."""
+        return "|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or "(?!)"
+
+    # ---- texts -------------------------------------------------------------------------------------------------------
+
+    def _text(self, messages, more: Mapping[str, Any], *, prompt: bool = True, edges: str = "") -> str:
+        """The template's text. prompt: with the beginning of an answer; edges: two marks for answers, or none."""
+        words = {name: None for name in ("tools", "documents")} | dict(self.tokens) | dict(more) | {EDGES: edges}
+        try:
+            text = self._compiled[0].render(messages=messages, add_generation_prompt=prompt, **words)
+        except RefusedMessages:
+            raise
+        except Exception as error:  # a template is a program: it may raise anything
+            raise RefusedMessages(f"the chat template cannot write these messages: {error}") from None
+        for number, message in enumerate(messages):
+            where = f"messages[{number}]"
+            repeated = not prompt or message["role"] in REPEATED  # of earlier answers a prompt may drop a part
+            if repeated and message["content"].strip() not in text:
+                what = f"{where}: the model's chat template leaves out this message (role {message['role']})"
+                raise RefusedMessages(what, where)
+            if "name" in message and message["name"] not in text:
+                raise RefusedMessages(f"{where}.name: the model's chat template has no place for it", where)
+        return text
+
+    def _from_blocks(self, messages, more: Mapping[str, Any], marks: str) -> tuple[str, list[_Span]]:
+        """(text, answers) by the template's {% generation %} blocks."""
+        begin, end = edges = marks[1:]
+        parts = re.split(f"([{edges}])", self._text(messages, more, prompt=False, edges=edges))
+        answers = [number for number, message in enumerate(messages) if message["role"] == ANSWERS]
+        if parts.count(begin) not in (0, len(answers)):
+            raise RefusedMessages(
+                f"the chat template marks {parts.count(begin)} answers with {{% generation %}}, and the assistant has "
+                f"{len(answers)} messages"
+            )
+        text, spans, start = "", [], 0
+        for part in parts:
+            if part == begin:
+                start = len(text)
+            elif part == end:
+                spans.append(_Span(answers[len(spans)], start, len(text)))
+            else:
+                text += part
+        return text, spans
+
+    def _from_prefixes(self, messages, more: Mapping[str, Any], marks: str) -> tuple[str, list[_Span]]:
+        """(text, answers) by comparison with the prompts."""
+        text, spans = self._text(messages, more, prompt=False), []
+        for number, message in enumerate(messages):
+            if message["role"] != ANSWERS:
+                continue
+            last = number == len(messages) - 1
+            before = self._text(messages[:number], more)
+            through = text if last else self._text(messages[: number + 1], more, prompt=False)
+            if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
+                raise RefusedMessages(
+                    f"messages[{number}]: the chat template writes this answer, or what precedes it, in another way than "
+                    "in a prompt; mark answers in the template with {% generation %} and {% endgeneration %}",
+                    f"messages[{number}]",
+                )
+            ends = [found.end() for found in re.finditer(self._names, through[len(before) :])]
+            stop = len(before) + ends[-1] if ends else len(through)
+            spans.append(_Span(number, len(before), len(through) if through[stop:].strip() else stop))
+        return text, spans
+
+    # ---- tokens ------------------------------------------------------------------------------------------------------
+
+    def _tokens(self, text: str, mark: str, spans: Sequence[_Span]) -> AnsweredTokens:
+        """The tokens of a text, and those of its answers."""
+        edges = {edge: None for span in spans for edge in (span.start, span.stop)}  # place in the text -> in the tokens
+        ids: list[int] = []
+        at = 0
+        for part in re.split(f"({self._names})", text):
+            inside = [edge for edge in edges if at <= edge < at + len(part)]
+            if part in self.special:
+                edges |= dict.fromkeys((edge for edge in inside if edge == at), len(ids))
+                ids.append(self.special[part])
+            elif part:
+                plain = self.tokenizer.encode(part.replace(mark, ""))
+                for edge in inside:
+                    head = self.tokenizer.encode(part[: edge - at].replace(mark, "")) if edge > at else []
+                    edges[edge] = len(ids) + len(head) if list(plain[: len(head)]) == list(head) else None
+                ids += plain
+            at += len(part)
+        edges |= dict.fromkeys((edge for edge in edges if edge == len(text)), len(ids))
+        counted, ends = [False] * len(ids), []
+        for span in spans:
+            start, stop = edges[span.start], edges[span.stop]
+            if start is None or stop is None:
+                side, place = ("begins", span.start) if start is None else ("ends", span.stop)
+                around = text[max(0, place - 12) : place + 12].replace(mark, "")
+                raise RefusedMessages(
+                    f"messages[{span.message}]: the answer {side} within a token, at {around!r}; a prompt ends between "
+                    "tokens: leave out white space there, in the message or in the template",
+                    f"messages[{span.message}]",
+                )
+            if stop > start:
+                counted[start:stop] = [True] * (stop - start)
+                ends.append(ids[stop - 1])
+        return AnsweredTokens(ids, counted, ends)
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def files(self, end: Optional[int] = None) -> dict[str, str]:
+        """Name -> content of files that make a folder of checkpoints answer in this template.
+
+        end: the token that ends an answer, if it is another one than eos_token
+        """
+        names = {id: name for name, id in self.special.items()}
+        tokens = {**self.tokens, **({"eos_token": names[end]} if end in names else {})}
+        return {FILE: self.source, CONFIG: json.dumps(tokens, ensure_ascii=False, indent=1) + "\n"}
+
+
+def _generation_blocks():
+    """Jinja's extension for {% generation %} ... {% endgeneration %}, which encloses an answer."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class GenerationBlocks(Extension):
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("enclose", [nodes.Name(EDGES, "load")])
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def enclose(self, edges, caller):
+            return edges[0] + caller() + edges[1] if edges else caller()
+
+    return GenerationBlocks
+
+
+def _unused_marks(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Three characters that no message contains: for names of special tokens, for the begin and the end of answers."""
+    given = json.dumps(list(messages), ensure_ascii=False)
+    unused = (chr(code) for code in MARKS if chr(code) not in given)
+    return "".join(next(unused) for _ in range(3))
+
+
+def _marked(value: Any, names: str, mark: str) -> Any:
+    """The messages, with a mark in each name of a special token, which is ordinary text there."""
+    if isinstance(value, str):
+        return re.sub(names, lambda found: found[0][0] + mark + found[0][1:], value)
+    if isinstance(value, Mapping):
+        return {name: _marked(part, names, mark) for name, part in value.items()}
+    return [_marked(part, names, mark) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+# ---- finding a template ----------------------------------------------------------------------------------------------
+
+
+def find_template(folders: Sequence[Path], tokenizer: Tokenizer, file: Optional[str] = None) -> Optional[ChatTemplate]:
+    """The template of `file`, a path or a name of NAMED, else of the first folder that has one; None if there is none."""
+    if file in NAMED and not Path(file).exists():
+        return _named(file, folders, tokenizer)
+    places = [Path(file)] if file else [folder / name for folder in folders for name in (FILE, CONFIG)]
+    for place in places:
+        source = _source(place, needed=bool(file))
+        if source:
+            config = _json(place.parent / CONFIG) or _first_config(folders)
+            template = ChatTemplate(source, str(place), tokenizer, *_tokens_of(folders, tokenizer, config))
+            template.check()
+            return template
+    return None
+
+
+def _named(name: str, folders: Sequence[Path], tokenizer: Tokenizer) -> ChatTemplate:
+    """A template of NAMED. Raises SettingsError if the vocabulary lacks its tokens."""
+    named = NAMED[name]
+    tokens, special = _tokens_of(folders, tokenizer, _first_config(folders))
+    special |= {token: tokenizer.pieces[token] for token in named.needs if token in tokenizer.pieces}
+    tokens |= {"eos_token": named.end} if named.end else {}
+    if lacking := [token for token in named.needs if token not in special]:
+        raise SettingsError(
+            f"--chat-template {name} needs the tokens {' and '.join(lacking)}, which the vocabulary lacks",
+            "as ordinary text they would be several tokens each, and no answer would end",
+            "take --chat-template plain, whose answers end with the end of document; or a vocabulary with these tokens",
+        )
+    if not named.end and not tokens.get("eos_token"):
+        raise SettingsError(f"--chat-template {name}: the tokenizer has no end of document, which ends answers")
+    return ChatTemplate(named.source, name, tokenizer, tokens, special)
+
+
+def _first_config(folders: Sequence[Path]) -> dict:
+    return next(filter(None, (_json(folder / CONFIG) for folder in folders)), {})
+
+
+def _source(place: Path, needed: bool) -> Optional[str]:
+    if place.suffix == ".json":
+        found = (_json(place) or {}).get("chat_template")
+        if isinstance(found, list):  # several, with names
+            found = next((one["template"] for one in found if one.get("name") == "default"), None)
+        if needed and not found:
+            raise DataError(f"--chat-template {place}: no JSON file with a chat_template")
+        return found
+    try:
+        return place.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        if needed:
+            why = getattr(error, "strerror", None) or "not UTF-8"
+            raise DataError(f"--chat-template {place}: {why}", do=f"give a file, or {' or '.join(NAMED)}") from None
+        return None
+
+
+def _json(place: Path) -> Optional[dict]:
+    try:
+        found = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _name(token: Any) -> Optional[str]:
+    """The name of a token of tokenizer_config.json, which is a text or an object."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _tokens_of(
+    folders: Sequence[Path], tokenizer: Tokenizer, config: Mapping[str, Any]
+) -> tuple[dict[str, str], dict[str, int]]:
+    """(names of special tokens for the template, name -> id of the special tokens that it may write)."""
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    tokens = {name: text for name in names if (text := _name(config.get(name)))}
+    special = _special(folders, tokenizer, tokens.values())
+    if tokenizer.eod is not None:
+        ends = [name for name, id in special.items() if id == tokenizer.eod]
+        tokens |= {"eos_token": ends[0]} if ends and "eos_token" not in tokens else {}
+    return tokens, special
+
+
+def _special(folders: Sequence[Path], tokenizer: Tokenizer, configured: Sequence[str]) -> dict[str, int]:
+    """Name -> id of the special tokens that a template may write."""
+    added = [
+        token for folder in folders for token in (_json(folder / "tokenizer.json") or {}).get("added_tokens") or ()
+    ]
+    found = {token["content"]: token["id"] for token in added if token.get("special")}
+    names = [*configured, *(name for names in SPECIAL.values() for name in names)]
+    found |= {name: tokenizer.pieces[name] for name in names if name in tokenizer.pieces}
+    if tokenizer.eod is not None and (name := tokenizer.decode([tokenizer.eod])).strip():
+        found.setdefault(name, tokenizer.eod)
+    return {name: id for name, id in found.items() if len(name) > 1 and id < tokenizer.vocab_size}

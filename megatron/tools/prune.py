@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prune a trained model: a checkpoint of a smaller one, with the most important heads, MLP channels and layers.
+
+    python -m megatron.tools.prune --load checkpoints --save pruned --prune-ratio 0.25
+    python -m megatron.tools.prune --load checkpoints --save pruned --prune-ratio 0.25 --prune-criterion taylor \\
+        --data-path train_text_document
+    python -m megatron.tools.prune --load checkpoints --save pruned --target-ffn-hidden-size 768 --target-num-layers 3
+
+The result is an ordinary checkpoint without optimizer state: every command reads it, in every layout. Its matrices are
+smaller, and it computes what the larger model computes without these heads, channels and layers. Fine-tune it:
+`pretrain_gpt.py --use-checkpoint-args --load pruned --finetune`. On one device, or on a CPU.
+
+(`tools.checkpoint prune` is something else: it deletes old checkpoints of a folder.)
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+from megatron.errors import SettingsError, UsageError, run_main
+from megatron.model.pruning import ModelSizes, PruningOptions, Targets, target_sizes, unit_words
+from megatron.settings.effects import Needs, idle_flags
+from megatron.settings.parse import parse_with_record
+from megatron.settings.schema import setting
+from megatron.settings.statements import Statement, failing_in_users_words, words_of
+from megatron.storage.urls import UrlPath, location
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """The model, the folder of the smaller one, and the text for --prune-criterion taylor."""
+
+    load: str = setting("folder of checkpoints, or one checkpoint")
+    save: str = setting("new folder for the checkpoint of the smaller model", "--output")
+    data_path: Optional[list[str]] = setting("taylor: prefixes of token files, or folders", None)
+    calib_size: int = setting("taylor: samples of --data-path, evenly spaced", 64, "--calibration-samples")
+    seq_length: Optional[int] = setting("taylor: tokens of a sample (default: what the model can look at)", None)
+    tensor_model_parallel_size: Optional[int] = setting(
+        "tensor parallel size that the smaller model is checked for (default: that of its training)", None, "--tp"
+    )
+    ckpt_step: Optional[int] = setting("checkpoint of this step instead of the newest", None)
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "taylor: auto: CUDA where there is one", "auto", also=dict(gpu="cuda")
+    )
+    precision: Optional[Literal["fp32", "bf16", "fp16"]] = setting(
+        "taylor: format of the passes (default: as trained)", None, "--bf16=bf16", "--fp16=fp16"
+    )
+
+
+# Settings of the smaller model that may differ from those of the larger one
+SHAPE = "num_layers hidden_size num_attention_heads num_query_groups kv_channels ffn_hidden_size".split()
+TAYLOR = Needs("--prune-criterion taylor", lambda s: s.prune_criterion == "taylor")
+IDLE = dict.fromkeys(("data_path", "calib_size", "seq_length", "device", "precision"), TAYLOR)
+IDLE |= {"prune_skip": Needs("--prune-ratio", lambda s: s.prune_ratio is not None)}
+
+
+def main(argv: list[str]) -> None:
+    """Prune, and print what was kept."""
+    groups, given = parse_with_record(
+        argv,
+        dict(tool=ToolOptions, prune=PruningOptions, targets=Targets),
+        prog="python -m megatron.tools.prune",
+        description="Write a smaller model, with the most important parts of a trained one.",
+        common=(*ToolOptions.__dataclass_fields__, *PruningOptions.__dataclass_fields__, *Targets.__dataclass_fields__),
+    )
+    with failing_in_users_words(given):
+        for line in pruned(groups["tool"], groups["prune"], groups["targets"], given):
+            print(line)
+
+
+def pruned(options: ToolOptions, how: PruningOptions, targets: Targets, given: Mapping[str, Statement]) -> list[str]:
+    """Prune as the options say; returns lines about the result."""
+    check(options, how, given)
+    from megatron.checkpoint.folder import choose
+    from megatron.inference import prune
+
+    def plan(network: prune.Network, reader) -> prune.SmallerModel:
+        sizes = target_sizes(network.model, how, targets)
+        network.check(sizes, options.tensor_model_parallel_size)
+        if how.prune_criterion == "taylor":
+            found = by_gradients(network, options)
+        else:
+            found = prune.norms(network, reader.read, how.prune_criterion)
+        return prune.plan(network, sizes, found, targets.prune_layers)
+
+    source = choose(location(options.load), step=options.ckpt_step).paths[0]
+    return lines_of(*prune.prune(source, location(options.save), plan), how.prune_criterion)
+
+
+def by_gradients(network, options: ToolOptions) -> Any:
+    """The importance of the units of a `prune.Network` by the gradient of the loss of --data-path."""
+    from megatron.inference.load import load_model
+    from megatron.inference.prune import calibration_samples, taylor
+    from megatron.mpu.initialize import pick_device
+
+    device = pick_device(options.device, 0)
+    if network.recipe.arrays is not None:
+        raise SettingsError(
+            f"--prune-criterion taylor: {options.load} is no model that predicts the next token of a text",
+            do="choose l1_norm or l2_norm",
+        )
+    loaded = load_model(options.load, device=device, precision=options.precision, step=options.ckpt_step)
+    length = options.seq_length or loaded.longest
+    if not 1 < length <= loaded.longest:
+        raise SettingsError(f"--seq-length {length}: the model can look at {loaded.longest} tokens")
+    samples = calibration_samples(options.data_path or [], length, options.calib_size, loaded.vocab_size)
+    return taylor(network, loaded, samples)
+
+
+def check(options: ToolOptions, how: PruningOptions, given: Mapping[str, Statement]) -> None:
+    """Raise UsageError or SettingsError for options that cannot work, before a checkpoint is read."""
+    if isinstance(location(options.save), UrlPath):
+        raise UsageError(
+            f"--save {options.save} is a URL", do="prune to a folder, and copy that (tools.checkpoint reshard)"
+        )
+    if how.prune_criterion == "taylor" and not options.data_path:
+        raise UsageError("--prune-criterion taylor needs --data-path: the text whose loss is compared")
+    if options.calib_size < 1:
+        raise SettingsError(f"{words_of(given, 'calib_size', options.calib_size)}: has to be at least 1")
+    for group in (options, how):
+        for sentence in idle_flags(group, given, IDLE, **(vars(how) if group is options else {})):
+            print(f"note: {sentence}", file=sys.stderr)
+
+
+def lines_of(path, before, found, criterion: str) -> list[str]:
+    """What a `prune.Network` has lost to a `prune.SmallerModel`, in words."""
+    after = before.with_model(found.model)
+    old, new = ModelSizes.of(before.model), ModelSizes.of(found.model)
+    names = unit_words(before.model)
+    pairs = {names[kind]: (getattr(old, kind), getattr(new, kind)) for kind in ModelSizes._fields}
+    parts = [
+        f"{name} {count}" if count == left else f"{name} {count} -> {left}" for name, (count, left) in pairs.items()
+    ]
+    share = 1 - after.parameters / before.facts.parameters
+    lines = [
+        f"{path}: {before.facts.parameters:,} -> {after.parameters:,} parameters ({share:.1%} less), by {criterion}",
+        "  " + ", ".join(parts),
+    ]
+    if old.layers != new.layers:
+        gone = sorted(set(range(old.layers)) - set(found.layers.values()))
+        lines.append(f"  layers that went: {' '.join(map(str, gone))}")
+    return [
+        *lines,
+        "optimizer state is left out: its moments belong to the larger model",
+        f"fine-tune it with --load {path.parent} --finetune --use-checkpoint-args, or --finetune and its sizes: "
+        + " ".join(f"--{name.replace('_', '-')} {getattr(found.model, name)}" for name in SHAPE),
+    ]
+
+
+if __name__ == "__main__":
+    run_main(main)

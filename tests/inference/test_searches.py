@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beam searches in the engine: the texts of the search by itself, whatever runs beside it."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from megatron.errors import DataError, SettingsError
+from megatron.inference.generation import generate
+from megatron.inference.requests import Request
+from megatron.inference.sampling import Sampling, Search
+from megatron.inference.searches import SearchingEngine
+from tests.inference.engine_mixes import LONGEST, alone, requests_of, sizes_of
+
+
+@pytest.mark.parametrize("mixes", [12, pytest.param(300, marks=pytest.mark.full)])
+def test_a_search_does_not_depend_on_its_neighbours(small_gpt, mixes):
+    """Searches and texts in random mixes with small caches, against `generate`, which has no engine for beams."""
+    model, draw = small_gpt(scale=4.0), random.Random(1)
+    texts = requests_of(3, 6, model.vocab_size)
+    wanted: list = [alone(model, request) for request in texts]
+    for number, (beams, penalty) in enumerate(itertools.product((2, 3, 5), (0.0, 1.0))):
+        prompt = tuple(draw.randrange(model.vocab_size) for _ in range(draw.choice((1, 9, 17, 27))))
+        sampling, search = Sampling(draw.choice((1, 4, 9))), Search(beams, penalty if beams > 2 else 1.0)
+        [plain] = generate(model, [prompt], Sampling(4, greedy=True), longest=LONGEST)
+        end = plain[number % 3]  # so that some texts end early
+        texts.append(Request(prompt, sampling, end=end, search=search))
+        wanted.append(generate(model, [prompt], sampling, search, longest=LONGEST, end=end, best=beams))
+    cancelled = preempted = searches = 0
+    for seed in range(mixes):
+        draw, engine = random.Random(seed), SearchingEngine(model, longest=LONGEST, **sizes_of(seed))
+        to_come, running, found = draw.choices(range(len(texts)), k=8), {}, {}
+        while to_come or engine.busy:
+            if to_come and draw.random() < 0.4:
+                place = to_come.pop()
+                running[engine.add(texts[place])] = place
+                found.setdefault(place, [])
+            if running and draw.random() < 0.03:
+                number = draw.choice(list(running))
+                engine.cancel(number)
+                cancelled += 1
+            for output in engine.step():
+                place = running[output.request]
+                if output.finish:
+                    del running[output.request]
+                if output.found:
+                    searches += 1
+                    assert [list(one.tokens) for one in output.found] == wanted[place][: len(output.found)]
+                    scores = [one.score for one in output.found]
+                    assert scores == sorted(scores, reverse=True)
+                elif texts[place].texts == 1 and output.finish in ("stop", "length"):
+                    assert wanted[place].finish == output.finish
+        assert not running and engine.pool.free == engine.pool.blocks and not engine._beams and not engine._searches
+        preempted += engine.stats().preemptions
+        engine.close()
+    assert searches > 2 * mixes and cancelled and preempted
+
+
+def test_scores_are_those_of_the_definition(small_gpt):
+    """Of all texts of up to three tokens the best, without those that have a bad word, each scored by itself."""
+    v, end, steps, penalty = 6, 1, 3, 0.5
+    model, prompt, bad = small_gpt(vocab_size=v, scale=3.0), (3, 1, 4), [(4, 2), (5,), (0, 3, 0)]
+    scores = {}
+    for tokens in itertools.product(range(v), repeat=steps):
+        length = tokens.index(end) + 1 if end in tokens else steps
+        total, text = 0.0, [*prompt]
+        for token in tokens[:length]:
+            logits = model.logits(torch.tensor(text).unsqueeze(1))[-1, 0].double()
+            for word in bad:
+                if tuple(text[len(text) - len(word) + 1 :]) == word[:-1]:
+                    logits[word[-1]] = float("-inf")
+            total += logits.log_softmax(-1)[token].item()
+            text.append(token)
+        scores[tokens[: length - (end in tokens)]] = total / length**penalty
+    best = sorted(scores.items(), key=lambda one: -one[1])[:5]
+    words = [",".join(map(str, word)) for word in bad]
+    engine, sampling = SearchingEngine(model, longest=LONGEST), Sampling(steps, bad_words_ids=words)
+    engine.add(Request(prompt, sampling, end=end, search=Search(v * v, penalty)))
+    outputs = [output for _ in range(steps) for output in engine.step()]
+    [output] = outputs
+    assert [one.tokens for one in output.found[:5]] == [text for text, _ in best]
+    assert [one.score for one in output.found[:5]] == pytest.approx([score for _, score in best], abs=1e-5)
+    assert {one.finish for one in output.found} == {"stop", "length"}
+    assert not engine.busy
+
+
+def test_later_texts_do_not_overtake_a_search(small_gpt):
+    """A search of six steps, and a queue of which each text takes two passes: it does not wait for the queue each time."""
+    engine = SearchingEngine(small_gpt(), longest=LONGEST, max_batch=3)
+    first = engine.add(Request((3, 1, 4), Sampling(6), search=Search(3)))
+    for number in range(40):
+        engine.add(Request((2, 7, number), Sampling(2, greedy=True)))
+    ended = []
+    while engine.busy:
+        ended += [output.request for output in engine.step() if output.finish]
+    assert ended.index(first) < 12, ended
+
+
+def test_refusals(small_gpt):
+    engine = SearchingEngine(small_gpt(), longest=LONGEST)
+    with pytest.raises(SettingsError, match="groups of beams"):
+        engine.add(Request((1,), Sampling(2), search=Search(4, num_beam_groups=2, diversity_penalty=1.0)))
+    with pytest.raises(DataError, match="the model can look at 32"):
+        engine.add(Request((1,) * 32, Sampling(2), search=Search(4)))
+    assert not engine.busy

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instruction tuning against plain torch, where each conversation is a text by itself: packed or not, in each layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import finetune
+import pretrain_gpt
+from megatron.inference.convert.huggingface import to_hf
+from megatron.inference.load import load_model, open_tokenizer
+from megatron.serving.models import folders_of
+from megatron.tokenizer.chat_template import find_template
+from tests.tasks.chats import (
+    EOD,
+    RUN,
+    SHAPE,
+    TUNE,
+    answer_losses,
+    ids_of,
+    plain_tokens,
+    talks,
+    train,
+    weights_of,
+    write_lines,
+    write_vocabulary,
+)
+from tests.training.test_plain_loop import records
+
+LAYOUTS = {  # packed: 4 samples; 7 otherwise
+    "one process": (1, "--packing --global-batch-size 4"),
+    "not packed": (1, "--global-batch-size 7"),
+    "tp3 with sequence parallelism": (
+        3,
+        "--packing --global-batch-size 4 --tensor-model-parallel-size 3 --sequence-parallel",
+    ),
+    "pp3": (3, "--packing --global-batch-size 4 --pipeline-model-parallel-size 3"),
+    "pp3 zb-h1": (3, "--packing --global-batch-size 4 --pipeline-model-parallel-size 3 --pipeline-schedule zb-h1"),
+    "cp2": (2, "--packing --global-batch-size 4 --context-parallel-size 2"),
+    "zero2": (2, "--packing --global-batch-size 4 --sharding-stage 2"),
+    "zero3 recomputed": (
+        2,
+        "--packing --global-batch-size 4 --sharding-stage 3 --recompute-granularity full --recompute-method uniform",
+    ),
+}
+HEAD = ids_of("### Assistant\n")
+FULL = ("tp3 with sequence parallelism", "pp3 zb-h1", "zero2", "cp2", "zero3 recomputed")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with a pretrained checkpoint and its vocabulary."""
+    folder = tmp_path_factory.mktemp("base")
+    words = write_vocabulary(folder / "vocabulary")
+    line = f"{SHAPE} {words} {RUN} --mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 --save {folder}"
+    pretrain_gpt.main(line.split())
+    return folder
+
+
+def tune(rank: int, line: str) -> None:
+    finetune.main(line.split())
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.full if name in FULL else ()) for name in LAYOUTS]
+)
+def test_any_layout_is_each_conversation_by_itself(layout, base, run_ranks, tmp_path):
+    world, words = LAYOUTS[layout]
+    file = write_lines(tmp_path / "talks.jsonl", [dict(messages=talk) for talk in talks()])
+    line = f"--task chat --train-data {file} --chat-template plain --load {base} --save {tmp_path / 'run'} {TUNE}"
+    line += f" --train-iters 3 {words}"
+    tune(0, line) if world == 1 else run_ranks(world, tune, line)
+    texts = [plain_tokens(talk) for talk in talks()]
+    steps, weights = train(weights_of(base), lambda weights: answer_losses(weights, texts), 3, 1e-2)
+    found = records(tmp_path / "run", "step")
+    for step, wanted in zip(found, steps, strict=True):
+        assert step["lm loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=2e-5)
+    for name, values in weights_of(tmp_path / "run").items():
+        assert (values[: len(weights[name])].double() - weights[name]).abs().max() < 2e-5, name
+
+
+@pytest.fixture(scope="module")
+def tuned(base, tmp_path_factory):
+    """A folder with a checkpoint that was trained on conversations."""
+    folder = tmp_path_factory.mktemp("tuned")
+    file = write_lines(folder / "talks.jsonl", [dict(messages=talk) for talk in talks()])
+    line = f"--task chat --train-data {file} --chat-template plain --load {base} --save {folder} {TUNE}"
+    finetune.main(f"{line} --train-iters 1 --global-batch-size 7".split())
+    return folder
+
+
+def test_the_server_finds_the_template(tuned):
+    loaded = load_model(str(tuned))
+    template = find_template(folders_of(str(tuned), loaded, {}), open_tokenizer(loaded))
+    assert template.encode(talks()[1][:1]) == [*plain_tokens(talks()[1][:1])[0], *HEAD]
+    assert template.special[template.tokens["eos_token"]] == EOD and loaded.continues_texts
+
+
+def test_a_run_that_goes_on_finds_the_template(tuned, tmp_path):
+    line = f"--task chat --train-data {tuned / 'talks.jsonl'} --load {tuned} --save {tmp_path} {TUNE}"
+    finetune.main(f"{line} --train-iters 2 --global-batch-size 7".split())
+    assert [step["iteration"] for step in records(tmp_path, "step")] == [2]
+    assert (tmp_path / "chat_template.jinja").read_text() == (tuned / "chat_template.jinja").read_text()
+
+
+def test_an_export_has_the_template(tuned, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    to_hf(Path(tuned) / "iter_0000001", tmp_path / "hf", torch.float32, {}, check=False)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "hf"))
+    ids = theirs.apply_chat_template(talks()[0], return_dict=False)
+    assert ids == plain_tokens(talks()[0])[0] and theirs.eos_token == "<|endoftext|>"
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == EOD

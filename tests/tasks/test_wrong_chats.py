@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong settings and files of instruction tuning: one message each, with its exit code."""
+
+import pytest
+
+import finetune
+import pretrain_gpt
+from megatron.errors import Failure
+from tests.tasks.chats import RUN, SHAPE, TUNE, talks, write_lines, write_vocabulary
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    words = write_vocabulary(folder / "vocabulary")
+    line = f"{SHAPE} {words} {RUN} --mock-data --train-iters 1 --lr 1e-3 --eval-iters 0 --save {folder}"
+    pretrain_gpt.main(line.split())
+    return folder
+
+
+def write(folder, *rows):
+    return write_lines(folder / "talks.jsonl", rows)
+
+
+TALK = dict(messages=talks()[1])
+TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --train-iters 1 --chat-template plain"
+
+
+@pytest.mark.parametrize(
+    "flags, rows, code, said",
+    [
+        ("--task chat --load {base}", [TALK], 3, "there are no conversations to learn"),
+        (TRAIN.replace("plain", "none.jinja"), [TALK], 4, "--chat-template none.jinja: No such file"),
+        (TRAIN.replace("--chat-template plain", ""), [TALK], 3, "there is no chat template"),
+        (TRAIN.replace("plain", "chatml"), [TALK], 3, "needs the tokens <.im_start.> and <.im_end.>"),
+        (TRAIN.replace("plain", "{base}/bad.jinja"), [TALK], 4, "not a chat template"),
+        (TRAIN.replace("plain", "{base}/turns.jinja"), [TALK, dict(messages=TALK["messages"][1:])], 4, "line 2: .*turns"),
+        (TRAIN + " --seq-length 20", [TALK, TALK], 4, "no conversation with an answer"),
+        (TRAIN, [dict(messages=TALK["messages"][:1])], 4, "no conversation with an answer"),
+        (TRAIN, [TALK, dict(messages=[*TALK["messages"], dict(role="assistant", content="x", foo=1)])], 4, "foo: the chat"),
+        (TRAIN, [TALK, dict(messages=TALK["messages"], tools=[dict(name="f")])], 4, "line 2: tools: the chat template"),
+        (TRAIN + " --data-path {file}", [TALK], 3, "both name what is learned"),
+        (TRAIN.replace("--train-data {file}", "--data-path {base}"), [TALK], 4, "has no train.jsonl"),
+        (TRAIN + " --reset-attention-mask", [TALK], 3, "--reset-attention-mask: conversations are kept apart"),
+        (TRAIN + " --train-data-path x", [TALK], 3, "conversations are --train-data"),
+        (TRAIN + " --mock-data", [TALK], 3, "--mock-data reads no files"),
+        (TRAIN + " --no-full-validation", [TALK], 3, "--no-full-validation: all conversations"),
+#DPO         (TRAIN.replace("chat --", "dpo --"), [TALK], 4, "line 1: no chosen and no rejected"),
+        (TRAIN.replace("chat --", "dpo --") + " --packing", [TALK], 3, "--packing is of --task chat"),
+        (TRAIN.replace("chat --", "dpo --") + " --train-on-prompt", [TALK], 3, "--train-on-prompt is of --task chat"),
+        (TRAIN.replace("chat --", "dpo --") + " --dpo-beta 0", [TALK], 3, "--dpo-beta 0 must be above 0"),
+        (TRAIN.replace("chat --", "dpo --") + " --dpo-label-smoothing 0.5", [TALK], 3, "at least 0 and below 0.5"),
+        (TRAIN + " --chat-templat plain", [TALK], 2, "--chat-templat"),
+        (TRAIN + " --save {base}", [TALK], 3, "holds the model that the run begins with"),
+        (TRAIN.replace("--load {base}", "--load {file}.d"), [TALK], 5, "holds no checkpoint"),
+    ],
+)  # fmt: skip
+def test_one_message(flags, rows, code, said, base, tmp_path):
+    (base / "bad.jinja").write_text("{% for %}")
+    (base / "turns.jinja").write_text(
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}"
+        "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    line = flags.format(file=write(tmp_path, *rows), base=base) + f" {TUNE}"
+    with pytest.raises(Failure, match=said) as error:
+        finetune.main(line.split())
+    assert error.value.code == code, error.value
+
+
+def test_what_is_cut_and_left_out_is_counted(base, tmp_path, capsys):
+    """The log names how many conversations lose their end or are left out, and the first of them."""
+    long = [dict(role="user", content="Say it."), dict(role="assistant", content="no " * 60)]
+    late = [dict(role="user", content="no " * 60), dict(role="assistant", content="Yes.")]
+    file = write(
+        tmp_path, TALK, dict(messages=long, id=3), dict(messages=TALK["messages"][:1]), dict(messages=late), TALK
+    )
+    line = TRAIN.format(file=file, base=base) + f" {TUNE} --global-batch-size 3"
+    finetune.main(line.split())
+    told = capsys.readouterr().out
+    assert "> train: 3 conversations in 3 samples" in told
+    for words in (
+        f"1 of 5 conversations have no answer, and are left out ({file}, line 3)",
+        f"1 of 5 conversations are longer than --seq-length 120, and lose their end ({file}, line 2)",
+        f"1 of 5 conversations have no answer within --seq-length 120, and are left out ({file}, line 4)",
+        f"{file}: id of its lines are not used",
+    ):
+        assert f"note: {words}" in told, words
