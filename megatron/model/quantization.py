@@ -38,10 +38,10 @@ class QuantizeOptions:
         "format of the linear layers: int8 weights, int8-dynamic: inputs as well, int4 weights in groups", None
     )
     quantize_group_size: int = setting("--quantize int4: inputs that share a scale", 128)
-    quantize_symmetric: bool = setting("--quantize int4: groups have no zero, and values around 0", False)
     quantize_skip: Optional[str] = setting(
         "--quantize: patterns of layers that keep their format, or the file of tools.sensitivity --output", None
     )
+    quantize_symmetric: bool = setting("--quantize int4: groups have no zero, and values around 0", False)
     quantize_method: Literal["round", "gptq"] = setting(
         "--quantize: round each weight to the nearest value; gptq: correct later weights for the errors of earlier ones, "
         "on the inputs of --calibration-data",

@@ -150,7 +150,7 @@ def options_of(config: Mapping[str, Any], place) -> QuantizeOptions:
         if inputs.get("dynamic") and inputs.get("strategy") == "token" and inputs.get("num_bits") == 8:
             return QuantizeOptions("int8-dynamic")
     if known and bits == 4 and strategy == "group" and not inputs:
-        return QuantizeOptions("int4", weights["group_size"], symmetric)
+        return QuantizeOptions("int4", weights["group_size"], quantize_symmetric=symmetric)
     raise SettingsError(
         f"{place} has weights of another format: {config.get('quant_method')}, {config.get('format')}, "
         f"{bits} bits, {strategy}{', rounded inputs' if inputs else ''}",

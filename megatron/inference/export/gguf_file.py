@@ -21,6 +21,7 @@ from megatron.model.bert.facts import BertFacts
 from megatron.model.facts import Facts
 from megatron.model.positions import scaled_frequencies
 from megatron.model.t5.facts import T5Facts
+from megatron.mpu.placement import Placement
 
 Fix = Callable[[str, torch.Tensor, dict[str, Any]], torch.Tensor]
 # Byte-level vocabularies that llama.cpp can cut texts for, by the pattern of their words.
@@ -157,7 +158,7 @@ def write(
                 if called is None:
                     raise SettingsError(f"--format gguf: {architecture.name} of llama.cpp has no {theirs}")
                 xs = [architecture.fix(theirs, x, config) for x in xs]
-                yield called, _format_of(called, match.ours, xs[0].shape, wanted), xs
+                yield called, _format_of(called, family.facts.weights[match.ours], xs[0].shape, wanted), xs
         for called, x in _extra_tensors(family):
             yield called, "F32", [x]
 
@@ -189,11 +190,11 @@ def _parts(match, reader: Reader, product: Optional[Rounded], wanted: str, meta:
     return [x.float().repeat_interleave(shape[-1] // x.shape[1], 1).view(shape) for x in codes]
 
 
-def _format_of(called: str, ours: str, shape: Sequence[int], wanted: str) -> str:
+def _format_of(called: str, ours: Placement, shape: Sequence[int], wanted: str) -> str:
     """The format of a tensor in a file of `wanted`."""
     if len(shape) < 2 or called.startswith("position_embd"):
         return "F32"
-    made = "Q8_0" if wanted in ("Q4_0", "Q4_1") and not ours.startswith("blocks.") else wanted
+    made = "Q8_0" if wanted in ("Q4_0", "Q4_1") and ours.embedding_or_output else wanted
     return "F16" if made in BLOCKS and shape[-1] % BLOCK else made  # rows of other sizes have no blocks
 
 

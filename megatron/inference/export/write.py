@@ -372,7 +372,9 @@ def _model_of_gguf(source: ExportSource, wanted: Wanted) -> torch.nn.Module:
         elif wanted.dtype in DTYPES:
             parameter.data = parameter.data.to(DTYPES[wanted.dtype]).float()
         elif parameter.dim() > 1 and "position" not in name:
-            parameter.data = gguf_file.rounded(parameter.data, wanted.dtype if name.startswith("blocks.") else "q8_0")
+            parameter.data = gguf_file.rounded(
+                parameter.data, "q8_0" if source.facts.weights[name].embedding_or_output else wanted.dtype
+            )
     return built.model.eval()
 
 
