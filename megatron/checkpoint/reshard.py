@@ -7,7 +7,7 @@ or nodes, or one for each rank of an inference job (`by_rank`), which then reads
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -19,7 +19,7 @@ from megatron.checkpoint.store import Piece, share
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state: optimizer.exp_avg.blocks.0...
 
 
-def reshard(source: Reader, out: Path, shards: Iterable[list[Piece]], state: dict[str, Any]) -> Path:
+def reshard(source: "Reader | Computed", out: Path, shards: Iterable[list[Piece]], state: dict[str, Any]) -> Path:
     """Write `source` into the folder `out` as the files `shards`. Returns the new checkpoint's directory.
 
     Takes about twice `reader.PART` of memory. Tensors are converted to the dtype of their piece. After a failure, including
@@ -36,7 +36,26 @@ def reshard(source: Reader, out: Path, shards: Iterable[list[Piece]], state: dic
         return saver.write(state["iteration"], shards, state, parts=parts)
 
 
-def whole_pieces(source: Reader, wanted: Callable[[str], bool] = lambda name: True, dtype=None) -> list[Piece]:
+class Computed:
+    """A `source` of `reshard` whose tensors are computed from another checkpoint, one at a time.
+
+    A subclass has `folder` and `tensors`, as `Reader`, and `read`.
+    """
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        raise NotImplementedError
+
+    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
+        """As `Reader.parts`; the whole tensor is in memory."""
+        whole = self.read(name)
+        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
+        yield from flat.split(max(1, size // whole.element_size()))
+
+
+def whole_pieces(
+    source: Reader | Computed, wanted: Callable[[str], bool] = lambda name: True, dtype=None
+) -> list[Piece]:
     """Every wanted tensor as one piece without memory. dtype: of all pieces; default: as stored."""
     pieces = []
     for name, tensor in source.tensors.items():

@@ -8,7 +8,7 @@ Legend: n first tokens, t tokens so far, k beams, w beams of a group, v vocabula
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Optional, Protocol
 
@@ -20,6 +20,7 @@ from megatron.inference.stages import of_last_stage
 from megatron.mpu.mesh import Axis
 
 Found = tuple[float, int, int]  # score, column of the text that is continued, token
+Finished = tuple[float, Sequence[int]]  # score, new tokens
 NEVER = float("-inf")
 
 
@@ -30,7 +31,7 @@ class Reordered(Protocol):
         """Text n continues text order[n]."""
 
 
-def beam_search(
+def beam_steps(
     next_logits: Callable[[torch.Tensor], Optional[torch.Tensor]],
     first: torch.Tensor,
     search: Search,
@@ -42,8 +43,10 @@ def beam_search(
     end: Optional[int],
     counted: int = 0,
     pp: Axis,
-) -> list[list[int]]:
-    """The best continuations of at most `steps` tokens, without the token that ends them, best first: at most k.
+) -> Generator[None, None, list[Finished]]:
+    """Search for the best continuations of at most `steps` tokens; a step at each `next`, and a pause after it.
+
+    Returns (score, text) of at most k, best first, the texts without the token that ends them.
 
     next_logits: tokens [t, b] so far -> scores of the next token, [b, v]; None on ranks without them
     first:       [n, b] the common prompt; b equal columns, 1, or k if `cache` has room for k from the start
@@ -80,10 +83,25 @@ def beam_search(
             cache.reorder(order)
         for number, group in enumerate(groups):
             group.start = number * w
+        yield
     for group in groups:
         group.cut(steps, tokens[n:].t().tolist())
     finished = sorted((one for group in groups for one in group.finished), key=lambda one: -one[0])
-    return [text for _, text in finished[: search.num_beams]]
+    return finished[: search.num_beams]
+
+
+def beam_search(*arguments, **keywords) -> list[list[int]]:
+    """The texts of `beam_steps`."""
+    return texts_of(beam_steps(*arguments, **keywords))
+
+
+def texts_of(steps: Generator[None, None, list[Finished]]) -> list[list[int]]:
+    """The texts that a search finds, without a pause."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return [text for _, text in end.value]
 
 
 def first_of(texts: list[list[int]], count: int) -> list[list[int]]:
@@ -105,7 +123,7 @@ class BeamGroup:
     start: int
     length_penalty: float
     live: list[Found] = field(default_factory=list)
-    finished: list[tuple[float, Sequence[int]]] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
     done: bool = False
 
     @property

@@ -5,13 +5,13 @@ import re
 from typing import Optional
 
 from megatron.errors import DataError, SettingsError
-from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.sequences import generate_targets
 from megatron.tokenizer.base import SENTINEL
 
 
-def source_of(tokenizer, prompt: str, number: int) -> list[int]:
-    """Encode a text for the encoder; <extra_id_0> ... in it are sentinels for the spans to generate.
+def source_of(tokenizer, prompt: str, number: Optional[int] = None) -> list[int]:
+    """Encode a text for the encoder; <extra_id_0> ... in it are sentinels for the spans to generate. number: for errors
 
     Raises DataError for a sentinel that is not in the vocabulary.
     """
@@ -22,8 +22,9 @@ def source_of(tokenizer, prompt: str, number: int) -> list[int]:
     for place, (sentinel, text) in enumerate(zip(map(int, rest[::2]), rest[1::2], strict=True), 1):
         if sentinel >= len(sentinels):
             there = f"<extra_id_0> to <extra_id_{len(sentinels) - 1}>" if sentinels else "none"
+            which = "the prompt" if number is None else f"prompt {number}"
             raise DataError(
-                f"prompt {number} has <extra_id_{sentinel}>; of sentinels the vocabulary has {there}",
+                f"{which} has <extra_id_{sentinel}>; of sentinels the vocabulary has {there}",
                 do="name those that it has; --vocab-extra-ids in pretraining adds them",
             )
         text = text.rstrip() if 2 * place < len(rest) else text
@@ -43,19 +44,24 @@ def no_sentinels(tokenizer, sources: list[list[int]]) -> list[str]:
     ]
 
 
-def targets_of(
-    loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp, **more
-) -> list[list[int]]:
-    """The answers of an encoder-decoder to sources, as token ids. more: `best` and `draws` of `generate_targets`."""
-    facts, start, end = loaded.model.facts, search.decoder_start_id, search.decoder_end_id
+def boundaries(tokenizer, facts, search: Search = GREEDY) -> tuple[int, Optional[int]]:
+    """(the token that targets begin with, the token that ends them). Raises SettingsError for those of `search`."""
+    start, end = search.decoder_start_id, search.decoder_end_id
     start = _special(tokenizer, "bos", "cls") if start is None else start
     end = _special(tokenizer, "eos", "sep") if end is None else end
     end = tokenizer.eod if end is None else end
     for flag, token in (("--decoder-start-id", start), ("--decoder-end-id", end)):
         if token is not None and not 0 <= token < facts.vocab_size:
             raise SettingsError(f"{flag} {token}: the model knows ids from 0 to {facts.vocab_size - 1}")
-    lengths = (facts.source, facts.target)
-    more |= dict(longest=lengths, start=start or 0, end=end, pp=pp)
+    return start or 0, end
+
+
+def targets_of(
+    loaded, tokenizer, sources: list[list[int]], sampling: Sampling, search: Search, pp, **more
+) -> list[list[int]]:
+    """The answers of an encoder-decoder to sources, as token ids. more: `best` and `draws` of `generate_targets`."""
+    facts, (start, end) = loaded.model.facts, boundaries(tokenizer, loaded.model.facts, search)
+    more |= dict(longest=(facts.source, facts.target), start=start, end=end, pp=pp)
     return generate_targets(loaded.model, sources, sampling, search, **more)
 
 

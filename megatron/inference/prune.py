@@ -21,9 +21,8 @@ import torch
 
 from megatron.checkpoint import reshard
 from megatron.checkpoint.base import BASE, open_checkpoint
-from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.index import Tensor
-from megatron.checkpoint.reader import PART, Reader
+from megatron.checkpoint.reader import Reader
 from megatron.data.formats import datasets_of, open_tokens
 from megatron.data.loader import MicroBatch
 from megatron.errors import DataError, SettingsError
@@ -82,6 +81,18 @@ class Network:
     def with_model(self, model: Model) -> Facts:
         """The facts of a model of this type with other settings."""
         return self.recipe.facts(replace(self.config, model=model), self.vocab_size)
+
+    def readers(self, kind: str) -> dict[str, tuple[str, Cut]]:
+        """Owner -> (the weight whose columns multiply the outputs of its units, where they lie in it)."""
+        found = {}
+        for name, cut in self.cuts[kind].items():
+            if self.table[name].matrices is not None and cut.dim == len(self.table[name].shape) - 1:
+                found[owner(name, kind)] = name, cut
+        return found
+
+    def place_of(self, own: str) -> str:
+        """The name of the layer that an owner belongs to: `blocks.3`."""
+        return next(unit.name for unit in self.facts.whole if unit.layer == self.layer_of_owner[own])
 
     def check(self, sizes: ModelSizes, tp: Optional[int] = None) -> None:
         """Raise SettingsError if this model cannot have these sizes.
@@ -172,16 +183,16 @@ def _gates(network: Network, products: Mapping[str, torch.Tensor]) -> dict[tuple
     """(kind, owner) -> dL/dm of each unit, from w dL/dw of each weight. Channels of the hidden states have a gate for each
     norm that they go through, with the norm's name as owner.
     """
-    found: dict[tuple[str, str], torch.Tensor] = {}
-    for kind in (HEADS, FFN, HIDDEN):
-        for name, cut in network.cuts[kind].items():
-            shape = network.table[name].shape
-            of_norm = len(shape) == 1 and len(network.table[f"{name.rpartition('.')[0]}.weight"].shape) == 1
-            reads = network.table[name].matrices is not None and cut.dim == len(shape) - 1
-            if name in products and (of_norm if kind == HIDDEN else reads):
-                key = kind, name.rpartition(".")[0] if kind == HIDDEN else owner(name, kind)
-                own = _by_unit(products[name], cut)
-                found[key] = found[key] + own if key in found else own
+    found = {
+        (kind, own): _by_unit(products[name], cut)
+        for kind in KINDS
+        for own, (name, cut) in network.readers(kind).items()
+    }
+    for name, cut in network.cuts[HIDDEN].items():
+        of = name.rpartition(".")[0]
+        if len(network.table[f"{of}.weight"].shape) == 1 and name in products:
+            gates = _by_unit(products[name], cut)
+            found[HIDDEN, of] = found[HIDDEN, of] + gates if (HIDDEN, of) in found else gates
     return found
 
 
@@ -256,8 +267,8 @@ def old_names(network: Network, plan: SmallerModel) -> Iterator[tuple[str, str]]
         yield from zip(add_prefix(unit.name, unit.weights), add_prefix(old, unit.weights))
 
 
-class PrunedReader:
-    """A reader of the smaller model's weights, with the part of `Reader`'s methods that rewriting needs."""
+class PrunedReader(reshard.Computed):
+    """The weights of the smaller model."""
 
     def __init__(self, reader: Reader, network: Network, plan: SmallerModel):
         self.reader, self.folder, self.plan = reader, reader.folder, plan
@@ -286,12 +297,6 @@ class PrunedReader:
         for cut, units in self._chosen(old):
             weight = chosen_units(weight, cut, units)
         return weight
-
-    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
-        """As `Reader.parts`; the whole weight is in memory."""
-        whole = self.read(name)
-        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
-        yield from flat.split(max(1, size // whole.element_size()))
 
 
 def chosen_units(weight: torch.Tensor, cut: Cut, units: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ class Request:
                      only; None: none
     prompt_logprobs  report those of the prompt's tokens as well
     adjusted         log-probabilities of new tokens are those after logit bias and bad words: for texts of one new token
+    start            encoder-decoders, whose prompts are sources: the token that the target begins with
     search           beam search in place of one text (`searches.SearchingEngine`): its only output has the texts found
     """
 
@@ -35,6 +36,7 @@ class Request:
     logprobs: Optional[int] = None
     prompt_logprobs: bool = False
     adjusted: bool = False
+    start: int = 0
     search: Optional[Search] = None
 
     @property

@@ -6,14 +6,15 @@ A source's target depends on the model, the source, the settings and its own ind
 Legend: s tokens of a source, t of a target so far, b sources, v vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Optional
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, Optional
 
 import torch
 
 from megatron.errors import DataError
-from megatron.inference.beams import beam_search, first_of
+from megatron.inference.beams import Finished, beam_steps, first_of, texts_of
 from megatron.inference.choices import RowState, choose
+from megatron.inference.engine import logprobs_of
 from megatron.inference.sampling import GREEDY, Sampling, Search
 from megatron.inference.scoring import ALONE
 from megatron.inference.stages import of_last_stage
@@ -57,30 +58,67 @@ def generate_targets(
     if beams.num_beams > 1:
         encoded = model.encode(*padded(sources, device))
         each = (_row(encoded, row) for row in range(len(sources)))
-        found = (_beam_search(model, own, beams, sampling, steps, start, end, pp) for own in each)
+        found = (texts_of(target_search(model, own, beams, sampling, steps, start, end, pp)) for own in each)
         return [target for targets in found for target in first_of(targets, best)]
     sources = [source for source in sources for _ in range(best)]
-    encoded = model.encode(*padded(sources, device))
     draws = draws or [(sampling, index) for index in range(len(sources))]
     rows = [RowState(own, limit=steps, end=end, index=index) for own, index in draws]
-    cache, running = DecoderCache(steps, len(sources)), [True] * len(sources)
-    tokens = torch.full((1, len(sources)), start, dtype=torch.int64, device=device)
-    for _ in range(steps):
-        logits = model.decode(tokens[-1:], encoded, cache)  # [1, b, v]; None: the last stage has them
-        chosen = None if logits is None else choose(logits[-1], rows)
-        chosen = of_last_stage(chosen, (len(sources),), torch.int64, device, pp)
-        tokens = torch.cat((tokens, chosen.unsqueeze(0)))
-        numbers = chosen.tolist()
-        for row, token in enumerate(numbers):
-            running[row] &= token not in rows[row].ends
-            if running[row]:
-                rows[row].append(token)
-            else:
-                numbers[row] = -1
-        on_token(numbers)
-        if not any(running):
-            break
+    decoding = Decoding(model, sources, rows, [start] * len(sources), pp)
+    while decoding.busy:
+        on_token(decoding.step().tokens)
     return [row.new for row in rows]
+
+
+class DecodingStep(NamedTuple):
+    """The new token of each target, -1 for those without one, and the log-probabilities of the tokens that were chosen.
+
+    scores: for each target those of its token and of the likeliest ones, as `engine.logprobs_of` has them; None: not asked
+    """
+
+    tokens: list[int]
+    scores: Optional[list[list[float]]]
+
+
+class Decoding:
+    """Targets of some sources while they are generated, one token of each at a step.
+
+    rows: the state of each target; row.limit is its greatest length. starts: the token that each begins with
+    """
+
+    def __init__(
+        self, model, sources: Sequence[Sequence[int]], rows: Sequence[RowState], starts: Sequence[int], pp: Axis
+    ):
+        self.model, self.rows, self.pp, self.device = model, rows, pp, next(model.parameters()).device
+        self.encoded = model.encode(*padded(sources, self.device))
+        self.cache = DecoderCache(max(row.limit for row in rows), len(rows))
+        self.running = [row.limit > 0 for row in rows]
+        self._last = torch.tensor([starts], dtype=torch.int64, device=self.device)  # [1, b]
+
+    @property
+    def busy(self) -> bool:
+        return any(self.running)
+
+    def step(self, top: Optional[int] = None) -> DecodingStep:
+        """Add a token to each target that has not ended. top: report so many likeliest tokens, too; None: no scores."""
+        b = len(self.rows)
+        logits = self.model.decode(self._last, self.encoded, self.cache)  # [1, b, v]; None: the last stage has them
+        chosen = None if logits is None else choose(logits[-1], self.rows)
+        chosen = of_last_stage(chosen, (b,), torch.int64, self.device, self.pp)
+        numbers, scores = chosen.tolist(), None
+        if top is not None:
+            if logits is not None:
+                scores = torch.tensor(logprobs_of(logits[-1].float(), numbers, top), dtype=torch.float64)
+                scores = scores.view(b, -1).to(self.device)
+            scores = of_last_stage(scores, (b, 1 + 2 * top), torch.float64, self.device, self.pp).tolist()
+        self._last = chosen.unsqueeze(0)
+        for place, (row, token) in enumerate(zip(self.rows, numbers, strict=True)):
+            self.running[place] &= token not in row.ends
+            if self.running[place]:
+                row.append(token)
+                self.running[place] = len(row.new) < row.limit
+            else:
+                numbers[place] = -1
+        return DecodingStep(numbers, scores)
 
 
 def padded(sources: Sequence[Sequence[int]], device) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
@@ -99,7 +137,7 @@ def _row(encoded: EncodedSource, row: int) -> EncodedSource:
     return EncodedSource(memory if encoded.padding is None else memory[encoded.padding[row]], None)
 
 
-def _beam_search(
+def target_search(
     model,
     encoded: EncodedSource,
     beams: Search,
@@ -108,8 +146,8 @@ def _beam_search(
     start: int,
     end: Optional[int],
     pp: Axis,
-) -> list[list[int]]:
-    """Beam search for one source, best first."""
+) -> Generator[None, None, list[Finished]]:
+    """Beam search for the targets of one source: see `beams.beam_steps`."""
     k, device = beams.num_beams, encoded.memory.device
     repeated, cache = EncodedSource(encoded.memory.expand(-1, k, -1), None), DecoderCache(steps, k)
 
@@ -119,4 +157,4 @@ def _beam_search(
 
     first = torch.full((1, k), start, dtype=torch.int64, device=device)
     sizes = dict(vocab_size=model.vocab_size, cache=cache)
-    return beam_search(next_logits, first, beams, sampling, steps, **sizes, end=end, counted=1, pp=pp)
+    return beam_steps(next_logits, first, beams, sampling, steps, **sizes, end=end, counted=1, pp=pp)

@@ -9,6 +9,7 @@ from typing import Any, Optional
 from megatron.model.lora import with_adapters
 from megatron.model.quantization import with_quantization
 from megatron.model.recipe import Recipe, named_recipe
+from megatron.model.sparsity import with_sparsity
 from megatron.settings.parse import parse_pretrain, said
 from megatron.settings.schema import Config
 
@@ -33,7 +34,7 @@ def parse_any(
 
     defaults = with_type if callable(own) else of_model | dict(own)
     config = parse_pretrain(argv, {**recipe.setting_groups, **groups}, description, defaults)
-    return recipe.normalize_config(with_adapters(with_quantization(config)))
+    return recipe.normalize_config(with_adapters(with_sparsity(with_quantization(config))))
 
 
 def parse_with_options(argv: list[str], options: type, description: str) -> tuple[Config, Any]:

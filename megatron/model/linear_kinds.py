@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron.errors import SettingsError, did_you_mean
-from megatron.model import lora, quantization
+from megatron.model import lora, quantization, sparsity
 from megatron.model.weights import Table, add_prefix
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Model
@@ -28,6 +28,7 @@ WEIGHT = ".weight"
 KINDS: Mapping[str, Any] = {
     lora.KIND: lora,
     quantization.KIND: quantization,
+    sparsity.KIND: sparsity,
 }  # of every model: name -> module with `own_weights`
 
 Chosen = tuple[tuple[str, str], ...]  # (linear layer of a block, kind)
@@ -95,8 +96,10 @@ def with_own_weights(settings: Model, table: Table, picked: Chosen) -> Table:
     return table
 
 
-def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list[str]:
-    """The problems of --linear and of its kinds, as messages. tables: returns the weights of each block, by its index."""
+def problems(settings: Model, tables: Callable[[], Mapping[int, Table]], tp: int = 1) -> list[str]:
+    """The problems of --linear and of its kinds, as messages. tables: returns the weights of each block, by its index; tp:
+    the ranks that divide them.
+    """
     if settings.linear is None:
         return lora.problems(settings, ())
     try:
@@ -111,14 +114,22 @@ def problems(settings: Model, tables: Callable[[], Mapping[int, Table]]) -> list
             f"--model-type {settings.model_type} has {', '.join(kinds)} (Recipe.linears: docs/extending.md)"
             for name in unknown or [""]
         ]
-    names = {f"blocks.{layer}.{name}": name for layer, table in tables().items() for name in linear_layers(table)}
+    blocks = tables()
+    names = {f"blocks.{layer}.{name}": name for layer, table in blocks.items() for name in linear_layers(table)}
     adapted = [choice.pattern for choice in parts if choice.kind == lora.KIND]
-    return lora.problems(settings, adapted) + [
+    found = lora.problems(settings, adapted) + [
         f"--linear {settings.linear}: '{choice.pattern}' is no linear layer of this model; each block has "
         f"{', '.join(dict.fromkeys(names.values()))}"
         for choice in parts
         if not any(map(choice.matches, names))
     ]
+    sparse = [
+        (f"blocks.{layer}.{name}", table[name + WEIGHT])
+        for layer, table in blocks.items()
+        for name, kind in chosen_of(settings, layer, table)
+        if kind == sparsity.KIND and kind not in settings.own_linears
+    ]
+    return found + sparsity.problems(settings, sparse, tp)
 
 
 def idle_of(settings: Model) -> dict[str, Needs]:
@@ -128,7 +139,11 @@ def idle_of(settings: Model) -> dict[str, Needs]:
         for one in fields(product.group) if product.group else ():
             users.setdefault(one.name, []).append(kind)
     named = {choice.kind for choice in choices(settings.linear or "")}
-    return quantization.EFFECTS | {
-        name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
-        for name, kinds in users.items()
-    }
+    return (
+        quantization.EFFECTS
+        | sparsity.EFFECTS
+        | {
+            name: Needs(f"--linear PATTERN={' or PATTERN='.join(kinds)}", lambda s, kinds=kinds: named & set(kinds))
+            for name, kinds in users.items()
+        }
+    )

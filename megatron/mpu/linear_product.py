@@ -124,6 +124,9 @@ class LinearProduct:
         here, because ZeRO may still be gathering them; `transform` and `prepare_weight` can.
         """
 
+    def after_load(self) -> None:
+        """Called when a checkpoint has filled the layer's weights and buffers, before `after_update`."""
+
     # ---- for kinds --------------------------------------------------------------------------------------------------
 
     def piece(self, whole: torch.Tensor) -> torch.Tensor:
@@ -209,9 +212,11 @@ class LinearProduct:
         )
         return self._kept or self.prepare_weight(weight.detach().flatten(0, -2)), pull_back
 
-    def weights_changed(self) -> None:
-        """Clear the cache of `once_a_step`, and call `after_update`."""
+    def weights_changed(self, loaded: bool = False) -> None:
+        """Clear the cache of `once_a_step`, and call `after_update`; loaded: from a checkpoint, or initially."""
         self._kept = None
+        if loaded:
+            self.after_load()
         self.after_update()
 
 

@@ -404,7 +404,7 @@ class DistributedOptimizer:
             self.weights.invalidate(frozen=read)
             self.messages.start_step()
         for product in self.products:
-            product.weights_changed()
+            product.weights_changed(loaded=read)
 
     def gathered_parameters(self) -> AbstractContextManager:
         """Make all parameters readable inside the context, at every stage: for checks between two steps."""

@@ -8,6 +8,7 @@
     -> {"text": ["Once upon a time ...", "Once upon the ..."], "segments": [...], "scores": [-1.2, -1.4]}
 
 Texts, segments and log-probabilities are those of prompt and answer together. The first token has no log-probability.
+Those of an encoder-decoder are the answer's alone, whose tokens all have one.
 Beams are answered best first; a score is the sum of the new tokens' log-probabilities, divided by a power of their number.
 """
 
@@ -24,9 +25,10 @@ from megatron.inference.text_stream import TextStream
 from megatron.serving.answers import read_json, unless_gone
 from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
-from megatron.serving.openai_requests import MOST_TEXTS, SEEDS, Strict, length_of, parse
+from megatron.serving.openai_requests import MOST_TEXTS, SEEDS, Strict, parse
 from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
+from megatron.serving.texts import encoded
 
 RENAMED = {"max_len": "tokens_to_generate", "sentences": "prompts"}  # as in its versions of long ago
 DRAWS = ("temperature", "top_k", "top_p", "top_p_decay", "top_p_bound")
@@ -105,6 +107,9 @@ class MegatronApi:
 
         body = parse(MegatronBody, await read_json(request, self.limits))
         model = named(self.models, body.model or next(iter(self.models)))
+        if model.targets and body.tokens_to_generate == 0:
+            what = f"tokens_to_generate: 0 scores prompts, and {model.name} is an encoder-decoder, which has no scores"
+            raise ApiError(400, what, param="tokens_to_generate")
         prompts = [await _encoded(model, text, body.add_BOS) for text in body.prompts]
         requests = self._requests(model, body, prompts)
         answer = _answer if body.beam_width is None else _found
@@ -125,14 +130,15 @@ class MegatronApi:
             search = Search(body.beam_width, body.length_penalty)
         requests = []
         for number, prompt in enumerate(prompts):
-            length_of(asked, asked, len(prompt), model.longest, most)
+            model.answer_length(asked, asked, len(prompt), most)
             sampling = Sampling(tokens_to_generate=max(1, asked), **words)
             try:
                 sampling.check()
             except Failure as error:
                 raise ApiError(400, in_one_line(error)) from None
-            scores = dict(logprobs=0 if body.logprobs else None, prompt_logprobs=body.logprobs)
-            requests.append(Request(prompt, sampling, index=number, end=end, search=search, **scores))
+            own = dict(index=number, end=end, start=model.start, search=search)
+            scores = dict(logprobs=0 if body.logprobs else None, prompt_logprobs=body.logprobs and not model.targets)
+            requests.append(Request(prompt, sampling, **own, **scores))
         return requests
 
 
@@ -148,17 +154,18 @@ async def _encoded(model: ServedModel, text: str, bos: bool) -> tuple[int, ...]:
 
 def _newlines_after_colons(tokenizer) -> list[str]:
     """The pairs of a colon's token and a newline's. Some vocabularies have others within a text than at its beginning."""
-    colons, newlines = ({tokenizer.encode(before + sign)[-1] for before in ("", "a") if tokenizer.encode(sign)}
-        for sign in ":\n")  # fmt: skip
+    last = lambda text: set(encoded(tokenizer, text)[-1:])
+    colons, newlines = (last(sign) and last(sign) | last(f"a{sign}") for sign in ":\n")
     return sorted(f"{colon},{newline}" for colon in colons for newline in newlines)
 
 
 async def _answer(
     model: ServedModel, job: TextJob, body: MegatronBody, prompts: list[tuple[int, ...]]
 ) -> dict[str, Any]:
-    tokens = [list(prompt) for prompt in prompts]
+    befores = [() if model.targets else prompt for prompt in prompts]
+    tokens = [list(before) for before in befores]
     values: list[list[Optional[float]]] = [[] for _ in prompts]
-    streams = [TextStream(model.tokenizer, body.stop, after=prompt) for prompt in prompts]
+    streams = [TextStream(model.tokenizer, body.stop, after=before) for before in befores]
     cached = 0
     async for place, output in job:
         if output.finish == "cancelled" and not streams[place].stopped:
@@ -183,7 +190,8 @@ async def _found(
         if output.finish == "cancelled":
             raise ApiError(503, "the search was cancelled by the server", code="cancelled")
         model.thread.meter.prompts(len(prompt), output.cached)
-        whole = [[*prompt, *text.tokens] for text in output.found]
+        before = () if model.targets else prompt
+        whole = [[*before, *text.tokens] for text in output.found]
         return _texts(model, whole) | dict(scores=[text.score for text in output.found])
     raise AssertionError("a search ends with an output")
 

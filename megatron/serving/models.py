@@ -12,19 +12,21 @@ from typing import Any
 
 from megatron.errors import SettingsError
 from megatron.inference import generation_config
+from megatron.inference.kernel_caches import bound_kernel_caches
+from megatron.inference.which import load_one_model
 from megatron.serving.openai_requests import DEFAULTS
-from megatron.serving.settings import ServeLimits, ServeOptions, bound_kernel_caches, log_to_stderr, parsed, read_keys
+from megatron.serving.settings import ServeSettings, log_to_stderr, parsed, read_keys
 from megatron.serving.weights import Weights, follow, names_of
 from megatron.settings.schema import Kernels, Parallel, TokenizerSettings
 from megatron.settings.statements import given_values
 
 
-def load_all(settings: ServeOptions, limits: ServeLimits, context) -> list[Weights]:
+def load_all(settings: ServeSettings, context) -> list[Weights]:
     """The weights of each model on this rank. context: `mpu.initialize.RankContext`.
 
     Ranks but the first ignore signals from now on: the first one ends them, after the last answer.
     """
-    whole = [weights_of(settings, limits, folder, context) for folder in settings.folders]
+    whole = [weights_of(settings, folder, context) for folder in settings.serve.folders]
     if context.is_rank_zero:
         for note in (note for weights in whole for note in weights.loaded.notices):
             print(f"note: {note}", file=sys.stderr)
@@ -34,33 +36,49 @@ def load_all(settings: ServeOptions, limits: ServeLimits, context) -> list[Weigh
     return whole
 
 
-def weights_of(settings: ServeOptions, limits: ServeLimits, folder: str, context) -> Weights:
+def weights_of(settings: ServeSettings, folder: str, context) -> Weights:
     """The weights of a model, with the ways to load others and to make an engine.
 
     Raises SettingsError if it does not continue texts.
     """
+    from megatron.inference.export.opened import is_export
     from megatron.inference.load import load_model
     from megatron.inference.searches import SearchingEngine
+    from megatron.inference.sequence_engine import SequenceEngine
 
-    mesh, memory = context.mesh, settings.cache_gigabytes
-    load = partial(load_model, device=context.device, precision=settings.precision, mesh=mesh)
-    loaded = load(folder, step=settings.ckpt_step if folder in (settings.load or ()) else None)
+    options, limits, quantize, _ = settings
+    mesh, memory, step = context.mesh, options.cache_gigabytes, options.ckpt_step
+    how = dict(device=context.device, precision=options.precision, mesh=mesh, quantize=quantize)
+    exported = folder in (options.load_exported or ())
+    if folder == options.follow and is_export(Path(folder)):
+        raise SettingsError(f"--follow {folder}: it is an export, which has no newer checkpoints", do="--load-exported")
+    if step is not None and folder in (options.load or ()) and is_export(Path(folder)):
+        raise SettingsError(f"--ckpt-step {step}: {folder} is an export, which has one step", do="leave it out")
+    step = step if folder in (options.load or ()) else None
+    loaded = load_one_model(None if exported else folder, folder if exported else None, step=step, **how)
     loaded.check_words()
-    if not loaded.continues_texts:
+    if getattr(loaded.model, "is_program", False):
         raise SettingsError(
-            f"{folder} holds a model of type {loaded.config.model.model_type}, which does not continue texts",
-            do="encoder-decoders answer in python -m megatron.tools.generate",
+            f"{folder} holds a program, which has no room for several texts at a time",
+            do="export with --format hf, or use python -m megatron.tools.generate --load-exported",
+        )
+    if not (loaded.continues_texts or hasattr(loaded.model, "decode")):
+        raise SettingsError(
+            f"{folder} holds a model of type {loaded.config.model.model_type}, which generates nothing",
+            do="models of texts and encoder-decoders are served",
         )
     size = None if memory is None else int(memory * 1e9)
 
     def engine_of(loaded):
+        if hasattr(loaded.model, "decode"):
+            return SequenceEngine(loaded.model, max_batch=limits.max_batch, memory=size)
         return SearchingEngine(loaded.model, longest=loaded.longest, max_batch=limits.max_batch, memory=size)
 
-    return Weights(load, engine_of, loaded, mesh.world if mesh.world_size > 1 else None)
+    return Weights(partial(load_model, **how), engine_of, loaded, mesh.world if mesh.world_size > 1 else None)
 
 
-def service_of(settings: ServeOptions, limits: ServeLimits, whole: list[Weights], tokenizer: Mapping[str, Any]):
-    """What the server serves (`serving.server.Service`). tokenizer: settings that replace those of the checkpoints."""
+def service_of(settings: ServeSettings, whole: list[Weights]):
+    """What the server serves (`serving.server.Service`)."""
     from megatron.inference.load import open_tokenizer
     from megatron.serving.engine_thread import EngineThread
     from megatron.serving.metrics import ServeMetrics
@@ -69,17 +87,31 @@ def service_of(settings: ServeOptions, limits: ServeLimits, whole: list[Weights]
     from megatron.tokenizer.chat_template import find_template
 
     metrics, models, background = ServeMetrics(), {}, []
-    names = settings.served_model_name or names_of(settings.folders)
-    for name, folder, weights in zip(names, settings.folders, whole):
+    options, limits, _, given = settings
+    tokenizer = given_values(TokenizerSettings, given)  # settings that replace those of the checkpoints
+    names = options.served_model_name or names_of(options.folders)
+    for name, folder, weights in zip(names, options.folders, whole):
         meter, opened = metrics.of(name), open_tokenizer(weights.loaded, tokenizer)
         meter.iteration(weights.loaded.iteration)
         thread = EngineThread(weights.engine(), room=limits.room, version=weights.version, meter=meter)
-        template = find_template(folders_of(folder, weights.loaded, tokenizer), opened, settings.chat_template)
-        more = dict(template=template, defaults=recommended(folder))
-        models[name] = ServedModel(name, opened, weights.loaded.longest, thread, **more)
-        if folder == settings.follow:
+        template = find_template(folders_of(folder, weights.loaded, tokenizer), opened, options.chat_template)
+        more = dict(template=template, defaults=recommended(folder), targets=targets_of(weights.loaded, opened))
+        longest = weights.loaded.model.facts.source if more["targets"] else weights.loaded.longest
+        models[name] = ServedModel(name, opened, longest, thread, **more)
+        if folder == options.follow:
             background.append(follow(folder, models[name], weights))
-    return Service(models, metrics, limits, read_keys(settings.api_key_file), background)
+    return Service(models, metrics, limits, read_keys(options.api_key_file), background)
+
+
+def targets_of(loaded, tokenizer):
+    """What the answers of an encoder-decoder are (`served_model.Targets`); None for other models."""
+    from megatron.inference.prompts import boundaries
+    from megatron.serving.served_model import Targets
+
+    if not hasattr(loaded.model, "decode"):
+        return None
+    facts = loaded.model.facts
+    return Targets(facts.target, *boundaries(tokenizer, facts))
 
 
 def recommended(folder: str) -> dict[str, Any]:
@@ -98,10 +130,9 @@ def application_of(argv: list[str]):
     from megatron.serving.server import app
 
     bound_kernel_caches()
-    settings, limits, given = parsed(argv)
-    log_to_stderr(settings.access_log)
-    whole = load_all(settings, limits, join_job(Parallel(), Kernels(device=settings.device)))
-    service = service_of(settings, limits, whole, given_values(TokenizerSettings, given))
+    settings = parsed(argv)
+    log_to_stderr(settings.serve.access_log)
+    service = service_of(settings, load_all(settings, join_job(Parallel(), Kernels(device=settings.serve.device))))
     service.stop = partial(os._exit, 1)  # its engine has failed: another replica is started
     return app(service, local=False)
 

@@ -15,7 +15,7 @@ from megatron.inference.text_stream import TextStream
 from megatron.serving.answers import EventStream, read_json, unless_gone
 from megatron.serving.engine_thread import TextJob
 from megatron.serving.errors import ApiError, in_one_line
-from megatron.serving.openai_requests import Chat, Completion, TextBody, length_of, parse
+from megatron.serving.openai_requests import Chat, Completion, TextBody, parse
 from megatron.serving.served_model import ServedModel, named
 from megatron.serving.settings import ServeLimits
 from megatron.serving.texts import RunningText, TextPart, TokenTexts, parts_of
@@ -51,6 +51,11 @@ class OpenAI:
     async def completions(self, request):
         body = parse(Completion, await read_json(request, self.limits))
         model = named(self._models, body.model)
+        if model.targets and (body.echo or body.max_tokens == 0):
+            what = f"{model.name} is an encoder-decoder: its answers do not continue their prompts"
+            raise ApiError(
+                400, f"echo: {what}" if body.echo else f"max_tokens: 0 scores prompts, and {what}", param="echo"
+            )
         texts = body.prompts
         names = ["prompt"] if len(texts) == 1 else [f"prompt[{number}]" for number in range(len(texts))]
         prompts = [await model.encode(text, name) for text, name in zip(texts, names)]
@@ -77,14 +82,14 @@ class OpenAI:
         except RefusedMessages as error:
             raise ApiError(400, str(error), param=error.param) from None
         scores = (body.top_logprobs or 0) if body.logprobs else None
-        work = self._work(model, body, [prompt], model.longest, body.n, model.end_of_turn, dict(logprobs=scores))
+        work = self._work(model, body, [prompt], model.longest_answer, body.n, model.end_of_turn, dict(logprobs=scores))
         return await self._answer(request, work, Chats(work))
 
     def _work(
         self, model: ServedModel, body: TextBody, prompts, default: int, each: int, end, more: dict
     ) -> TextRequest:
         most = self.limits.max_answer_tokens
-        lengths = [length_of(body.max_tokens, default, len(prompt), model.longest, most) for prompt in prompts]
+        lengths = [model.answer_length(body.max_tokens, default, len(prompt), most) for prompt in prompts]
         requests = []
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(body, name) or ():
@@ -99,7 +104,7 @@ class OpenAI:
                 sampling.check()
             except Failure as error:
                 raise ApiError(400, in_one_line(error)) from None
-            own = dict(sampling=sampling, end=end, **more)
+            own = dict(sampling=sampling, end=end, start=model.start, **more)
             requests += [Request(prompt, index=number, **own) for number in range(each)]
         return TextRequest(model, body, prompts, requests, each)
 
@@ -109,7 +114,8 @@ class OpenAI:
         seconds = self.limits.request_timeout
         job = await work.model.thread.add(work.requests)
         words = dict(stop=work.body.stop or [], least=work.body.min_tokens or 0)
-        befores = [one.prompt if form.continues else () for one in work.requests]
+        continues = form.continues and not work.model.targets
+        befores = [one.prompt if continues else () for one in work.requests]
         streams = [TextStream(work.model.tokenizer, **words, after=before) for before in befores]
         texts = [RunningText(stream, only_prompt=work.body.max_tokens == 0) for stream in streams]
         form.version = job.version
@@ -261,7 +267,8 @@ def _finite(value: Optional[float]) -> float:
 
 
 def _about(model: ServedModel) -> dict[str, Any]:
-    more = dict(max_model_len=model.longest, chat=model.template is not None, root=model.thread.version)
+    sizes = dict(max_model_len=model.longest, max_answer_len=model.longest_answer)
+    more = dict(**sizes, chat=model.template is not None, root=model.thread.version)
     return dict(id=model.name, object="model", created=model.created, owned_by="megatron", **more)
 
 

@@ -264,6 +264,10 @@ TYPE_NAMES = {"str", "int", "float", "bool", "none", "constrained", "nullable"}
 
 
 def _words(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "too_short":
+        return f"has to have at least {problem['ctx']['min_length']}, not {problem['ctx']['actual_length']}"
+    if problem["type"] == "too_long":
+        return f"has to have at most {problem['ctx']['max_length']}, not {problem['ctx']['actual_length']}"
     text = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return text.replace("Input should", "has to").replace("has to be a valid", "has to be a") or "invalid"
 
@@ -291,4 +295,19 @@ def length_of(asked: Optional[int], default: int, prompt: int, longest: int, mos
             param="max_tokens",
             code="context_length_exceeded",
         )
+    return asked
+
+
+def target_length_of(asked: Optional[int], default: int, source: int, longest: int, target: int, most: int) -> int:
+    """As `length_of`, for an encoder-decoder, whose source and target have limits of their own."""
+    if source > longest:
+        what = f"the prompt has {source} tokens; the encoder can look at {longest}"
+        raise ApiError(400, what, param="prompt", code="context_length_exceeded")
+    if asked is None:
+        return min(default, target, most)
+    if asked > most:
+        raise ApiError(400, f"max_tokens: {asked} is more than the server's limit of {most}", param="max_tokens")
+    if asked > target:
+        what = f"max_tokens: {asked} is more than the model's targets may have, {target}"
+        raise ApiError(400, what, param="max_tokens", code="context_length_exceeded")
     return asked

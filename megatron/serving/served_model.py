@@ -9,19 +9,31 @@ from functools import cached_property
 from typing import Any, Optional, Union
 
 from megatron.errors import Failure
+from megatron.inference.prompts import source_of
 from megatron.serving.engine_thread import EngineThread
 from megatron.serving.errors import ApiError, in_one_line
+from megatron.serving.openai_requests import length_of, target_length_of
 from megatron.serving.texts import TokenTexts
 from megatron.tokenizer.chat_template import ChatTemplate
 
 SHORT = 10_000  # characters that are encoded at once; longer texts must not keep other clients waiting
 
 
+@dataclass(frozen=True)
+class Targets:
+    """The answers of an encoder-decoder: their greatest length, and the tokens that they begin and end with."""
+
+    longest: int
+    start: int
+    end: Optional[int]
+
+
 @dataclass
 class ServedModel:
-    """longest: tokens of prompt and answer; template: None if the model has none.
+    """longest: tokens of prompt and answer, or of an encoder-decoder's source; template: None if the model has none.
 
     defaults: settings of requests that do not have them, by the names of `Sampling`
+    targets:  of an encoder-decoder, whose prompts are sources; None: answers continue their prompts
     """
 
     name: str
@@ -30,6 +42,7 @@ class ServedModel:
     thread: EngineThread
     template: Optional[ChatTemplate] = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    targets: Optional[Targets] = None
     created: int = field(default_factory=lambda: int(time.time()))
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -40,7 +53,26 @@ class ServedModel:
     @property
     def end(self) -> Optional[int]:
         """The token that ends a text."""
-        return self.tokenizer.eod
+        return self.targets.end if self.targets else self.tokenizer.eod
+
+    @property
+    def start(self) -> int:
+        """The token that the targets of an encoder-decoder begin with; for other models it has no meaning."""
+        return self.targets.start if self.targets else 0
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of an answer, at most."""
+        return self.targets.longest if self.targets else self.longest
+
+    def answer_length(self, asked: Optional[int], default: int, prompt: int, limit: int) -> int:
+        """The number of tokens of an answer. Raises ApiError if the model or the server has no room for it.
+
+        prompt: tokens of the prompt; limit: the server's, on answers
+        """
+        if self.targets:
+            return target_length_of(asked, default, prompt, self.longest, self.targets.longest, limit)
+        return length_of(asked, default, prompt, self.longest, limit)
 
     @property
     def end_of_turn(self) -> Optional[int]:
@@ -53,7 +85,7 @@ class ServedModel:
         if not prompt:
             raise ApiError(400, f"{param}: is empty; there is nothing to continue", param=param, code="invalid_value")
         if isinstance(prompt, str):
-            return tuple(await self.in_turn(self.tokenizer.encode, prompt, size=len(prompt)))
+            return tuple(await self.in_turn(self._ids, prompt, size=len(prompt)))
         wrong = next((token for token in prompt if not 0 <= token < self.tokenizer.vocab_size), None)
         if wrong is not None:
             what = (
@@ -61,6 +93,9 @@ class ServedModel:
             )
             raise ApiError(400, what, param=param, code="invalid_value")
         return tuple(prompt)
+
+    def _ids(self, prompt: str) -> list[int]:
+        return source_of(self.tokenizer, prompt) if self.targets else self.tokenizer.encode(prompt)
 
     async def in_turn(self, function, *args, size: int):
         """Call a function of the tokenizer, one at a time: in a thread if there is much to do."""

@@ -2,14 +2,14 @@
 """The settings of the server, and what they have to be."""
 
 import logging
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Literal, NamedTuple, Optional
 
 from megatron.errors import DataError, SettingsError, UsageError
+from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import TokenizerSettings, setting
@@ -21,6 +21,9 @@ class ServeOptions:
     """The models, and where the server listens."""
 
     load: Optional[list[str]] = setting("folders of checkpoints, or checkpoints: each is a model", None)
+    load_exported: Optional[list[str]] = setting(
+        "folders that tools.export wrote, or models' folders of Hugging Face: each is a model", None
+    )
     follow: Optional[str] = setting(
         "folder of checkpoints whose newest one is served, also when there is a newer one", None
     )
@@ -57,7 +60,8 @@ class ServeOptions:
 
     @property
     def folders(self) -> list[str]:
-        return [*(self.load or ()), *([self.follow] if self.follow and self.follow not in (self.load or ()) else ())]
+        named = [*(self.load or ()), *(self.load_exported or ())]
+        return [*named, *([self.follow] if self.follow and self.follow not in named else ())]
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,15 @@ def check(settings: ServeOptions, limits: ServeLimits, given: Mapping[str, State
     folders = settings.folders
     check_replicas(settings)
     if not folders and not addresses_of(settings):
-        raise UsageError("which model?", do="--load FOLDER, or --follow FOLDER to take newer checkpoints, too")
+        more = (
+            "--load-exported FOLDER of tools.export or Hugging Face, or --follow FOLDER to take newer checkpoints, too"
+        )
+        raise UsageError("which model?", do=f"--load FOLDER, {more}")
+    if settings.follow in (settings.load_exported or ()):
+        raise UsageError(f"--follow {settings.follow}: an export has no newer checkpoints", do="leave out --follow")
+    if settings.ckpt_step is not None and not settings.load:
+        step = words_of(given, "ckpt_step", settings.ckpt_step)
+        raise UsageError(f"{step}: there is no --load whose checkpoint it could choose", do="leave it out")
     names = settings.served_model_name or []
     if names and len(names) != len(folders):
         raise UsageError(f"--served-model-name has {len(names)} names for {len(folders)} models")
@@ -131,7 +143,8 @@ def check_replicas(settings: ServeOptions) -> None:
         )
     if addresses and settings.folders:
         raise UsageError(
-            "--replicas with addresses, and a model: those servers have their own", do="leave out --load and --follow"
+            "--replicas with addresses, and a model: those servers have their own",
+            do="leave out --load, --load-exported and --follow",
         )
     if settings.ray and not (settings.replicas and settings.replicas[0].isdecimal()):
         raise UsageError("--ray needs the number of replicas", do="--replicas 4 --ray")
@@ -159,34 +172,33 @@ def read_keys(path: Optional[str]) -> list[str]:
     return keys
 
 
-KERNELS = 128  # that torch keeps on a CPU
 COMMON = tuple(
     """
-    load follow served_model_name host port api_key_file chat_template max_batch max_queue max_answer_tokens device
-    tensor_model_parallel_size pipeline_model_parallel_size
+    load load_exported follow quantize served_model_name host port api_key_file chat_template max_batch max_queue
+    max_answer_tokens device tensor_model_parallel_size pipeline_model_parallel_size
     """.split()
 )
 
 
-def parsed(argv: list[str]) -> tuple[ServeOptions, ServeLimits, Mapping[str, Statement]]:
-    """The settings of a command line, and who set them."""
+class ServeSettings(NamedTuple):
+    """The settings of a command line, and who gave them."""
+
+    serve: ServeOptions
+    limits: ServeLimits
+    quantize: QuantizeOptions
+    given: Mapping[str, Statement]
+
+
+def parsed(argv: list[str]) -> ServeSettings:
+    """The settings of a command line."""
     groups, given = parse_with_record(
         argv,
-        dict(serve=ServeOptions, limits=ServeLimits, tokenizer=TokenizerSettings),
+        dict(serve=ServeOptions, limits=ServeLimits, quantize=QuantizeOptions, tokenizer=TokenizerSettings),
         prog="python -m megatron.tools.serve",
         description="Serve a trained model over HTTP.",
         common=COMMON,
     )
-    return groups["serve"], groups["limits"], given
-
-
-def bound_kernel_caches() -> None:
-    """Let torch keep fewer kernels on a CPU; before it is loaded.
-
-    oneDNN makes a kernel for each number of tokens in a pass, and by default keeps 1024: hundreds of megabytes, over hours.
-    """
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # of oneDNN, and of torch for it
-        os.environ.setdefault(name, str(KERNELS))
+    return ServeSettings(groups["serve"], groups["limits"], groups["quantize"], given)
 
 
 def log_to_stderr(access: bool) -> None:

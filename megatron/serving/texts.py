@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Optional
 
+from megatron.errors import Failure
 from megatron.inference.requests import Output, TokenScore
 from megatron.inference.text_stream import TextStream
 from megatron.serving.engine_thread import TextJob
@@ -77,6 +78,14 @@ async def parts_of(job: TextJob, texts: Sequence[RunningText]) -> AsyncIterator[
             return
 
 
+def encoded(tokenizer, text: str) -> list[int]:
+    """The ids of a text; none if the vocabulary lacks it, as one of numbers lacks letters."""
+    try:
+        return tokenizer.encode(text)
+    except Failure:
+        return []
+
+
 class TokenTexts:
     """The text of single tokens, as log-probabilities name them. Within a text, so that a space before a word is there.
 
@@ -85,7 +94,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.before = tokenizer.encode("a")
+        self.before = encoded(tokenizer, "a")
         self.prefix = tokenizer.decode(self.before)
         self.shown = lru_cache(maxsize=1 << 16)(self._shown)
 

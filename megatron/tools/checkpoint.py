@@ -12,6 +12,7 @@
     python -m megatron.tools.checkpoint from-megatron PATH OUT the same, and Megatron-LM's distributed ones (torch_dist)
     python -m megatron.tools.checkpoint quantize PATH OUT      weights of 8 or 4 bits: --quantize int8, int8-dynamic, int4
     python -m megatron.tools.checkpoint merge-lora PATH OUT    LoRA adapters, merged into the weights of their base
+    python -m megatron.tools.checkpoint apply-masks PATH OUT   masks of --sparsity: an ordinary model with zeros
     python -m megatron.tools.checkpoint to-peft PATH OUT       LoRA adapters for PEFT, Hugging Face's library
     python -m megatron.tools.checkpoint from-peft PATH OUT     LoRA adapters from PEFT, on --base CHECKPOINT
 
@@ -41,6 +42,7 @@ from megatron.training.exchange import (
     ToHFOptions,
     ToMegatronOptions,
     ToPeftOptions,
+    apply_masks,
     from_hf,
     from_megatron,
     from_peft,
@@ -240,7 +242,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
         raise UsageError("--dtype converts weights; optimizer state must stay as it is", do="add --weights-only")
     with open_reader(path, which) as reader:
         if out.resolve() in (reader.folder.resolve(), reader.folder.resolve().parent):
-            raise UsageError(f"{out} is where the checkpoint is", do="give another folder")
+            raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
         if (out / "index.json").exists() or checkpoints(out):
             raise SettingsError(f"{out} is there already", "it holds checkpoints", "give a new folder")
         wanted = (lambda name: not name.startswith(files.OPTIMIZER)) if how.weights_only else (lambda name: True)
@@ -386,6 +388,7 @@ COMMANDS = dict(
         "from-megatron": (FromMegatronOptions, ("PATH", "OUT"), from_megatron),
         "quantize": (QuantizeOptions, ("PATH", "OUT"), quantize),
         "merge-lora": (MergeOptions, ("PATH", "OUT"), merge_lora),
+        "apply-masks": (MergeOptions, ("PATH", "OUT"), apply_masks),
         "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft),
         "from-peft": (FromPeftOptions, ("PATH", "OUT"), from_peft),
     },

@@ -3,6 +3,7 @@
 
     python -m megatron.tools.serve --load runs/quickstart/checkpoints
     python -m megatron.tools.serve --load runs/base runs/tuned --port 8000          # two models, also side by side
+    python -m megatron.tools.serve --load-exported models/llama --quantize int8     # a folder of Hugging Face, in 8 bits
     python -m megatron.tools.serve --load runs/345M --replicas 4                    # four processes behind one address
     python -m megatron.tools.serve --follow runs/345M                               # newer checkpoints as they come
     python -m megatron.tools.launch --nproc-per-node 4 -m megatron.tools.serve --load runs/13B \\
@@ -14,26 +15,28 @@ It listens on this machine alone, unless --host says otherwise. docs/serving.md 
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
 from megatron.guard.processes import die_with_parent
+from megatron.inference.kernel_caches import bound_kernel_caches
+from megatron.model import quantization
 from megatron.serving.settings import (
     ServeLimits,
     ServeOptions,
+    ServeSettings,
     addresses_of,
-    bound_kernel_caches,
     check,
     log_to_stderr,
     parsed,
     read_keys,
 )
 from megatron.settings import rank_env
-from megatron.settings.schema import Parallel, TokenizerSettings
-from megatron.settings.statements import Statement, failing_in_users_words, given_values
+from megatron.settings.effects import idle_flags
+from megatron.settings.schema import Parallel
+from megatron.settings.statements import failing_in_users_words
 from megatron.telemetry.web import listen
 
 PACKAGES = ("aiohttp", "jinja2", "prometheus_client", "pydantic", "starlette", "uvicorn")
@@ -42,9 +45,13 @@ PACKAGES = ("aiohttp", "jinja2", "prometheus_client", "pydantic", "starlette", "
 def main(argv: list[str]) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     rank_env.adopt_launcher()
-    settings, limits, given = parsed(argv)
+    whole = parsed(argv)
+    settings, limits, quantize, given = whole
     with failing_in_users_words(given):
         check(settings, limits, given)
+        notes = [] if settings.replica_of else idle_flags(quantize, given, quantization.IDLE)
+        for note in notes if rank_env.ranks().rank == 0 else ():
+            print(f"note: {note}", file=sys.stderr)
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
             raise Failure(f"the server needs {', '.join(missing)}", do="pip install '.[serve]'")
         if settings.replica_of is not None:
@@ -63,21 +70,19 @@ def main(argv: list[str]) -> None:
                 distributed_timeout_minutes=settings.distributed_timeout_minutes,
             )
             bound_kernel_caches()
-            on_ranks(parallel, settings.device, partial(serve_models, settings, limits, given, listener))
+            on_ranks(parallel, settings.device, partial(serve_models, whole, listener))
 
 
-def serve_models(
-    settings: ServeOptions, limits: ServeLimits, given: Mapping[str, Statement], listener, context
-) -> None:
+def serve_models(settings: ServeSettings, listener, context) -> None:
     """Load the models on the ranks of a job (`mpu.initialize.RankContext`). The first serves, and the others follow it."""
     from megatron.serving.models import load_all, service_of
     from megatron.serving.server import serve
 
-    whole = load_all(settings, limits, context)
+    whole = load_all(settings, context)
     if not context.is_rank_zero:
         whole[0].take_part()
         return
-    service = service_of(settings, limits, whole, given_values(TokenizerSettings, given))
+    service = service_of(settings, whole)
     announce(", ".join(service.models), listener)
     serve(service, listener)
     whole[0].end()

@@ -2,7 +2,7 @@
 """The commands of megatron.tools.checkpoint that exchange models with other libraries."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ class ToMegatronOptions:
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """Options of the merge of adapters."""
+    """Options of the merge of adapters or masks."""
 
     writers: int = setting("files of equal size", 1)
 
@@ -140,18 +140,27 @@ def from_megatron(path: Path, out: Path, which, how: FromMegatronOptions) -> Non
 
 def merge_lora(path: Path, out: Path, which, how: MergeOptions) -> None:
     """Merge LoRA adapters into the weights of their base: a checkpoint of an ordinary model, without optimizer state."""
+    from megatron.inference.convert.merged import merge
+
+    _merge(merge, path, out, which, how)
+
+
+def apply_masks(path: Path, out: Path, which, how: MergeOptions) -> None:
+    """Apply the masks of --sparsity: a checkpoint of an ordinary model with zeros, without optimizer state."""
+    from megatron.inference.convert.masked import apply_masks
+
+    _merge(apply_masks, path, out, which, how)
+
+
+def _merge(merge: Callable[[Path, Path, int], Path], path: Path, out: Path, which, how: MergeOptions) -> None:
     from megatron.checkpoint.folder import choose
     from megatron.errors import UsageError
-    from megatron.inference.convert.merged import merge
 
     if not 1 <= how.writers <= 99999:
         raise UsageError(f"{how.writers} files cannot be written", do="give a number from 1 to 99999")
     choice = choose(path, step=which.ckpt_step)
-    print(
-        "\n  ".join(
-            [f"{merge(choice.paths[0], out, how.writers)}: merged, to be loaded with --load {out}", *choice.notices]
-        )
-    )
+    made = merge(choice.paths[0], out, how.writers)
+    print("\n  ".join([f"{made}: merged, to be loaded with --load {out}", *choice.notices]))
 
 
 def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:

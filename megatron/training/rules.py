@@ -72,7 +72,7 @@ def check(settings: schema.Config, world_size: int) -> list[str]:
     others += lr_schedule.problems(s.settings.optimizer, s.settings.batch, s.dp)
     violations += rules.of_given_values(others, s)
     violations = violations or [
-        *linear_kinds.problems(settings.model, lambda: _tables(settings)),
+        *linear_kinds.problems(settings.model, lambda: _tables(settings), s.tp),
         *expert_problems(s),
         *recompute_problems(settings),
     ]

@@ -15,12 +15,13 @@ import torch
 
 from megatron.errors import PeerLost, SettingsError
 from megatron.guard.endings import guarded
-from megatron.inference import engine
+from megatron.inference import engine, sequence_engine
 from megatron.inference.engine import Engine
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling, Search
+from megatron.inference.sequence_engine import SequenceEngine
 from megatron.inference.sequences import generate_targets
 from megatron.inference.stages import T5Stages, stages_of
 from megatron.model.recipe import named_recipe
@@ -30,6 +31,7 @@ from megatron.mpu.mesh import Mesh
 from megatron.settings.schema import Guard, Model
 from megatron.tools import generate as tool
 from megatron.training.entry import start
+from tests.inference import test_sequence_engine as pairs
 from tests.inference.engine_mixes import LONGEST, alone, check_mix, requests_of, sizes_of
 
 pytestmark = pytest.mark.sampled(3)
@@ -156,6 +158,32 @@ def test_ranks_serve_mixes_as_each_text_is_alone(tp, pp, decoder, run_ranks):
             else:
                 found = check_mix(model, requests, wanted, seed)
                 sums = {name: sums.get(name, 0) + number for name, number in found.items()}
+        return sums
+
+    sums, *_ = run_ranks(tp * pp, body)
+    assert min(sums.values()) > 0, sums
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("tp, pp", [(2, 2), pytest.param(1, 3, marks=pytest.mark.full)])
+def test_ranks_serve_targets_as_each_is_alone(tp, pp, encoder_decoder, run_ranks):
+    """Sources that come and go, searches among them, with the layers of encoder and decoder on all ranks."""
+    model = load_model(str(encoder_decoder)).model
+    requests = pairs.requests_of(2, 12, 7, 64, 16)
+    wanted = [pairs.alone(model, request) for request in requests]
+
+    def body(rank):
+        mesh, sums = Mesh(rank, tp=tp, pp=pp), {}
+        model = load_model(str(encoder_decoder), mesh=mesh).model
+        sequence_engine.PATIENCE = 0.0  # every step says to wait
+        for seed in range(8):
+            own = SequenceEngine(model, max_batch=1 + seed % 5)
+            if rank:
+                own.follow()
+            else:
+                found = pairs.check_mix(own, requests, wanted, seed)
+                sums = {name: sums.get(name, 0) + number for name, number in found.items()}
+                own.close()
         return sums
 
     sums, *_ = run_ranks(tp * pp, body)

@@ -13,6 +13,7 @@ import torch
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import huggingface
+from megatron.inference.convert.families import imported
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_settings import FAMILIES, LLAMA, effective, kind_of, our_settings, their_settings
 from megatron.settings import schema
@@ -55,9 +56,10 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
 TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init_method_std make_vocab_size_divisible_by
     model_type model_name_or_path apply_query_key_layer_scaling attention_softmax_in_fp32 linear
     lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora""".split()
-# Rounding of weights and inputs: a model with `linear` kinds is refused as a whole.
+# Rounding of weights and inputs, and masks: a model with `linear` kinds is refused as a whole.
 ROUNDING = """quantization weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
-    activation_bits quantization_layers quantization_skip""".split()
+    activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
+    sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
 SIZES = """num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()
 OF_SCALING = ("rope_scaling_", "yarn_", "mscale", "rotary_scaling_factor")  # of use_rope_scaling and rope_type
@@ -346,3 +348,15 @@ def test_a_generation_config_is_written(tmp_path):
     save(tmp_path / "ours", OURS)
     tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--unchecked"])
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "theirs").eos_token_id is None
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_keys_that_are_not_known_are_named(kind):
+    """Of config.json: a key that nobody read has no effect. Those that an export writes are all read or neutral."""
+    theirs = their_settings(Model(**BASES[kind]), V, 1, "float32")
+    assert imported(theirs).unread == ()
+    found = imported(theirs | dict(gating="ring", heads_of_another_model=3, nothing=None))
+    assert found.unread == ("gating", "heads_of_another_model")
+    assert found.unread_notices("x/config.json") == [
+        "x/config.json: gating, heads_of_another_model are not known here and have no effect"
+    ]

@@ -214,7 +214,7 @@ def test_what_cannot_be_is_said(flags, said):
 
 def test_kinds_belong_to_a_recipe():
     [problem] = check(parse_any(f"{LINE} --linear mlp.*=mask".split()), 1)
-    assert "'mask' is no kind of linear layer" in problem and "has plain, lora, fake_quantize (" in problem
+    assert "'mask' is no kind of linear layer" in problem and "has plain, lora, fake_quantize, sparse (" in problem
     for name, kind in (("plain", own_mask.Mask), ("a b", own_mask.Mask), ("mask", 3)):
         with pytest.raises(SettingsError, match=r"Recipe.linears"):
             model_group({name: kind})

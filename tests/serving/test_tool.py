@@ -18,13 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import DataError, SettingsError, UsageError
+from megatron.errors import CheckpointError, DataError, SettingsError, UsageError
 from megatron.guard import processes
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.inference.sampling import Sampling, Search
+from megatron.model.recipe import named_recipe
 from megatron.serving.settings import ServeLimits, read_keys
-from megatron.tools import serve, text_generation_cli
+from megatron.tools import export, serve, text_generation_cli
+from megatron.tools import generate as generate_tool
+from megatron.training.entry import start
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -104,6 +107,93 @@ def test_a_model_is_served(checkpoint, expected, tmp_path):
         request = urllib.request.Request(url + "/metrics", headers=dict(authorization="Bearer second"))
         text = urllib.request.urlopen(request).read().decode()
         assert 'megatron_serve_iteration{model="cats"} 7.0' in text and 'engine{model="cats",what="blocks"}' in text
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind, how", [("checkpoint", "int8"), ("--load", "int8-dynamic"), ("--load-exported", "int4")])
+def test_exports_and_quantized_models_answer_as_generate(checkpoint, kind, how, tmp_path, capsys):
+    """The server's texts are those of tools.generate with the same flags."""
+    if kind == "checkpoint":
+        words = ["--load", str(checkpoint)]
+    else:
+        export.main(["--load", str(checkpoint), "--output", str(tmp_path / "hf"), "--dtype", "fp32", "--no-check"])
+        words = [kind, str(tmp_path / "hf")]
+    words += ["--quantize", how]
+    words += ["--quantize-group-size", "8", "--quantize-skip", "*.mlp.*"] if how == "int4" else []
+    texts, drawn = ["the cat sat", "a dog"], ["--tokens-to-generate", "9", "--seed", "5", "--json"]
+    wanted = []
+    for text in texts:
+        capsys.readouterr()
+        generate_tool.main([*words, "--device", "cpu", "--prompt", text, *drawn])
+        wanted.append(json.loads(capsys.readouterr().out)["text"])
+    with serving(*words) as (url, _):
+        name = ask(url, "/v1/models", method="GET")["data"][0]["id"]
+        found = [ask(url, "/v1/completions", model=name, prompt=text, max_tokens=9, seed=5) for text in texts]
+    assert [answer["choices"][0]["text"] for answer in found] == wanted
+    plain = texts_of(str(checkpoint))
+    if how == "int4":  # coarse enough for other texts
+        assert wanted != [plain(text, tokens_to_generate=9, sampling_seed=5) for text in texts]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_an_encoder_decoder_is_served(ranks, tmp_path, capsys):
+    """Prompts are its sources: its answers are those of tools.generate, by both interfaces, and do not continue prompts."""
+    flags = """--encoder-num-layers 2 --decoder-num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 12
+        --decoder-seq-length 8 --mock-data --vocab-size 40 --tokenizer-type NullTokenizer --device cpu --lr 1e-2
+        --init-method-std 0.6 --micro-batch-size 4 --train-iters 1 --eval-iters 0 --precision fp32"""
+    start(f"{flags} --save {tmp_path / 'pair'}".split(), named_recipe("T5"))
+    words = ["--load", str(tmp_path / "pair"), "--device", "cpu", "--json", "--seed", "5", "--tokens-to-generate", "6"]
+    wanted = {}
+    for name, more in {
+        "drawn": [],
+        "greedy": ["--greedy"],
+        "beams": ["--num-beams", "3", "--num-samples", "3"],
+    }.items():
+        capsys.readouterr()
+        generate_tool.main([*words, *more, "--prompt", "5 6 7 8"])
+        wanted[name] = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    launch = ["-m", "megatron.tools.launch", "--nproc-per-node", "2"] if ranks > 1 else []
+    layout = ["--pipeline-model-parallel-size", "2"] if ranks > 1 else []
+    with serving("--load", str(tmp_path / "pair"), *layout, launch=launch) as (url, _):
+        asked = dict(prompt="5 6 7 8", max_tokens=6)
+        found = ask(url, "/v1/completions", **asked, seed=5, n=2, logprobs=2)
+        assert found["choices"][0]["text"] == wanted["drawn"][0] != found["choices"][1]["text"]
+        scores = found["choices"][0]["logprobs"]
+        assert len(scores["tokens"]) == len(scores["token_logprobs"])
+        assert all(len(top) >= 2 for top in scores["top_logprobs"])
+        assert found["usage"]["prompt_tokens"] == 4
+        greedy = ask(url, "/v1/completions", **asked, temperature=0)["choices"][0]["text"]
+        assert [greedy] == wanted["greedy"] != wanted["drawn"]
+        answers = ask(url, "/api", "PUT", prompts=["5 6 7 8", "9 10"], tokens_to_generate=6, top_k=1, logprobs=True)
+        assert answers["text"][0] == greedy and len(answers["logprobs"][0]) == len(answers["segments"][0])
+        beams = ask(url, "/api", "PUT", prompts=["5 6 7 8"], tokens_to_generate=6, beam_width=3)
+        assert beams["text"] == wanted["beams"] and beams["scores"] == sorted(beams["scores"], reverse=True)
+        model = ask(url, "/v1/models", method="GET")["data"][0]
+        assert (model["max_model_len"], model["max_answer_len"]) == (12, 8)
+        for body, why in (
+            (asked | dict(echo=True), "echo: pair is an encoder-decoder"),
+            (asked | dict(max_tokens=9), "max_tokens: 9 is more than the model's targets may have, 8"),
+            (asked | dict(prompt="7 " * 13), "the prompt has 13 tokens; the encoder can look at 12"),
+        ):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                ask(url, "/v1/completions", **body)
+            assert why in json.loads(error.value.read())["error"]["message"]
+
+
+def test_what_is_no_model_to_serve(checkpoint, tmp_path):
+    """Each is refused by name before the server says that it serves."""
+    export.main(["--load", str(checkpoint), "--output", str(tmp_path / "hf"), "--dtype", "fp32", "--no-check"])
+    for words, error, why in (
+        (["--follow", str(tmp_path / "hf")], SettingsError, "it is an export, which has no newer checkpoints"),
+        (["--load", str(tmp_path / "hf"), "--ckpt-step", "3"], SettingsError, "is an export, which has one step"),
+        (["--load-exported", "x", "--ckpt-step", "3"], UsageError, "there is no --load whose checkpoint"),
+        (["--load-exported", "x", "--follow", "x"], UsageError, "an export has no newer checkpoints"),
+        (["--load", str(checkpoint), "--quantize", "int4"], SettingsError, "--quantize-group-size"),
+        (["--load-exported", str(tmp_path)], CheckpointError, "holds no export"),
+    ):
+        with pytest.raises(error, match=why):
+            serve.main([*words, "--port", "0", "--device", "cpu"])
 
 
 @pytest.mark.sampled(3)

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 import pretrain_gpt
-from megatron.model import quantization
+from megatron.model import quantization, sparsity
 from megatron.model.gpt import rules as gpt_rules
 from megatron.optimizer import rules as optimizer_rules
 from megatron.settings.effects import EFFECTS
@@ -18,10 +18,10 @@ from megatron.settings.schema import GROUPS
 from megatron.training.rules import idle, resolve
 
 ALWAYS = """
-    num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+    num_layers num_experts hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
     swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping
-    final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization
+    final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization sparsity
     lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora
     untie_embeddings_and_output_weights apply_query_key_layer_scaling hidden_dropout attention_dropout
     label_smoothing init_method_std make_vocab_size_divisible_by model_type model_name_or_path
@@ -55,9 +55,36 @@ LLAMA3 = """rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_f
     rope_scaling_original_max_position_embeddings""".split()
 YARN = """rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale
     mscale_all_dim""".split()
+MIXED = "--num-experts 4"
+EXPERTS = {  # name -> (a value, flags with which it has an effect)
+    "moe_layer_freq": ("2", MIXED),
+    "moe_ffn_hidden_size": ("8", MIXED),
+    "moe_shared_expert_intermediate_size": ("8", MIXED),
+    "moe_shared_expert_gate": ("", f"{MIXED} --moe-shared-expert-intermediate-size 8"),
+    "moe_router_topk": ("3", MIXED),
+    "moe_router_score_function": ("sigmoid", MIXED),
+    "moe_router_pre_softmax": ("", MIXED),
+    "moe_router_num_groups": ("2", f"{MIXED} --moe-router-group-topk 1"),
+    "moe_router_group_topk": ("1", f"{MIXED} --moe-router-num-groups 2"),
+    "moe_router_topk_scaling_factor": ("2", MIXED),
+    "moe_router_dtype": ("fp64", MIXED),
+    "moe_router_load_balancing_type": ("none", MIXED),
+    "moe_aux_loss_coeff": ("0.1", MIXED),
+    "moe_z_loss_coeff": ("0.1", MIXED),
+    "moe_router_enable_expert_bias": ("", MIXED),
+    "moe_router_bias_update_rate": ("0.1", f"{MIXED} --moe-router-enable-expert-bias"),
+    "moe_input_jitter_eps": ("0.1", MIXED),
+    "moe_router_force_load_balancing": ("", MIXED),
+    "moe_expert_capacity_factor": ("2", MIXED),
+    "moe_pad_expert_input_to_capacity": ("", f"{MIXED} --moe-expert-capacity-factor 2"),
+    "moe_token_drop_policy": ("position", f"{MIXED} --moe-expert-capacity-factor 2"),
+}
 MUON = dict(
     momentum=0.8, scale_mode="shape_scaling", extra_scale_factor=2, num_ns_steps=3, coefficient_type="simple"
 ) | dict(fp32_matmul_prec="highest")
+SPARSE = dict(initial_sparsity=0.2, sparsity_begin_step=1, sparsity_end_step=5, sparsity_frequency=2) | dict.fromkeys(
+    ("sparsity_layers", "sparsity_skip"), "mlp.*"
+)
 ROPE = "--position-embedding-type rope"
 GROWTH = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1"
 RATE = "--lr-decay-style constant"
@@ -86,11 +113,16 @@ CASES = {
     "activation_bits": ("--activation-bits 4", "--quantization --activation-quantize-type none", "--quantization"),
     "quantization_layers": ("--quantization-layers mlp.*", "", "--quantization"),
     "quantization_skip": ("--quantization-skip mlp.*", "", "--quantization"),
+    **{
+        name: (f"--{name.replace('_', '-')} {value}", "", "--sparsity 0.5 --sparsity-end-step 9")
+        for name, value in SPARSE.items()
+    },
     "use_rope_scaling": ("--use-rope-scaling", "", ROPE),
     "rope_type": ("--rope-type yarn", ROPE, f"{ROPE} --rotary-scaling-factor 2"),
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --use-rope-scaling") for name in LLAMA3},
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --rope-type yarn") for name in YARN},
     "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", ROPE, f"{ROPE} --rope-type yarn"),
+    **{name: (f"--{name.replace('_', '-')} {value}".strip(), "", more) for name, (value, more) in EXPERTS.items()},
     **{
         f"kd_{name}": (f"--kd-{name} {value}", "", "--teacher-load d")
         for name, value in dict(alpha=0.3, temperature=2, loss="js").items()
@@ -222,7 +254,7 @@ CASES = {
     "profile_dir": ("--profile-dir d", "", "--profile"),
     "profile_detailed": ("--profile-detailed", "", "--profile"),
 }
-IDLE = {**gpt_rules.IDLE, **optimizer_rules.IDLE, **quantization.EFFECTS}
+IDLE = {**gpt_rules.IDLE, **optimizer_rules.IDLE, **quantization.EFFECTS, **sparsity.EFFECTS}
 BASE = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-3 --vocab-size 90"
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from megatron.data.epochs import in_samples
-from megatron.model import quantization
+from megatron.model import quantization, sparsity
 from megatron.model.arguments import parse_any
 from megatron.settings.effects import EFFECTS
 from megatron.settings.schema import GROUPS
@@ -18,10 +18,10 @@ from tests.tasks.classification import SIZE, Toy
 # Settings of these groups are about how a model is trained, whatever its loss and its samples are.
 ALIKE = "parallel tokenizer optimizer recompute precision checkpoint guard logging planner profiling".split()
 USED = """
-    num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+    num_layers num_experts hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
     swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping disable_bias_linear
-    linear quantization lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora
+    linear quantization sparsity lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora
     apply_query_key_layer_scaling hidden_dropout
     attention_dropout init_method_std make_vocab_size_divisible_by model_type model_name_or_path
     data_path mock_data full_validation dataloader_type collate_fn num_workers
@@ -76,7 +76,7 @@ def config(tmp_path_factory):
 
 
 def test_every_setting_is_used_or_refused_or_named():
-    judged = [*USED, *LATER, *REFUSED, *EFFECTS, *quantization.EFFECTS, *recipe().idle]
+    judged = [*USED, *LATER, *REFUSED, *EFFECTS, *quantization.EFFECTS, *sparsity.EFFECTS, *recipe().idle]
     wanting = {field.name for name, group in GROUPS.items() if name not in ALIKE for field in fields(group)}
     assert wanting <= set(judged), "say what each does in fine-tuning: tasks/finetune.py, or USED here"
     assert len(USED) + len(REFUSED) + len(NAMED) == len({*USED, *REFUSED, *NAMED})

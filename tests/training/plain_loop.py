@@ -142,7 +142,10 @@ def initial_weights(seed: int) -> dict[str, torch.Tensor]:
 def logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor, job: Job) -> torch.Tensor:
     """Tokens [b, s] through a GPT-2 of any size: [b, s, vocabulary]."""
     places, allowed = documents(tokens, job)
-    hidden, layers = weights["final_norm.weight"].numel(), sum(name.endswith("mlp.up.weight") for name in weights)
+    hidden, layers = (
+        weights["final_norm.weight"].numel(),
+        sum(f"blocks.{n}.mlp.up.weight" in weights for n in range(len(weights))),
+    )
     heads = len(weights["blocks.0.attention.qkv.weight"])
 
     linear = partial(job.linear or plain_linear, weights)

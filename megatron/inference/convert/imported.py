@@ -2,7 +2,7 @@
 """Write a checkpoint with weights from another library."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -111,3 +111,11 @@ def imported_state(
         mesh={},
         origin=origin,
     )
+
+
+def without_kinds(config: dict[str, Any], own: Sequence[str]) -> dict[str, Any]:
+    """The record of a run's settings, with these settings of kinds of linear layers as in an ordinary model."""
+    plain = schema.Model(num_layers=1, hidden_size=1, num_attention_heads=1)
+    copy = {name: dict(group) if isinstance(group, dict) else group for name, group in config.items()}
+    copy["model"] |= {name: getattr(plain, name) for name in own}
+    return copy

@@ -5,16 +5,16 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
 from megatron.checkpoint import reshard
 from megatron.checkpoint.base import BASE, open_checkpoint
-from megatron.checkpoint.boxes import Box
-from megatron.checkpoint.reader import PART, Reader
+from megatron.checkpoint.reader import Reader
 from megatron.errors import SettingsError
-from megatron.inference.convert.imported import check_free
+from megatron.inference.convert.imported import check_free, without_kinds
+from megatron.inference.convert.masked import apply_masks, has_masks
 from megatron.model.linear_kinds import choices
 from megatron.model.lora import KIND, PAIR, TRAINED, parts_of, scale_of
 from megatron.model.lora_product import widened
@@ -37,15 +37,17 @@ def merge(path: Path, out: Path, writers: int = 1) -> Path:
 
 @contextmanager
 def merged_first(path: Path, out: Path) -> Iterator[Path]:
-    """The checkpoint at `path`, merged in a temporary folder next to `out` if it has adapters. For exports."""
+    """The checkpoint at `path`, as an ordinary model: if it has adapters or masks, these are merged in a temporary folder
+    next to `out`. For exports.
+    """
     with Reader(path) as reader:
-        adapted = has_adapters(reader)
-    if not adapted:
+        merged = merge if has_adapters(reader) else apply_masks if has_masks(reader) else None
+    if merged is None:
         yield path
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-merged-", dir=out.parent) as folder:
-        yield merge(path, Path(folder))
+        yield merged(path, Path(folder))
 
 
 def has_adapters(reader: Reader) -> bool:
@@ -54,8 +56,8 @@ def has_adapters(reader: Reader) -> bool:
     return bool(model.get("lora_rank")) and all(choice.kind == KIND for choice in choices(model.get("linear") or ""))
 
 
-class MergedReader:
-    """A reader of the merged weights, with the part of `Reader`'s methods that rewriting needs."""
+class MergedReader(reshard.Computed):
+    """The merged weights."""
 
     def __init__(self, reader: Reader):
         if not has_adapters(reader):
@@ -81,12 +83,6 @@ class MergedReader:
         a, b = (self.reader.read(one, dtype=torch.float32) for one in pair)
         return (weight.float() + delta(self.model, self.placements[name], a, b)).to(weight.dtype)
 
-    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
-        """As `Reader.parts`; the whole weight is in memory."""
-        whole = self.read(name)
-        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
-        yield from flat.split(max(1, size // whole.element_size()))
-
 
 def delta(model: Model, weight, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """What a pair adds to a weight with this placement, [rows..., i]."""
@@ -95,10 +91,8 @@ def delta(model: Model, weight, a: torch.Tensor, b: torch.Tensor) -> torch.Tenso
 
 def merged_state(state: dict[str, Any]) -> dict[str, Any]:
     """The content of state.json without adapters, base and frozen weights."""
-    config = {name: dict(group) if isinstance(group, dict) else group for name, group in state["config"].items()}
-    plain = Model(num_layers=1, hidden_size=1, num_attention_heads=1)
     own = ("linear", "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "lora_split_fused", "use_rslora")
-    config["model"] |= {name: getattr(plain, name) for name in own}
+    config = without_kinds(state["config"], own)
     optimizer = config.get("optimizer", {})
     kept = [pattern for pattern in optimizer.get("train_only") or () if pattern not in TRAINED]
     config["optimizer"] = {**optimizer, "train_only": kept or None}

@@ -84,6 +84,7 @@ def _check(path: Path, record: dict[str, Any]) -> None:
 
 def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh, halves: Halves) -> Loaded:
     settings = hf_files.read_json(place / "config.json")
+    quantization = settings.pop("quantization_config", None) or {}
     family, files = imported(settings), hf_files.TensorFiles(place)
     origin, own = f"Hugging Face {family.kind} in {place.resolve()}", _tokenizer(place)
     content = imported_state(family.facts.settings, family.facts.vocab_size, {}, origin, own, family.extra)
@@ -107,14 +108,15 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
         match = matches[name]
         return match.to_ours([files.get(known[theirs]).float() for theirs in match.theirs])
 
+    notices = tuple(family.unread_notices(place / "config.json"))
     with torch.no_grad():
         for piece in built.pieces:
             if not rounded.intersection(matches[piece.name].theirs):
                 piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
         if rounded:
-            how = compressed_tensors.options_of(settings.get("quantization_config") or {}, place)
+            how = compressed_tensors.options_of(quantization, place)
             _hold_rounded(built.model, family.facts, how, rounded, matches, files, mesh)
-    return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, ())
+    return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, notices)
 
 
 def _hold_rounded(model: nn.Module, facts: Facts, how: QuantizeOptions, rounded, matches, files, mesh: Mesh) -> None:

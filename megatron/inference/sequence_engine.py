@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generation engine of encoder-decoders: answers many sources at once, which come and go at any time.
+
+    engine = SequenceEngine(model)
+    number = engine.add(Request(source, Sampling(20, greedy=True), start=0, end=1))
+    while engine.busy:
+        for output in engine.step(): ...
+
+It has the interface of `engine.Engine`. Sources that wait are taken together: they are a *cohort*, whose targets have the
+same length at all times, so that a pass computes one token of each. A step is a pass of each cohort. New sources form a
+cohort as soon as a quarter of the places is free, or room for all that wait: otherwise each would soon be one by itself. A
+beam search is a cohort of its own.
+
+If several ranks share the model, the first one tells the others which cohorts begin, take a step and end.
+"""
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+
+from megatron.errors import DataError, SettingsError
+from megatron.inference.choices import RowState
+from megatron.inference.engine import CLOSE, PATIENCE, WAIT, EngineStats
+from megatron.inference.links import Link
+from megatron.inference.requests import FoundText, Output, Request, TokenScore
+from megatron.inference.scoring import ALONE
+from megatron.inference.sequences import Decoding, padded, target_search
+
+BEGIN, STEP, END = 5, 6, 7  # what the first rank tells the others, beside CLOSE and WAIT
+
+
+class SequenceEngine:
+    """max_batch: targets that are generated at once; more sources wait for their turn
+    memory:    bytes for keys and values, on each rank: lowers max_batch
+    Raises SettingsError if the memory is too small for one target.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, max_batch: int = 16, memory: Optional[int] = None):
+        self.model, self.facts = model, model.facts
+        if memory is not None:
+            max_batch = min(max_batch, memory // bytes_of_a_target(model))
+            if max_batch < 1:
+                mib = bytes_of_a_target(model) / (1 << 20)
+                raise SettingsError(f"a source and its target need {mib:.1f} MiB of cache", do="give it more memory")
+        self.max_batch = max_batch
+        stage = model.chunks[0] if hasattr(model, "chunks") else model
+        device = next(model.parameters()).device
+        self.link = Link(getattr(stage, "tp", ALONE), getattr(model, "pp", ALONE), device)
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._cohorts: dict[int, Cohort | SearchCohort] = {}  # by the number of their first request
+        self._cancelled: list[int] = []
+        self._count = self._prompt_tokens = self._generated = 0
+        self._told = time.monotonic()
+
+    def add(self, request: Request) -> int:
+        """Take a request; returns the number that its outputs have. Raises DataError or SettingsError for a wrong one."""
+        request.sampling.check()
+        length, v = len(request.prompt), self.facts.vocab_size
+        if not 0 < length <= self.facts.source:
+            raise DataError(
+                f"the source has {length} tokens; the encoder can look at {self.facts.source}",
+                do="give a shorter text" if length else "give a text that is not empty",
+            )
+        if wrong := [token for token in (*request.prompt, request.start) if not 0 <= token < v]:
+            raise DataError(f"there is no token {wrong[0]}; the model knows those from 0 to {v - 1}")
+        if request.logprobs is not None and not 0 <= request.logprobs <= v:
+            raise SettingsError(f"log-probabilities of {request.logprobs} tokens: has to be 0 to {v}")
+        if request.prompt_logprobs:
+            raise SettingsError("a source has no log-probabilities: the encoder reads all of it at once")
+        if request.search and request.search.num_beams > 1:
+            request.search.check(request.sampling)
+        number, self._count = self._count, self._count + 1
+        self._waiting.append((number, request))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End a target: the next step reports it as cancelled. No effect if it has ended, or is unknown."""
+        waiting = [one for one in self._waiting if one[0] != number]
+        cohort = next((one for one in self._cohorts.values() if number in one.running), None)
+        if cohort is None and len(waiting) == len(self._waiting):
+            return
+        self._waiting = deque(waiting)
+        self._cancelled.append(number)
+        if cohort is not None:
+            cohort.running.remove(number)
+            self._end_if_done(cohort)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do or to report."""
+        return bool(self._waiting or self._cohorts or self._cancelled)
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Compute a token of each target that runs, and return what that brought. As `Engine.step`."""
+        outputs = [Output(number, finish="cancelled") for number in self._cancelled]
+        self._cancelled.clear()
+        self._admit()
+        for cohort in list(self._cohorts.values()):
+            self._tell(STEP, [cohort.number])
+            running = set(cohort.running)
+            found = [output for output in cohort.step() if output.request in running]
+            self._generated += sum(output.new is not None for output in found)
+            outputs += found
+            self._end_if_done(cohort)
+        if not self.link.alone and time.monotonic() - self._told > PATIENCE:
+            self._tell(WAIT)
+        return outputs
+
+    def follow(self) -> None:
+        """On all ranks but the first: take part until it closes."""
+        with torch.inference_mode():
+            while True:
+                kind, numbers, more = self.link.received()
+                if kind == CLOSE:
+                    break
+                if kind == BEGIN:
+                    self._begin(numbers, pickle.loads(more))
+                if kind == STEP:
+                    self._cohorts[numbers[0]].step()
+                if kind == END:
+                    del self._cohorts[numbers[0]]
+        self.link.finish()
+
+    def close(self) -> None:
+        """End all targets, and the work of the other ranks."""
+        self._waiting.clear()
+        self._cohorts.clear()
+        self._tell(CLOSE)
+        self.link.finish()
+
+    def stats(self) -> EngineStats:
+        """The current state and sums, for metrics; there are no blocks."""
+        sums = dict(prompt_tokens=self._prompt_tokens, cached_tokens=0, generated_tokens=self._generated, preemptions=0)
+        return EngineStats(self._texts, len(self._waiting), blocks=0, blocks_used=0, **sums)
+
+    @property
+    def _texts(self) -> int:
+        return sum(cohort.texts for cohort in self._cohorts.values())
+
+    def _tell(self, kind: int, numbers: Sequence[int] = (), more: bytes = b"") -> None:
+        self._told = time.monotonic()
+        self.link.tell(kind, numbers, more)
+
+    def _admit(self) -> None:
+        """Begin the cohorts of sources that wait, if there is room for enough of them."""
+        free, ready = self.max_batch - self._texts, []
+        for number, request in self._waiting:
+            alone = not (self._cohorts or ready)  # a search may have more beams than there are places
+            if request.texts > free and not alone:
+                break
+            free -= request.texts
+            ready.append((number, request))
+        enough = sum(request.texts for _, request in ready) >= self.max_batch / 4
+        if not (enough or len(ready) == len(self._waiting) or not self._cohorts):
+            return
+        for _ in ready:
+            self._waiting.popleft()
+        each = [[one] for one in ready if one[1].search]
+        for cohort in [*each, [one for one in ready if not one[1].search]]:
+            if cohort:
+                numbers, requests = zip(*cohort)
+                self._tell(BEGIN, numbers, pickle.dumps(requests))
+                self._begin(numbers, requests)
+                self._prompt_tokens += sum(len(request.prompt) for request in requests)
+
+    def _begin(self, numbers: Sequence[int], requests: Sequence[Request]) -> None:
+        kind = SearchCohort if requests[0].search else Cohort
+        self._cohorts[numbers[0]] = kind(self.model, numbers, requests, self.link)
+
+    def _end_if_done(self, cohort) -> None:
+        if not cohort.running:
+            del self._cohorts[cohort.number]
+            self._tell(END, [cohort.number])
+
+
+class Cohort:
+    """Targets that began together. running: the numbers of those that have not ended."""
+
+    def __init__(self, model, numbers: Sequence[int], requests: Sequence[Request], link: Link):
+        self.numbers, self.requests, self.number = numbers, requests, numbers[0]
+        self.running, self.texts = set(numbers), len(numbers)
+        asked = [request.logprobs for request in requests if request.logprobs is not None]
+        self.top = max(asked) if asked else None
+        rows = [
+            RowState(
+                request.sampling,
+                limit=min(request.sampling.tokens_to_generate, model.facts.target),
+                end=request.end,
+                index=request.index,
+            )
+            for request in requests
+        ]
+        sources, starts = [request.prompt for request in requests], [request.start for request in requests]
+        self.decoding = Decoding(model, sources, rows, starts, link.pp)
+        self._open = set(numbers)  # whose end has not been reported, also on ranks that do not know of cancelled ones
+
+    def step(self) -> list[Output]:
+        """The outputs of a token for each."""
+        tokens, scores = self.decoding.step(self.top)
+        outputs = []
+        for place, (number, request, token) in enumerate(zip(self.numbers, self.requests, tokens)):
+            if number not in self._open:
+                continue
+            new = None
+            if token >= 0:
+                new = TokenScore(token) if request.logprobs is None else _score(token, scores[place], request.logprobs)
+            finish = "stop" if token < 0 else None if self.decoding.running[place] else "length"
+            outputs.append(Output(number, new, finish))
+            if finish:
+                self._open.discard(number)
+                self.running.discard(number)
+        return outputs
+
+
+class SearchCohort:
+    """A beam search for one source."""
+
+    def __init__(self, model, numbers: Sequence[int], requests: Sequence[Request], link: Link):
+        [self.number], [self.request] = numbers, requests
+        request = self.request
+        self.running, self.texts = {self.number}, request.texts
+        self.limit = min(request.sampling.tokens_to_generate, model.facts.target)
+        encoded = model.encode(*padded([request.prompt], link.device))
+        search = (request.search, request.sampling, self.limit, request.start, request.end, link.pp)
+        self.search = target_search(model, encoded, *search)
+
+    def step(self) -> list[Output]:
+        """The output with all targets, at the end; before it none."""
+        try:
+            next(self.search)
+            return []
+        except StopIteration as end:
+            finish = lambda text: "length" if len(text) == self.limit else "stop"
+            found = tuple(FoundText(score, tuple(text), finish(text)) for score, text in end.value)
+        self.running.clear()
+        return [Output(self.number, finish=found[0].finish, found=found)]
+
+
+def _score(token: int, numbers: Sequence[float], count: int) -> TokenScore:
+    own, *pairs = numbers
+    return TokenScore(token, own, tuple(zip(map(int, pairs[0 : 2 * count : 2]), pairs[1 : 2 * count : 2])))
+
+
+def bytes_of_a_target(model: torch.nn.Module) -> int:
+    """The memory of the keys and values of the longest source and target, in this rank's part of the layers."""
+    facts, settings = model.facts, model.facts.settings
+    layers = facts.num_layers - facts.encoder_layers
+    tp = (model.chunks[0] if hasattr(model, "chunks") else model).tp
+    pp = getattr(model, "pp", ALONE)
+    each = 2 * (settings.query_groups // tp.size) * settings.head_dim * next(model.parameters()).element_size()
+    return -(-layers // pp.size) * (facts.source + facts.target) * each
