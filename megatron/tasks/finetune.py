@@ -173,9 +173,9 @@ TASK_RULES = (
         for name in ("label_smoothing", "z_loss_coeff")
     ),
     Rule(
-        lambda s: s.teacher_load,
+        lambda s: s.settings.distillation.distils,
         lambda s: (
-            f"--teacher-load {s.teacher_load}: a teacher's logits are learned in pretraining; a task learns what models "
+            f"{s.settings.distillation.source}: a teacher's logits are learned in pretraining; a task learns what models "
             "have predicted from --soft-labels"
         ),
     ),
