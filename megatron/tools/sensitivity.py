@@ -30,6 +30,7 @@ from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Model, Parallel, setting
 from megatron.settings.statements import failing_in_users_words
+from megatron.storage.durable import check_output
 from megatron.telemetry.drawing import INK, new_figure, plain, svg_of
 from megatron.tools import evaluate
 
@@ -164,8 +165,8 @@ def check(options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOpti
             raise StorageError(
                 f"{flag} {path}: there is no folder {Path(path).parent}", do="make it, or give another path"
             )
-        if path and Path(path).is_dir():
-            raise StorageError(f"{flag} {path}: is a folder", do="give the name of a file")
+        if path:
+            check_output(flag, path)
 
 
 def check_harm(options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOptions) -> None:
