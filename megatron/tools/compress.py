@@ -163,6 +163,7 @@ class Record:
         """Evaluate and time a stage, unless that is done."""
         on = dict(data=list(options.data_path), max_tokens=options.max_tokens, lambada=options.valid_data)
         if self.measured.get(stage.name, {}).get("on") != on:
+            print(f"{stage.name}: measuring", flush=True)
             self.measured[stage.name] = figures(stage, options) | dict(on=on)
             self._write()
 
