@@ -55,7 +55,7 @@ class CompressOptions:
 
 
 @dataclass(frozen=True)
-class Stage:
+class CompressionStage:
     """A folder that a command makes. resumed: the command for a folder that has a checkpoint; how: flags of evaluation."""
 
     name: str
@@ -105,7 +105,7 @@ def pruning_words(given: Mapping[str, Statement]) -> list[str]:
     return words
 
 
-def stages(options: CompressOptions, training: Sequence[str], pruning: Sequence[str]) -> list[Stage]:
+def stages(options: CompressOptions, training: Sequence[str], pruning: Sequence[str]) -> list[CompressionStage]:
     """The model itself, and the stages in their order."""
     python, out = sys.executable, Path(options.save)
     pruned, distilled, quantized = (str(out / name) for name in ("pruned", "distilled", "quantized"))
@@ -115,13 +115,13 @@ def stages(options: CompressOptions, training: Sequence[str], pruning: Sequence[
     teacher = ["--teacher-load", options.load, "--kd-alpha", str(options.kd_alpha)]
     teacher += ["--kd-temperature", str(options.kd_temperature), "--use-checkpoint-args"]
 
-    def trained(name: str, start: str, folder: str, more: Sequence[str], how: Sequence[str] = ()) -> Stage:
+    def trained(name: str, start: str, folder: str, more: Sequence[str], how: Sequence[str] = ()) -> CompressionStage:
         of = lambda load: [*training, "--then", *teacher, *more, "--save", folder, "--load", *load]
-        return Stage(name, folder, of([start, "--finetune"]), of([folder]), how)
+        return CompressionStage(name, folder, of([start, "--finetune"]), of([folder]), how)
 
     found = [
-        Stage("trained", options.load),
-        Stage("pruned", pruned, prune),
+        CompressionStage("trained", options.load),
+        CompressionStage("pruned", pruned, prune),
         trained("distilled", pruned, distilled, ()),
     ]
     if options.qat_iters:
@@ -140,7 +140,7 @@ class Record:
         self.done: dict[str, list[str]] = found.get("done", {})
         self.measured: dict[str, dict[str, Any]] = found.get("measured", {})
 
-    def make(self, stage: Stage) -> None:
+    def make(self, stage: CompressionStage) -> None:
         """Run a stage's command, unless it is done. Raises SettingsError if another command has made the folder."""
         if not stage.command:
             return
@@ -159,7 +159,7 @@ class Record:
         self.done[stage.name] = list(stage.command)
         self._write()
 
-    def measure(self, stage: Stage, options: CompressOptions) -> None:
+    def measure(self, stage: CompressionStage, options: CompressOptions) -> None:
         """Evaluate and time a stage, unless that is done."""
         on = dict(data=list(options.data_path), max_tokens=options.max_tokens, lambada=options.valid_data)
         if self.measured.get(stage.name, {}).get("on") != on:
@@ -190,7 +190,7 @@ def output_of(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def figures(stage: Stage, options: CompressOptions) -> dict[str, Any]:
+def figures(stage: CompressionStage, options: CompressOptions) -> dict[str, Any]:
     """Parameters, megabytes, loss, perplexity, accuracy on LAMBADA, and tokens per second of a stage."""
     result = Path(options.save) / f"{stage.name}.jsonl"
     evaluate = ["-m", "megatron.tools.evaluate", "--load", stage.folder, *stage.how, "--output", str(result)]
