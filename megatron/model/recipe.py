@@ -23,7 +23,7 @@ from megatron.settings.schema import Config, Distillation, from_record
 
 # model type -> module with `recipe()`
 MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "BERT": "pretrain_bert"}
-# Other model types -> the script that trains them, if its name is another one.
+# GPTs of other recipes -> the script that trains them, as its name is another one.
 SCRIPTS = {"megatron.tasks.chat": "finetune.py"}
 LM_LOSS = "lm loss"  # name of the sum of a language model's losses
 Z_LOSS = "z loss"  # of z-losses
@@ -72,6 +72,8 @@ class Recipe:
                     Must be idempotent
     counts:         (config) -> name of a sum -> name of its divisor, another sum: their quotient is logged, unless the
                     divisor is 0; other sums are divided by the tokens that count
+    frozen:         (config) -> (setting that names it, folder) of a second, frozen model, whose losses of tokens the last
+                    stage reads (`frozen_losses` of that stage), or None
     predicts:       (config) -> how much of training memory its facts predict: "all"; "state", if the memory of a step
                     depends on the length of texts; or "nothing"
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations also log exp of them
@@ -104,6 +106,7 @@ class Recipe:
     collate: Optional[Callable[[list], Sequence]] = None
     arrays: Optional[Callable[[Config, int], Mapping[str, SampleArray]]] = None
     normalize_config: Callable[[Config], Config] = lambda config: config
+    frozen: Callable[[Config], Optional[tuple[str, str]]] = lambda config: None
     predicts: Callable[[Config], str] = lambda config: "all"
 
     @property

@@ -10,6 +10,7 @@
     python -m megatron.tools.checkpoint from-hf PATH OUT       a decoder (Llama, Qwen ...), T5 or BERT from there
     python -m megatron.tools.checkpoint to-megatron PATH OUT   Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
     python -m megatron.tools.checkpoint from-megatron PATH OUT the same, and Megatron-LM's distributed ones (torch_dist)
+    python -m megatron.tools.checkpoint upcycle PATH OUT       experts (--num-experts N) from the MLPs of a dense GPT
     python -m megatron.tools.checkpoint quantize PATH OUT      weights of 8 or 4 bits: --quantize int8, int8-dynamic, int4
     python -m megatron.tools.checkpoint merge-lora PATH OUT    LoRA adapters, merged into the weights of their base
     python -m megatron.tools.checkpoint apply-masks PATH OUT   masks of --sparsity: an ordinary model with zeros
@@ -35,6 +36,7 @@ from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
 from megatron.storage.urls import UrlPath, location
 from megatron.training.exchange import (
+    ExpertOptions,
     FromHFOptions,
     FromMegatronOptions,
     FromPeftOptions,
@@ -42,6 +44,7 @@ from megatron.training.exchange import (
     ToHFOptions,
     ToMegatronOptions,
     ToPeftOptions,
+    UpcycleOptions,
     apply_masks,
     from_hf,
     from_megatron,
@@ -51,6 +54,7 @@ from megatron.training.exchange import (
     to_hf,
     to_megatron,
     to_peft,
+    upcycle,
 )
 
 
@@ -242,7 +246,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
         raise UsageError("--dtype converts weights; optimizer state must stay as it is", do="add --weights-only")
     with open_reader(path, which) as reader:
         if out.resolve() in (reader.folder.resolve(), reader.folder.resolve().parent):
-            raise UsageError(f"{out} is where the checkpoint is", do="give another folder")
+            raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
         if (out / "index.json").exists() or checkpoints(out):
             raise SettingsError(f"{out} is there already", "it holds checkpoints", "give a new folder")
         wanted = (lambda name: not name.startswith(files.OPTIMIZER)) if how.weights_only else (lambda name: True)
@@ -387,6 +391,7 @@ COMMANDS = dict(
         "to-megatron": (ToMegatronOptions, ("PATH", "OUT"), to_megatron),
         "from-megatron": (FromMegatronOptions, ("PATH", "OUT"), from_megatron),
         "quantize": (QuantizeOptions, ("PATH", "OUT"), quantize),
+        "upcycle": (UpcycleOptions, ("PATH", "OUT"), upcycle, ExpertOptions),
         "merge-lora": (MergeOptions, ("PATH", "OUT"), merge_lora),
         "apply-masks": (MergeOptions, ("PATH", "OUT"), apply_masks),
         "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft),

@@ -71,6 +71,7 @@ from megatron.training.datasets import (
     verify_data,
 )
 from megatron.training.distillation import attach_teacher
+from megatron.training.frozen import attach_frozen
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
@@ -138,6 +139,7 @@ def build_run(
     datasets, batches = build_data(config, recipe, context, model, start.state, log)
     heartbeat.beat("load")
     start.notices.extend(attach_teacher(config, context, model.stages, vocab_size, model.vocabulary, batches[0]))
+    start.notices.extend(attach_frozen(config, context, model.stages, vocab_size, model.vocabulary))
     config, start = follow_checkpoint(config, context, model, start)
     log_start(config, recipe, context, model, start, datasets, batches[0], log)
     losses = Losses(sums_of(recipe, config), recipe.counts(config), measures_of(recipe, config))
