@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
+from megatron import __version__
 from megatron.serving.errors import ApiError, ClientLeft
 from megatron.serving.metrics import ServeMetrics
 from megatron.serving.served_model import ServedModel
@@ -25,7 +26,7 @@ from megatron.telemetry.web import Headers, local_names
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/serve.css": "serve.css", "/serve.js": "serve.js", "/icon.svg": "icon.svg"}
-OPEN = {*FILES, "/health"}  # for everybody, also without a key
+OPEN = {*FILES, "/health", "/ping"}  # for everybody, also without a key
 IDLE = 20.0  # seconds until a connection without a whole request is closed
 CLIENT_LEFT = 499  # for the log and the metrics; no client sees it
 log = logging.getLogger("megatron.serving")
@@ -55,17 +56,21 @@ def app(service: Service, local: bool = True):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.responses import FileResponse, PlainTextResponse
+    from starlette.responses import FileResponse, JSONResponse, PlainTextResponse
     from starlette.routing import Route
 
     from megatron.serving.megatron_api import MegatronApi
     from megatron.serving.openai_api import OpenAI
+    from megatron.serving.tokens_api import TokensApi
 
     openai = OpenAI(service.models, service.limits)
-    megatron = MegatronApi(service.models, service.limits)
+    megatron, tokens = MegatronApi(service.models, service.limits), TokensApi(service.models, service.limits)
 
     async def health(request):
         return _health(service)
+
+    async def version(request):
+        return JSONResponse(dict(version=__version__))
 
     async def metrics(request):
         return PlainTextResponse(service.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -80,7 +85,11 @@ def app(service: Service, local: bool = True):
         Route("/v1/models", openai.models),
         Route("/v1/models/{name:path}", openai.model),
         Route("/api", megatron.generate, methods=["PUT"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/version", version),
         Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
         Route("/metrics", metrics),
         *(Route(path, page) for path in FILES),
     ]
