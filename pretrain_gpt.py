@@ -12,6 +12,8 @@
 from dataclasses import replace
 
 from megatron.errors import run_main
+from megatron.model.experts.rules import RULES as OF_EXPERTS
+from megatron.model.experts.sums import expert_sums
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.rules import IDLE, NO_RELATIVE, RULES
 from megatron.model.recipe import Recipe
@@ -26,7 +28,14 @@ def main(argv: list[str]) -> None:
 def recipe() -> Recipe:
     """The recipe of GPT."""
     return Recipe(
-        "GPT", facts, build_model, build_datasets, rules=(*RULES, NO_RELATIVE), idle=IDLE, shares_sequences=True
+        "GPT",
+        facts,
+        build_model,
+        build_datasets,
+        rules=(*RULES, NO_RELATIVE, *OF_EXPERTS),
+        idle=IDLE,
+        sums=lambda config: {"lm loss": 1.0, **expert_sums(config.model)},
+        shares_sequences=True,
     )
 
 

@@ -10,7 +10,7 @@ of t = s cp.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Optional
 
@@ -66,6 +66,7 @@ class ForwardContext:
     region    returns the context manager for recomputation
     bias      [heads/tp, s, t], added to scores: relative positions; or None
     padding   [b, t] bool: True for keys that are tokens, at least one per sample; None: all
+    routings  layer -> how its first run routed tokens to experts, which recomputation repeats
     drawn     (queries, keys) of a sample that dropout is drawn for, if padding rows follow them; None: all
     """
 
@@ -82,6 +83,7 @@ class ForwardContext:
     bias: Optional[torch.Tensor] = None
     padding: Optional[torch.Tensor] = None
     drawn: Optional[tuple[int, int]] = None
+    routings: dict[int, Any] = field(default_factory=dict)
 
     @property
     def loss_mask(self) -> Optional[torch.Tensor]:

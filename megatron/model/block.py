@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One transformer layer: attention, then MLP, each with a norm before it, after it or both, and a sum with its input."""
+"""One transformer layer: attention, then MLP or experts, each with a norm before it, after it or both, and a sum with its
+input.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Optional
@@ -9,12 +11,13 @@ from torch import nn
 
 from megatron.errors import SettingsError
 from megatron.model.attention import Attention, ForwardContext
+from megatron.model.experts.layer import Mixture
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS
 from megatron.model.recompute import recompute, recompute_output
 from megatron.model.weights import Table, take_prefix
 from megatron.mpu.context_parallel import UNSHARED, AttentionSharing
-from megatron.mpu.mesh import Axis
+from megatron.mpu.mesh import Axis, Mesh
 from megatron.mpu.random import Dropout
 from megatron.settings.schema import Kernels, Model
 
@@ -25,10 +28,12 @@ class Block(nn.Module):
     It has those of its four norms that `weights` has: attention_norm and mlp_norm before the branches, post_attention_norm
     and post_mlp_norm after them, before the sum (--norm-position).
 
+    With experts (--num-experts) it returns their sums, too: (x, {name: sum}).
+
     A variant is a subclass with other classes for the parts, or another `forward` (docs/extending.md).
     layer: its index in the whole network, from 0. weights: `layer_weights(...)`. recompute: the parts that are recomputed
     in the backward pass; the caller handles "full". cp: ranks that share each sequence;
-    sharing: how, see `Attention`.
+    sharing: how, see `Attention`. mesh: the ranks of its experts.
     """
 
     attention_class: type[Attention] = Attention
@@ -47,6 +52,7 @@ class Block(nn.Module):
         recompute: tuple[str, ...] = (),
         cp: Optional[Axis] = None,
         sharing: AttentionSharing = UNSHARED,
+        mesh: Optional[Mesh] = None,
         dtype: torch.dtype,
         device,
     ):
@@ -78,22 +84,29 @@ class Block(nn.Module):
         self.post_attention_norm = norm("post_attention_norm")
         self.attention_dropout = Dropout(model.hidden_dropout, "after attention", layer, seed, axis=axis, cp=cp)
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
+        if model.has_experts(layer):
+            self._check_variant()
+            self.mlp = Mixture(
+                model,
+                layer,
+                mesh,
+                take_prefix(weights, "mlp"),
+                seed=seed,
+                compiled=bool(kernels.torch_compile),
+                **common,
+            )
+        else:
+            self.mlp = self.mlp_class(model, tp, take_prefix(weights, "mlp"), **common)
         if "mlp_act" in recompute and not self.recompute_mlp:
-            if type(self.mlp).forward is not MLP.forward:
-                raise SettingsError(
-                    f"--recompute-modules mlp_act: {type(self.mlp).__name__} has its own forward function",
-                    "only that of MLP recomputes its activation",
-                    "say mlp, which recomputes all of it",
-                )
-            self.mlp.recompute_activation = True
+            self._recompute_activation()
         self.post_mlp_norm = norm("post_mlp_norm")
         self.mlp_dropout = Dropout(model.hidden_dropout, "after mlp", layer, seed, axis=axis, cp=cp)
 
-    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext):
         attended = self._attended(x, context)
-        x, branch = self._mlp_after(x, attended, self.attention_dropout, context)
-        return self.mlp_dropout.add(x, branch, context.samples)
+        x, (branch, sums) = self._mlp_after(x, attended, self.attention_dropout, context)
+        x = self.mlp_dropout.add(x, branch, context.samples)
+        return (x, sums) if sums else x
 
     def attention_part(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """dropout(attention(norm(x))), for variants with another sum"""
@@ -101,7 +114,26 @@ class Block(nn.Module):
 
     def mlp_part(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """dropout(mlp(norm(x))), for variants"""
-        return self.mlp_dropout(self._mlp_half(x, context), context.samples)
+        return self.mlp_dropout(self._mlp_half(x, context)[0], context.samples)
+
+    def _check_variant(self) -> None:
+        if type(self).forward is not Block.forward or self.mlp_class is not MLP:
+            raise SettingsError(
+                f"--num-experts: {type(self).__name__} has its own forward function or MLP",
+                "experts take the place of the MLP in the forward function of Block, and return sums",
+                "leave out --num-experts, or see docs/extending.md#experts",
+            )
+
+    def _recompute_activation(self) -> None:
+        parts = (self.mlp.experts, self.mlp.shared) if isinstance(self.mlp, Mixture) else (self.mlp,)
+        for part in filter(None, parts):
+            if isinstance(part, MLP) and type(part).forward is not MLP.forward:
+                raise SettingsError(
+                    f"--recompute-modules mlp_act: {type(part).__name__} has its own forward function",
+                    "only that of MLP recomputes its activation",
+                    "say mlp, which recomputes all of it",
+                )
+            part.recompute_activation = True
 
     def _attended(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         if self.recompute_attention:
@@ -115,24 +147,28 @@ class Block(nn.Module):
         return attended if self.post_attention_norm is None else self.post_attention_norm(attended)
 
     def _mlp_after(self, x: torch.Tensor, attended: torch.Tensor, dropout: Dropout, context: ForwardContext):
-        """(x + dropout(attended), mlp(norm of that)); the sum and its norm in one kernel if there is one."""
+        """(x + dropout(attended), `_mlp` of its norm); the sum and its norm in one kernel if there is one."""
         if dropout.idle and not self.recompute_norms and self.mlp_norm is not None:
             x, normal = self.mlp_norm(x, attended)
             return x, self._mlp(normal, context)
         x = dropout.add(x, attended, context.samples)
         return x, self._mlp_half(x, context)
 
-    def _mlp_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def _mlp_half(self, x: torch.Tensor, context: ForwardContext):
         normal, reading = self._normal(self.mlp_norm, x, context)
         with reading:
             return self._mlp(normal, context)
 
-    def _mlp(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def _mlp(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """MLP or experts, and the norm after them; and their sums."""
+        args, sums = (x, context) if isinstance(self.mlp, Mixture) else (x,), {}
         if self.recompute_mlp:
-            x = recompute(self.mlp, x, inside=context.region, of=(self.mlp,))
+            x = recompute(self.mlp, *args, inside=context.region, of=(self.mlp,))
         else:
-            x = self.mlp(x)
-        return x if self.post_mlp_norm is None else self.post_mlp_norm(x)
+            x = self.mlp(*args)
+        if isinstance(x, tuple):
+            x, sums = x
+        return x if self.post_mlp_norm is None else self.post_mlp_norm(x), sums
 
     def _normal(
         self, norm: Optional[nn.Module], x: torch.Tensor, context: ForwardContext

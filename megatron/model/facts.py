@@ -315,7 +315,7 @@ class Facts:
         """Bytes of a layer with deferred weight gradients (zero-bubble W): inputs and output gradients of products."""
         products = [op for op in self.layer_ops(share, kind) if isinstance(op, Product)]
         products = [op for op in products if op.pair or not op.frozen]
-        return sum(op.kept + op.rows * op.outputs * op.times * share.element for op in products)
+        return sum(op.kept + round(op.rows * op.outputs * op.times) * share.element for op in products)
 
     def message_bytes(self, share: RankSetup) -> int:
         """Bytes of a message between pipeline stages."""

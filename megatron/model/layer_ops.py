@@ -122,12 +122,13 @@ class LayerOp:
 
 @dataclass(frozen=True)
 class Product(LayerOp):
-    """A matrix product, [rows, inputs] x [inputs, outputs]; times: number of such products, for example of experts.
+    """A matrix product, [rows, inputs] x [inputs, outputs]; times: number of such products, for example of experts, whose
+    mean number of rows may be a fraction.
 
     frozen: the backward pass computes no gradient of its weight; pair: rows of A of a LoRA pair beside it
     """
 
-    rows: int
+    rows: float
     inputs: int
     outputs: int
     times: int = 1

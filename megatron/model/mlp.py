@@ -18,20 +18,46 @@ from megatron.mpu.mesh import Axis
 from megatron.settings.schema import Model
 
 
-class MLP(nn.Module):
-    """[s, b, h] -> [s, b, h] through a hidden layer of width `ffn_size`, divided over tp.
+class Activation(nn.Module):
+    """The activation between two linear layers: GeLU, squared ReLU, or a gate.
 
-    weights: `model.weights.mlp(...)`. unfused: activations by torch's ops (--no-bias-swiglu-fusion).
-    recompute_activation: whether the activation's output is discarded; region: see `ForwardContext`.
+    unfused: by torch's ops (--no-bias-swiglu-fusion). recompute_activation: whether its output is discarded; region:
+    see `ForwardContext`.
     """
 
     fusion, unfused = "bias_swiglu_fusion", False
     recompute_activation, region = False, nullcontext
 
-    def __init__(self, model: Model, tp: Axis, weights: Table, **common):
+    def __init__(self, model: Model):
         super().__init__()
         self.swiglu, self.geglu, self.squared = model.swiglu, model.geglu, model.squared_relu
         self.approximate = "tanh" if model.bias_gelu_fusion else "none"
+
+    @property
+    def is_gelu(self) -> bool:
+        """Whether the activation is GeLU, without a gate."""
+        own = type(self)._activation is not Activation._activation  # a variant's
+        return not (self.swiglu or self.geglu or self.squared or own)
+
+    def _activation(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation of the output of `up`, [s, b, ffn/tp]."""
+        if self.swiglu:
+            return choose_kernel("swiglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x)
+        if self.geglu:
+            return choose_kernel("geglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x, self.approximate)
+        if self.squared:
+            return F.relu(x).square()
+        return choose_kernel("gelu", Case(x.device.type, x.dtype)).run(x, self.approximate)
+
+
+class MLP(Activation):
+    """[s, b, h] -> [s, b, h] through a hidden layer of width `ffn_size`, divided over tp.
+
+    weights: `model.weights.mlp(...)`
+    """
+
+    def __init__(self, model: Model, tp: Axis, weights: Table, **common):
+        super().__init__(model)
         self.up = ColumnParallelLinear(take_prefix(weights, "up"), tp, **common)
         self.down = RowParallelLinear(take_prefix(weights, "down"), tp, **common)
 
@@ -46,22 +72,6 @@ class MLP(nn.Module):
         x, reading = recompute_output(activation, x, inside=self.region, of=(self,))
         with reading:
             return self.down(x)
-
-    @property
-    def is_gelu(self) -> bool:
-        """Whether the activation is GeLU, without a gate."""
-        own = type(self)._activation is not MLP._activation  # a variant's
-        return not (self.swiglu or self.geglu or self.squared or own)
-
-    def _activation(self, x: torch.Tensor) -> torch.Tensor:
-        """The activation of the output of `up`, [s, b, ffn/tp]."""
-        if self.swiglu:
-            return choose_kernel("swiglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x)
-        if self.geglu:
-            return choose_kernel("geglu", Case(x.device.type, x.dtype, unfused=self.unfused)).run(x, self.approximate)
-        if self.squared:
-            return F.relu(x).square()
-        return choose_kernel("gelu", Case(x.device.type, x.dtype)).run(x, self.approximate)
 
     def _bias_gelu(self, x: torch.Tensor) -> Optional[Callable]:
         """A kernel that adds the bias of `up` before GeLU; None: the product adds it, at no cost."""

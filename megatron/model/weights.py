@@ -79,10 +79,11 @@ def column(
     box. matrices: its separate matrices (`Placement`), if it has several. experts: their number; the shape is [experts,
     rows..., inputs], divided over ep, and each expert over etp
     """
-    front, cuts, parts = (), {"tp": cut}, matrices or (0, rows[:1])
+    front, cuts, parts, fused = (), {"tp": cut}, matrices or (0, rows[:1]), 1
     if experts is not None:
         front, cuts, parts = (experts,), {"ep": 0, "etp": cut + 1}, (0, (1,) * experts)
-    table = {"weight": Placement((*front, *rows, inputs), Normal(std), cut=cuts, matrices=parts)}
+        fused = len(matrices[1]) if matrices else 1
+    table = {"weight": Placement((*front, *rows, inputs), Normal(std), cut=cuts, matrices=parts, fused=fused)}
     if bias:
         table["bias"] = Placement((*front, *rows), Constant(0.0), cut=cuts, decay=False)
     return table
@@ -165,13 +166,14 @@ def attention(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
     return table
 
 
-def mlp(model: Model, sequence_parallel: bool) -> dict[str, Placement]:
-    """The weights of a layer's MLP. With a gate its two input matrices are one, [2, ffn, h]: gate, then values."""
-    m, bias = model, not model.disable_bias_linear
-    rows, cut, parts = ((2, m.ffn_size), 1, (0, (1, 1))) if m.gated else ((m.ffn_size,), 0, None)
+def mlp(model: Model, sequence_parallel: bool, width: Optional[int] = None) -> dict[str, Placement]:
+    """The weights of a layer's MLP. With a gate its two input matrices are one, [2, ffn, h]: gate, then values.
+
+    width: its hidden size (default: `ffn_size`)
+    """
+    m, f, bias = model, width or model.ffn_size, not model.disable_bias_linear
+    rows, cut, parts = ((2, f), 1, (0, (1, 1))) if m.gated else ((f,), 0, None)
     return {
         **add_prefix("up", column(m.hidden_size, rows, m.init_method_std, cut=cut, bias=bias, matrices=parts)),
-        **add_prefix(
-            "down", row(m.ffn_size, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)
-        ),
+        **add_prefix("down", row(f, m.hidden_size, output_std(m), bias=bias, sequence_parallel=sequence_parallel)),
     }

@@ -127,10 +127,11 @@ def count_rows(numbers: torch.Tensor, count: int, axis: Axis) -> tuple[torch.Ten
     """Rows of each of `count` kinds, of which each rank of the axis has an equal part: (sent, received), both [ranks, kinds
     of a rank], of rows for each rank, and from each.
 
-    numbers: the kind of each row. On the meta device (--preflight) they have no values, and each kind is as frequent.
+    numbers: the kind of each row; rows of kind `count` go nowhere. On the meta device (--preflight) they have no values,
+    and each kind is as frequent.
     """
     if not numbers.is_meta:
-        sent = torch.bincount(numbers, minlength=count)
+        sent = numbers.new_zeros(count + 1).scatter_add_(0, numbers, torch.ones_like(numbers))[:-1]  # no host read
         return sent.view(axis.size, -1), all_to_all(sent, axis).view(axis.size, -1)
     borders = torch.arange(count + 1) * len(numbers) // count  # on the host, where sizes can be read
     sent = borders.diff().view(axis.size, -1)

@@ -7,6 +7,8 @@
 | `reduce_from_tensor_model_parallel_region`   | all-reduce             | nothing                | 1909.08053, g         |
 | `gather_from_sequence_parallel_region`       | all-gather, dim 0      | reduce-scatter, dim 0  | 2205.05198, g         |
 | `reduce_scatter_to_sequence_parallel_region` | reduce-scatter, dim 0  | all-gather, dim 0      | 2205.05198, g-bar     |
+| `cut_rows`                                   | own piece of dim 0     | all-gather, dim 0      | (tokens to experts)   |
+| `join_rows`                                  | all-gather, dim 0      | own piece of dim 0     | (tokens from experts) |
 | `gather_from_tensor_model_parallel_region`   | all-gather, last dim   | own piece of last dim  | (logits in inference) |
 | `all_to_all`                                 | all-to-all of rows     | all-to-all, reversed   | (tokens to experts)   |
 
@@ -66,6 +68,8 @@ copy_to_tensor_model_parallel_region = conjugate(_same, _total)
 reduce_from_tensor_model_parallel_region = conjugate(_total, _same)
 gather_from_sequence_parallel_region = conjugate(_whole(0), _piece_of_total(0))
 reduce_scatter_to_sequence_parallel_region = conjugate(_piece_of_total(0), _whole(0))
+cut_rows = conjugate(_piece(0), _whole(0))
+join_rows = conjugate(_whole(0), _piece(0))
 gather_from_tensor_model_parallel_region = conjugate(_whole(-1), _piece(-1))
 
 

@@ -140,7 +140,9 @@ class Mesh:
         self._set("expert_dp", *ranks_of(self.expert_sizes, EXPERT_DP, rank))
         self.alone = Axis("alone", (rank,))
         self._set_levels(*(cp_levels or (1, 1)))
-        if self.world_size > 1 if create_groups is None else create_groups:
+        self._stage: Optional[Axis] = None
+        self.creates_groups = self.world_size > 1 if create_groups is None else create_groups
+        if self.creates_groups:
             self._create_groups()
 
     def _set(self, name: str, number: int, ranks: tuple[int, ...]) -> None:
@@ -224,8 +226,8 @@ class Mesh:
 
         A gloo thread that is still finishing its last message when Python exits would abort the process.
         """
-        for name in NAMES:
-            object.__setattr__(getattr(self, name), "group", None)
+        for axis in (*(getattr(self, name) for name in NAMES), *filter(None, [self._stage])):
+            object.__setattr__(axis, "group", None)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -242,6 +244,20 @@ class Mesh:
     def logged_sizes(self) -> dict[str, int]:
         """Axis -> its size, for logs and checkpoints; includes `ep` and `etp` if the mesh is `folded`."""
         return self.sizes | (dict(ep=self.ep.size, etp=self.etp.size) if self.folded else {})
+
+    def stage(self) -> Axis:
+        """All ranks of this pipeline stage, with a group of their own, which they create together at the first call: passes
+        send over it while gradients are reduced over those of data parallelism.
+        """
+        if self._stage is None:
+            number, ranks = ranks_of(self.sizes, AXES[1:], self.rank)
+            self._stage = Axis("stage", ranks, ranks.index(self.rank), None, f"stage group {number}")
+            if self.creates_groups and len(ranks) > 1:
+                from megatron.mpu.groups import new_group
+
+                group = new_group(ranks, self._stage.label, self.timeout)
+                self._stage = replace(self._stage, group=group)
+        return self._stage
 
     def topology(self) -> str:
         """The groups of every axis, one line each."""

@@ -84,6 +84,8 @@ class Placement:
     embedding_or_output: an input embedding of words, or the output layer, which use --decoupled-lr
     matrices: (dim, sizes along it): the matrices [-1, last dim] of linear layers in the tensor, which Muon updates
               separately: (1, (q, 1, 1)) of [groups, q + 2, d, h] are those of queries, keys and values. None: no matrices
+    fused:    matrices in each of these, along the next dim: 2 for the gate and the values of each expert, (0, (1,) * E) of
+              [E, 2, f, h]
     frozen:   a parameter that is not trained: it has no gradient and no optimizer state, and no step changes it
     buffer:   set if the tensor is a buffer
 
@@ -99,6 +101,7 @@ class Placement:
     multiple: int = 1
     embedding_or_output: bool = False
     matrices: Optional[tuple[int, tuple[int, ...]]] = None
+    fused: int = 1
     frozen: bool = False
     buffer: Optional[Buffer] = None
 
@@ -148,7 +151,7 @@ class Placement:
         """
         dim, sizes = self.matrices or (0, ())
         others = math.prod(self.shape[:-1]) // self.shape[dim]
-        return [(others * size, self.shape[-1]) for size in sizes]
+        return [(others * size // self.fused, self.shape[-1]) for size in sizes for _ in range(self.fused)]
 
     def is_primary(self, place: dict[str, int]) -> bool:
         """Whether this rank counts these elements in norms, sums and files. True on exactly one rank per element."""

@@ -124,8 +124,9 @@ class Directions:
         tensor, result = (given.new_zeros(share.placed.shape) for _ in range(2))
         for local, where in _locals(slot, share, given):
             tensor[where] = local
-        dim, sizes = share.placed.matrices
-        pairs = zip(tensor.split(sizes, dim), result.split(sizes, dim))
+        (dim, sizes), fused = share.placed.matrices, share.placed.fused
+        parts = lambda x: [one for part in x.split(sizes, dim) for one in part.chunk(fused, min(dim + 1, x.dim() - 2))]
+        pairs = zip(parts(tensor), parts(result))
         for matrix, direction in (pair for box, pair in enumerate(pairs) if box in mine):
             flat = matrix.reshape(-1, matrix.shape[-1])
             direction.copy_(self.direction(flat).view(matrix.shape))

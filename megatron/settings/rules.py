@@ -83,7 +83,9 @@ RANGES = {  # what a value must be -> test, fields
         rope_scaling_original_max_position_embeddings yarn_original_max_position_embeddings rope_scaling_factor
         rotary_scaling_factor rotary_seq_len_interpolation_factor window_attn_skip_freq
         spike_skip_steps recompute_num_layers muon_num_ns_steps max_global_batch_size world_size local_world_size top
-        straggler_minmax_count lora_rank sparsity_frequency prompt_length output_length max_batch_size""",
+        straggler_minmax_count lora_rank sparsity_frequency prompt_length output_length max_batch_size
+        moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
+        moe_router_group_topk""",
     ),
     "at least 2 and at most 8": (lambda v: 2 <= v <= 8, "weight_bits activation_bits"),
     "at least 32": (lambda v: v >= 32, "spike_window"),  # spikes.ENOUGH: fewer steps are not judged
@@ -91,9 +93,9 @@ RANGES = {  # what a value must be -> test, fields
         lambda v: v >= 0,
         """
         test_iters train_iters eval_iters num_workers ckpt_step save_retries seed weight_decay clip_grad
-        min_lr z_loss_coeff mscale mscale_all_dim vocab_extra_ids
-        throughput_ignore_steps lr_warmup_iters lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval
-        sparsity_begin_step sparsity_end_step""",
+        min_lr z_loss_coeff mscale mscale_all_dim vocab_extra_ids throughput_ignore_steps lr_warmup_iters
+        lr_warmup_samples max_rollbacks tune_steps rejected manual_gc_interval sparsity_begin_step sparsity_end_step
+        num_experts moe_z_loss_coeff moe_router_bias_update_rate""",
     ),
     "above 0": (
         lambda v: v > 0,
@@ -103,14 +105,14 @@ RANGES = {  # what a value must be -> test, fields
         loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
-        muon_extra_scale_factor lora_alpha kd_temperature
+        muon_extra_scale_factor lora_alpha kd_temperature moe_router_topk_scaling_factor moe_expert_capacity_factor
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens""",
     ),
     "at least 0 and below 1": (
         lambda v: 0 <= v < 1,
         """
         hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum lion_beta1 lion_beta2
-        muon_momentum lr_warmup_fraction memory_margin lora_dropout initial_sparsity""",
+        muon_momentum lr_warmup_fraction memory_margin lora_dropout initial_sparsity moe_input_jitter_eps""",
     ),
     "at least 0 and at most 1": (
         lambda v: 0 <= v <= 1,

@@ -16,8 +16,10 @@ This module does not import torch or read the command line or the environment: `
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Optional
 
@@ -48,6 +50,27 @@ def window_numbers(text: str) -> tuple[int, int]:
     """
     left, right = text.strip(" ()[]").split(",")
     return int(left), int(right)
+
+
+@lru_cache
+def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts, from --moe-layer-freq: every N-th, or a sum of lists of 0 and 1. Raises ValueError.
+
+    >>> layer_pattern("[0]*1+[1]*2", 3), layer_pattern("2", 3)
+    ((False, True, True), (True, False, True))
+    """
+    words = text.replace(" ", "").strip("'\"")
+    if words.isdecimal() and int(words):
+        return tuple(n % int(words) == 0 for n in range(num_layers))
+    result: list[bool] = []
+    for term in words.strip("()").split("+"):
+        found = re.fullmatch(r"\(*\[([01](?:,[01])*),?\]\)*(?:\*(\d+))?\)*", term)
+        if not found:
+            raise ValueError(f"{term!r} is no list of 0 and 1 such as [0]*1 or [0,1]")
+        result += [digit == "1" for digit in found[1].split(",")] * int(found[2] or 1)
+    if len(result) != num_layers:
+        raise ValueError(f"it is for {len(result)} layers")
+    return tuple(result)
 
 
 @dataclass(frozen=True)
@@ -156,6 +179,87 @@ class Model:
     swiglu: bool = setting("gated SiLU in the MLP instead of GeLU", False, on_resume="another model")
     geglu: bool = setting("gated GeLU in the MLP instead of GeLU", False, on_resume="another model")
     squared_relu: bool = setting("relu(x)^2 in the MLP instead of GeLU", False, on_resume="another model")
+    num_experts: Optional[int] = setting(
+        "experts of a layer that has them instead of an MLP; 0 or 1: none (docs/experts.md)",
+        None,
+        "--num-moe-experts",
+        on_resume="another model",
+    )
+    moe_layer_freq: str = setting(
+        "layers with experts: every N-th, the first included, or a pattern such as [0]*1+[1]*27",
+        "1",
+        on_resume="another model",
+    )
+    moe_ffn_hidden_size: Optional[int] = setting(
+        "hidden size of each expert (default: --ffn-hidden-size)", None, on_resume="another model"
+    )
+    moe_shared_expert_intermediate_size: Optional[int] = setting(
+        "hidden size of an MLP that sees every token beside the experts, of all shared experts together",
+        None,
+        on_resume="another model",
+    )
+    moe_shared_expert_gate: bool = setting(
+        "multiply the output of the shared expert by the sigmoid of a product of its input",
+        False,
+        on_resume="another model",
+    )
+    moe_router_topk: int = setting("experts that each token goes to", 2, on_resume="refused")
+    moe_router_score_function: Literal["softmax", "sigmoid"] = setting(
+        "scores of experts from the router's logits", "softmax", on_resume="refused"
+    )
+    moe_router_pre_softmax: bool = setting(
+        "softmax over all experts before the choice, instead of over the chosen ones", False, on_resume="refused"
+    )
+    moe_router_num_groups: Optional[int] = setting(
+        "groups of experts, of which a token chooses --moe-router-group-topk first", None, on_resume="refused"
+    )
+    moe_router_group_topk: Optional[int] = setting(
+        "groups that each token chooses experts from", None, on_resume="refused"
+    )
+    moe_router_topk_scaling_factor: Optional[float] = setting(
+        "multiply the weights of the chosen experts by this", None, on_resume="refused"
+    )
+    moe_router_dtype: Literal["fp32", "fp64"] = setting("format of the router's logits and scores", "fp32")
+    moe_router_load_balancing_type: Optional[
+        list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]]
+    ] = setting(
+        "how experts get equally many tokens, one word or several: a loss over each micro-batch, each sequence or the "
+        "global batch, by sinkhorn, or not at all (default: aux_loss)",
+        None,
+    )
+    moe_aux_loss_coeff: Optional[list[float]] = setting(
+        "weight of each balancing loss; 0: it is only logged (default: 0)", None
+    )
+    moe_z_loss_coeff: Optional[float] = setting(
+        "weight of the square of log sum exp of the router's logits, which keeps them small; 0: none", None
+    )
+    moe_router_enable_expert_bias: bool = setting(
+        "balance by a bias of each expert's score, which counts for the choice only and rises for experts with few tokens",
+        False,
+        on_resume="another model",
+    )
+    moe_router_bias_update_rate: float = setting("by how much a step changes these biases; 0: they are constant", 1e-3)
+    moe_input_jitter_eps: Optional[float] = setting(
+        "multiply the router's input by random numbers between 1 - this and 1 + this; 0: do not", None
+    )
+    moe_router_force_load_balancing: bool = setting(
+        "choose experts by random numbers, so that they get equally many tokens on average, for measurements",
+        False,
+        on_resume="refused",
+    )
+    moe_expert_capacity_factor: Optional[float] = setting(
+        "drop an expert's tokens above this x its equal share of a rank's micro-batch (default: none are dropped)",
+        None,
+        on_resume="refused",
+    )
+    moe_pad_expert_input_to_capacity: bool = setting(
+        "pad each expert's tokens to its capacity, so that no size depends on the data", False
+    )
+    moe_token_drop_policy: Literal["probs", "position"] = setting(
+        "tokens that are dropped above the capacity: those with the lowest probability, or the last",
+        "probs",
+        on_resume="refused",
+    )
     bias_gelu_fusion: bool = setting("fuse the bias with tanh GeLU; off: erf GeLU", True, on_resume="refused")
     disable_bias_linear: bool = setting(
         "linear layers without bias", False, "--add-bias-linear=false", on_resume="another model"
@@ -308,6 +412,37 @@ class Model:
     model_name_or_path: Optional[str] = setting(
         "a named shape (gpt2-medium, gpt3-6.7B ...; other flags override it), or a folder to --load", None, "--preset"
     )
+
+    def __hash__(self):  # lists have none; equal settings have equal sizes
+        return hash((self.num_layers, self.hidden_size, self.seq_length, self.ffn_hidden_size, self.num_experts))
+
+    @property
+    def mixture(self) -> bool:
+        """Whether layers have experts."""
+        return (self.num_experts or 0) > 1
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with experts, numbered from 0. Raises ValueError for a bad `moe_layer_freq`."""
+        return tuple(
+            n for n, has in enumerate(layer_pattern(self.moe_layer_freq, self.num_layers)) if has and self.mixture
+        )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, numbered from 0, has experts instead of an MLP."""
+        return self.mixture and layer_pattern(self.moe_layer_freq, self.num_layers)[layer]
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def balancing(self) -> tuple[tuple[str, float], ...]:
+        """The ways in which experts are balanced, each with its coefficient."""
+        kinds = self.moe_router_load_balancing_type or ["aux_loss"]
+        coefficients = self.moe_aux_loss_coeff or [0.0]
+        return tuple(zip(kinds, coefficients if len(coefficients) > 1 else coefficients * len(kinds)))
 
     @property
     def ffn_size(self) -> int:
@@ -710,8 +845,9 @@ class Recompute:
     no_recompute_layers: Optional[str] = setting("layers not to recompute, numbered from 0: 0,1,5", None)
     recompute_modules: Optional[list[Literal["core_attn", "layernorm", "mlp_act", "mlp"]]] = setting(
         "--recompute-granularity selective: modules of a layer to recompute: softmax(q k) v, the norms before attention "
-        "and MLP, the MLP's activation, the MLP (default: core_attn)",
+        "and MLP, the activation of MLP and experts, the MLP or all of a layer's experts (default: core_attn)",
         None,
+        also=dict(moe="mlp", moe_act="mlp_act"),
     )
 
     def __hash__(self):  # of a list there is none

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
+from megatron.model.experts.rules import NO_EXPERTS
 from megatron.model.recipe import Recipe
 from megatron.model.t5.rules import refused
 from megatron.settings.effects import CUDA, Needs
@@ -67,7 +68,7 @@ def recipe() -> Recipe:
         own_data=True,
         groups=groups(),
         defaults=defaults,
-        rules=(*trunk_rules(backbone_of), *TASK_RULES),
+        rules=(*trunk_rules(backbone_of), *TASK_RULES, NO_EXPERTS),
         idle={**trunk_idle(backbone_of, pooling_of), **TASK_IDLE},
         sums=sums,
         perplexities=(LM_LOSS,),

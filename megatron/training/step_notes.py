@@ -7,6 +7,7 @@ from typing import Optional
 
 from megatron.optimizer.lr_schedule import zero_to_the_end
 from megatron.telemetry.step_metrics import StepMetrics
+from megatron.training.expert_loads import expert_loads, idle_experts
 from megatron.training.pace import Pace
 
 
@@ -20,6 +21,13 @@ class StepNotes:
     def after(self, run, step: StepMetrics) -> None:
         """Check a recorded step. run: `training.state.Run`."""
         self._log_once(run, step.iteration, "no learning rate", no_rate(run, step))
+        interval = run.config.logging.log_interval
+        if interval and step.iteration % interval == 0 and (loads := expert_loads(run)):
+            run.metrics.note("experts", step.iteration, loads=loads)
+            for layer, own in loads.items():
+                self._log_once(
+                    run, step.iteration, f"idle experts of {layer}", idle_experts(layer, own, step.iteration)
+                )
 
     @contextlib.contextmanager
     def timed(self, run):

@@ -194,11 +194,15 @@ def test_each_matrix_of_a_fused_weight_is_torchs_own(case, sizes, run_ranks):
     "sizes, grid", [(dict(tp=2, replicate=2), (2, 1)), (dict(shard=4), (2, 2)), (dict(shard=4), (2, 1))], ids=str
 )
 def test_each_expert_is_a_matrix(sizes, grid, run_ranks):
-    """Four experts over ep, whose rows are divided over etp, beside a dense matrix over tp: torch's own of each."""
+    """Four experts over ep, whose rows are divided over etp, with a gate or without, beside a dense matrix over tp: torch's
+    own of each.
+    """
     settings = replace(TORCHS, muon_momentum=0.0, muon_nesterov=False)
     draw = torch.Generator().manual_seed(1)
-    whole = {"experts": torch.randn(4, 6, 10, generator=draw), "dense": torch.randn(12, 10, generator=draw)}
+    shapes = {"experts": (4, 6, 10), "dense": (12, 10), "gated": (4, 2, 6, 10)}
+    whole = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     tables = {
+        "gated": Placement((4, 2, 6, 10), Normal(0.3), cut={"ep": 0, "etp": 2}, matrices=(0, (1,) * 4), fused=2),
         "experts": Placement((4, 6, 10), Normal(0.3), cut={"ep": 0, "etp": 1}, matrices=(0, (1,) * 4)),
         "dense": Placement((12, 10), Normal(0.3), cut={"tp": 0}, matrices=(0, (12,))),
     }
@@ -224,7 +228,9 @@ def test_each_expert_is_a_matrix(sizes, grid, run_ranks):
         torch.optim.Muon([flat], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
         return -flat.detach()
 
-    wanted = {"experts": torch.stack(list(map(direction, whole["experts"]))), "dense": direction(whole["dense"])}
+    each = lambda matrices: torch.stack(list(map(direction, matrices)))
+    wanted = {"experts": each(whole["experts"]), "dense": direction(whole["dense"])}
+    wanted["gated"] = each(whole["gated"].flatten(0, 1)).view(shapes["gated"])
     for found in run_ranks(4, body):
         for name, (box, moved) in found.items():
             torch.testing.assert_close(moved, wanted[name][box], rtol=1e-4, atol=1e-5)

@@ -63,7 +63,7 @@ def test_half_a_dataset(tmp_path):
 
 
 def test_the_list_of_values_that_ask_for_nothing_has_whole_code_spans():
-    [line] = [line for line in flag_docs.page().splitlines() if "`--num-experts 0`" in line]
+    [line] = [line for line in flag_docs.page().splitlines() if "`--nnodes 1`" in line]
     assert line.count("`") % 2 == 0 and "`--inference-max-requests 8`" in line
 
 

@@ -18,7 +18,7 @@ from megatron.settings.schema import GROUPS
 from megatron.training.rules import idle, resolve
 
 ALWAYS = """
-    num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+    num_layers num_experts hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups position_embedding_type normalization norm_epsilon norm_position qk_layernorm
     swiglu geglu scale_embedding query_pre_attn_scalar squared_relu attn_logit_softcapping
     final_logit_softcapping z_loss_coeff disable_bias_linear linear quantization sparsity
@@ -55,6 +55,30 @@ LLAMA3 = """rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_f
     rope_scaling_original_max_position_embeddings""".split()
 YARN = """rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale
     mscale_all_dim""".split()
+MIXED = "--num-experts 4"
+EXPERTS = {  # name -> (a value, flags with which it has an effect)
+    "moe_layer_freq": ("2", MIXED),
+    "moe_ffn_hidden_size": ("8", MIXED),
+    "moe_shared_expert_intermediate_size": ("8", MIXED),
+    "moe_shared_expert_gate": ("", f"{MIXED} --moe-shared-expert-intermediate-size 8"),
+    "moe_router_topk": ("3", MIXED),
+    "moe_router_score_function": ("sigmoid", MIXED),
+    "moe_router_pre_softmax": ("", MIXED),
+    "moe_router_num_groups": ("2", f"{MIXED} --moe-router-group-topk 1"),
+    "moe_router_group_topk": ("1", f"{MIXED} --moe-router-num-groups 2"),
+    "moe_router_topk_scaling_factor": ("2", MIXED),
+    "moe_router_dtype": ("fp64", MIXED),
+    "moe_router_load_balancing_type": ("none", MIXED),
+    "moe_aux_loss_coeff": ("0.1", MIXED),
+    "moe_z_loss_coeff": ("0.1", MIXED),
+    "moe_router_enable_expert_bias": ("", MIXED),
+    "moe_router_bias_update_rate": ("0.1", f"{MIXED} --moe-router-enable-expert-bias"),
+    "moe_input_jitter_eps": ("0.1", MIXED),
+    "moe_router_force_load_balancing": ("", MIXED),
+    "moe_expert_capacity_factor": ("2", MIXED),
+    "moe_pad_expert_input_to_capacity": ("", f"{MIXED} --moe-expert-capacity-factor 2"),
+    "moe_token_drop_policy": ("position", f"{MIXED} --moe-expert-capacity-factor 2"),
+}
 MUON = dict(
     momentum=0.8, scale_mode="shape_scaling", extra_scale_factor=2, num_ns_steps=3, coefficient_type="simple"
 ) | dict(fp32_matmul_prec="highest")
@@ -98,6 +122,7 @@ CASES = {
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --use-rope-scaling") for name in LLAMA3},
     **{name: (f"--{name.replace('_', '-')} 3", ROPE, f"{ROPE} --rope-type yarn") for name in YARN},
     "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", ROPE, f"{ROPE} --rope-type yarn"),
+    **{name: (f"--{name.replace('_', '-')} {value}".strip(), "", more) for name, (value, more) in EXPERTS.items()},
     **{
         f"kd_{name}": (f"--kd-{name} {value}", "", "--teacher-load d")
         for name, value in dict(alpha=0.3, temperature=2, loss="js").items()

@@ -139,14 +139,14 @@ def test_a_wrong_flag_is_answered(line, words):
 
 
 def test_all_problems_come_at_once():
-    text = refused("--lr x --seq-length --bf16 --fp16 --frobnicate --num-experts 8", shape=[])
+    text = refused("--lr x --seq-length --bf16 --fp16 --frobnicate --mtp-num-layers 8", shape=[])
     for words in (
         "6 problems",
         "--lr 'x'",
         "--seq-length takes one",
         "--bf16 and --fp16",
         "unknown flag --frobnicate",
-        "--num-experts is not supported",
+        "--mtp-num-layers is not supported",
         "missing: --num-layers, --hidden-size, --num-attention-heads",
     ):
         assert words in text
@@ -313,12 +313,8 @@ def test_the_tables_say_one_thing_about_each_flag():
 @pytest.mark.parametrize(
     "line, words",
     [
-        (
-            "--recompute-modules layernorm moe_act",
-            "'moe_act' is none of core_attn, layernorm, mlp_act, mlp; models here",
-        ),
         ("--recompute-modules mla_up_proj", "models here have no latent attention: leave it out"),
-        ("--recompute-modules shared_experts", "say mlp for the MLP"),
+        ("--recompute-modules shared_experts", "say mlp, which recomputes experts and shared experts"),
         ("--recompute-modules gdn_norm_out", "'gdn_norm_out' is none of core_attn, layernorm, mlp_act, mlp"),
         ("--train-tokens 300000000000", "--train-samples"),
         ("--nproc_per_node 8", "torchrun"),
@@ -466,7 +462,7 @@ def test_a_folder_as_model_name_is_loaded(tmp_path):
         ("lr: 1\nlr: 2", ":2: lr is given twice (also in line 1)"),
         ("- 1", "expected lines of `key: value`"),
         ("a: [1\nb: 2", ":2: not YAML"),
-        ("moe_router_topk: 2", ":1: moe_router_topk is not supported"),
+        ("moe_latent_size: 2", ":1: moe_latent_size is not supported"),
         ("bf16: true\nfp16: true", "contradict each other"),
     ],
 )

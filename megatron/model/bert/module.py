@@ -45,7 +45,7 @@ class PostNormBlock(BertBlock):
         x = self.attention_dropout.add(x, self._attended(x, context), context.samples)
         x, reading = self._normal(self.attention_norm, x, context)
         with reading:
-            branch = self._mlp(x, context)
+            branch, _ = self._mlp(x, context)
         return self.mlp_norm(self.mlp_dropout.add(x, branch, context.samples))
 
     def _attention_half(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:

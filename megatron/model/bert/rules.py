@@ -2,6 +2,7 @@
 """Rules for combinations of BERT's settings (`settings.rules`)."""
 
 from megatron.model.bert.settings import own_settings
+from megatron.model.experts.rules import NO_EXPERTS
 from megatron.model.gpt.rules import IDLE, NO_RELATIVE
 from megatron.model.gpt.rules import RULES as GPT_RULES
 from megatron.model.t5.rules import refused
@@ -10,6 +11,7 @@ from megatron.settings.rules import Rule
 RULES = (
     *GPT_RULES,
     NO_RELATIVE,
+    NO_EXPERTS,
     Rule(
         lambda s: own_settings(s.settings).num_tokentypes < 0,
         lambda s: f"--num-tokentypes {own_settings(s.settings).num_tokentypes} must be 0 (none) or more",

@@ -11,8 +11,10 @@ Legend: n tokens of a micro-batch (s x b), d channels per head, q queries per ke
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
+from megatron.model.experts.ops import expert_ops
+from megatron.model.experts.weights import experts
 from megatron.model.facts import Facts
 from megatron.model.layer_ops import (
     ACTIVATION,
@@ -30,11 +32,12 @@ from megatron.model.layer_ops import (
 )
 from megatron.model.weights import Table, add_prefix, attention, mlp, norm
 from megatron.mpu.chunks import own_chunks, parts_between, ring_distances
+from megatron.mpu.placement import elements
 from megatron.settings.kernel_sizes import JOINED, RING_ROWS, causal_pairs
 from megatron.settings.schema import Config, Model
 
 HEAD = 8  # width of a head in a shrunk model
-FULL = "layer without window"
+EXPERTS, FULL = "experts", "without window"  # words in the kind of a layer
 
 
 class GPTFacts(Facts):
@@ -49,15 +52,17 @@ class GPTFacts(Facts):
         return cls(config.model, vocab_size)
 
     def layer_weights(self, kind: str, sequence_parallel: bool) -> Table:
-        return _layer_weights(self.settings, sequence_parallel)
+        return _layer_weights(self.settings, sequence_parallel, EXPERTS in kind)
 
     def layer_ops(self, share: RankSetup, kind: str) -> tuple[LayerOp, ...]:
-        return _layer_ops(self, share, None if kind == FULL else self.settings.window)
+        return _layer_ops(self, share, None if FULL in kind else self.settings.window, EXPERTS in kind)
 
     def layer_kind(self, layer: int) -> str:
-        """With a sliding window, layers without it are a separate kind."""
+        """Layers with experts are a separate kind, and with a sliding window those without it."""
         m = self.settings
-        return FULL if m.window is not None and m.window_of(layer) is None else super().layer_kind(layer)
+        words = [EXPERTS] if m.has_experts(layer) else []
+        words += [FULL] if m.window is not None and m.window_of(layer) is None else []
+        return f"{super().layer_kind(layer)}{' with' * (words[:1] == [EXPERTS])} {' '.join(words)}".strip()
 
     @property
     def has_shape(self) -> bool:
@@ -65,7 +70,7 @@ class GPTFacts(Facts):
         if m.num_attention_heads < 1 or (m.num_query_groups is not None and m.num_query_groups < 1):
             return False
         try:
-            m.window_of(0)
+            m.window_of(0), m.expert_layers
         except (ValueError, ZeroDivisionError):
             return False
         return m.kv_channels is not None or m.hidden_size % m.num_attention_heads == 0
@@ -94,21 +99,51 @@ class GPTFacts(Facts):
             rotary_percent=m.rotary_percent if rotary % 2 == 0 and rotary > 1 else 0.5,
             make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
             model_name_or_path=None,
+            **self._shrunk_experts(num_layers, HEAD * heads),
+        )
+
+    def _shrunk_experts(self, num_layers: int, width: int) -> dict[str, Any]:
+        """The experts of `shrunk`: as many, narrow ones; a dense layer first if some are dense."""
+        m = self.settings
+        if not m.mixture:
+            return {}
+        dense = num_layers > 1 and len(m.expert_layers) < m.num_layers
+        shared = width if m.moe_shared_expert_intermediate_size else None
+        return dict(
+            moe_layer_freq=f"[0]+[1]*{num_layers - 1}" if dense else "1",
+            moe_ffn_hidden_size=width,
+            moe_shared_expert_intermediate_size=shared,
         )
 
     def divisible_by_tp(self) -> dict[str, int]:
         m = self.settings
-        return {"heads": m.num_attention_heads, "key-value heads": m.query_groups, "ffn": m.ffn_size}
+        sizes = {"heads": m.num_attention_heads, "key-value heads": m.query_groups}
+        if len(m.expert_layers) < m.num_layers:
+            sizes["ffn"] = m.ffn_size
+        shared = m.moe_shared_expert_intermediate_size
+        return {**sizes, **({"shared expert": shared} if shared and m.mixture else {})}
 
     def shares_heads(self, tp: int, cp: int) -> bool:
         return self.settings.query_groups % (tp * cp) == 0
 
     def describe(self, count: str) -> str:
-        m = self.settings
+        m, active = self.settings, ""
+        if m.mixture:
+            share = self.active_parameters / self.parameters
+            active = f", {m.moe_router_topk} of {m.num_experts} experts for each token ({share:.1%} of the parameters)"
         return (
-            f"{self.name} of {count} parameters: {m.num_layers} layers, hidden {m.hidden_size}, "
+            f"{self.name} of {count} parameters{active}: {m.num_layers} layers, hidden {m.hidden_size}, "
             f"{m.num_attention_heads} heads, sequence {m.seq_length}, vocabulary {self.vocab_size}"
         )
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token uses: those of its experts only."""
+        m = self.settings
+        if not m.mixture:
+            return self.parameters
+        all_experts = len(m.expert_layers) * elements(self.experts)
+        return self.parameters - all_experts + all_experts * m.moe_router_topk // m.num_experts
 
     def attention_kernel(self, share: RankSetup, window: Optional[int] = None) -> str:
         """The kernel that `fused_kernels.choose_kernel` will select. In a ring explicit attention stores no weights."""
@@ -141,9 +176,10 @@ class GPTFacts(Facts):
 
 
 @lru_cache(maxsize=1024)
-def _layer_weights(model: Model, sequence_parallel: bool) -> Table:
+def _layer_weights(model: Model, sequence_parallel: bool, with_experts: bool) -> Table:
     table, of_norm = {}, norm(model, model.hidden_size, sequence_parallel)
-    for name, branch in (("attention", attention(model, sequence_parallel)), ("mlp", mlp(model, sequence_parallel))):
+    second = (experts if with_experts else mlp)(model, sequence_parallel)
+    for name, branch in (("attention", attention(model, sequence_parallel)), ("mlp", second)):
         if model.norm_position != "post":
             table |= add_prefix(f"{name}_norm", of_norm)
         table |= add_prefix(name, branch)
@@ -184,14 +220,15 @@ def _calls(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> list[Cal
 
 
 @lru_cache(maxsize=65536)
-def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int]) -> tuple[LayerOp, ...]:
+def _layer_ops(facts: GPTFacts, share: RankSetup, window: Optional[int], with_experts: bool) -> tuple[LayerOp, ...]:
     m = facts.settings
     x = Residual(m, share, m.seq_length // share.cp * share.micro_batch_size)
     core = _exchanged(facts, share, _core(facts, share, window), window)
     attended = self_attention(x, *_norms_across_heads(x), *core)
     before, after = m.norm_position != "post", m.norm_position != "pre"
     ops: list[LayerOp] = []
-    for branch, again in ((attended, (ATTENTION,)), (mlp_ops(x, m.gated, m.squared_relu, m.geglu), ())):
+    second = mixture_ops(x) if with_experts else mlp_ops(x, m.gated, m.squared_relu, m.geglu)
+    for branch, again in ((attended, (ATTENTION,)), (second, ())):
         ops += [x.norm(NORM, *again)] * before + [*branch] + [x.norm(*again)] * after + [x.add()]
     return tuple(ops)
 
@@ -210,22 +247,43 @@ def self_attention(x: Residual, *core: LayerOp) -> tuple[LayerOp, ...]:
     return *fused, *core, *x.row("attention", queries, again=(ATTENTION,), layer="attention.output")
 
 
-def mlp_ops(x: Residual, gated: bool, squared: bool = False, gelu: bool = False) -> tuple[LayerOp, ...]:
-    """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel."""
-    n, e, ffn = x.tokens, x.share.element, x.model.ffn_size // x.share.tp
+def mlp_ops(
+    x: Residual, gated: bool, squared: bool = False, gelu: bool = False, width: Optional[int] = None, keeps: bool = True
+) -> tuple[LayerOp, ...]:
+    """The products of an MLP and its activation. gelu: that of the gate, which has no fused kernel; width: its hidden size
+    (default: `ffn_size`); keeps: whether it saves its input, which no other op does
+    """
+    n, e, ffn = x.tokens, x.share.element, (width or x.model.ffn_size) // x.share.tp
     up = 2 if gated else 1
-    fused = x.share.device == "cuda" and not x.share.plain_activation and not gelu
+    one = activation_of(x.share, ffn, gated, squared, gelu)
+    input_ = n * x.h * (2 if x.share.sp else 1) * e  # sp: with the input, gathered
+    sizes = dict(kept=n * one.kept, given=n * one.given, moved=n * one.moved, workspace=n * one.workspace + input_)
+    before = x.column("mlp", ffn, up, keeps=keeps, again=(MLP,), layer="mlp.up")
+    return *before, replace(one, **sizes), *x.row("mlp", ffn, again=(MLP,), layer="mlp.down")
+
+
+def activation_of(share: RankSetup, ffn: int, gated: bool, squared: bool, gelu: bool) -> Kernel:
+    """The activation of an MLP for one token."""
+    e, up = share.element, 2 if gated else 1
+    fused = share.device == "cuda" and not share.plain_activation and not gelu
     kept = (2 if fused else 3) if gated else 1  # the input of GeLU; relu(x) before its square; gate, value, silu(gate)
-    activation = Kernel(
+    return Kernel(
         "mlp",
-        kept=n * ffn * kept * e,
-        given=n * ffn * up * e,
-        moved=n * ffn * (5 if gated else 4 if squared else 2),
-        workspace=n * (ffn + up * ffn + x.h * (2 if x.share.sp else 1)) * e,  # sp: with the input, gathered
+        kept=ffn * kept * e,
+        given=ffn * up * e,
+        moved=ffn * (5 if gated else 4 if squared else 2),
+        workspace=(ffn + up * ffn) * e,
         again=(ACTIVATION, MLP),
     )
-    before = x.column("mlp", ffn, up, again=(MLP,), layer="mlp.up")
-    return *before, activation, *x.row("mlp", ffn, again=(MLP,), layer="mlp.down")
+
+
+def mixture_ops(x: Residual) -> tuple[LayerOp, ...]:
+    """The ops of router, experts and shared expert."""
+    m, kinds = x.model, (x.model.gated, x.model.squared_relu, x.model.geglu)
+    width = m.moe_shared_expert_intermediate_size
+    kept = x.share.element == 4 and x.share.tp == 1  # by the router
+    shared = mlp_ops(x, *kinds, width, keeps=not kept) if width else ()
+    return expert_ops(x, activation_of(x.share, m.expert_ffn_size // x.share.etp, *kinds), shared)
 
 
 def _exchanged(facts: GPTFacts, share: RankSetup, core: CoreAttention, window: Optional[int]) -> tuple[LayerOp, ...]:

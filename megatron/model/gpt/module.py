@@ -67,6 +67,7 @@ class GPT(LanguageModel):
             recompute=recompute,
             cp=self.cp,
             sharing=self.sharing(layer),
+            mesh=self.mesh,
             **self.factory_kwargs,
         )
 

@@ -4,6 +4,7 @@
 from dataclasses import fields
 from types import SimpleNamespace
 
+from megatron.model.experts.rules import IDLE as OF_EXPERTS
 from megatron.settings.effects import HALF, Needs
 from megatron.settings.rules import Rule, divisors, either, multiples
 from megatron.settings.schema import Model, window_numbers
@@ -170,6 +171,7 @@ RULES = (
 
 _ROPE = Needs("--position-embedding-type rope", lambda s: s.position_embedding_type == "rope")
 IDLE = {
+    **OF_EXPERTS,
     "window_size": Needs(
         "a --seq-length that is longer than the window",
         lambda s: _bad_window(s) or (s.settings.model.window or s.seq_length) < s.seq_length - 1,

@@ -192,7 +192,7 @@ class DecoderBlock(Block):
             attended = recomputed(self._cross_half, x, memory, context.cross, inside=own.region, of=(self,))
         else:
             attended = self._cross_half(x, memory, context.cross)
-        x, branch = self._mlp_after(x, attended, self.cross_dropout, own)
+        x, (branch, _) = self._mlp_after(x, attended, self.cross_dropout, own)
         return self.mlp_dropout.add(x, branch, own.samples)
 
     def _cross_half(self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext) -> torch.Tensor:

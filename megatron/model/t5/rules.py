@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+from megatron.model.experts.rules import NO_EXPERTS
 from megatron.model.gpt.rules import IDLE as OF_GPT
 from megatron.model.gpt.rules import RULES as GPT_RULES
 from megatron.model.t5.settings import own_settings
@@ -38,6 +39,7 @@ DIVISIBLE_TARGET = Rule(
 )
 RULES = (
     *GPT_RULES,
+    NO_EXPERTS,
     Rule(lambda s: _target(s) < 1, lambda s: f"--decoder-seq-length {_target(s)} must be at least 1"),
     DIVISIBLE_TARGET,
     Rule(

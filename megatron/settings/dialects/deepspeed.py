@@ -89,7 +89,8 @@ LOST = {
         zero_optimization.zero_hpz_partition_size zero_optimization.zero_quantized_*""",
     "parameters stay on the device or on the host (--param-cpu-offload), not on disk": """
         zero_optimization.offload_param.*""",
-    "a model is dense, its attention too, and its layers are all there in every step": """moe.* sparse_attention.*
+    "experts are part of the model: --num-experts and --moe-*": "moe.*",
+    "attention is dense, and all layers are there in every step": """sparse_attention.*
         progressive_layer_drop.* sparse_gradients""",
     "data come in the order of the index: no curriculum": "curriculum_learning.* data_efficiency.*",
     "compression is not part of pretraining": "compression_training.* quantize_training.* eigenvalue.*",

@@ -122,6 +122,15 @@ when and how ranks exchange data changes the speed, not the result; this suite a
     --align-grad-reduce --align-param-gather
     --disable-clone-scatter-output-in-embedding
     --use-layer-wise-* --no-use-layer-wise-*
+tokens go to experts by all-to-all, in parts of any size; every dispatcher gives the same result
+    --moe-token-dispatcher-type --moe-enable-deepep --moe-deepep-num-sms --moe-flex-dispatcher-*
+    --moe-shared-expert-overlap --moe-permute-fusion --moe-router-fusion
+experts are grouped products where these are faster than one product for each
+    --moe-grouped-gemm --moe-use-legacy-grouped-gemm --moe-use-grouped-tensor --use-grouped-gemm-*
+metrics.jsonl has the load of each expert in each layer
+    --moe-per-layer-logging
+padding of experts' tokens is for 8-bit products
+    --moe-router-padding-for-fp8 --moe-router-padding-for-quantization
 ranks are always ordered tensor, context, data, pipeline
     --use-tp-pp-dp-mapping
 all ranks collect garbage between the same steps anyway, at evaluations and saves too; see --manual-gc-interval
@@ -182,7 +191,7 @@ every figure that the run logs goes to TensorBoard as well, at --log-interval
 this figure is not logged yet
     --log-memory-to-tensorboard --log-optimizer-states-to-tensorboard
     --log-world-size-to-tensorboard --log-device-memory-used --log-energy
-    --log-max-attention-logit --moe-per-layer-logging --measure-activation-memory
+    --log-max-attention-logit --measure-activation-memory
 times of ranks are measured from the start, at almost no cost; --log-straggler logs them (--no-straggler-detection: neither)
     --disable-straggler-on-startup --straggler-ctrlr-port
 the log has one level; --console and --timing-log-level say what is in it
@@ -276,9 +285,12 @@ evaluation uses the training batch, --eval-iters of it each --eval-interval
     --validation-set-names --start-eval-at-iter
 
 # Model.
-mixtures of experts are not part of this suite; models are dense
-    --num-experts --moe-* --expert-* --mlp-type --overlap-moe-* --overlap-dispatch-* --ep-overlap-*
-    --save-tokens-per-expert-interval --use-grouped-gemm-* --topk --high-priority-a2a-comm-stream
+experts' messages do not overlap with other micro-batches yet
+    --overlap-moe-expert-parallel-comm --overlap-dispatch-* --ep-overlap-*
+experts have the hidden size of their input, and router and dispatch are those of docs/experts.md
+    --moe-* --expert-tensor-parallel-num-weight-shards --mlp-type --topk
+the load of each expert is in metrics.jsonl
+    --save-tokens-per-expert-interval
 attention is multi-head or grouped-query (--group-query-attention)
     --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
     --mla-down-proj-fusion --cache-mla-latents --experimental-attention-variant --linear-* --dsa-* --no-dsa-*
@@ -386,9 +398,9 @@ see --distributed-timeout-minutes
 # Values that ask for nothing.
 NEUTRAL = """
 --main-params-dtype=fp32
---num-experts=0 --num-experts=1 --num-distributed-optimizer-instances=1
---shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed --moe-aux-loss-coeff=0
---moe-aux-loss-coeff=0.0 --softmax-type=vanilla
+--num-distributed-optimizer-instances=1
+--shard-strategy=tensor --shard-strategy=bucket --fp8-recipe=delayed
+--softmax-type=vanilla
 --pp-recompute-interval=1 --error-injection-rate=0 --nnodes=1 --inference-max-requests=8
 """
 
@@ -399,9 +411,7 @@ INSTEAD = {
     "fp8": "8-bit numbers are not part of this suite: say bf16",
     "fp16": "fp16 would need a scale for each tensor: say bf16, which has the range of fp32",
     "O3": "half precision for weights and optimizer alone loses small updates: say O2, which keeps fp32 ones beside them",
-    "moe_act": "models here have no experts: say mlp_act for the activation of the MLP",
-    "moe": "models here have no experts: say mlp for the MLP",
-    "shared_experts": "models here have no experts: say mlp for the MLP",
+    "shared_experts": "say mlp, which recomputes experts and shared experts",
     "mla_up_proj": "models here have no latent attention: leave it out",
     "Llama3Tokenizer": "say TikTokenizer for its tokenizer.model, HuggingFaceTokenizer for a tokenizer.json",
 }

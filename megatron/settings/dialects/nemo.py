@@ -9,7 +9,7 @@ WORDS = """
 =  model.optim.lr model.optim.weight_decay model.optim.sched.min_lr
 =  model.micro_batch_size model.global_batch_size model.rampup_batch_size model.tensor_model_parallel_size
 =  model.pipeline_model_parallel_size model.context_parallel_size model.expert_model_parallel_size
-=  model.num_layers model.hidden_size
+=  model.num_layers model.hidden_size model.moe_router_topk
 =  model.ffn_hidden_size model.num_attention_heads model.num_query_groups model.kv_channels model.max_position_embeddings
 =  model.init_method_std model.hidden_dropout model.attention_dropout model.make_vocab_size_divisible_by
 =  model.sequence_parallel model.hysteresis model.seed model.rotary_base model.masked_softmax_fusion
@@ -28,6 +28,7 @@ exp_manager.checkpoint_callback_params.every_n_train_steps  --save-interval
 exp_manager.checkpoint_callback_params.save_top_k           --keep-last
 model.encoder_seq_length                                    --seq-length
 model.virtual_pipeline_model_parallel_size                  --num-virtual-stages-per-pipeline-rank
+model.num_moe_experts                                       --num-experts
 model.apply_query_key_layer_scaling=true                    --apply-query-key-layer-scaling
 model.position_embedding_type=learned_absolute              --position-embedding-type learned_absolute
 model.position_embedding_type=rope                          --position-embedding-type rope
@@ -104,7 +105,7 @@ LOST = {
         exp_manager.checkpoint_callback_params.mode exp_manager.checkpoint_callback_params.*""",
     "gradient accumulation follows from --global-batch-size": "trainer.accumulate_grad_batches",
     "8-bit training is not part of this suite; use --bf16": "model.fp8* model.reduce_amax",
-    "mixtures of experts are not part of this suite": "model.moe_* model.num_moe_experts",
+    "this is not part of --moe-*": "model.moe_*",
     "residuals and the loss have the format of --precision, the loss fp32": """model.fp32_residual_connection
         model.fp16_lm_cross_entropy""",
     "layers have the norms of --norm-position": "model.transformer_block_type",

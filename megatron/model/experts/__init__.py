@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts: router, balancing, dispatch of tokens, experts."""

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens on their way to experts and back.
+
+A *pair* is a token and one of its k experts; pair number t k + j is token t and its j-th expert. Rows are pairs in the
+order of their experts, and within an expert in the order of tokens, so equal routing gives equal sums in every run.
+
+    x [n, h] -> rows of all experts -> all-to-all over ep -> rows of this rank's experts -> experts -> back -> [n, h]
+
+Without a capacity, sizes depend on the data (`Uneven`): ranks tell each other how many rows they send, which the host
+reads once for each layer; with ep 1 it reads nothing. With padding to a capacity (`Padded`) all sizes are fixed, and the
+host reads nothing.
+
+Legend: n tokens of this rank, h hidden, k experts of a token, E experts, C capacity, m rows.
+"""
+
+import torch
+
+from megatron.model.experts.grouped import Rows
+from megatron.mpu import collectives, mappings
+from megatron.mpu.mesh import Axis
+
+
+class Uneven:
+    """The way of tokens to experts, as many rows for each as there are pairs.
+
+    experts: [n, k], the expert of each pair; E marks pairs without one. number: E. drops: whether there may be such pairs
+    """
+
+    def __init__(self, experts: torch.Tensor, number: int, ep: Axis, drops: bool):
+        flat = experts.flatten()
+        self.ep, self.k = ep, experts.shape[1]
+        order = flat.argsort(stable=True)  # pairs without an expert are last
+        leaving, arriving = collectives.count_rows(flat, number, ep)
+        leaving_, arriving_ = None, None  # on the host
+        if flat.is_meta or drops or ep.size > 1:
+            leaving_, arriving_ = torch.stack((leaving, arriving)).tolist()  # it waits for the device, once
+        kept = len(flat) if leaving_ is None else sum(map(sum, leaving_))
+        self.whole = kept == len(flat)
+        self.order, self.place = order[:kept], _inverse(order).clamp_max(kept)
+        self.sent, self.received = ([sum(row) for row in rows or [[kept]]] for rows in (leaving_, arriving_))
+        lengths = arriving_ and [sum(of_expert) for of_expert in zip(*arriving_)]
+        self.rows = Rows(arriving.sum(0), sum(self.received), lengths)
+        if ep.size > 1:
+            kinds = torch.arange(arriving.shape[1], device=arriving.device).repeat(ep.size)
+            kinds = kinds.repeat_interleave(arriving.flatten(), output_size=self.rows.total)
+            self.by_expert = kinds.argsort(stable=True)  # of arrived rows
+            self.by_rank = _inverse(self.by_expert)
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, h] -> the rows of this rank's experts, [m, h]."""
+        rows = _permuted(x, self.order, self.place, self.k, self.whole)
+        if self.ep.size == 1:
+            return rows
+        arrived = mappings.all_to_all(rows, self.ep, self.sent, self.received)
+        return _permuted(arrived, self.by_expert, self.by_rank)
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """What experts made of their rows, [m, h] -> that of this rank's pairs, in the order that `combine` expects."""
+        if self.ep.size == 1:
+            return y
+        y = _permuted(y, self.by_rank, self.by_expert)
+        return mappings.all_to_all(y, self.ep, self.received, self.sent)
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The sums of what the experts of each token made of it, [n, h]. weights: [n, k], of each pair."""
+        return _Combine.apply(y, weights, self.order, self.place, self.whole)
+
+
+class Padded(Uneven):
+    """The same, with `capacity` rows for each expert from each rank. Rows without a pair are 0.
+
+    experts: [n, k], no more than `capacity` pairs of each expert
+    """
+
+    def __init__(self, experts: torch.Tensor, number: int, ep: Axis, capacity: int):
+        flat = experts.flatten()
+        self.ep, self.k, self.capacity, self.whole = ep, experts.shape[1], capacity, False
+        slots, own, even = number * capacity, number // ep.size, ep.size * capacity
+        order = flat.argsort(stable=True)
+        ordered = flat[order]
+        first = torch.searchsorted(ordered, torch.arange(number + 1, device=flat.device))  # of each expert
+        slot = ordered * capacity + torch.arange(len(flat), device=flat.device) - first[ordered]
+        slot = torch.where(ordered < number, slot, slots)
+        self.place = torch.empty_like(flat).scatter_(0, order, slot)
+        self.order = torch.full((slots + 1,), len(flat), device=flat.device).scatter_(0, slot, order)[:-1]
+        self.rows = Rows(torch.full((own,), even, device=flat.device), own * even, [even] * own, even)
+
+    def to_experts(self, x: torch.Tensor) -> torch.Tensor:
+        rows = _permuted(x, self.order, self.place, self.k, self.whole)
+        return self._turned(mappings.all_to_all(rows, self.ep), self.ep.size, -1)
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        return mappings.all_to_all(self._turned(y, -1, self.ep.size), self.ep)
+
+    def _turned(self, rows: torch.Tensor, first: int, second: int) -> torch.Tensor:
+        """Rows [first, second, C] -> [second, first, C]."""
+        return rows.view(first, second, self.capacity, rows.shape[-1]).transpose(0, 1).flatten(0, 2)
+
+
+# ---- gathers whose backward pass is a gather ---------------------------------------------------------------------------
+
+
+class _Permute(torch.autograd.Function):
+    """Row i of the result is row order[i] // k of x [n, h].
+
+    place: the inverse: the row of each pair. If not `whole`, there are pairs without a row, whose place is the number of
+    rows, and rows without a pair, which are 0, whose order is k n.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, place, k, whole):
+        ctx.save_for_backward(place)
+        ctx.k, ctx.whole = k, whole
+        return _rows_of(x, order // k if k > 1 else order, whole)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (place,) = ctx.saved_tensors
+        pairs = _rows_of(gradient, place, ctx.whole)
+        return pairs.view(-1, ctx.k, pairs.shape[1]).sum(1) if ctx.k > 1 else pairs, *(None,) * 4
+
+
+def _permuted(
+    x: torch.Tensor, order: torch.Tensor, place: torch.Tensor, k: int = 1, whole: bool = True
+) -> torch.Tensor:
+    return _Permute.apply(x, order, place, k, whole)
+
+
+class _Combine(torch.autograd.Function):
+    """y [m, h], weights [n, k] -> [n, h], the weighted sums of each token's rows, in fp32 before they are rounded."""
+
+    @staticmethod
+    def forward(ctx, y, weights, order, place, whole):
+        ctx.save_for_backward(y, weights, order, place)
+        ctx.whole, ctx.wide = whole, torch.promote_types(y.dtype, torch.float32)
+        total = 0
+        for factors, rows in zip(weights.to(ctx.wide).unbind(1), place.view(weights.shape).unbind(1)):
+            total = total + _rows_of(y, rows, whole).to(ctx.wide) * factors.unsqueeze(1)
+        return total.to(y.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        y, weights, order, place = ctx.saved_tensors
+        of_rows = _rows_of(gradient.to(ctx.wide), order // weights.shape[1], ctx.whole)  # [m, h]
+        factors = _rows_of(weights.to(ctx.wide).reshape(-1, 1), order, ctx.whole)
+        d_weights = _rows_of((of_rows * y.to(ctx.wide)).sum(1, keepdim=True), place, ctx.whole)
+        return (of_rows * factors).to(y.dtype), d_weights.view(weights.shape).to(weights.dtype), None, None, None
+
+
+def _rows_of(x: torch.Tensor, index: torch.Tensor, whole: bool) -> torch.Tensor:
+    """Rows of x by index. If not `whole`, those of index len(x) are 0."""
+    return (x if whole else torch.cat((x, x.new_zeros(1, x.shape[1]))))[index]
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of rows with the matrices of their experts: rows are in the order of experts, and each expert has its number.
+
+`torch.nn.functional.grouped_mm` computes all of them at once, in the backward pass as well. On CPUs it is bitwise equal to
+one product for each expert (`in_a_loop`), and was never slower (docs/experts.md). On GPUs it computes bf16.
+
+Legend: m rows, E experts of this rank.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.model.weights import Table
+from megatron.mpu.layers import Given, LinearOptions, create_parameters
+from megatron.mpu.mesh import Axis
+
+
+class Rows(NamedTuple):
+    """How many rows each expert of this rank has, as [E] on the device.
+
+    host: the same on the host, if it knows them. even: the number of rows of each, if all have equally many
+    """
+
+    counts: torch.Tensor
+    total: int
+    host: Optional[list[int]] = None
+    even: Optional[int] = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """The counts on the host, which waits for the device unless it knows them."""
+        return self.counts.tolist() if self.host is None else self.host
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """The row after each expert's last, [E] int32."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+    def each(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of experts [E, ...] for each row, [m, ...]."""
+        if self.even is not None:
+            return values.unsqueeze(1).expand(-1, self.even, *values.shape[1:]).flatten(0, 1)
+        return values.repeat_interleave(self.counts.to(values.device), 0, output_size=self.total)
+
+
+class GroupedLinear(nn.Module):
+    """Rows [m, inputs] -> [m, outputs], each times the matrix of its expert, [E, outputs..., inputs].
+
+    with_bias: whether this rank adds the bias, of which ranks of etp have copies.
+    """
+
+    weight_grad_store = accumulate = None  # set for pipelines with W passes, and where products add to fp32 gradients
+
+    def __init__(self, weights: Table, axes: tuple[Axis, Axis], *, with_bias: bool = True, **factory_kwargs):
+        super().__init__()
+        self.with_bias = with_bias
+        create_parameters(self, weights, axes, **factory_kwargs)
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        handler = LinearOptions(None, None, self.weight_grad_store, self.accumulate).wgrad_handler(x, self.weight)
+        weight = self.weight.detach() if handler else self.weight
+        y = _GroupedProduct.apply(x, weight, rows, handler)
+        if self.bias is None:
+            return y
+        return y + rows.each(self.bias.flatten(1)) * self.with_bias
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The products of a `GroupedLinear`; handler: takes that for the weight's gradient, instead of autograd."""
+
+    @staticmethod
+    def forward(ctx, x, weight, rows, handler):
+        ctx.save_for_backward(x, weight)
+        ctx.rows, ctx.handler = rows, handler
+        return times(x, weight.flatten(1, -2).transpose(1, 2), rows)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        gradient, d_x, d_weight = gradient.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            d_x = times(gradient, weight.flatten(1, -2), ctx.rows)
+        wgrad = GroupedWgrad(gradient, x, ctx.rows, weight.shape)
+        if ctx.handler:
+            ctx.handler(wgrad)
+        elif ctx.needs_input_grad[1]:
+            d_weight = wgrad()
+        return d_x, d_weight, None, None
+
+
+class GroupedWgrad(NamedTuple):
+    """The pending products for the weights' gradients, with the interface of `mpu.layers.WgradGemm`. That of an expert
+    without tokens is 0.
+    """
+
+    gradient: torch.Tensor  # of the output, [m, outputs]
+    x: torch.Tensor  # [m, inputs]
+    rows: Rows
+    shape: torch.Size
+
+    def __call__(self) -> torch.Tensor:
+        """The gradient, [E, outputs..., inputs]."""
+        return outer(self.gradient, self.x, self.rows).view(self.shape)
+
+    def start(self) -> None:
+        """Nothing has to arrive before."""
+
+    def add_to(self, total: torch.Tensor, overwrite: bool) -> None:
+        """Add the gradient to `total`, or copy it there if `overwrite`."""
+        Given(self()).add_to(total, overwrite)
+
+
+# ---- the products ----------------------------------------------------------------------------------------------------
+
+
+def times(x: torch.Tensor, matrices: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Rows [m, a] times the matrix of their expert, [E, a, b] -> [m, b]."""
+    if rows.even is not None:
+        return torch.bmm(x.view(len(matrices), rows.even, x.shape[1]), matrices).flatten(0, 1)
+    if _grouped(x, matrices):
+        return F.grouped_mm(x, matrices, offs=rows.ends)
+    return times_in_a_loop(x, matrices, rows.lengths)
+
+
+def outer(a: torch.Tensor, b: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """For each expert the product of its rows, [m, a] and [m, b] -> [E, a, b]."""
+    if rows.even is not None:
+        shape = len(rows.counts), rows.even
+        return torch.bmm(a.view(*shape, a.shape[1]).transpose(1, 2), b.view(*shape, b.shape[1]))
+    if _grouped(a, b):
+        return F.grouped_mm(a.t(), b, offs=rows.ends)
+    return outer_in_a_loop(a, b, rows.lengths)
+
+
+def times_in_a_loop(x: torch.Tensor, matrices: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """`times`, one product for each expert."""
+    return torch.cat([own @ matrix for own, matrix in zip(x.split(lengths), matrices, strict=True)])
+
+
+def outer_in_a_loop(a: torch.Tensor, b: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """`outer`, one product for each expert."""
+    return torch.stack([own.t() @ other for own, other in zip(a.split(lengths), b.split(lengths), strict=True)])
+
+
+def _grouped(*operands: torch.Tensor) -> bool:
+    """Whether grouped_mm takes these operands: format and device, and rows that begin at multiples of 16 bytes."""
+    one, size = operands[0], operands[0].element_size()
+    if any(operand.dtype != one.dtype for operand in operands) or lacking_grouped(one.device.type, one.dtype):
+        return False
+    starts = ((*(stride for stride in operand.stride() if stride != 1), 0) for operand in operands)
+    return not any(operand.data_ptr() % 16 for operand in operands) and not any(
+        stride * size % 16 for strides in starts for stride in strides
+    )
+
+
+@cache
+def lacking_grouped(device: str, dtype: torch.dtype) -> str:
+    """Why grouped_mm does not compute products of this format on this device; "": it does. From a trial run."""
+    if device not in ("cpu", "cuda") or device == "cuda" and dtype != torch.bfloat16:
+        return f"one product for each expert in {dtype} on {device}"
+    if not hasattr(F, "grouped_mm"):
+        return "this torch has no grouped_mm"
+    lengths, k = [3, 0, 5], 16
+    counts = torch.tensor(lengths, device=device)
+    rows = Rows(counts, sum(lengths))
+    x, w = (torch.arange(math.prod(s), device=device).remainder(7).to(dtype).view(s) for s in ((8, k), (3, k, k)))
+    try:
+        got = F.grouped_mm(x, w, offs=rows.ends), F.grouped_mm(x.t(), x, offs=rows.ends)
+        none = F.grouped_mm(x[:0], w, offs=torch.zeros_like(rows.ends))
+    except RuntimeError as error:
+        return f"grouped_mm: {str(error).splitlines()[0]}"
+    expected = times_in_a_loop(x, w, lengths), outer_in_a_loop(x, x, lengths)
+    right = none.shape == (0, k) and all(map(torch.equal, got, expected))
+    return "" if right else "grouped_mm returned other values than one product for each expert"

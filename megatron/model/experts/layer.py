@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's experts in the place of its MLP: router, dispatch, experts, and an expert that all tokens share.
+
+Ranks of tp route different tokens. With sequence parallelism each has its own anyway; without it, each takes its part of
+the rows, and they gather the results. So tp may be any part of the ranks that experts are divided over.
+
+Legend: s sequence (a rank's part with context parallelism), b micro-batch, n tokens of this rank = s b / tp, h hidden,
+k experts of a token, f width of an expert.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.model.attention import ForwardContext
+from megatron.model.experts.dispatch import Padded, Uneven
+from megatron.model.experts.grouped import GroupedLinear
+from megatron.model.experts.router import Router, Routing
+from megatron.model.experts.routing import capacity
+from megatron.model.mlp import MLP, Activation
+from megatron.model.recompute import recompute_output
+from megatron.model.weights import Table, take_prefix
+from megatron.mpu import collectives, mappings
+from megatron.mpu.layers import create_parameters
+from megatron.mpu.mesh import Mesh
+from megatron.settings.schema import Model
+
+
+class Mixture(nn.Module):
+    """[s, b, h] (or [s/tp, b, h] under sequence parallelism) -> the same, and the sums of the router.
+
+    weights: `experts.weights.experts(...)`. compiled: whether the layers are (--torch-compile): experts stay out of graphs
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        layer: int,
+        mesh: Mesh,
+        weights: Table,
+        *,
+        seed: int,
+        sequence_parallel: bool,
+        compiled: bool = False,
+        dtype: torch.dtype,
+        device,
+    ):
+        super().__init__()
+        of, own = lambda name: take_prefix(weights, name), dict(dtype=dtype, device=device)
+        self.layer, self.tp, self.cut = layer, mesh.tp, mesh.tp.size > 1 and not sequence_parallel
+        self.router = Router(model, layer, of("router"), mesh, seed=seed, **own)
+        self.experts = Experts(model, mesh, of("experts"), **own)
+        self.shared = self.shared_gate = None
+        if shared := of("shared"):
+            self.shared = MLP(model, mesh.tp, shared, sequence_parallel=sequence_parallel, **own)
+        if gate := of("shared_gate"):
+            self.shared_gate = SharedGate(gate, **own)
+        if compiled:  # a graph would have the sizes of one step
+            self.forward = torch.compiler.disable(self.forward)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        rows, first = self._own_rows(x), context.routings.get(self.layer)
+        routing = self.router(rows, self._own_mask(x, context.loss_mask), context.samples, memo=first)
+        context.routings[self.layer] = routing.memo
+        y = self.experts(rows.flatten(0, 1), routing).view_as(rows)
+        if self.cut:
+            y = mappings.join_rows(y, self.tp)[: len(x)]
+        if self.shared is not None:
+            also = self.shared(x)
+            y = y + (also if self.shared_gate is None else self.shared_gate(x) * also)
+        return y, routing.sums
+
+    def _own_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank along tp, [s', b, h]; the last ones may be added rows of zeros."""
+        return mappings.cut_rows(self._even(x), self.tp) if self.cut else x
+
+    def _own_mask(self, x: torch.Tensor, mask: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """The rows of the loss mask [s, b] that belong to `_own_rows`: 0 for added rows; None: all count."""
+        if self.tp.size == 1:
+            return mask
+        if mask is None and self.cut and len(x) % self.tp.size:
+            mask = x.new_ones(x.shape[:2])
+        return None if mask is None else self._even(mask).chunk(self.tp.size)[self.tp.rank]
+
+    def _even(self, x: torch.Tensor) -> torch.Tensor:
+        """x with rows of zeros up to a multiple of tp."""
+        lacking = -len(x) % self.tp.size
+        return torch.cat((x, x.new_zeros(lacking, *x.shape[1:]))) if lacking else x
+
+
+class Experts(Activation):
+    """Tokens [n, h] and their routing -> [n, h], the weighted sums of what their experts make of them."""
+
+    def __init__(self, model: Model, mesh: Mesh, weights: Table, **factory_kwargs):
+        super().__init__(model)
+        self.ep, self.etp, self.number = mesh.ep, mesh.etp, model.num_experts
+        self.capacity_factor, self.padded = model.moe_expert_capacity_factor, model.moe_pad_expert_input_to_capacity
+        axes = self.ep, self.etp
+        self.up = GroupedLinear(take_prefix(weights, "up"), axes, **factory_kwargs)
+        self.down = GroupedLinear(take_prefix(weights, "down"), axes, with_bias=mesh.etp.rank == 0, **factory_kwargs)
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        way = self._way(routing.experts)
+        rows = way.to_experts(mappings.gather_from_sequence_parallel_region(x, self.etp))  # [m, h]
+        y = way.back(self._mlp(rows, way.rows))
+        # Each rank of etp has a part of each expert's output, of all their tokens.
+        weights = mappings.gather_from_sequence_parallel_region(routing.weights, self.etp)
+        return mappings.reduce_scatter_to_sequence_parallel_region(way.combine(y, weights), self.etp)
+
+    def _way(self, experts: torch.Tensor) -> Uneven:
+        """The way of this rank's tokens, and those of other etp ranks."""
+        n, k = experts.shape
+        experts = collectives.all_gather(experts, self.etp)
+        if self.padded:
+            most = self.etp.size * capacity(n, k, self.number, self.capacity_factor)
+            return Padded(experts, self.number, self.ep, most)
+        return Uneven(experts, self.number, self.ep, drops=self.capacity_factor is not None)
+
+    def _mlp(self, x: torch.Tensor, rows) -> torch.Tensor:
+        x = self.up(x, rows)  # [m, f/etp], twice as wide with a gate
+        if not self.recompute_activation:
+            return self.down(self._activation(x), rows)
+        x, reading = recompute_output(self._activation, x, inside=self.region, of=(self,))
+        with reading:
+            return self.down(x, rows)
+
+
+class SharedGate(nn.Module):
+    """sigmoid(x w), [s, b, h] -> [s, b, 1]: how much of the shared expert a token gets."""
+
+    def __init__(self, weights: Table, **factory_kwargs):
+        super().__init__()
+        create_parameters(self, weights, None, **factory_kwargs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight).sigmoid()

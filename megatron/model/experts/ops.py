@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops of a layer's experts, for memory, FLOPs and messages (`model.layer_ops`). Needs no torch.
+
+All experts are assumed to get equally many tokens.
+"""
+
+import math
+
+from megatron.model.experts.sums import expert_sums
+from megatron.model.layer_ops import ACTIVATION, MLP, Collective, Kernel, LayerOp, Product, Residual
+
+
+def expert_ops(x: Residual, activation: Kernel, shared: tuple[LayerOp, ...]) -> tuple[LayerOp, ...]:
+    """Router, dispatch, experts, and the way back; then the shared expert.
+
+    x: hidden states. activation: that of the MLP for one token, of the width of one expert. shared: the ops of an MLP
+    """
+    m, share, h, e, again = x.model, x.share, x.h, x.share.element, (MLP,)
+    n, k, experts = x.tokens // share.tp, m.moe_router_topk, m.num_experts
+    gathered = n * share.etp
+    pairs = gathered * k  # sent by a rank, and on average as many arrive
+    rows = pairs
+    if m.moe_pad_expert_input_to_capacity:
+        rows = experts * share.etp * min(math.ceil(n * k / experts * m.moe_expert_capacity_factor), n)
+    own, f, mats = experts // share.ep, m.expert_ffn_size // share.etp, 2 if m.gated else 1
+    each = pairs * share.ep / experts  # rows of an expert
+    halves = ("all_gather",), ("reduce_scatter",)
+    over = lambda axis, size, *calls: Collective("experts", axis, getattr(share, axis), size, *calls, again=again)
+    exchange = over("ep", rows * h * e, ("all_to_all",), ("all_to_all",))
+    ours = (
+        x.tokens * h * e if share.tp > 1 and not share.sp else 0
+    )  # rows of this rank, of all that ranks of tp compute
+    cut, join = (
+        Collective("experts", "tp", share.tp, ours, *calls, again=again) for calls in (((), halves[0]), halves[:1])
+    )
+    counts = [over(axis, 8 * experts * share.micro_batch_size, ("all_reduce",)) for axis in ("cp", "tp")]
+    sums = over("tp", 4 * len(expert_sums(m)), ("all_reduce",))
+    orders = 8 * (rows + pairs) + (16 * rows if share.ep > 1 else 0)
+    of_tokens = 4 * n * h if e < 4 else n * h * e  # the router's input in fp32
+    return (
+        cut,
+        Product("router", n, h, experts, kept=of_tokens, given=n * h * e, again=again),
+        Kernel("routing", kept=4 * n * experts * 2 + 16 * n * k, moved=4 * n * experts, again=again),
+        *counts * any("aux_loss" in kind for kind, _ in m.balancing),
+        sums,
+        over("etp", gathered * h * e, *halves),
+        over("etp", 8 * pairs, ("all_gather",)),  # the experts of each token
+        over("etp", 4 * pairs, *halves),  # and their weights
+        over("ep", 8 * experts, ("all_to_all",)) if not m.moe_pad_expert_input_to_capacity else over("ep", 0),
+        Kernel("routing", kept=orders, moved=2 * rows * h, again=again),
+        exchange,
+        Product("experts", each, h, f, own * mats, kept=rows * h * e, given=rows * h * e, again=again),
+        Kernel(
+            "experts",
+            kept=rows * activation.kept,
+            given=rows * activation.given,
+            moved=rows * activation.moved,
+            workspace=rows * activation.workspace,
+            again=(ACTIVATION, MLP),
+        ),
+        Product("experts", each, f, h, own, kept=rows * f * e, given=rows * f * e, again=again),
+        exchange,
+        Kernel("experts", kept=rows * h * e + 4 * pairs, moved=2 * rows * h, again=again),
+        over("etp", gathered * h * e, *reversed(halves)),
+        join,
+        *shared,
+    )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for combinations of the settings of experts (`settings.rules`)."""
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+from megatron.settings.effects import Needs
+from megatron.settings.rules import Rule, divisors, either
+from megatron.settings.schema import Model
+
+NAMES = [field.name for field in fields(Model) if field.name.startswith("moe_")]
+
+
+def _mixture(s: SimpleNamespace) -> bool:
+    return s.settings.model.mixture
+
+
+def _pattern_error(s: SimpleNamespace) -> str:
+    """What is wrong with --moe-layer-freq; "" if nothing is."""
+    try:
+        layers = s.settings.model.expert_layers
+    except ValueError as error:
+        return str(error)
+    return "" if layers or not _mixture(s) else "no layer has experts then; leave out --num-experts"
+
+
+def _kinds(s: SimpleNamespace) -> list[str]:
+    return s.moe_router_load_balancing_type or ["aux_loss"]
+
+
+def _coefficients(s: SimpleNamespace) -> list[float]:
+    return s.moe_aux_loss_coeff or [0.0]
+
+
+def _losses(s: SimpleNamespace) -> bool:
+    return any("aux_loss" in kind for kind in _kinds(s))
+
+
+RULES = (
+    Rule(
+        lambda s: _pattern_error(s),
+        lambda s: (
+            f"--moe-layer-freq {s.moe_layer_freq} for --num-layers {s.num_layers}: {_pattern_error(s)}; give N for every "
+            "N-th layer, or a 0 or 1 for each layer, as [0]*1+[1]*27"
+        ),
+    ),
+    Rule(
+        lambda s: _mixture(s) and s.moe_router_topk > s.num_experts,
+        lambda s: f"--moe-router-topk {s.moe_router_topk} is more than --num-experts {s.num_experts}",
+    ),
+    Rule(
+        lambda s: (
+            _mixture(s)
+            and s.moe_router_topk == 1
+            and s.moe_router_score_function == "softmax"
+            and not s.moe_router_pre_softmax
+            and _kinds(s) != ["sinkhorn"]
+        ),
+        lambda s: (
+            "--moe-router-topk 1: the softmax over one chosen expert is 1, and the router would not learn; add "
+            "--moe-router-pre-softmax"
+        ),
+    ),
+    Rule(
+        lambda s: len(_coefficients(s)) not in (1, len(_kinds(s))),
+        lambda s: (
+            f"--moe-aux-loss-coeff has {len(_coefficients(s))} numbers for {len(_kinds(s))} values of "
+            "--moe-router-load-balancing-type; give one for each, or one for all"
+        ),
+    ),
+    Rule(
+        lambda s: any(not 0 <= one < float("inf") for one in _coefficients(s)),
+        lambda s: f"--moe-aux-loss-coeff {' '.join(f'{one:g}' for one in _coefficients(s))} must be 0 or more",
+    ),
+    Rule(
+        lambda s: len(set(_kinds(s))) < len(_kinds(s)) or len(_kinds(s)) > 1 and {"none", "sinkhorn"} & set(_kinds(s)),
+        lambda s: (
+            f"--moe-router-load-balancing-type {' '.join(_kinds(s))}: several are for aux_loss, seq_aux_loss and "
+            "global_aux_loss, each once"
+        ),
+    ),
+    Rule(
+        lambda s: "sinkhorn" in _kinds(s) and (s.moe_router_num_groups or s.moe_router_enable_expert_bias),
+        lambda s: (
+            "--moe-router-load-balancing-type sinkhorn chooses experts by itself, without --moe-router-num-groups and "
+            "--moe-router-enable-expert-bias"
+        ),
+    ),
+    Rule(
+        lambda s: (s.moe_router_num_groups is None) != (s.moe_router_group_topk is None),
+        lambda s: (
+            "--moe-router-num-groups and --moe-router-group-topk belong together: the groups of experts, and how many "
+            "of them a token chooses from"
+        ),
+    ),
+    Rule(
+        lambda s: _mixture(s) and s.moe_router_num_groups and s.num_experts % s.moe_router_num_groups,
+        lambda s: (
+            f"--moe-router-num-groups {s.moe_router_num_groups} does not divide --num-experts {s.num_experts}; nearest: "
+            f"{either(divisors(s.num_experts or 1, s.moe_router_num_groups or 1))}"
+        ),
+    ),
+    Rule(lambda s: _bad_groups(s), lambda s: _bad_groups(s)),
+    Rule(
+        lambda s: s.moe_pad_expert_input_to_capacity and s.moe_expert_capacity_factor is None,
+        lambda s: "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor, such as 1.25",
+    ),
+    Rule(
+        lambda s: s.moe_shared_expert_gate and s.moe_shared_expert_intermediate_size is None,
+        lambda s: "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size",
+    ),
+)
+
+# A model without experts.
+NO_EXPERTS = Rule(_mixture, lambda s: f"--num-experts {s.num_experts}: --model-type {s.model_type} has no experts")
+
+
+def _bad_groups(s: SimpleNamespace) -> str:
+    """What is wrong with the choice of groups; "" if nothing is."""
+    groups, chosen, k = s.moe_router_num_groups, s.moe_router_group_topk, s.moe_router_topk
+    if not (_mixture(s) and groups and chosen):
+        return ""
+    if chosen > groups:
+        return f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}"
+    if k % chosen or k // chosen > s.num_experts // groups:
+        return (
+            f"--moe-router-topk {k} from --moe-router-group-topk {chosen} groups of {s.num_experts // groups} experts: it "
+            "must be a multiple, and each group must have as many"
+        )
+    return ""
+
+
+_EXPERTS = Needs("--num-experts above 1", _mixture)
+_CAPACITY = Needs("--moe-expert-capacity-factor", lambda s: _mixture(s) and s.moe_expert_capacity_factor is not None)
+IDLE = {
+    **dict.fromkeys(NAMES, _EXPERTS),
+    "moe_router_bias_update_rate": Needs(
+        "--moe-router-enable-expert-bias", lambda s: _mixture(s) and s.moe_router_enable_expert_bias
+    ),
+    "moe_token_drop_policy": _CAPACITY,
+    "moe_router_pre_softmax": Needs(
+        "--num-experts above 1 and --moe-router-score-function softmax",
+        lambda s: _mixture(s) and s.moe_router_score_function == "softmax",
+    ),
+    "moe_aux_loss_coeff": Needs(
+        "--num-experts above 1 and a --moe-router-load-balancing-type with a loss",
+        lambda s: _mixture(s) and (_losses(s) or not any(_coefficients(s))),
+    ),
+}

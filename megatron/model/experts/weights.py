@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a layer's router and experts (`model.weights`). Needs no torch."""
+
+from megatron.model.weights import add_prefix, column, mlp, output_std, row
+from megatron.mpu.placement import Buffer, Constant, Normal, Placement, Table
+from megatron.settings.schema import Model
+
+
+def experts(model: Model, sequence_parallel: bool) -> Table:
+    """The weights of a layer's router and experts, and those of its shared expert.
+
+    Ranks of tp route different tokens, with and without sequence parallelism.
+    """
+    m, own = model, dict(bias=not model.disable_bias_linear, experts=model.num_experts)
+    f, (rows, cut, parts) = m.expert_ffn_size, ((2,), 1, (0, (1, 1))) if m.gated else ((), 0, None)
+    table = {
+        **add_prefix("router", router(model)),
+        **add_prefix(
+            "experts.up", column(m.hidden_size, (*rows, f), m.init_method_std, cut=cut, matrices=parts, **own)
+        ),
+        **add_prefix("experts.down", row(f, m.hidden_size, output_std(m), **own)),
+    }
+    if m.moe_shared_expert_intermediate_size:
+        table |= add_prefix("shared", mlp(m, sequence_parallel, m.moe_shared_expert_intermediate_size))
+    if m.moe_shared_expert_gate:
+        partial = ("tp",) * sequence_parallel
+        table["shared_gate.weight"] = Placement((1, m.hidden_size), Normal(m.init_method_std), partial=partial)
+    return table
+
+
+def router(model: Model) -> Table:
+    """The router's weight [E, h], the bias of each expert's score, and the number of tokens that chose each expert in
+    this step, also by scores without this bias.
+    """
+    each = (model.num_experts,)
+    table = {
+        "weight": Placement((*each, model.hidden_size), Normal(model.init_method_std), partial=("tp",)),
+        "load": Placement(each, Constant(0), partial=("tp",), buffer=Buffer("sum", "int64")),
+    }
+    if model.moe_router_enable_expert_bias:
+        table["expert_bias"] = Placement(each, Constant(0), buffer=Buffer("same", "float32"))
+    if "global_aux_loss" in dict(model.balancing):
+        table["scored_load"] = table["load"]
+    return table

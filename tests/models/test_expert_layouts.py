@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPTs with experts in all kinds of layouts, schedules and ZeRO stages against the same networks in plain torch, in one
+process, in fp64 (`plain_experts.py`): losses, gradient norms and weights, and loads and biases exactly.
+"""
+
+import math
+from collections import Counter
+from functools import cache, partial
+from itertools import product
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.checkpoint.folder import Saver, restore
+from megatron.model.arguments import parse_any
+from megatron.mpu.forked import run_ranks
+from megatron.mpu.mesh import mesh_of
+from megatron.optimizer.zero import DistributedOptimizer
+from megatron.pipeline.build import build_stages
+from megatron.pipeline.stages import Pipeline
+from megatron.training.entry import start
+from megatron.training.rules import resolve
+from tests.checkpoint.test_elastic import Ranks, truth
+from tests.models import plain_experts as plain
+from tests.models.plain_state import LAYERS, LINE, compare
+from tests.training.test_plain_loop import records
+
+pytestmark = pytest.mark.sampled(3)
+
+GATED = "--swiglu --disable-bias-linear --moe-ffn-hidden-size 16"
+BOTH = plain.both(plain.sequence_balance(0.5, 2), plain.z_loss(0.05))
+CAPACITY = "--moe-expert-capacity-factor 1.0"  # 2 x 12 tokens to 2 of 8 experts: 6 pairs each
+FAMILIES = {
+    # Mixtral's router; a dense first layer, and a shared expert with a gate.
+    "gated": plain.Family(
+        f"{GATED} --moe-layer-freq [0]+[1]*3 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.5 --moe-z-loss-coeff 0.05",
+        plain.softmax_of_chosen(2),
+        BOTH,
+        layers=(1, 2, 3),
+        shared=12,
+    ),
+    # DeepSeek-V3's router, and GeLU with biases in every second layer.
+    "plain": plain.Family(
+        "--moe-layer-freq 2 --moe-router-score-function sigmoid --moe-router-topk 3 --moe-ffn-hidden-size 16 "
+        f"--moe-router-topk-scaling-factor 1.5 --moe-router-enable-expert-bias --moe-router-bias-update-rate {plain.RATE}",
+        plain.sigmoid(3, 1.5),
+        layers=(0, 2),
+        gated=False,
+        bias=True,
+    ),
+    "capacity": plain.Family(f"{GATED} {CAPACITY}", plain.softmax_of_chosen(2), capacity=6),
+    "first come": plain.Family(
+        f"{GATED} {CAPACITY} --moe-router-pre-softmax --moe-token-drop-policy position",
+        plain.softmax_of_all(2),
+        capacity=6,
+        by_position=True,
+    ),
+    "one expert": plain.Family(f"{GATED} --moe-router-pre-softmax --moe-router-topk 1", plain.softmax_of_all(1)),
+}
+PAD = "--moe-pad-expert-input-to-capacity"
+TP, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4 --micro-batch-size 1"
+ETP1, ETP2 = "--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 2"
+CP2 = "--context-parallel-size 2"
+PP2, ZB = "--pipeline-model-parallel-size 2", "--pipeline-schedule zb-h1 --micro-batch-size 1"
+INTERLEAVED = "--num-layers-per-virtual-pipeline-stage 1"
+V = "--pipeline-schedule zb-v --micro-batch-size 1"
+FULL = "--recompute-granularity full"
+MODULES = "--recompute-granularity selective --recompute-modules"
+LAYOUTS = {
+    "one process": (1, "gated", ""),
+    "one process, biases": (1, "plain", ""),
+    "capacity": (1, "capacity", ""),
+    "capacity, padded": (1, "capacity", PAD),
+    "first come": (1, "first come", ""),
+    "recomputed MLP": (1, "gated", f"{MODULES} mlp layernorm"),
+    "recomputed activations": (1, "plain", f"{MODULES} mlp_act core_attn"),
+    "recomputed layers": (1, "plain", f"{FULL} --recompute-num-layers 2"),
+    "ep2": (2, "gated", EP2),
+    "ep4, one sample at a time": (4, "plain", EP4),
+    "ep2, capacity": (2, "capacity", EP2),
+    "ep2, capacity, padded": (2, "first come", f"{EP2} {PAD}"),
+    "etp2": (2, "gated", ETP2),
+    "etp2, capacity, padded": (2, "capacity", f"{ETP2} {PAD}"),
+    "tp2": (2, "gated", TP),
+    "tp2, whole experts": (2, "plain", f"{TP} {ETP1}"),
+    "tp2 with sequence parallelism": (2, "gated", SP),
+    "tp2, ep over its ranks": (2, "plain", f"{SP} {ETP1} {EP2}"),
+    "tp2 dp2, ep2 etp2": (4, "gated", f"{SP} {EP2} {ETP2}"),
+    "tp2 dp2, ep4": (4, "plain", f"{TP} --expert-model-parallel-size 4 {ETP1}"),
+    "cp2, ep over its ranks": (2, "gated", f"{CP2} {EP2}"),
+    "cp2 tp2, ep4, recomputed": (4, "plain", f"{CP2} {SP} --expert-model-parallel-size 4 {ETP1} {FULL}"),
+    "ep2, zero1": (4, "gated", f"{EP2} --sharding-stage 1 --overlap-grad-reduce --overlap-param-gather"),
+    "ep2, zero2": (4, "plain", f"{EP2} --sharding-stage 2 --micro-batch-size 1 --overlap-grad-reduce"),
+    "ep2, zero3": (4, "gated", f"{EP2} --sharding-stage 3 --overlap-param-gather"),
+    "ep4, zero3, recomputed": (4, "plain", f"{EP4} --sharding-stage 3 {FULL}"),
+    "ep2, fused accumulation": (2, "gated", f"{EP2} --gradient-accumulation-fusion --micro-batch-size 1"),
+    "pp2 ep2": (4, "gated", f"{PP2} {EP2}"),
+    "pp2 ep2, zb-h1": (4, "plain", f"{PP2} {EP2} {ZB}"),
+    "pp2 ep2, zb-h1, zero2": (4, "gated", f"{PP2} {EP2} {ZB} --sharding-stage 2"),
+    "pp2 etp2, interleaved": (4, "gated", f"{PP2} {ETP2} {INTERLEAVED}"),
+    "pp2 ep2, interleaved, zero3": (4, "plain", f"{PP2} {EP2} {INTERLEAVED} --sharding-stage 3"),
+    "pp2 ep2 in a V, zero3": (4, "gated", f"{PP2} {EP2} {V} --sharding-stage 3"),
+    "pp2 ep2 in a V, one expert": (4, "one expert", f"{PP2} {EP2} {V}"),
+}
+
+
+def pretrain(rank: int, words: str) -> None:
+    start(f"{LINE} --num-experts 8 {words}".split(), pretrain_gpt.recipe())
+
+
+@cache
+def trained(family: str):
+    return FAMILIES[family].train()
+
+
+def check(folder, family: str):
+    """A run against the plain loop. Returns the tensors of its checkpoint."""
+    steps, wanted, loads = trained(family)
+    assert [step["loads"] for step in records(folder, "experts")] == loads
+    return compare(folder, steps, wanted)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_the_plain_loop(layout, tmp_path):
+    world, family, words = LAYOUTS[layout]
+    run_ranks(world, pretrain, f"{FAMILIES[family].flags} {words} --save {tmp_path} --check-replicas-interval 2")
+    tensors = check(tmp_path, family)
+    wanted = trained(family)[1]
+    for name, values in wanted.items():
+        if "expert_bias" in name:  # multiples of the rate
+            steps = lambda bias: (bias.double() / plain.RATE).round()
+            assert values.any() and torch.equal(steps(tensors[name]), steps(values)), name
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("pp2 ep2, zb-h1", "ep4, zero3, recomputed", "tp2, whole experts"),
+        ("tp2 dp2, ep4", "one process, biases", "ep2, zero2"),
+    ],
+    ids=" then ".join,
+)
+def test_a_run_goes_on_with_experts_divided_in_another_way(names, tmp_path):
+    for name, stop in zip(names, (1, 3, 4), strict=True):
+        world, family, words = LAYOUTS[name]
+        folder = f"--save {tmp_path} --load {tmp_path} --auto-resume --exit-interval {stop}"
+        run_ranks(world, pretrain, f"{FAMILIES[family].flags} {words} {folder}")
+    check(tmp_path, "plain")
+
+
+def ranks_of(name: str) -> Ranks:
+    """The optimizers of all ranks of a layout, one after the other, without process groups."""
+    world, _, words = LAYOUTS[name]
+    line = f"{LINE} --num-experts 8 {FAMILIES['plain'].flags} {words}"
+    config = resolve(parse_any(line.split(), recipe=pretrain_gpt.recipe()), world)
+    kind, optimizers = dict(dtype=torch.float32, device="cpu", seed=1), []
+    for rank in range(world):
+        mesh = mesh_of(config.parallel, rank, world, create_groups=False)
+        build = partial(pretrain_gpt.build_model, config, mesh, 101, dtype=torch.float32, device="meta")
+        stages = build_stages(build, Pipeline.of(config.parallel, LAYERS, 2), mesh)
+        optimizers.append(DistributedOptimizer(stages, mesh, config.optimizer, config.parallel, **kind))
+    return Ranks(optimizers)
+
+
+@pytest.mark.sampled(3)
+def test_any_division_of_experts_reads_any_other_to_the_bit(tmp_path):
+    """Weights, moments, loads and biases; each element is written once, by one rank."""
+    names = ["one process", "ep4, zero3, recomputed", "tp2 dp2, ep2 etp2", "pp2 ep2 in a V, zero3"]
+    layouts = {name: ranks_of(name) for name in names}
+    for number, (name, ranks) in enumerate(layouts.items()):
+        ranks.fill(truth)
+        files = [optimizer.pieces(unique=True, shared=True) for optimizer in ranks.optimizers]
+        written = Counter()
+        for piece in (piece for pieces in files for piece in pieces):
+            written[piece.name, tuple(piece.shape)] += piece.tensor.numel()
+        assert all(count == math.prod(shape) for (_, shape), count in written.items()), name
+        assert {of for of, _ in written} == ranks.names
+        assert sum("expert_bias" in one for one in ranks.names) == 2
+        with Saver(tmp_path / str(number)) as saver:
+            saver.write(7, files, {})
+    for (place, after), step in product(enumerate(layouts.values()), (1, 2)):
+        number = (place + step) % len(names)
+        after.fill(lambda name, shape: torch.full(shape, -1.0))
+        for optimizer in after.optimizers:
+            restore(tmp_path / str(number), pieces := optimizer.pieces(), names=after.names)
+            for piece in pieces:
+                wanted = truth(piece.name, piece.shape)[piece.box.slices()].to(piece.tensor.dtype)
+                assert torch.equal(piece.tensor, wanted), (names[number], piece.name, piece.box)

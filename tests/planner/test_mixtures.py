@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's figures of GPTs with experts against runs: activations, state, messages, parameters, FLOPs."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.model.arguments import parse_any
+from megatron.model.gpt.facts import GPTFacts
+from megatron.model.recipe import facts_of
+from megatron.mpu.forked import run_ranks
+from megatron.mpu.mesh import Mesh
+from megatron.planner.activations import stage_saved_bytes
+from megatron.planner.layout import Job, Layout
+from megatron.planner.memory import state
+from megatron.planner.traffic import totals, transfers
+from megatron.settings.schema import Model, Recompute
+from megatron.training.rules import resolve
+from tests.models.plain_state import LINE
+from tests.models.test_expert_layouts import FAMILIES, LAYOUTS
+from tests.planner.test_activations import GPT_SHAPE, LLAMA, VOCABULARY, measured
+from tests.planner.test_truth import counted_step
+
+pytestmark = pytest.mark.sampled(3)
+
+SHAPE = dict(GPT_SHAPE, **LLAMA) | dict(num_experts=8, moe_ffn_hidden_size=96)
+
+
+@pytest.mark.parametrize("modules", [(), ("mlp_act",), ("mlp",)])
+@pytest.mark.parametrize(
+    "more, precision",
+    [
+        ({}, "fp32"),
+        ({}, "bf16"),
+        (dict(moe_shared_expert_intermediate_size=64), "fp32"),
+        (dict(moe_shared_expert_intermediate_size=64, moe_router_topk=3), "bf16"),
+        (dict(swiglu=False, disable_bias_linear=False, moe_layer_freq="2"), "fp32"),
+        (dict(moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True), "fp32"),
+    ],
+)
+def test_activations_are_predicted_within_3_percent(more, precision, modules):
+    model = Model(**SHAPE | more)
+    recompute = Recompute("core_attn", recompute_modules=list(modules)) if modules else Recompute()
+    layout = Layout(recompute=recompute, micro_batch_size=2)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    found = measured(model, layout, Mesh(), dtype=dtype)
+    job = Job(GPTFacts(model, VOCABULARY), 2, precision, "cpu")
+    kept = stage_saved_bytes(job, layout, range(3), first=True, last=True)
+    kept.pop("output layer and loss")
+    assert sum(kept.values()) == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ep2", "etp2, capacity, padded", "tp2", "tp2 dp2, ep4", "cp2, ep over its ranks", "ep2, zero2", "pp2 ep2, zb-h1"],
+)
+def test_state_and_messages_are_those_of_a_run(name):
+    """Exchanges between ranks of ep are as uneven as the experts' loads: of these, those of all ranks together. The sums of
+    loads, once a step, are not in the planner's list.
+    """
+    world, family, words = LAYOUTS[name]
+    line = f"{LINE} --num-experts 8 {FAMILIES[family].flags} {words}"
+    config = resolve(parse_any(line.split(), recipe=pretrain_gpt.recipe()), world)
+    layout = Layout.of(config, world)
+    job = Job.of(config, facts_of(config, 101), dp=layout.dp, device="cpu")
+    exchanged, planned = Counter(), Counter()
+    for place, memory, _, sent in run_ranks(world, lambda rank: counted_step()(config), timeout=300):
+        held, _ = state(job, layout, place["pp"], place)
+        assert held["weights"] == memory["parameters"] + memory["shards"], place
+        assert held["gradients"] == memory["gradients"], place
+        messages = totals(transfers(job, layout, place["pp"], place))
+        loads = {
+            axis: sent.get(("all_reduce", axis), 0) - messages.get(("all_reduce", axis), 0) for axis in ("dp_cp", "tp")
+        }
+        layers = len(config.model.expert_layers)
+        assert all(0 <= size <= 8 * 8 * layers for size in loads.values()), loads
+        messages |= {("all_reduce", axis): sent[("all_reduce", axis)] for axis, size in loads.items() if size}
+        exchanged["ep"] += sent.pop(("all_to_all", "ep"), 0)
+        planned["ep"] += messages.pop(("all_to_all", "ep"), 0)
+        assert messages == sent, place
+    assert exchanged == planned
+
+
+def test_parameters_and_flops_of_published_models():
+    """Mixtral 8x7B has 46.7 B parameters and uses 12.9 B for a token (arXiv:2401.04088); Qwen3-30B-A3B 30.5 B and 3.3 B."""
+    common = dict(swiglu=True, normalization="RMSNorm", disable_bias_linear=True, position_embedding_type="rope")
+    common |= dict(num_attention_heads=32, seq_length=4096, untie_embeddings_and_output_weights=True)
+    mixtral = Model(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_query_groups=8,
+        num_experts=8,
+        moe_router_topk=2,
+        **common,
+    )
+    qwen = Model(
+        num_layers=48,
+        hidden_size=2048,
+        num_query_groups=4,
+        kv_channels=128,
+        qk_layernorm=True,
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=768,
+        **common,
+    )
+    for model, vocabulary, whole, active in ((mixtral, 32000, 46.7, 12.9), (qwen, 151936, 30.5, 3.3)):
+        facts = GPTFacts(model, vocabulary)
+        assert facts.parameters / 1e9 == pytest.approx(whole, abs=0.05)
+        assert facts.active_parameters / 1e9 == pytest.approx(active, abs=0.06)
+        # 6 FLOPs for each active weight that multiplies a token, and attention.
+        tables = vocabulary * model.hidden_size
+        attention = 12 * model.num_layers * model.seq_length * model.num_attention_heads * model.head_dim
+        assert facts.flops() == pytest.approx(6 * (facts.active_parameters - tables) + attention, rel=1e-3)
