@@ -119,14 +119,7 @@ def plans(job: Job, cluster: Cluster, requests: Requests, *, latency: bool = Fal
 
 
 def requests_for(facts: Facts, prompt: int | None, output: int | None, texts: int | None) -> Requests:
-    """The requests of these lengths; those that are not given are 512 and 128, or 4/5 and 1/5 of a short context.
-
-    >>> from megatron.model.gpt.facts import GPTFacts
-    >>> from megatron.settings.schema import Model
-    >>> short = GPTFacts(Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=100), 9)
-    >>> requests_for(short, None, None, None), requests_for(short, 40, None, 8)
-    (Requests(prompt=80, output=20, texts=None), Requests(prompt=40, output=20, texts=8))
-    """
+    """The requests of these lengths; those that are not given are 512 and 128, or 4/5 and 1/5 of a short context."""
     m = facts.settings
     room = m.position_table if m.position_embedding_type == "learned_absolute" else PROMPT + OUTPUT
     if output is None:
