@@ -17,7 +17,7 @@ from megatron.model.facts import Facts
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.gpt.hf_names import Match
+from megatron.model.gpt.hf_match import Match
 from megatron.model.recipe import facts_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
@@ -39,7 +39,8 @@ class Family:
     matches:  pairs of tensors
     theirs:   (end-of-document id or None, dtype of the weights) -> content of config.json
     ours:     (loaded model, prompts [s, b]) -> outputs to compare
-    run:      (transformers, folder, prompts) -> the same outputs of their model
+    run:      (transformers, folder, prompts, keywords of from_pretrained) -> the same outputs of their model; None: it has
+              no such model
     extra:    the model's own groups of settings
     beside:   additional tensors that files may contain: copies of others
     notices:  notices for the user of an export
@@ -51,7 +52,7 @@ class Family:
     matches: list[Match]
     theirs: Callable[[Optional[int], str], dict[str, Any]]
     ours: Callable[[Any, torch.Tensor], torch.Tensor]
-    run: Callable[[Any, Any, torch.Tensor], torch.Tensor]
+    run: Optional[Callable[..., torch.Tensor]]
     extra: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -113,9 +114,9 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
     kind = kind or gpt_settings.kind_of(model)
     tied = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
 
-    def run(transformers, folder, prompts):
+    def run(transformers, folder, prompts, **more):
         plain = dict(dtype=torch.float32, attn_implementation="eager")  # the only attention there with soft caps
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain).eval()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, **plain, **more).eval()
         return theirs(prompts.t()).logits.transpose(0, 1)
 
     return Family(
@@ -124,7 +125,7 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
         gpt_names.matches(kind, model),
         lambda end, dtype: gpt_settings.their_settings(model, facts.vocab_size, end, dtype),
         lambda ours, prompts: ours.logits(prompts),
-        run,
+        None if kind == "deepseek" else run,
         beside=tied,
     )
 
@@ -133,8 +134,8 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
 
 
 def _t5(facts: T5Facts) -> Family:
-    def run(transformers, folder, prompts):
-        theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    def run(transformers, folder, prompts, **more):
+        theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, **more).eval()
         source, target = _halves(prompts)
         return theirs(input_ids=source.t(), decoder_input_ids=target.t()).logits.transpose(0, 1)
 
@@ -168,9 +169,9 @@ def _halves(prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _bert(facts: BertFacts) -> Family:
     second = facts.own.bert_binary_head
 
-    def run(transformers, folder, prompts):
+    def run(transformers, folder, prompts, **more):
         kind = transformers.BertForPreTraining if second else transformers.BertForMaskedLM
-        theirs = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        theirs = kind.from_pretrained(folder, dtype=torch.float32, **more).eval()
         found = theirs(input_ids=prompts.t(), token_type_ids=_types(prompts).t())
         if not second:
             return found.logits.transpose(0, 1)

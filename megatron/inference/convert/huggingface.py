@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
@@ -21,18 +22,22 @@ from megatron.checkpoint.reader import Reader
 from megatron.checkpoint.reshard import OPTIMIZER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
-from megatron.inference.convert import hf_files
+from megatron.inference.convert import compressed_tensors, hf_files
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.families import Family, exported, imported, prompts_for
 from megatron.inference.convert.imported import imported_state
 from megatron.inference.convert.merged import merged_first
 from megatron.inference.load import Loaded, load_model, open_tokenizer, refuse_head, tokenizer_settings
-from megatron.inference.quantized import refuse_quantized
+from megatron.inference.quantize import Rounded
+from megatron.inference.quantized import STORED_OF_LAYER, refuse_quantized
+from megatron.model.gpt.hf_names import Match
 from megatron.model.recipe import config_of
+from megatron.mpu.placement import Placement
 from megatron.settings.from_checkpoint import FILES, located
 from megatron.tokenizer import build_tokenizer
 
 BOUND = 2e-5  # two fp32 implementations are within 1e-6; tanh GeLU instead of erf gives more than 5e-5
+ALONE = "transformers has no {} without code from the hub"
 PROBES = (
     "The quick brown fox jumps over 13 lazy dogs.\n\tIt's  done; caf\u00e9 \u4e2d\u6587.",
     "def f(x): return x ** 2",
@@ -49,54 +54,69 @@ def to_hf(
     given: Mapping[str, Any],
     check: bool = True,
     file_bytes: int = hf_files.FILE_BYTES,
+    products: Mapping[str, Rounded] = MappingProxyType({}),
 ) -> list[str]:
     """Export a checkpoint directory to a folder that `transformers` can load; returns notices for the user.
     Adapters are merged.
 
     given: tokenizer flags, if the files of the training run have moved. file_bytes: the most bytes of a file of tensors.
+    products: layer -> its quantized weight, which takes the place of the checkpoint's.
     Raises SettingsError for an unsupported model, CheckpointError if the exported model gives other results.
     """
     trained = path
     with merged_first(path, out) as path, Reader(path) as reader, arriving(out) as folder:
         needed(reader, "config")
-        refuse_quantized(reader, "to-hf")
+        if not products:
+            refuse_quantized(reader, "to-hf")
         config, vocab_size = config_of(located(reader.state)), needed(reader, "vocab_size")
         refuse_head(config, vocab_size, path)
-        if config.model.linear is not None:
+        if config.model.linear is not None and not products:
             raise SettingsError(
                 f"{path} was trained with --linear {config.model.linear}, which Hugging Face does not have",
                 "its layers would multiply with other weights there",
                 "python -m megatron.tools.export --format torch-export writes a program of it",
             )
-        family, plan = exported(config, vocab_size), []
-        refuse_unknown(reader, family)
-        for match in family.matches:
-            stored = reader.tensors.get(match.ours)
-            if stored is None:
-                raise CheckpointError(f"{path} has no tensor {match.ours}")
-            shapes = tuple(tuple(x.shape) for x in match.to_theirs(torch.empty(stored.shape, device="meta")))
-            plan.append(
-                hf_files.TensorGroup(match.theirs, shapes, lambda match=match: match.to_theirs(reader.read(match.ours)))
-            )
+        family = exported(config, vocab_size)
+        if products:
+            compressed_tensors.refuse_other(family.kind, products)
+        refuse_unknown(reader, family, products)
+        plan = [_tensors(reader, match, products) for match in family.matches]
         files = hf_files.write_tensors(folder, plan, dtype, file_bytes)
         without_model = Loaded(None, config, reader.state, vocab_size, 0, path, ())
         end, end_of_turn, notices = _export_vocabulary(without_model, folder, given, check, trained)
         settings = family.theirs(end, str(dtype).removeprefix("torch."))
+        if products:
+            settings["quantization_config"] = compressed_tensors.quantization_config(family, products)
         (folder / "config.json").write_text(json.dumps(settings, indent=2))
         if family.kind != "bert":  # which generates nothing
             hf_files.write_generation_config(folder, settings, end_of_turn)
-        if check:
+        if check and family.run is None:
+            notices.append(f"{ALONE.format(family.kind)}: the models were not compared")
+        elif check:
             loaded = load_model(path, precision="fp32")
             _round(loaded.model, family, dtype)
             notices.append(_compared(family, loaded, folder))
         return [f"{out}: {family.kind} in {', '.join(files)}", *family.notices, *notices]
 
 
-def refuse_unknown(reader: Reader, family: Family) -> None:
+def _tensors(reader: Reader, match: Match, products: Mapping[str, Rounded]) -> hf_files.TensorGroup:
+    """Their tensors in the place of one of ours."""
+    if product := products.get(match.ours.removesuffix(".weight")):
+        return compressed_tensors.tensors_of(match, product)
+    stored = reader.tensors.get(match.ours)
+    if stored is None:
+        raise CheckpointError(f"{reader.folder} has no tensor {match.ours}")
+    shapes = tuple(tuple(x.shape) for x in match.to_theirs(torch.empty(stored.shape, device="meta")))
+    dtypes = (torch.float32,) * len(shapes) if match.exact else ()
+    return hf_files.TensorGroup(match.theirs, shapes, lambda: match.to_theirs(reader.read(match.ours)), dtypes)
+
+
+def refuse_unknown(reader: Reader, family: Family, products: Mapping[str, Rounded] = MappingProxyType({})) -> None:
     """Raise SettingsError for weights that a family does not have: the export would lose them, even if the comparison did
     not show it.
     """
     known = {match.ours for match in family.matches}
+    known |= {f"{layer}.{part}" for layer in products for part in STORED_OF_LAYER}
     unknown = sorted(name for name in reader.tensors if name not in known and not name.startswith(OPTIMIZER))
     if unknown:
         named = ", ".join(unknown[:6]) + f" and {len(unknown) - 6} more" * (len(unknown) > 6)
@@ -158,7 +178,8 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         )
     wanted = {match.ours: match for match in family.matches}
     names = _fitting_names(source, files, family)
-    shapes = {name: placed.shape for name, placed in family.facts.weights.items()}
+    placements = family.facts.weights
+    shapes = {name: placed.shape for name, placed in placements.items()}
     assert set(shapes) == set(wanted), set(shapes) ^ set(wanted)
     for name, match in wanted.items():
         for theirs, expected in zip(match.theirs, match.to_theirs(torch.empty(shapes[name], device="meta"))):
@@ -181,8 +202,9 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
                 name: str(out.resolve() / "tokenizer" / Path(path).name) for name, path in files_of.items() if path
             }
             tokenizer = replace(tokenizer, **moved)
+        empty = lambda placed: torch.empty(placed.shape, dtype=_dtype_of(placed), device="meta")
         pieces = [
-            Piece(name, shape, Box.whole(shape), torch.empty(shape, device="meta")) for name, shape in shapes.items()
+            Piece(name, placed.shape, Box.whole(placed.shape), empty(placed)) for name, placed in placements.items()
         ]
         origin = f"Hugging Face {kind} in {source.resolve()}"
         content = imported_state(model, vocab_size, state, origin, tokenizer, family.extra)
@@ -192,10 +214,17 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         notices = [f"{out}: {kind} of {sum(map(torch.Size.numel, map(torch.Size, shapes.values()))):,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
         notices += [*family.unread_notices(source / "config.json"), *same_ids]
-        if check:
+        if check and family.run is None:
+            notices.append(f"{ALONE.format(kind)}: the models were not compared")
+        elif check:
             loaded = load_model(folder, precision="fp32")
             notices.append(_compared(family, loaded, source))
         return notices
+
+
+def _dtype_of(placed: Placement) -> torch.dtype:
+    """The format of a tensor in our checkpoint: fp32 for weights."""
+    return torch.float32 if placed.buffer is None else getattr(torch, placed.buffer.dtype)
 
 
 def _fitting_names(source: Path, files: hf_files.TensorFiles, family: Family) -> dict[str, str]:
@@ -224,6 +253,8 @@ def _round(model, family: Family, dtype: torch.dtype) -> None:
     """Round the weights of our model as an export in `dtype` does, which may hold differences from them."""
     parameters = dict(model.named_parameters())
     for match in family.matches:
+        if match.exact or not match.theirs:
+            continue
         whole = family.facts.weights[match.ours].shape
         weight = parameters[match.ours].data[: whole[0]]  # without padding
         weight.copy_(match.to_ours([part.to(dtype).float() for part in match.to_theirs(weight)]))
