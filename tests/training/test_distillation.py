@@ -48,7 +48,18 @@ WAYS = {
     "reverse": ("--kd-loss reverse_kl --kd-temperature 1.5", ("reverse_kl", 1.5, 0.5)),
     "js alone": ("--kd-loss js --kd-alpha 1", ("js", 1.0, 1.0)),
 }
-CASES = [("forward", layout) for layout in LAYOUTS] + [(way, next(iter(LAYOUTS))) for way in ("reverse", "js alone")]
+FEW = "one process", "pp2 zb-h1, zero3"
+FULL = pytest.mark.full
+
+
+def cases(way: str, quick) -> list:
+    """All layouts, of which those that are not quick run with --full alone."""
+    return [pytest.param(way, layout, marks=() if layout in quick else FULL) for layout in LAYOUTS]
+
+
+CASES = cases("forward", LAYOUTS.keys() - {"tp3 pp2, zero2", "cp2"}) + [
+    (way, FEW[0]) for way in ("reverse", "js alone")
+]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +139,7 @@ def plain_hidden(teacher: str, way: str):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("way, layout", [("mse", layout) for layout in LAYOUTS] + [("cosine", "one process")])
+@pytest.mark.parametrize("way, layout", cases("mse", FEW) + [("cosine", FEW[0])])
 def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, run_ranks, tmp_path):
     """Layers of every stage are compared; other stages have the teacher's first layers alone."""
     world, words = LAYOUTS[layout]
@@ -160,7 +171,10 @@ def test_even_pairs(wide_teacher):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["pp2-zbv", "pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"])
+@pytest.mark.parametrize(
+    "layout",
+    ["pp2-zbv", *(pytest.param(each, marks=FULL) for each in ("pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"))],
+)
 def test_more_layouts(layout, teacher_of_pairs):
     """Against one process: stages of four layers, documents, hidden states, dropout in the student alone."""
     flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100"
@@ -189,7 +203,9 @@ MODELS = {
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", ["", f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}"])
+@pytest.mark.parametrize(
+    "layout", ["", pytest.param(f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}", marks=FULL)]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_student_that_is_its_teacher_learns_nothing_from_it(model, layout, run_ranks, tmp_path):
     """Its kd loss is 0, and so is the gradient. Logits shifted by a token would differ."""

@@ -51,9 +51,9 @@ def test_all_logits_equal_the_teacher(teacher, all_logits, tmp_path):  # noqa: F
 @pytest.mark.parametrize(
     "world, flags",
     [
-        (3, f"{TP3} --sequence-parallel"),
+        pytest.param(3, f"{TP3} --sequence-parallel", marks=pytest.mark.full),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --sharding-stage 2"),
-        (2, "--context-parallel-size 2 --sharding-stage 3"),
+        pytest.param(2, "--context-parallel-size 2 --sharding-stage 3", marks=pytest.mark.full),
     ],
 )
 def test_layouts_read_the_same(world, flags, all_logits, run_ranks, tmp_path):
