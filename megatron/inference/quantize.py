@@ -24,9 +24,8 @@ from torch import nn
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts
 from megatron.model.fake_quantize import SMALLEST, FakeQuantizeProduct, has_part, rows_absmax
-from megatron.model.linear_kinds import LinearChoice
-from megatron.model.linear_kinds import linear_layers as linear_names
-from megatron.model.quantization import QuantizeOptions, skipped_layers
+from megatron.model.linear_kinds import chosen_layers
+from megatron.model.quantization import QuantizeOptions
 from megatron.mpu import collectives
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear_products
 from megatron.mpu.linear_product import LinearProduct, Multiply, Operand
@@ -34,6 +33,7 @@ from megatron.settings.schema import Model
 
 LARGEST = 127  # of int8, symmetric
 NIBBLE = 15  # of 4 bits, from 0
+MIDDLE = 8  # of them: the zero of symmetric groups
 
 
 class Codes(NamedTuple):
@@ -151,11 +151,18 @@ class Int8Static(Int8):
 
 
 class Int4(Rounded):
-    """Weights as 4 bits, two in a byte, by the least and the largest of each group of inputs. One of the values is 0."""
+    """Weights as 4 bits, two in a byte, by the least and the largest of each group of inputs. One of the values is 0.
+
+    symmetric: by the abs-max, with 8 as the zero of all groups
+    """
 
     bits, stored_bits, least, largest, group_size = 4, 4, 0, NIBBLE, 128
+    symmetric = False
 
     def grid(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.symmetric:
+            scale = in_format(rows.abs().amax(1, keepdim=True).float() * 2 / NIBBLE, rows)
+            return scale, torch.full_like(scale, MIDDLE, dtype=torch.float32)
         least, largest = rows.amin(1, keepdim=True).clamp_max(0), rows.amax(1, keepdim=True).clamp_min(0)
         scale = in_format((largest.float() - least.float()) / NIBBLE, rows)
         return scale, (-least.float() / scale.float()).round_().clamp_(0, NIBBLE)
@@ -224,23 +231,6 @@ def free_weights(chunks: Iterable[nn.Module], quantized: Mapping[str, nn.Module]
             parameter.data = moved.setdefault(at, parameter.data.clone())
 
 
-def chosen_layers(facts: Facts, how: QuantizeOptions) -> list[str]:
-    """The names of the linear layers of a model, on all ranks, without those to skip.
-
-    Raises SettingsError for a pattern that is no layer.
-    """
-    tables = {layer: facts.layer_weights(facts.layer_kind(layer), False) for layer in range(facts.num_layers)}
-    names = {f"blocks.{layer}.{name}": name for layer, table in tables.items() for name in linear_names(table)}
-    skip = [LinearChoice(pattern, "") for pattern in skipped_layers(how.quantize_skip, "--quantize-skip")]
-    for choice in skip:
-        if not any(map(choice.matches, names)):
-            raise SettingsError(
-                f"--quantize-skip: '{choice.pattern}' is no linear layer of this model",
-                do=f"each block has {', '.join(dict.fromkeys(names.values()))}",
-            )
-    return [name for name in names if not any(one.matches(name) for one in skip)]
-
-
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and of its quantized weights."""
     operands = [product.operand_bytes for product in linear_products([model])]
@@ -291,7 +281,7 @@ def product_of(layer: nn.Module, name: str, settings: Model, how: QuantizeOption
                 "a group is an even number of inputs of one rank",
                 "choose another; 32, 64 and 128 are usual",
             )
-        product.group_size = size
+        product.group_size, product.symmetric = size, how.quantize_symmetric
     return product
 
 
