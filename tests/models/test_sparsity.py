@@ -108,6 +108,7 @@ def tensors(folder) -> dict[str, torch.Tensor]:
         return {name: reader.read(name) for name in reader.tensors}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop", [2, 3])
 def test_a_resumed_run_is_the_same_to_the_bit(stop, tmp_path):
     """Between two masks, and just before a new one."""
@@ -249,6 +250,7 @@ def test_which_weights_stay():
         assert torch.equal(largest_of_all(own, 2100, Mesh().tp), own.abs() >= threshold)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", ["--bf16", "--bf16 --amp-level O1"])
 def test_half_precision_is_near_to_it(flags, tmp_path):
     pretrain(0, "2:4", f"{flags} --save {tmp_path}")

@@ -162,14 +162,10 @@ def test_even_pairs(wide_teacher):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["pp2-zbv", "pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"])
 def test_more_layouts(layout, teacher_of_pairs):
-    """Against one process. Stages of four layers, documents that stay apart, dropout in the student alone."""
-    flags = (
-        "--num-layers 4 --hidden-size 24 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100 --lr 1e-3"
-    )
-    flags += (
-        " --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --eval-iters 0 --precision fp32 --kd-temperature 3"
-    )
-    flags += " --reset-attention-mask --reset-position-ids --eod-mask-loss"
+    """Against one process: stages of four layers, documents, hidden states, dropout in the student alone."""
+    flags = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 100"
+    flags += " --micro-batch-size 2 --global-batch-size 8 --train-iters 4 --eval-iters 0 --precision fp32 --lr 1e-3"
+    flags += " --kd-temperature 3 --kd-hidden-layers even --reset-attention-mask --reset-position-ids --eod-mask-loss"
     check_layout(layout, f"{flags} --teacher-load {teacher_of_pairs}")
 
 
