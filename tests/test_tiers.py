@@ -30,7 +30,7 @@ def test_each_case_runs_once_in_the_parts_that_follow_each_other(each, count):
 
 
 FILES = {
-    "test_a.py": "import pytest\n@pytest.mark.sampled(3)\n@pytest.mark.parametrize('n', range(3))\ndef test(n): pass\n",
+    "test_a.py": "import pytest\n@pytest.mark.sampled(5)\n@pytest.mark.parametrize('n', range(3))\ndef test(n): pass\n",
     "test_b.py": "def test(): pass\n",
     "test_long.py": "def test(): pass\n",
 }
