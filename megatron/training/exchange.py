@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional, get_type_hints
 
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings.schema import Model, setting
+from megatron.settings.schema import EXPERT_SETTINGS, Model, setting
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class UpcycleOptions:
 def _of_experts() -> type:
     """The settings of `Model` for experts, as options of a command."""
     hints = get_type_hints(Model)
-    own = [f for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_")]
+    own = [f for f in fields(Model) if f.name in EXPERT_SETTINGS]
     options = [(f.name, hints[f.name], field(default=f.default, metadata=f.metadata)) for f in own]
     return make_dataclass("ExpertOptions", options, frozen=True)
 
