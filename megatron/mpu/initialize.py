@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.errors import PeerLost, SettingsError
+from megatron.errors import Failure, PeerLost, SettingsError
 from megatron.mpu import collectives, parallel_state
 from megatron.mpu.cpu_threads import choose_threads, waiting
 from megatron.mpu.mesh import Mesh, mesh_of
@@ -42,6 +43,19 @@ class RankContext:
     def all_gather_object(self, value: Any) -> list[Any]:
         """The value of every rank of the job, on every rank."""
         return collectives.all_gather_object(value, self.mesh.world)
+
+    def from_rank_zero(self, action: Callable[[], Any]) -> Any:
+        """The result of `action` on rank 0, on every rank. All ranks raise a Failure that it raises."""
+        result: Any = None
+        if self.is_rank_zero:
+            try:
+                result = action()
+            except Failure as failure:
+                result = failure
+        result = self.all_gather_object(result)[0]
+        if isinstance(result, Failure):
+            raise result
+        return result
 
 
 def join_job(parallel: schema.Parallel, kernels: schema.Kernels) -> RankContext:
