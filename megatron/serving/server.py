@@ -150,7 +150,8 @@ async def refused(request, error: ApiError):
 
 async def no_route(request, error):
     path = request.url.path[:200]
-    words = {404: f"there is nothing at {path}", 405: f"{request.method[:20]} is not possible at {path}"}
+    instead = f"; it takes {error.headers['Allow']}" if error.headers and "Allow" in error.headers else ""
+    words = {404: f"there is nothing at {path}", 405: f"{request.method[:20]} is not possible at {path}{instead}"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = words.get(error.status_code, str(error.detail))
     more = dict(code=codes.get(error.status_code), headers=error.headers)

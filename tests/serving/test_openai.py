@@ -315,6 +315,7 @@ def test_tokens_of_texts(toy):
     assert ask("/tokenize", dict(model="toy", prompt=""))["tokens"] == []
     assert ask("/detokenize", dict(tokens=[97, 98]))["prompt"] == "ab"
     assert ask("/version") == dict(version=__version__) and ask("/ping")["status"] == "ok"
+    assert ask("/api", dict(prompts=["ab"]))["message"] == "POST is not possible at /api; it takes PUT"
     assert ask("/tokenize", dict())["message"] == "prompt and messages: give one of them"
     assert ask("/tokenize", dict(messages=[dict(role="user", content="x")]))["code"] == "no_chat_template"
     assert ask("/detokenize", dict(tokens=[300]))["message"].startswith("tokens: there is no token 300")
