@@ -49,6 +49,21 @@ launch() { # GPUs and device that the flags are made for, then flags of pretrain
     fi
 }
 
+prune_first() { # flags of tools.prune: before a training from PRETRAINED, which then is the pruned model
+    local pruned=${CHECKPOINTS:-checkpoints/gpt}-pruned word
+    [ -n "${PRETRAINED:-}" ] && [ -z "${SHRINK:-}" ] || return 0
+    for word in ${ARGUMENTS[@]+"${ARGUMENTS[@]}"}; do
+        case $word in --dry-run | --preflight | --print-* | --help* | -h) return 0 ;; esac
+    done
+    local command=("$PYTHON" -m megatron.tools.prune --load "$PRETRAINED" --save "$pruned" "$@")
+    PRETRAINED=$pruned
+    if [ -n "${PRINT:-}" ]; then
+        printf '%q ' "${command[@]}" && echo
+    elif [ ! -e "$pruned/latest_checkpointed_iteration.txt" ]; then
+        "${command[@]}"
+    fi
+}
+
 run_tool() { # module, its flags
     run "$PYTHON" -m "$@"
 }

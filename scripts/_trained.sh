@@ -21,6 +21,10 @@ export_model() { # size, ranks that will share the model, flags of tools.export,
     if [ -n "${SHRINK:-}" ]; then
         shrunk_model "$size" "$ranks"
         folder=$SHRUNK/checkpoints out=$SHRUNK/export
+        if [ -n "${PRUNE:-}" ] && [ -z "${PRINT:-}" ]; then # of a script for a pruned model
+            "$PYTHON" -m megatron.tools.prune --load "$folder" --save "$SHRUNK/pruned" "${PRUNE[@]}" >&2
+            folder=$SHRUNK/pruned
+        fi
     fi
     run_tool megatron.tools.export --load "$folder" --output "$out" "${flags[@]}" --then "${FLAGS[@]}"
 }
@@ -58,7 +62,7 @@ predict() { # size, ranks
     unset RANK LOCAL_RANK WORLD_SIZE
     run_tool megatron.tools.plan --mode inference --model-name-or-path "$1" --bf16 --vocab-size 50304 \
         --world-size "$2" --local-world-size "$(($2 < 8 ? $2 : 8))" --device-name A100-80GB \
-        --tensor-model-parallel-size "$2" --pipeline-model-parallel-size 1
+        --tensor-model-parallel-size "$2" --pipeline-model-parallel-size 1 ${SHAPE[@]+"${SHAPE[@]}"}
 }
 
 shrunk_model() { # size, ranks: sets SHRUNK, a folder with checkpoints of a tiny model that so many ranks trained

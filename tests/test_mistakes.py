@@ -331,7 +331,7 @@ STORAGE = [  # exit code 6; a path below a file cannot be written, not by root e
     ("pretrain_gpt", f"{MOCK} --metrics-file empty.jsonl/m", "empty.jsonl"),
     ("pretrain_gpt", f"{MOCK} --metrics-file /dev/full", "No space left on device|free some space"),
     ("pretrain_gpt", f"{REAL} --data-path tokens --data-cache-path empty.jsonl", "empty.jsonl: cannot keep index maps"),
-    ("evaluate", "--load ck --data-path numbers --output empty.jsonl/e", "expected a folder, but it is a file"),
+    ("evaluate", "--load ck --data-path numbers --output empty.jsonl/e", "empty.jsonl is a file, not a folder"),
     ("report", "--run ck/metrics.jsonl --output empty.jsonl/r.html", "empty.jsonl"),
 ]
 TABLE = [

@@ -27,6 +27,7 @@ KNOW_GPT = {  # file pattern -> why it may name GPT
     "megatron/settings/effects.py": "names of tokenizers",
     "megatron/tokenizer/*": "names of tokenizers",
     "megatron/tasks/chat.py": "what answers in conversations",
+    "megatron/tasks/dpo.py": "what answers in conversations",
     "megatron/data/conversations.py": "the name of a role in files of others",
     "megatron/inference/stage_layers.py": "an example of a shape",
     "megatron/training/datasets.py": "the module of Megatron-LM's order of samples makes --mock-data",

@@ -29,6 +29,7 @@ from megatron.storage.durable import Damaged, storage_errors
 from megatron.storage.urls import UrlPath, location
 
 AllGatherObject = Callable[[Any], list]
+OTHER = "give another folder of checkpoints, or copy this one again"
 NEW_RUN = "check --load; for a new run, give the same new folder as --save and --load, or --auto-resume"
 
 
@@ -117,7 +118,7 @@ def choose(
             return Choice(tuple(paths[number] for number in order[place:]), tuple(notices), tuple(damaged))
         notices.append(problem)
         damaged.append((paths[iteration], problem))
-    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
+    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), OTHER)
 
 
 def _only(path: CheckpointPath, step: Optional[int]) -> Choice:
@@ -219,7 +220,7 @@ def restore(
             return Restored(path, loaded[0][0], notices, tuple(new), read, size, tuple(damaged))
     if not choice.paths:
         return None
-    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), "check --load")
+    raise CheckpointError(f"{folder} holds no valid checkpoint", "\n  ".join(notices[:8]), OTHER)
 
 
 def _load(

@@ -153,12 +153,21 @@ def answers_to(loaded, texts: Sequence[str], **settings) -> list[GeneratedText]:
     return answered(loaded, loaded.tokenizer, Asked(texts, sampling, search, **own["asked"])).answers
 
 
-def continued(engine, requests: Sequence[Request], tokenizer, on_text: OnText) -> list[GeneratedText]:
-    """The answers to requests, by an engine that has no others."""
+def continued(
+    engine, requests: Sequence[Request], tokenizer, on_text: OnText = lambda *_: None, alone: bool = False
+) -> list[GeneratedText]:
+    """The answers to requests, by an engine that has no others. alone: answers are decoded as texts of their own, as
+    evaluation harnesses do, not as continuations of their prompts.
+    """
     found = [GeneratedText() for _ in requests]
     numbers = {engine.add(request): place for place, request in enumerate(requests)}
     streams = [
-        TextStream(tokenizer, request.sampling.stop or (), request.sampling.min_tokens_to_generate, request.prompt)
+        TextStream(
+            tokenizer,
+            request.sampling.stop or (),
+            request.sampling.min_tokens_to_generate,
+            () if alone else request.prompt,
+        )
         for request in requests
     ]
 

@@ -82,6 +82,18 @@ class Network:
         """The facts of a model of this type with other settings."""
         return self.recipe.facts(replace(self.config, model=model), self.vocab_size)
 
+    def readers(self, kind: str) -> dict[str, tuple[str, Cut]]:
+        """Owner -> (the weight whose columns multiply the outputs of its units, where they lie in it)."""
+        found = {}
+        for name, cut in self.cuts[kind].items():
+            if self.table[name].matrices is not None and cut.dim == len(self.table[name].shape) - 1:
+                found[owner(name, kind)] = name, cut
+        return found
+
+    def place_of(self, own: str) -> str:
+        """The name of the layer that an owner belongs to: `blocks.3`."""
+        return next(unit.name for unit in self.facts.whole if unit.layer == self.layer_of_owner[own])
+
     def check(self, sizes: ModelSizes, tp: Optional[int] = None) -> None:
         """Raise SettingsError if this model cannot have these sizes.
 
@@ -171,16 +183,16 @@ def _gates(network: Network, products: Mapping[str, torch.Tensor]) -> dict[tuple
     """(kind, owner) -> dL/dm of each unit, from w dL/dw of each weight. Channels of the hidden states have a gate for each
     norm that they go through, with the norm's name as owner.
     """
-    found: dict[tuple[str, str], torch.Tensor] = {}
-    for kind in (HEADS, FFN, HIDDEN):
-        for name, cut in network.cuts[kind].items():
-            shape = network.table[name].shape
-            of_norm = len(shape) == 1 and len(network.table[f"{name.rpartition('.')[0]}.weight"].shape) == 1
-            reads = network.table[name].matrices is not None and cut.dim == len(shape) - 1
-            if name in products and (of_norm if kind == HIDDEN else reads):
-                key = kind, name.rpartition(".")[0] if kind == HIDDEN else owner(name, kind)
-                own = _by_unit(products[name], cut)
-                found[key] = found[key] + own if key in found else own
+    found = {
+        (kind, own): _by_unit(products[name], cut)
+        for kind in KINDS
+        for own, (name, cut) in network.readers(kind).items()
+    }
+    for name, cut in network.cuts[HIDDEN].items():
+        of = name.rpartition(".")[0]
+        if len(network.table[f"{of}.weight"].shape) == 1 and name in products:
+            gates = _by_unit(products[name], cut)
+            found[HIDDEN, of] = found[HIDDEN, of] + gates if (HIDDEN, of) in found else gates
     return found
 
 

@@ -210,29 +210,42 @@ class LanguageModel(nn.Module):
                 return (x, sums) if sums else x
             if self.collect is not None and not self.training:
                 return None, {**self._collected(x, batch), **sums}
-            tp = self.tp if self.overlap and self.tp.size > 1 else None
-            rows, labels, mask = self.counted(x, batch)
-            teacher = self.teacher(batch) if self.teacher is not None and self.training else None
-            loss, z, *kd = linear_cross_entropy(
-                rows,
-                self.output_weight,
-                labels,
-                mask=mask,
-                bias=self.output_bias,
-                vocab_size=self.vocab_size,
-                tp=self.tp,
-                label_smoothing=self.label_smoothing if self.training else 0.0,
-                softcap=self.softcap,
-                z_loss=self.z_loss,
-                chunk=self.kernels.cross_entropy_chunk,
-                deferred=self.weight_grad_store,
-                unfused=not self.kernels.cross_entropy_loss_fusion,
-                gather=tp if self.sequence_parallel else None,
-                reduce=None if self.sequence_parallel else tp,
-                teacher=teacher,
-            )
+            return None, {**self.losses(x, batch), **sums}
+
+    def losses(self, x: torch.Tensor, batch) -> Sums:
+        """The sums of the last stage, from the output layer's input: [s, b, h], or [s/tp, b, h] if that gathers it."""
+        teacher = self.teacher(batch) if self.teacher is not None and self.training else None
+        loss, z, *kd = self.cross_entropy(*self.counted(x, batch), teacher)
         more = ({Z_LOSS: z} if self.z_loss else {}) | ({KD_LOSS: kd[0]} if kd else {})
-        return None, {LOSS: loss, TOKENS: batch.num_tokens, **more, **sums}
+        return {LOSS: loss, TOKENS: batch.num_tokens, **more}
+
+    def cross_entropy(
+        self,
+        rows: torch.Tensor,
+        labels: torch.Tensor,
+        mask: Optional[torch.Tensor],
+        teacher: Optional[DistillationLoss] = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """`linear_cross_entropy` of the output layer."""
+        tp = self.tp if self.overlap and self.tp.size > 1 else None
+        return linear_cross_entropy(
+            rows,
+            self.output_weight,
+            labels,
+            mask=mask,
+            bias=self.output_bias,
+            vocab_size=self.vocab_size,
+            tp=self.tp,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+            chunk=self.kernels.cross_entropy_chunk,
+            deferred=self.weight_grad_store,
+            unfused=not self.kernels.cross_entropy_loss_fusion,
+            gather=tp if self.sequence_parallel else None,
+            reduce=None if self.sequence_parallel else tp,
+            teacher=teacher,
+        )
 
     def counted(self, x: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
         """(hidden states [n, h], labels [n], weights in the loss [n] or None) from the output layer's input [s, b, h]."""

@@ -47,8 +47,8 @@ class PruningOptions:
 
 
 @dataclass(frozen=True)
-class Targets:
-    """ModelSizes of the smaller model, instead of a ratio."""
+class TargetSizes:
+    """Sizes of the smaller model, instead of a ratio."""
 
     target_num_attention_heads: Optional[int] = setting("heads of the smaller model", None)
     target_num_query_groups: Optional[int] = setting("key-value groups of the smaller model", None)
@@ -118,7 +118,7 @@ def owner(name: str, kind: str) -> str:
     return "" if kind == HIDDEN else name.rsplit(".", 2)[0]
 
 
-def target_sizes(model: Model, options: PruningOptions, targets: Targets) -> ModelSizes:
+def target_sizes(model: Model, options: PruningOptions, targets: TargetSizes) -> ModelSizes:
     """The sizes of the smaller model. Raises UsageError if nothing is to go, SettingsError for sizes that cannot be."""
     sizes, ratio, own = ModelSizes.of(model), options.prune_ratio, targets
     if ratio is not None and not 0 < ratio < 1:
@@ -142,7 +142,7 @@ def target_sizes(model: Model, options: PruningOptions, targets: Targets) -> Mod
     return new
 
 
-def _refuse_nothing(model: Model, old: ModelSizes, new: ModelSizes, options: PruningOptions, own: Targets) -> None:
+def _refuse_nothing(model: Model, old: ModelSizes, new: ModelSizes, options: PruningOptions, own: TargetSizes) -> None:
     """Raise an error for sizes that would leave nothing, or take nothing."""
     ratio, words = options.prune_ratio, unit_words(model)
     flags = dict(heads="--target-num-attention-heads", ffn="--target-ffn-hidden-size", hidden="--target-hidden-size")
@@ -171,7 +171,7 @@ def unit_words(model: Model) -> dict[str, str]:
     return dict(heads=heads, ffn="MLP channels", hidden="hidden channels", layers="layers")
 
 
-def _groups(model: Model, own: Targets, present: int) -> int:
+def _groups(model: Model, own: TargetSizes, present: int) -> int:
     """The key-value groups of the smaller model."""
     queries = model.num_attention_heads // model.query_groups
     heads, groups = own.target_num_attention_heads, own.target_num_query_groups
@@ -191,7 +191,7 @@ def _groups(model: Model, own: Targets, present: int) -> int:
     return present if groups is None else groups
 
 
-def _layers(model: Model, own: Targets) -> int:
+def _layers(model: Model, own: TargetSizes) -> int:
     """The number of layers of the smaller model."""
     if own.prune_layers is None:
         return model.num_layers if own.target_num_layers is None else own.target_num_layers

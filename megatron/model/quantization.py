@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
-from megatron.errors import SettingsError, UsageError
+from megatron.errors import DataError, SettingsError, UsageError
 from megatron.mpu.placement import Buffer, Constant, Placement
 from megatron.settings.effects import Needs
 from megatron.settings.schema import Config, Model, setting
@@ -120,7 +120,7 @@ def skipped_layers(text: Optional[str], flag: str = "--quantization-skip") -> li
     try:
         return list(json.loads(Path(text).read_text(encoding="utf-8"))["skip"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(
+        raise DataError(
             f"{flag} {text}: cannot be read: {getattr(error, 'strerror', None) or error}",
             do="give patterns of layers, such as blocks.0.*, or the file of python -m megatron.tools.sensitivity --output",
         ) from error

@@ -71,6 +71,8 @@ class Recipe:
                     Must be idempotent
     counts:         (config) -> name of a sum -> name of its divisor, another sum: their quotient is logged, unless the
                     divisor is 0; other sums are divided by the tokens that count
+    frozen:         (config) -> (setting that names it, folder) of a second, frozen model, whose losses of tokens the last
+                    stage reads (`frozen_losses` of that stage), or None
     predicts:       (config) -> how much of training memory its facts predict: "all"; "state", if the memory of a step
                     depends on the length of texts; or "nothing"
     perplexities:   the sums whose means are negative log-likelihoods of a token: evaluations also log exp of them
@@ -103,6 +105,7 @@ class Recipe:
     collate: Optional[Callable[[list], Sequence]] = None
     arrays: Optional[Callable[[Config, int], Mapping[str, SampleArray]]] = None
     normalize_config: Callable[[Config], Config] = lambda config: config
+    frozen: Callable[[Config], Optional[tuple[str, str]]] = lambda config: None
     predicts: Callable[[Config], str] = lambda config: "all"
 
     @property

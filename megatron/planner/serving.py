@@ -23,6 +23,7 @@ from megatron.planner.search import divisors
 from megatron.planner.speed import Cluster, arithmetic_seconds
 
 BLOCK = 16  # tokens of a block of the cache
+PROMPT, OUTPUT = 512, 128  # tokens of a text whose lengths are not given
 MOST_TEXTS = 256  # of a replica, unless --max-batch-size says how many
 CHUNK = 512  # tokens of prompts in a pass
 TOLERANCE = 0.1  # predictions that differ by less are equal: then the fewest ranks share a copy of the model
@@ -117,6 +118,25 @@ def plans(job: Job, cluster: Cluster, requests: Requests, *, latency: bool = Fal
     return alike + fit[len(alike) :] + others
 
 
+def requests_for(facts: Facts, prompt: int | None, output: int | None, texts: int | None) -> Requests:
+    """The requests of these lengths; those that are not given are 512 and 128, or 4/5 and 1/5 of a short context.
+
+    >>> from megatron.model.gpt.facts import GPTFacts
+    >>> from megatron.settings.schema import Model
+    >>> short = GPTFacts(Model(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=100), 9)
+    >>> requests_for(short, None, None, None), requests_for(short, 40, None, 8)
+    (Requests(prompt=80, output=20, texts=None), Requests(prompt=40, output=20, texts=8))
+    """
+    m = facts.settings
+    room = m.position_table if m.position_embedding_type == "learned_absolute" else PROMPT + OUTPUT
+    if output is None:
+        output = min(OUTPUT, max(1, room // 5))
+        if prompt is not None and prompt < room:
+            output = min(output, room - prompt)
+    prompt = min(PROMPT, max(1, room - output)) if prompt is None else prompt
+    return Requests(prompt, output, texts)
+
+
 def check(facts: Facts, requests: Requests) -> None:
     """Raise SettingsError if the model continues no texts, or none as long."""
     if hasattr(facts, "encoder_layers") or not any(
@@ -129,7 +149,8 @@ def check(facts: Facts, requests: Requests) -> None:
     if m.position_embedding_type == "learned_absolute" and requests.length > m.position_table:
         raise SettingsError(
             f"--prompt-length {requests.prompt} and --output-length {requests.output} are more than the "
-            f"{m.position_table} positions of the model"
+            f"{m.position_table} positions of the model",
+            do="shorter ones, whose sum it has; without the flags it chooses them",
         )
 
 

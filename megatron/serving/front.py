@@ -282,10 +282,9 @@ def front_app(front: Front, local: bool = True):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.routing import Route
 
-    from megatron.serving.server import failed, left, no_route, refused
+    from megatron.serving.server import Hosts, failed, left, no_route, refused
     from megatron.telemetry.web import local_names
 
     methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -295,7 +294,7 @@ def front_app(front: Front, local: bool = True):
         Route("/{path:path}", front.forward, methods=methods),
     ]
     handlers = {ApiError: refused, HTTPException: no_route, ClientLeft: left, Exception: failed}
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=local_names(local))]
+    middleware = [Middleware(Hosts, names=local_names(local))]
     made = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=front.running)
     made.router.redirect_slashes = False
     return made

@@ -12,9 +12,10 @@ from typing import Any
 
 from megatron.errors import SettingsError
 from megatron.inference import generation_config
+from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.which import load_one_model
 from megatron.serving.openai_requests import DEFAULTS
-from megatron.serving.settings import ServeSettings, bound_kernel_caches, log_to_stderr, parsed, read_keys
+from megatron.serving.settings import ServeSettings, log_to_stderr, parsed, read_keys
 from megatron.serving.weights import Weights, follow, names_of
 from megatron.settings.schema import Kernels, Parallel, TokenizerSettings
 from megatron.settings.statements import given_values

@@ -264,6 +264,10 @@ TYPE_NAMES = {"str", "int", "float", "bool", "none", "constrained", "nullable"}
 
 
 def _words(problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "too_short":
+        return f"has to have at least {problem['ctx']['min_length']}, not {problem['ctx']['actual_length']}"
+    if problem["type"] == "too_long":
+        return f"has to have at most {problem['ctx']['max_length']}, not {problem['ctx']['actual_length']}"
     text = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return text.replace("Input should", "has to").replace("has to be a valid", "has to be a") or "invalid"
 

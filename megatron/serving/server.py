@@ -55,7 +55,6 @@ def app(service: Service, local: bool = True):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import FileResponse, PlainTextResponse
     from starlette.routing import Route
 
@@ -90,7 +89,7 @@ def app(service: Service, local: bool = True):
     middleware = [
         Middleware(Log, metrics=service.metrics, paths=known),
         Middleware(Headers),
-        Middleware(TrustedHostMiddleware, allowed_hosts=local_names(local)),
+        Middleware(Hosts, names=local_names(local)),
         Middleware(Keys, keys=service.keys),
     ]
     made = Starlette(
@@ -157,6 +156,27 @@ async def failed(request, error):
 
 
 # -- middleware --------------------------------------------------------------------------------------------------------
+
+
+class Hosts:
+    """Refuses requests to names of other machines: through a browser, a web site could use a server on this one.
+
+    names: those that are answered, as `telemetry.web.local_names` has them
+    """
+
+    def __init__(self, app, names: Sequence[str]):
+        self.app, self.names = app, set(names)
+
+    async def __call__(self, scope, receive, send):
+        sent = next((value for name, value in scope.get("headers", ()) if name == b"host"), b"").decode("latin-1")
+        if scope["type"] == "http" and not self.names & {"*", sent.partition(":")[0].lower()}:
+            from starlette.responses import JSONResponse
+
+            what = f"this server answers to localhost and 127.0.0.1, not to {sent[:200]!r}; start it with --host"
+            answer = JSONResponse(ApiError(400, what, code="invalid_host").body(), 400)
+            await answer(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
 
 
 class Keys:

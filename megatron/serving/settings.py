@@ -2,7 +2,6 @@
 """The settings of the server, and what they have to be."""
 
 import logging
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -176,7 +175,6 @@ def read_keys(path: Optional[str]) -> list[str]:
     return keys
 
 
-KERNELS = 128  # that torch keeps on a CPU
 COMMON = tuple(
     """
     load load_exported follow quantize served_model_name host port api_key_file chat_template max_batch max_queue
@@ -204,15 +202,6 @@ def parsed(argv: list[str]) -> ServeSettings:
         common=COMMON,
     )
     return ServeSettings(groups["serve"], groups["limits"], groups["quantize"], given)
-
-
-def bound_kernel_caches() -> None:
-    """Let torch keep fewer kernels on a CPU; before it is loaded.
-
-    oneDNN makes a kernel for each number of tokens in a pass, and by default keeps 1024: hundreds of megabytes, over hours.
-    """
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # of oneDNN, and of torch for it
-        os.environ.setdefault(name, str(KERNELS))
 
 
 def log_to_stderr(access: bool) -> None:

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any, Optional
 
@@ -153,6 +154,16 @@ def storage_errors(path: Path, needed: Optional[int] = None):
             else "check that the folder may be written, and that all nodes share it"
         )
         raise StorageError(f"{path}: cannot be written: {error.strerror or error}", why, do) from error
+
+
+def check_output(flag: str, path: str | Path) -> None:
+    """Raise StorageError if a file cannot be written there: before the work, and not after it. Leaves nothing behind."""
+    path = Path(path)
+    if path.is_dir():
+        raise StorageError(f"{flag} {path}: is a folder", do="give the name of a file")
+    at = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    with storage_errors(path), tempfile.TemporaryDirectory(prefix=".tmp-", dir=at):
+        pass
 
 
 def require_space(path: Path, needed: int) -> None:

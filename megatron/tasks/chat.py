@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError
-from megatron.model.recipe import Recipe, named_recipe
+from megatron.model.recipe import LM_LOSS, Recipe, named_recipe
 from megatron.model.t5.rules import refused
 from megatron.settings.effects import Needs
-from megatron.settings.from_checkpoint import settings_of_shape, shape_of
+from megatron.settings.from_checkpoint import saved_record, settings_of_shape, shape_of
 from megatron.settings.rules import NEVER, Rule
 from megatron.settings.schema import GROUPS, Config
 from megatron.settings.statements import Statement
 from megatron.tasks.chat_samples import TextEncoder, conversation_samples, end_of_turn, pair_samples
-from megatron.tasks.chat_settings import GROUP, ChatSettings, chat_settings
+from megatron.tasks.chat_settings import DPO_LOSS, GROUP, REWARDS, ChatSettings, chat_settings
 from megatron.tasks.finetune import LENGTHS, SAID_OTHERWISE, beginning, from_pretrained
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.chat_template import ChatTemplate, find_template
@@ -57,6 +57,9 @@ def recipe() -> Recipe:
         defaults=defaults,
         rules=(*gpt.rules, *CHAT_RULES),
         idle={**gpt.idle, **CHAT_IDLE},
+        build_model=build_model,
+        sums=sums,
+        frozen=reference,
         epoch_samples=epoch_samples,
         starts_from=(gpt.model_type,),
         hooks=(SavesTemplate,),
@@ -78,7 +81,7 @@ def is_dpo(s) -> bool:
 
 CHAT_RULES = (
     Rule(
-        lambda s: s.mock_data and own(s).train_data,
+        lambda s: s.mock_data and s.settings.given("train_data"),
         lambda s: f"--mock-data reads no files, and files are given ({own(s).train_data[0]}); drop one or the other",
     ),
     Rule(
@@ -92,7 +95,24 @@ CHAT_RULES = (
             "--tokenizer-model FILE"
         ),
     ),
-    Rule(is_dpo, lambda s: "--task dpo is not there yet"),
+    *(
+        Rule(
+            lambda s, name=name: is_dpo(s) and getattr(s, name),
+            lambda s, name=name: (
+                f"--{name.replace('_', '-')} {getattr(s, name):g} is of a loss over words, and --task dpo compares "
+                "answers; leave it out"
+            ),
+        )
+        for name in ("label_smoothing", "z_loss_coeff")
+    ),
+    Rule(
+        lambda s: is_dpo(s) and s.loss_averaging != "token",
+        lambda s: f"--loss-averaging {s.loss_averaging}: the loss of --task dpo is the mean over pairs; leave it out",
+    ),
+    Rule(
+        lambda s: is_dpo(s) and not own(s).reference_load and not s.mock_data,
+        lambda s: "--task dpo compares with a reference, and there is none: --load CHECKPOINTS, or --reference-load",
+    ),
     Rule(
         lambda s: own(s).packing and is_dpo(s),
         lambda s: "--packing is of --task chat: a sample of --task dpo is a pair already; leave it out",
@@ -128,6 +148,7 @@ ALL_TALKS = Needs("batches to count: all conversations of a file are evaluated",
 DPO = Needs("--task dpo", is_dpo)
 CHAT_IDLE = {
     **dict.fromkeys(("split", "dataset_type", "verify_data"), TOKEN_FILES),
+    "data_cache_path": Needs("--train-data", lambda s: own(s).train_data),
     **dict.fromkeys(("eval_iters", "test_iters", "eval_same_samples"), ALL_TALKS),
     **dict.fromkeys(("dpo_beta", "dpo_label_smoothing", "reference_load"), DPO),
 }
@@ -148,6 +169,8 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
                 do="give the checkpoint of a GPT",
             )
         chosen |= shape_of(record, settings_of_shape(GROUPS), set(values))
+        if task == "dpo" and "reference_load" not in values:
+            chosen["reference_load"] = _reference(record, values, str(more.get("load", values.get("load"))))
     if not set(LENGTHS) & set(values):
         chosen["train_epochs"] = EPOCHS.get(task, 1)
     if chosen.get("train_epochs") or values.get("train_epochs"):
@@ -156,6 +179,13 @@ def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
         if set(others) & set(values):
             chosen.pop(name, None)
     return chosen
+
+
+def _reference(record: Mapping[str, Any], values: Mapping[str, Any], load: str) -> Optional[str]:
+    """The default of --reference-load: the checkpoint that the run begins with, or has begun with."""
+    if _is_same_task(record, "dpo") and not values.get("finetune"):
+        return record["config"]["extra"][GROUP].get("reference_load")
+    return saved_record(load, values.get("ckpt_step"))[0]
 
 
 def _is_same_task(record: Mapping[str, Any], task: str) -> bool:
@@ -188,6 +218,31 @@ def _files_of(paths: list[str], settings: ChatSettings) -> dict[str, list[str]]:
     if "train_data" not in found and not settings.train_data:
         raise DataError(f"--data-path {paths[0]} has no train.jsonl", do="give the file, or a folder with train.jsonl")
     return found
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def build_model(config: Config, mesh, vocab_size: int, **stage):
+    """A GPT, or what a rank has of it; with --task dpo one whose last stage compares two answers."""
+    gpt = named_recipe("GPT")
+    if chat_settings(config).task != "dpo":
+        return gpt.build_model(config, mesh, vocab_size, **stage)
+    from megatron.tasks.dpo import PairComparison
+
+    return PairComparison.of(config, mesh, gpt.facts(config, vocab_size), **stage)
+
+
+def sums(config: Config) -> dict[str, float]:
+    return {DPO_LOSS: 1.0, **dict.fromkeys(REWARDS, 0.0)} if chat_settings(config).task == "dpo" else {LM_LOSS: 1.0}
+
+
+def reference(config: Config) -> Optional[tuple[str, str]]:
+    """`Recipe.frozen`."""
+    settings = chat_settings(config)
+    if settings.task != "dpo" or not settings.reference_load or config.data.mock_data:
+        return None  # synthetic samples have a vocabulary of their own
+    return "--reference-load", settings.reference_load
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import json
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -30,7 +30,8 @@ NAMED = 3  # lines that a note names
 NAMES = ("tokens", "answers", "ends", "stops", "places", "lines", "notes")
 
 
-class EncodedTexts(NamedTuple):
+@dataclass(frozen=True)
+class EncodedTexts:
     """The tokens of all conversations of a split.
 
     tokens   [n] int32, of all conversations, end to end
@@ -235,7 +236,7 @@ def pair_samples(texts: EncodedTexts, files: Sequence[str], seq_length: int, pad
     counted = np.array([int(texts.text(n)[1][1 : flat[n]].sum()) for n in range(len(flat))]).reshape(-1, 2)
     lost, cut = (counted == 0).any(1) & ~equal, (kept < lengths).any(1)
     notes = _notes(
-        texts._replace(places=texts.places[::2], lines=texts.lines[::2]),
+        replace(texts, places=texts.places[::2], lines=texts.lines[::2]),
         files,
         {
             "have two equal answers, and are left out": equal,

@@ -8,6 +8,9 @@ from megatron.settings.schema import Config, setting
 
 GROUP = "chat"  # name of the group in the recipe
 TASKS = ("chat", "dpo")
+DPO_LOSS = "dpo loss"  # name of the sum over pairs
+# Names of further sums over pairs: the rewards of both answers, the share of pairs whose chosen answer has more, the gap.
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.errors import DataError, SettingsError
-from megatron.inference.generation import generate
+from megatron.inference.answers import continued
+from megatron.inference.engine import Engine
+from megatron.inference.requests import Request
 from megatron.inference.sampling import Sampling
 from megatron.mpu.initialize import RankContext
 
@@ -89,30 +91,18 @@ class HarnessModel(TemplateLM):
                 f"{self.max_length} tokens, context included",
                 file=sys.stderr,
             )
-        return self.shared(asked, lambda one: len(one[0]), self.write, together=lambda one: _room(one[1]))
+        return self.shared(asked, lambda one: len(one[0]), self.write)
 
     # ---- batches ------------------------------------------------------------------------------------------------------
 
-    def shared(
-        self,
-        items: Sequence[Any],
-        size: Callable[[Any], int],
-        work: Callable[[list], Optional[list]],
-        together: Callable[[Any], Any] = lambda item: None,
-    ) -> list:
+    def shared(self, items: Sequence[Any], size: Callable[[Any], int], work: Callable[[list], Optional[list]]) -> list:
         """Run work(batch) -> results over all items, shared among data parallel ranks; returns all results in the order of
         `items` on all ranks.
 
-        Batches are sorted by size. together: key that the items of a batch share. work may return None if another rank
-        returns the results.
+        Batches are sorted by size. work may return None if another rank returns the results.
         """
-        order = sorted(range(len(items)), key=lambda place: (str(together(items[place])), -size(items[place]), place))
-        batches: list[list[int]] = []
-        for place in order:
-            same = batches and together(items[batches[-1][0]]) == together(items[place])
-            if not same or len(batches[-1]) == self.batch:
-                batches.append([])
-            batches[-1].append(place)
+        order = sorted(range(len(items)), key=lambda place: (-size(items[place]), place))
+        batches = [order[first : first + self.batch] for first in range(0, len(order), self.batch)]
         dp, by_item = self.context.mesh.dp, {}
         for own in batches[dp.rank :: dp.size]:
             results = work([items[place] for place in own])
@@ -144,13 +134,22 @@ class HarnessModel(TemplateLM):
         return results
 
     def write(self, asked: list[tuple[list[int], dict]]) -> list[str]:
-        """`generate_until` of a batch of tokenized contexts."""
-        sampling = Sampling(tokens_to_generate=_room(asked[0][1]), greedy=True)
-        options = dict(longest=self.max_length, end=self.eot_token_id, pp=self.context.mesh.pp)
-        texts = generate(self.model, [context for context, _ in asked], sampling, **options)
-        return [
-            cut(self.words.decode(text), options.get("until")) for text, (_, options) in zip(texts, asked, strict=True)
-        ]
+        """`generate_until` of a batch of tokenized contexts. No token is generated after one of `until`."""
+        engine, tokens = Engine(self.model, longest=self.max_length, max_batch=len(asked)), None
+        if engine.link.is_first:
+            requests = [
+                Request(
+                    tuple(context), Sampling(_room(options), stop=_ends(options), greedy=True), end=self.eot_token_id
+                )
+                for context, options in asked
+            ]
+            found = continued(engine, requests, self.words, alone=True)
+            tokens = [answer.tokens for answer in found]
+            engine.close()
+        else:
+            engine.follow()
+        texts = map(self.words.decode, engine.link.shared(tokens))
+        return [cut(text, _ends(options)) for text, (_, options) in zip(texts, asked, strict=True)]
 
 
 def _room(options: dict) -> int:
@@ -158,11 +157,16 @@ def _room(options: dict) -> int:
     return int(options.get("max_gen_toks") or options.get("max_new_tokens") or LONGEST_TEXT)
 
 
-def cut(text: str, until) -> str:
+def _ends(options: dict) -> list[str]:
+    """The strings that end a text."""
+    until = options.get("until") or []
+    return [end for end in ([until] if isinstance(until, str) else until) if end]
+
+
+def cut(text: str, ends: Sequence[str]) -> str:
     """Cut a text at the first of some strings.
 
     >>> cut("one. two; three", [";", "."])
     'one'
     """
-    ends = [until] if isinstance(until, str) else until or []
-    return text[: min([text.find(end) for end in ends if end and end in text], default=len(text))]
+    return text[: min([text.find(end) for end in ends if end in text], default=len(text))]

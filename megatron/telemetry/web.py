@@ -4,14 +4,14 @@
 import errno
 import socket
 
-from megatron.errors import Failure, UsageError
+from megatron.errors import SettingsError, UsageError
 
 # Everything comes from the server itself; a page adds what else it needs.
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises UsageError if the port is taken, or the address is not of this machine."""
+    """A socket that listens. Raises SettingsError if the port is taken, or the address is not of this machine."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
@@ -19,14 +19,14 @@ def listen(host: str, port: int) -> socket.socket:
         raise UsageError(f"--port {port}: ports are from 1 to 65535; 0 chooses a free one") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise Failure(
+            raise SettingsError(
                 f"--port {port}: another process listens on this port of {host}",
                 do=f"give another one, or 0 for a free one; ss -ltnp 'sport = :{port}' shows the process",
             ) from None
         do = "--host 127.0.0.1 for this machine alone, 0.0.0.0 for all its networks"
         if error.errno == errno.EACCES:
             do = "ports below 1024 are those of the system: give a larger one"
-        raise UsageError(
+        raise SettingsError(
             f"--host {host} --port {port}: cannot listen there", error.strerror or str(error), do
         ) from None
 

@@ -22,6 +22,7 @@ from typing import Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
+from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.model.recipe import recipe_of
@@ -99,6 +100,7 @@ HEADS = {
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
+    bound_kernel_caches()
     loads = any(word.partition("=")[0].replace("_", "-") in ("--load", "--model-dir") for word in argv)
     shape = {} if loads else dict(model=Model, tokenizer=TokenizerSettings)
     groups, given = parse_with_record(

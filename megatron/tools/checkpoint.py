@@ -242,7 +242,7 @@ def reshard(path: Path, out: Path, which: WhichCheckpoint, how: ReshardOptions) 
         raise UsageError("--dtype converts weights; optimizer state must stay as it is", do="add --weights-only")
     with open_reader(path, which) as reader:
         if out.resolve() in (reader.folder.resolve(), reader.folder.resolve().parent):
-            raise UsageError(f"{out} is where the checkpoint is", do="give another folder")
+            raise SettingsError(f"{out} is where the checkpoint is", do="give another folder")
         if (out / "index.json").exists() or checkpoints(out):
             raise SettingsError(f"{out} is there already", "it holds checkpoints", "give a new folder")
         wanted = (lambda name: not name.startswith(files.OPTIMIZER)) if how.weights_only else (lambda name: True)

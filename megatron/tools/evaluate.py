@@ -29,6 +29,7 @@ from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
+from megatron.storage.durable import check_output
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def check(settings: EvaluateOptions, given: Mapping[str, Statement]) -> None:
         raise UsageError(f"--task {settings.task} needs --valid-data")
     if settings.valid_data and not Path(settings.valid_data).is_file():
         raise DataError(f"{words_of(given, 'valid_data', settings.valid_data)}: no such file")
+    if settings.output:
+        check_output("--output", settings.output)
     for name in ("micro_batch_size", "seq_length", "overlapping_eval"):
         size = getattr(settings, name)
         if size is not None and size < 1:

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Optional
 
-from megatron.errors import DataError, SettingsError, StorageError, UsageError, run_main
+from megatron.errors import DataError, SettingsError, UsageError, run_main
 from megatron.guard.job import on_ranks
 from megatron.inference import generation_config
 from megatron.inference.expert_ranks import expert_parallel
+from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.inference.sampling import IDLE, Sampling, Search, cut_off
 from megatron.inference.which import EXPORTED, check_one_model, load_one_model
 from megatron.model import quantization
@@ -32,6 +33,7 @@ from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record, said
 from megatron.settings.schema import Parallel, TokenizerSettings, setting
 from megatron.settings.statements import Statement, failing_in_users_words, given_values, in_users_words, words_of
+from megatron.storage.durable import check_output
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ DRAWN = {
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
+    bound_kernel_caches()
     kinds = dict(
         generate=GenerateOptions,
         quantize=QuantizeOptions,
@@ -219,8 +222,8 @@ def check(settings: GenerateOptions, given: Mapping[str, Statement]) -> None:
         raise SettingsError(
             f"--stream is for the terminal, and --output {settings.output} for a file", do="leave one out"
         )
-    if settings.output and Path(settings.output).is_dir():
-        raise StorageError(f"--output {settings.output}: is a folder", do="give the name of a file")
+    if settings.output:
+        check_output("--output", settings.output)
     if settings.logprobs is not None and settings.logprobs < 0:
         raise SettingsError(f"{words_of(given, 'logprobs', settings.logprobs)}: has to be 0 or more")
     if not settings.distributed_timeout_minutes > 0:

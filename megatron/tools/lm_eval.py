@@ -20,6 +20,7 @@ from typing import Any, Literal, Optional
 
 from megatron.errors import DataError, Failure, SettingsError, did_you_mean, run_main
 from megatron.guard.job import check_shares, on_ranks
+from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.model.quantization import QuantizeOptions
 from megatron.settings import rank_env
@@ -51,6 +52,7 @@ class HarnessOptions:
 
 def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
+    bound_kernel_caches()
     groups, said = parse_with_record(
         argv,
         dict(lm_eval=HarnessOptions, quantize=QuantizeOptions, tokenizer=TokenizerSettings),

@@ -10,6 +10,7 @@
 Takes the flags of a training. Parallel sizes, micro-batch, ZeRO stage and schedule that are given narrow the search.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from megatron.errors import SettingsError, StorageError, UsageError, run_main
 from megatron.model.arguments import parse_with_options
 from megatron.settings import schema
 from megatron.settings.effects import Needs, idle_flags
-from megatron.settings.parse import parse
+from megatron.settings.parse import parse, said
 from megatron.settings.schema import setting
 from megatron.settings.statements import failing_in_users_words
 
@@ -42,8 +43,12 @@ class PlanOptions:
     params: Optional[float] = setting("only arithmetic: what so many parameters need", None)
     min_world_size: bool = setting("with --params: the fewest devices that hold it, and nothing else", False)
     calibrate: Optional[str] = setting("measure this machine into a file for --calibration", None)
-    prompt_length: int = setting("inference: tokens of a prompt", 512)
-    output_length: int = setting("inference: tokens of a continuation", 128)
+    prompt_length: Optional[int] = setting(
+        "inference: tokens of a prompt (default: 512, or less for a model of a short context)", None
+    )
+    output_length: Optional[int] = setting(
+        "inference: tokens of a continuation (default: 128, or less for a model of a short context)", None
+    )
     max_batch_size: Optional[int] = setting(
         "inference: texts at a time, of all replicas (default: as many as fit, at most 256 a replica)", None
     )
@@ -60,6 +65,10 @@ BATCH = {
     name: Needs("--mode training; --max-batch-size has the texts at a time", lambda s: s.mode == "training")
     for name in ("micro_batch_size", "global_batch_size")
 }
+# Groups of settings that say nothing about a model and its ranks, and settings of other groups that count.
+TRAINING = ("data", "batch", "optimizer", "recompute", "checkpoint", "guard", "logging", "profiling", "distillation")
+COUNTING = {"load", "ckpt_step", "use_checkpoint_args", "debug", *BATCH}
+LAYOUT = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
 COMMON = (
     "num_layers",
     "hidden_size",
@@ -98,7 +107,7 @@ def main(argv: list[str]) -> None:
         return _without_model(groups["planner"], groups["plan"])
     if words & {"-h", "--help"}:
         parse(argv, schema.GROUPS | dict(plan=PlanOptions), prog=PROG, description=_what(), common=COMMON)
-    config, asked = parse_with_options(argv, PlanOptions, _what())
+    config, asked = parse_with_options(_with_shape(argv), PlanOptions, _what())
     if asked.task_type and asked.task_type.rpartition(".")[2].upper() != "GPT":
         raise UsageError(f"--task-type {asked.task_type}: only GPT is planned")
     with failing_in_users_words(config.statements):
@@ -109,7 +118,31 @@ def main(argv: list[str]) -> None:
         own = idle_flags(asked, config.statements, IDLE)
         for note in own + idle_flags(config.batch, config.statements, BATCH, mode=asked.mode):
             print(f"note: {note}", file=sys.stderr)
+        if asked.mode == "inference" and (idle := _of_training(config)):
+            print(f"note: of training, and without effect on --mode inference: {', '.join(idle)}", file=sys.stderr)
         (_serve if asked.mode == "inference" else _search)(config, asked)
+
+
+def _with_shape(argv: list[str]) -> list[str]:
+    """The command line, with type and shape of the checkpoint that is to generate, unless it says whose shape counts."""
+    given = said(argv, schema.GROUPS | dict(plan=PlanOptions))
+    inference = "mode" in given and given["mode"].value == "inference"
+    if not inference or "load" not in given or {"num_layers", "model_name_or_path"} & set(given):
+        return argv
+    from megatron.settings.from_checkpoint import Damaged, saved_record
+
+    argv = [*argv, "--use-checkpoint-args"]
+    with contextlib.suppress(Damaged, OSError):  # the reader of the settings says what is wrong
+        _, record = saved_record(str(given["load"].value), given["ckpt_step"].value if "ckpt_step" in given else None)
+        argv += [] if "model_type" in given else ["--model-type", record["config"]["model"].get("model_type", "GPT")]
+    return argv
+
+
+def _of_training(config: schema.Config) -> list[str]:
+    """The settings that the user gave, and that a plan of a generation does not look at."""
+    names = {name for group in TRAINING for name in schema.GROUPS[group].__dataclass_fields__} - COUNTING
+    names |= set(schema.Parallel.__dataclass_fields__) - LAYOUT
+    return [one.words for name, one in config.statements.items() if name in names and one.is_request]
 
 
 def _what() -> str:
@@ -212,7 +245,7 @@ def _serve(config: schema.Config, asked: PlanOptions) -> None:
     cluster, source = target.cluster_of(config, ask=True)
     cluster = with_margin(config, cluster)
     job, remark = target.job_of(config, cluster)
-    requests = serving.Requests(asked.prompt_length, asked.output_length, asked.max_batch_size)
+    requests = serving.requests_for(job.facts, asked.prompt_length, asked.output_length, asked.max_batch_size)
     found = serving.plans(job, cluster, requests, latency=asked.prefer == "latency")
     axes = dict(tensor_model_parallel_size="tp", pipeline_model_parallel_size="pp")
     given = {axis: getattr(config.parallel, name) for name, axis in axes.items() if name in config.statements}

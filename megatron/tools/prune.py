@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 from megatron.errors import SettingsError, UsageError, run_main
-from megatron.model.pruning import ModelSizes, PruningOptions, Targets, target_sizes, unit_words
+from megatron.model.pruning import ModelSizes, PruningOptions, TargetSizes, target_sizes, unit_words
 from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
 from megatron.settings.schema import setting
@@ -59,17 +59,23 @@ def main(argv: list[str]) -> None:
     """Prune, and print what was kept."""
     groups, given = parse_with_record(
         argv,
-        dict(tool=ToolOptions, prune=PruningOptions, targets=Targets),
+        dict(tool=ToolOptions, prune=PruningOptions, targets=TargetSizes),
         prog="python -m megatron.tools.prune",
         description="Write a smaller model, with the most important parts of a trained one.",
-        common=(*ToolOptions.__dataclass_fields__, *PruningOptions.__dataclass_fields__, *Targets.__dataclass_fields__),
+        common=(
+            *ToolOptions.__dataclass_fields__,
+            *PruningOptions.__dataclass_fields__,
+            *TargetSizes.__dataclass_fields__,
+        ),
     )
     with failing_in_users_words(given):
         for line in pruned(groups["tool"], groups["prune"], groups["targets"], given):
             print(line)
 
 
-def pruned(options: ToolOptions, how: PruningOptions, targets: Targets, given: Mapping[str, Statement]) -> list[str]:
+def pruned(
+    options: ToolOptions, how: PruningOptions, targets: TargetSizes, given: Mapping[str, Statement]
+) -> list[str]:
     """Prune as the options say; returns lines about the result."""
     check(options, how, given)
     from megatron.checkpoint.folder import choose

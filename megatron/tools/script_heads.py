@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write into the head of each model's script the devices that it is for, and the planner's predictions.
 
-    python -m megatron.tools.script_heads                        rewrite the heads of scripts/{pretrain,auto,qat}_*.sh
+    python -m megatron.tools.script_heads                        rewrite the heads of scripts/{pretrain,auto,qat,prune}_*.sh
     python -m megatron.tools.script_heads --check                only list those that are not up to date (exit code 1)
 
 Memory and speed are predictions, and the head says so, with their assumptions; nothing in it was measured.
@@ -75,7 +75,9 @@ def model_scripts() -> list[Path]:
     """The scripts that launch a model themselves, without aliases of other scripts."""
     return [
         path
-        for path in sorted(path for kind in ("pretrain", "auto", "qat") for path in FOLDER.glob(f"{kind}_*.sh"))
+        for path in sorted(
+            path for kind in ("pretrain", "auto", "qat", "prune") for path in FOLDER.glob(f"{kind}_*.sh")
+        )
         if "\nlaunch " in path.read_text(encoding="utf-8")
     ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the linear layers that quantization harms: the loss when one of them alone is quantized.
+"""Find what quantization or pruning harms: the loss when one layer alone is quantized, masked, pruned or left out.
 
     python -m megatron.tools.sensitivity --load checkpoints --data-path held_out_text_document --quantize int4 \\
         --output sensitivity.json --picture sensitivity.svg
@@ -8,26 +8,29 @@
 
 The table and the picture show how much the loss grows, for each layer and for each kind of layer. The file has the same
 numbers, and the layers to leave out, `skip`: as few as possible, so that the sum over the others stays within
---max-increase. --quantization-skip of a training reads it, too.
+--max-increase. --quantization-skip of a training reads it, too. So it is with --sparsity (and --sparsity-skip), one linear
+layer at a time; with --prune-ratio (and --prune-skip of tools.prune), the heads or the MLP channels of one layer; and with
+--drop-layers, one layer: the others of its list are those for --prune-layers.
 """
 
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Optional
 
 from megatron.errors import SettingsError, StorageError, UsageError, run_main
 from megatron.guard.job import on_ranks
-from megatron.model import quantization
+from megatron.model import quantization, sparsity
+from megatron.model.pruning import Criterion, ModelSizes
 from megatron.model.quantization import QuantizeOptions
-from megatron.model.recipe import recipe_of
 from megatron.settings import rank_env
-from megatron.settings.effects import idle_flags
+from megatron.settings.effects import Needs, idle_flags
 from megatron.settings.parse import parse_with_record
-from megatron.settings.schema import Parallel, setting
+from megatron.settings.schema import Model, Parallel, setting
 from megatron.settings.statements import failing_in_users_words
+from megatron.storage.durable import check_output
 from megatron.telemetry.drawing import INK, new_figure, plain, svg_of
 from megatron.tools import evaluate
 
@@ -57,8 +60,35 @@ class SensitivityOptions:
 
 
 @dataclass(frozen=True)
+class HarmOptions:
+    """What is done to a layer, other than quantizing it."""
+
+    sparsity: Optional[str] = setting("masks, one linear layer at a time: 2:4, or a share of zeros", None)
+    prune_ratio: Optional[float] = setting(
+        "fraction of heads, or of MLP channels, that goes from one layer at a time", None
+    )
+    prune_criterion: Criterion = setting("--prune-ratio: what is least important, as in tools.prune", "l1_norm")
+    calib_size: int = setting("--prune-criterion taylor: samples of --data-path, evenly spaced", 64)
+    drop_layers: bool = setting("leave out one layer at a time", False)
+
+    def words(self, quantize: QuantizeOptions) -> list[str]:
+        """What is done, for each way that is given."""
+        ways = {
+            quantize.quantize or "": quantize.quantize,
+            f"--sparsity {self.sparsity}": self.sparsity,
+            f"--prune-ratio {self.prune_ratio}": self.prune_ratio,
+            "--drop-layers": self.drop_layers,
+        }
+        return [words for words, given in ways.items() if given]
+
+
+RATIO = Needs("--prune-ratio", lambda s: s.prune_ratio)
+IDLE = dict(prune_criterion=RATIO, calib_size=Needs("taylor", lambda s: s.prune_criterion == "taylor"))
+
+
+@dataclass(frozen=True)
 class Sensitivity:
-    """The loss of a model, and how much it grows when one layer is quantized. layers: name -> growth."""
+    """The loss of a model, and how much it grows when one layer is harmed. layers: name -> growth."""
 
     format: str
     loss: float
@@ -70,6 +100,10 @@ class Sensitivity:
         for name, growth in self.layers.items():
             sums[kind_of(name)] = sums.get(kind_of(name), 0.0) + growth
         return sums
+
+    def kinds_to_skip(self, budget: float) -> list[str]:
+        """As `skip`, kinds of layers."""
+        return replace(self, layers=self.kinds()).skip(budget)
 
     def skip(self, budget: float) -> list[str]:
         """The most sensitive layers, as few as possible so that the sum of the others is within the budget.
@@ -99,25 +133,25 @@ def main(argv: list[str]) -> None:
     rank_env.adopt_launcher()
     groups, given = parse_with_record(
         argv,
-        dict(sensitivity=SensitivityOptions, quantize=QuantizeOptions),
+        dict(sensitivity=SensitivityOptions, harm=HarmOptions, quantize=QuantizeOptions),
         prog="python -m megatron.tools.sensitivity",
-        description="Find the linear layers that quantization harms.",
-        common=tuple(SensitivityOptions.__dataclass_fields__),
+        description="Find what quantization or pruning harms.",
+        common=(*SensitivityOptions.__dataclass_fields__, *HarmOptions.__dataclass_fields__),
     )
-    options, quantize = groups["sensitivity"], groups["quantize"]
+    options, harm, quantize = groups["sensitivity"], groups["harm"], groups["quantize"]
     with failing_in_users_words(given):
-        check(options, quantize)
-        for sentence in idle_flags(quantize, given, quantization.IDLE) if rank_env.ranks().rank == 0 else ():
+        check(options, harm, quantize)
+        idle = [*idle_flags(quantize, given, quantization.IDLE), *idle_flags(harm, given, IDLE)]
+        for sentence in idle if rank_env.ranks().rank == 0 else ():
             print(f"note: {sentence}", file=sys.stderr)
         tp, pp = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
         parallel = Parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-        on_ranks(parallel, options.device, lambda context: report(options, quantize, context))
+        on_ranks(parallel, options.device, lambda context: report(options, harm, quantize, context))
 
 
-def check(options: SensitivityOptions, quantize: QuantizeOptions) -> None:
+def check(options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOptions) -> None:
     """Raise UsageError, SettingsError or StorageError for options that cannot work, before torch is loaded."""
-    if quantize.quantize is None:
-        raise UsageError("missing: --quantize", do="--quantize int8, int8-dynamic or int4")
+    check_harm(options, harm, quantize)
     if quantize.quantize_method == "gptq":
         raise UsageError("--quantize-method gptq: layers are rounded one at a time here", do="leave it out")
     if options.max_increase < 0:
@@ -131,15 +165,37 @@ def check(options: SensitivityOptions, quantize: QuantizeOptions) -> None:
             raise StorageError(
                 f"{flag} {path}: there is no folder {Path(path).parent}", do="make it, or give another path"
             )
-        if path and Path(path).is_dir():
-            raise StorageError(f"{flag} {path}: is a folder", do="give the name of a file")
+        if path:
+            check_output(flag, path)
 
 
-def report(options: SensitivityOptions, quantize: QuantizeOptions, context) -> None:
+def check_harm(options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOptions) -> None:
+    """Raise UsageError or SettingsError unless one way to harm a layer is given, which can work."""
+    ways = harm.words(quantize)
+    if not ways:
+        raise UsageError("missing: --quantize, --sparsity, --prune-ratio or --drop-layers", do="give one of them")
+    if len(ways) > 1:
+        raise UsageError(f"{' and '.join(ways)}: one of them is measured", do="leave the others out")
+    if harm.prune_ratio is not None and not 0 < harm.prune_ratio < 1:
+        raise SettingsError(f"--prune-ratio {harm.prune_ratio:g} has to be above 0 and below 1")
+    if harm.sparsity and (found := sparsity.problems(of_sparsity(harm), [], 1)):
+        raise SettingsError(found[0])
+    ranks = options.tensor_model_parallel_size * options.pipeline_model_parallel_size
+    if harm.prune_criterion == "taylor" and ranks > 1:
+        raise SettingsError("--prune-criterion taylor works on one rank", do="choose l1_norm or l2_norm")
+
+
+def of_sparsity(harm: HarmOptions) -> Model:
+    """The settings of a model with --sparsity."""
+    return Model(num_layers=1, hidden_size=1, num_attention_heads=1, sparsity=harm.sparsity)
+
+
+def report(options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOptions, context) -> None:
     """Measure on the ranks of a job; the first of them prints and writes."""
     say: Callable[[str], None] = print if context.is_rank_zero else lambda text: None
-    found = measure(options, quantize, context, say)
-    skip = found.skip(options.max_increase)
+    found = measure(options, harm, quantize, context, say)
+    budget = options.max_increase  # every layer loses equally many heads: only all of them can be left alone
+    skip = found.kinds_to_skip(budget) if harm.prune_ratio else found.skip(budget)
     for line in lines_of(found, skip, options.max_increase):
         say(line)
     if not context.is_rank_zero:
@@ -157,10 +213,11 @@ def report(options: SensitivityOptions, quantize: QuantizeOptions, context) -> N
         raise StorageError(f"{error.filename}: cannot be written", error.strerror or str(error)) from error
 
 
-def measure(options: SensitivityOptions, quantize: QuantizeOptions, context, say=lambda text: None) -> Sensitivity:
-    """The loss of the model, then that with each of its layers quantized alone. All ranks call it."""
+def measure(
+    options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOptions, context, say=lambda text: None
+) -> Sensitivity:
+    """The loss of the model, then that with each of its layers harmed alone. All ranks call it."""
     from megatron.inference.load import load_model
-    from megatron.inference.quantize import chosen_layers, linear_layers, quantized_alone
     from megatron.tasks import zeroshot
 
     loaded = load_model(
@@ -181,15 +238,36 @@ def measure(options: SensitivityOptions, quantize: QuantizeOptions, context, say
         results = zeroshot.evaluate(work)
         return sum(one["loss"] * one["tokens"] for one in results) / sum(one["tokens"] for one in results)
 
-    chunks = getattr(loaded.model, "chunks", [loaded.model])
-    own = dict(linear_layers(chunks))
-    facts = recipe_of(loaded.config).facts(loaded.config, loaded.vocab_size)
     base, growth = loss(), {}
-    for name in chosen_layers(facts, quantize):
-        with quantized_alone(own.get(name), name, loaded.config.model, quantize):
+    for name, harmed in probes_of(options, harm, quantize, loaded, context):
+        with harmed:
             growth[name] = loss() - base
         say(f" {name:32} {growth[name]:+.5f}")
-    return Sensitivity(quantize.quantize or "", base, growth)
+    [words] = harm.words(quantize)
+    return Sensitivity(words, base, growth)
+
+
+def probes_of(options: SensitivityOptions, harm: HarmOptions, quantize: QuantizeOptions, loaded, context):
+    """(name, context in which the model is harmed there): see `inference.probes`."""
+    from megatron.checkpoint.base import open_checkpoint
+    from megatron.inference import probes, prune
+
+    if quantize.quantize:
+        return probes.quantized(loaded, quantize)
+    if harm.sparsity:
+        return probes.masked(loaded, of_sparsity(harm))
+    if harm.drop_layers:
+        return probes.without_layers(loaded)
+    network = prune.Network(loaded.config, loaded.vocab_size)
+    network.check(ModelSizes.of(network.model))
+    if harm.prune_criterion == "taylor":
+        length = options.seq_length or loaded.longest
+        samples = prune.calibration_samples(options.data_path, length, harm.calib_size, loaded.vocab_size)
+        importance = prune.taylor(network, loaded, samples)
+    else:
+        with open_checkpoint(loaded.path) as reader:
+            importance = prune.norms(network, reader.read, harm.prune_criterion)
+    return probes.pruned(loaded, network, importance, harm.prune_ratio, context.mesh.coordinates)
 
 
 def lines_of(found: Sensitivity, skip: Sequence[str], budget: float) -> list[str]:
@@ -197,7 +275,7 @@ def lines_of(found: Sensitivity, skip: Sequence[str], budget: float) -> list[str
     total = sum(found.layers.values())
     kinds = sorted(found.kinds().items(), key=lambda pair: pair[1], reverse=True)
     return [
-        f"loss {found.loss:.5f}; with one layer in {found.format} it grows as above; sum {total:+.5f}",
+        f"loss {found.loss:.5f}; with {found.format} in one place it grows as above; sum {total:+.5f}",
         *(f"  all {kind:28} {growth:+.5f}" for kind, growth in kinds),
         f"to skip for at most {budget:+g}: {' '.join(skip) or 'none'}",
     ]
@@ -213,10 +291,10 @@ def draw(found: Sensitivity, skip: Sequence[str], path: str) -> None:
         rows = [row for row, name in enumerate(names) if kind_of(name) == kind]
         growth = [found.layers[names[row]] for row in rows]
         axes.barh(rows, growth, 0.7, color=COLOURS[number % len(COLOURS)], label=kind)
-    axes.set_yticks(range(len(names)), [f"{name} *" if name in skip else name for name in names])
+    axes.set_yticks(range(len(names)), [f"{name} *" if {name, kind_of(name)} & {*skip} else name for name in names])
     axes.invert_yaxis()
     axes.set_xlabel(
-        f"increase of the loss ({found.loss:.4f}) with this layer alone in {found.format}; * to skip", color=INK
+        f"increase of the loss ({found.loss:.4f}) with {found.format} in this place alone; * to skip", color=INK
     )
     axes.legend(frameon=False, labelcolor=INK)
     plain(axes)

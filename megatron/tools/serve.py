@@ -22,13 +22,13 @@ from megatron.errors import Failure, run_main
 from megatron.guard.job import on_ranks
 from megatron.guard.processes import die_with_parent
 from megatron.inference.expert_ranks import expert_parallel
+from megatron.inference.kernel_caches import bound_kernel_caches
 from megatron.model import quantization
 from megatron.serving.settings import (
     ServeLimits,
     ServeOptions,
     ServeSettings,
     addresses_of,
-    bound_kernel_caches,
     check,
     log_to_stderr,
     parsed,

@@ -4,8 +4,8 @@
     python -m megatron.tools.text_generation_cli localhost:8000
     echo "Once upon a time" | python -m megatron.tools.text_generation_cli localhost:8000 --tokens-to-generate 20
 
-It speaks to `PUT /api` of `megatron.tools.serve`, and of Megatron-LM's text generation server. Prompts and lengths are
-asked for as by Megatron-LM's; from a pipe each line is a prompt.
+It speaks to `PUT /api` of `megatron.tools.serve`, and of Megatron-LM's text generation server. In a terminal it asks for
+prompts and lengths, as Megatron-LM's does. From a pipe each line is a prompt, and all answers have the same length.
 """
 
 import json
@@ -22,6 +22,7 @@ from megatron.settings.positional import divide, expect, parse_one
 from megatron.settings.schema import setting
 
 PROG = "python -m megatron.tools.text_generation_cli"
+PIPED = 64  # tokens of answers to prompts from a pipe, as `PUT /api` has it without a length
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ClientOptions:
     """What is asked for."""
 
     tokens_to_generate: Optional[int] = setting(
-        "length of answers, in tokens (default: asked for, or 64 from a pipe)", None
+        "length of answers, in tokens (default: asked for in a terminal; 64 for prompts from a pipe or file)", None
     )
     temperature: Optional[float] = setting("below 1: closer to greedy; above 1: more surprising", None)
     top_k: Optional[int] = setting("choose among this many most likely tokens; 1: greedy", None)
@@ -91,7 +92,9 @@ def key_of(path: Optional[str]) -> str:
 def prompts(length: Optional[int]) -> Iterator[tuple[str, int]]:
     """(prompt, length of its answer), until the end of the input."""
     if not sys.stdin.isatty():
-        yield from ((line.rstrip("\n"), 64 if length is None else length) for line in sys.stdin if line.strip())
+        if length is None:
+            print(f"note: answers have up to {PIPED} tokens; --tokens-to-generate N: another length", file=sys.stderr)
+        yield from ((line.rstrip("\n"), PIPED if length is None else length) for line in sys.stdin if line.strip())
         return
     while True:
         try:

@@ -101,7 +101,7 @@ def extract(dump: str, options: WikiOptions) -> tuple[Counter, list[str]]:
     """Write the folder. Returns counts, and the titles of unreadable pages with reasons."""
     target = Path(options.output)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError(f"--output {target} is there and not empty", do="give another one, or remove it")
+        raise SettingsError(f"--output {target} is there and not empty", do="give another one, or remove it")
     aside = target.with_name(f".{target.name}.partial")
     counts, set_aside = Counter(), []
     with storage_errors(target):

@@ -71,6 +71,7 @@ from megatron.training.datasets import (
     verify_data,
 )
 from megatron.training.distillation import attach_teacher
+from megatron.training.frozen import attach_frozen
 from megatron.training.measures import best_manager, measures_of
 from megatron.training.rank_watch import RankWatch
 from megatron.training.resume import ResumeChanges, resume
@@ -135,6 +136,7 @@ def build_run(
     heartbeat.beat("load")
     start = load_start(config, recipe, context, model, events)
     start.notices.extend(attach_teacher(config, context, model.stages, vocab_size, model.vocabulary))
+    start.notices.extend(attach_frozen(config, context, model.stages, vocab_size, model.vocabulary))
     heartbeat.beat("index")
     datasets, batches = build_data(config, recipe, context, model, start.state, log)
     config, start = follow_checkpoint(config, context, model, start)

@@ -53,6 +53,24 @@ class FrozenModel:
         return self.model.logits_of(batch)
 
 
+def attach_frozen(
+    config: schema.Config,
+    context: RankContext,
+    stages: Sequence[torch.nn.Module],
+    vocab_size: int,
+    vocabulary: Optional[str],
+) -> list[str]:
+    """Load the model of `Recipe.frozen`, and attach its losses of tokens to the last stage. Returns notices."""
+    asked = recipe_of(config).frozen(config)
+    if asked is None:
+        return []
+    frozen, notices = load_frozen(*asked, config, context, vocab_size, vocabulary, stages)
+    for stage in stages:
+        if stage.last:
+            stage.frozen_losses = frozen.token_losses
+    return notices
+
+
 def load_frozen(
     flag: str,
     folder: str,

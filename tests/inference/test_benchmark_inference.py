@@ -9,6 +9,7 @@ import torch
 
 from megatron.errors import Failure, SettingsError
 from megatron.tools import benchmark_inference as tool
+from megatron.tools import plan
 
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 99 --device cpu --warmup 1".split()
 
@@ -73,3 +74,14 @@ def test_ranks_share_the_model(run_ranks, capfd):
 def test_what_cannot_be_measured(flags, words):
     with pytest.raises(Failure, match=words):
         tool.main([*SHAPE, *flags.split()])
+
+
+def test_a_checkpoint_is_planned_by_its_shape(checkpoint, capsys):
+    """`plan --mode inference` needs no flag for it; texts are as long as its context."""
+    plan.main(
+        ["--mode", "inference", "--world-size", "1", "--device-name", "A100", "--load", str(checkpoint), "--json"]
+    )
+    record = json.loads(capsys.readouterr().out)
+    assert (record["prompt_length"], record["output_length"]) == (26, 6)  # 4/5 and 1/5 of 32
+    with pytest.raises(SettingsError, match=r"(?s)than the 32 positions of the model.*shorter ones"):
+        plan.main(["--mode", "inference", "--load", str(checkpoint), "--prompt-length", "30", "--output-length", "3"])

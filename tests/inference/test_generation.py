@@ -14,7 +14,7 @@ from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling, Search, cut_off
 from megatron.inference.scoring import ALONE
-from megatron.tools import checkpoint
+from megatron.tools import checkpoint, evaluate
 from megatron.tools import generate as tool
 from tests.inference.test_convert import GPT2, save, weights_of
 
@@ -192,7 +192,7 @@ def test_wrong_settings_are_told_together():
         tool.main(["--load", "x", "--prompt", "y", "--temperature", "-.1", "--top-p", "2", "--tokens-to-generate", "0"])
 
 
-def test_the_tool(checkpoint, capsys, tmp_path):
+def test_the_tool(checkpoint, capsys, tmp_path, monkeypatch):
     line = ["--load", str(checkpoint), "--tokens-to-generate", "5", "--device", "cpu", "--precision", "fp32"]
     tool.main([*line, "--prompt", "the cat", "a dog", "--greedy"])
     out, err = capsys.readouterr()
@@ -212,8 +212,12 @@ def test_the_tool(checkpoint, capsys, tmp_path):
         tool.main([*line, "--prompt", "the cat", "a dog", "--greedy", flag, str(file)])
         written, (said, err) = file.read_text(encoding="utf-8"), capsys.readouterr()
         assert written == out and said == "" and (f"note: replaces {file}" in err) == (flag != "--output")
-    with pytest.raises(StorageError, match="texts/below"):
-        tool.main([*line, "--prompt", "the cat", "--output", str(file / "below")])
+    for tool_of, more in ((tool, ["--prompt", "the cat"]), (evaluate, ["--data-path", "prefix"])):
+        monkeypatch.setattr(tool_of, "on_ranks", lambda *work: pytest.fail("the work begins before the check"))
+        with pytest.raises(StorageError, match=r"(?s)texts/below.*is a file, not a folder"):
+            tool_of.main(["--load", str(checkpoint), *more, "--output", str(file / "below")])
+        with pytest.raises(StorageError, match="/proc/nowhere/texts: cannot be written"):
+            tool_of.main(["--load", str(checkpoint), *more, "--output", "/proc/nowhere/texts"])
 
 
 def test_the_flags_of_paddlenlp(checkpoint, capsys):

@@ -13,6 +13,7 @@ import torch
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.convert import huggingface
+from megatron.inference.convert.families import imported
 from megatron.model.gpt.facts import GPTFacts
 from megatron.model.gpt.hf_settings import FAMILIES, LLAMA, effective, kind_of, our_settings, their_settings
 from megatron.settings import schema
@@ -347,3 +348,15 @@ def test_a_generation_config_is_written(tmp_path):
     save(tmp_path / "ours", OURS)
     tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "theirs"), "--unchecked"])
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "theirs").eos_token_id is None
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_keys_that_are_not_known_are_named(kind):
+    """Of config.json: a key that nobody read has no effect. Those that an export writes are all read or neutral."""
+    theirs = their_settings(Model(**BASES[kind]), V, 1, "float32")
+    assert imported(theirs).unread == ()
+    found = imported(theirs | dict(gating="ring", heads_of_another_model=3, nothing=None))
+    assert found.unread == ("gating", "heads_of_another_model")
+    assert found.unread_notices("x/config.json") == [
+        "x/config.json: gating, heads_of_another_model are not known here and have no effect"
+    ]

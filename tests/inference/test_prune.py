@@ -3,6 +3,7 @@
 for what was pruned, and the gradients of the gates for its importance.
 """
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from megatron.inference.convert.imported import imported_state
 from megatron.inference.load import load_model
 from megatron.model.gpt.facts import GPTFacts
 from megatron.settings.schema import Model
-from megatron.tools import prune
+from megatron.tools import prune, sensitivity
 
 HIDDEN, HEAD, FFN_SIZE, VOCABULARY, LENGTH = 24, 6, 20, 50, 10
 GPT2 = Model(
@@ -41,7 +42,7 @@ GATED = replace(GPT2, swiglu=True, qk_layernorm=True)  # biases of a gated MLP
 MODELS = dict(gpt2=GPT2, llama=LLAMA, gated=GATED)
 TEXT = torch.randint(VOCABULARY, (2 * LENGTH + 1,), generator=torch.Generator().manual_seed(3))
 SAMPLES = torch.stack([TEXT[: LENGTH + 1], TEXT[LENGTH:]])
-TOKENS = SAMPLES[:, :-1]
+TOKENS, TARGETS = SAMPLES[:, :-1], SAMPLES[:, 1:].flatten()
 
 
 def weights_of(model: Model) -> dict[str, torch.Tensor]:
@@ -308,3 +309,50 @@ def test_what_cannot_be_is_said_before_anything_is_written(tmp_path):
     with pytest.raises(SettingsError, match="layer 2 would become layer 1, and --window-attn-skip-freq 2"):
         prune.main(f"--load {tmp_path / 'windows'} --save {out} --prune-layers 1".split())
     prune.main(f"--load {tmp_path / 'windows'} --save {out} --prune-layers 0 1".split())
+
+
+@pytest.mark.parametrize(
+    "flags, kinds",
+    [
+        ("--prune-ratio 0.3", ["heads", "ffn"]),
+        ("--prune-ratio 0.3 --prune-criterion taylor --calib-size 2", ["heads", "ffn"]),
+        ("--drop-layers", ["layer"]),
+        ("--sparsity 0.5", ["attention.output"]),
+    ],
+)
+def test_sensitivity_is_the_loss_of_gates_closed_in_one_place(flags, kinds, tmp_path):
+    weights = weights_of(LLAMA)
+    folder, text = write(tmp_path / "large", LLAMA, weights), token_file(tmp_path, TEXT)
+    words = f"--load {folder} --data-path {text} --device cpu --output {tmp_path / 'found.json'} {flags}"
+    sensitivity.main(words.split())
+    found = json.loads((tmp_path / "found.json").read_text())
+    plain, values = Plain(LLAMA, weights), importance(LLAMA, weights, 1)
+    if "taylor" in flags:
+        values = taylor_by_hand(plain, SAMPLES)[:2]
+    loss = lambda plain, *gates, **more: F.cross_entropy(
+        plain.logits(TOKENS, *gates, **more).flatten(0, 1), TARGETS
+    ).item()
+    wanted = {}
+    for n in range(LLAMA.num_layers):
+        wanted[f"blocks.{n}.heads"] = loss(plain, {n: closed(values[0][n], 2)})
+        wanted[f"blocks.{n}.ffn"] = loss(plain, None, {n: closed(values[1][n], 14)})
+        wanted[f"blocks.{n}.layer"] = loss(plain, layers=[other for other in range(LLAMA.num_layers) if other != n])
+        own = weights[f"blocks.{n}.attention.output.weight"]
+        zeros = own * (own.abs() > own.abs().flatten().kthvalue(own.numel() // 2).values)
+        masked = Plain(LLAMA, {**weights, f"blocks.{n}.attention.output.weight": zeros})
+        wanted[f"blocks.{n}.attention.output"] = loss(masked)
+    assert found["loss"] == pytest.approx(loss(plain), abs=1e-5)
+    names = [f"blocks.{n}.{kind}" for kind in kinds for n in range(LLAMA.num_layers)]
+    for name in names:
+        assert found["increase"][name] == pytest.approx(wanted[name] - loss(plain), abs=2e-5), name
+    if "--prune-ratio" in flags:
+        assert set(found["increase"]) == {*names} and set(found["skip"]) <= {"heads", "ffn"}
+
+
+def test_kinds_that_the_sensitivity_tool_recommends_to_leave_alone(tmp_path):
+    folder = write(tmp_path / "large", LLAMA, weights_of(LLAMA))
+    (tmp_path / "found.json").write_text('{"skip": ["heads"]}')
+    words = f"--load {folder} --save {tmp_path / 'small'} --prune-ratio 0.3 --prune-skip {tmp_path / 'found.json'}"
+    prune.main(words.split())
+    small = load_model(str(tmp_path / "small")).config.model
+    assert (small.num_attention_heads, small.ffn_hidden_size) == (6, 14)

@@ -182,6 +182,9 @@ def test_torchao_rounds_no_better(folder):
     "flags, kind, said",
     [
         ("", UsageError, "missing: --quantize"),
+        ("--quantize int8 --drop-layers", UsageError, "int8 and --drop-layers: one of them is measured"),
+        ("--prune-ratio 1.5", SettingsError, "--prune-ratio 1.5 has to be above 0"),
+        ("--sparsity 3:2", SettingsError, "--sparsity 3:2 has to keep some weights"),
         ("--quantize int8 --output gone/x.json", StorageError, "--output gone/x.json: there is no folder gone"),
         ("--quantize int8 --output .", StorageError, "--output .: is a folder"),
         ("--quantize int8 --picture gone/x.svg", StorageError, "--picture gone/x.svg: there is no folder gone"),

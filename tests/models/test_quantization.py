@@ -10,7 +10,7 @@ import torch
 
 import pretrain_gpt
 from megatron.checkpoint.reader import Reader
-from megatron.errors import SettingsError
+from megatron.errors import DataError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model import quantization
 from megatron.model.arguments import parse_any
@@ -219,7 +219,7 @@ def test_layers_that_the_sensitivity_tool_recommends_to_skip(tmp_path):
     assert config.model.quantization_skip == "blocks.1.mlp.down,blocks.0.*"
     assert chosen(config.model.linear, 0, LINEAR) == ()
     assert [name for name, _ in chosen(config.model.linear, 1, LINEAR)] == list(LINEAR[:3])
-    with pytest.raises(SettingsError, match="gone.json: cannot be read"):
+    with pytest.raises(DataError, match="gone.json: cannot be read"):
         parse_any(f"{LINE} --quantization --quantization-skip {tmp_path / 'gone.json'}".split())
 
 

@@ -174,6 +174,9 @@ def test_the_command(capsys):
     tool.main([*COMMAND.split(), "--picture", "x.svg", "--tokens", "1e9", "--batch-size", "4"])
     said = capsys.readouterr().err
     assert said.count("has no effect without --mode training") == 3 and "--batch-size 4 has no effect" in said
+    tool.main([*COMMAND.split(), "--lr", "1e-4", "--save", "x", "--zero-stage", "1", "--prompt-length", "9"])
+    said = capsys.readouterr().err
+    assert "without effect on --mode inference: --lr 0.0001, --save x, --zero-stage 1\n" in said, said
 
 
 def test_what_cannot_be_planned_is_refused():

@@ -19,6 +19,8 @@ import pytest
 
 from megatron.errors import CheckpointError, UsageError
 from megatron.inference.sampling import Sampling, Search
+from megatron.model.arguments import parse_any
+from megatron.model.pruning import PruningOptions, Targets, target_sizes
 from megatron.planner.shrink import original, shrunk_jobs_of
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import GROUPS
@@ -27,7 +29,7 @@ from megatron.tools import evaluate, generate
 from megatron.tools.script_heads import FOLDER, OWN_VARIABLES, command, head, model_scripts, with_head
 
 SCRIPTS = {path.stem: path for path in model_scripts()}
-PROMISED = """qat_gpt_345M_single_card qat_gpt_345M_mp8 qat_gpt_6.7B_sharding16
+PROMISED = """prune_gpt_345M_single_card qat_gpt_345M_single_card qat_gpt_345M_mp8 qat_gpt_6.7B_sharding16
     pretrain_gpt2_small_zero3 pretrain_gpt_125M_single pretrain_gpt_345M_single pretrain_gpt_1.3B_single
     pretrain_gpt_1.3B_dp8 pretrain_gpt_2.7B pretrain_gpt_6.7B_sharding16 pretrain_gpt_13B pretrain_gpt_22B_auto
     pretrain_gpt_39B pretrain_gpt_76B pretrain_gpt_175B_tp8_pp16 pretrain_gpt_530B pretrain_gpt_1T auto_gpt_345M_single
@@ -82,7 +84,7 @@ def test_the_head_is_what_the_planner_says(name):
     text = SCRIPTS[name].read_text()
     assert text == with_head(text, head(SCRIPTS[name])), "python -m megatron.tools.script_heads"
     assert "# needs    " in text and max(map(len, text.splitlines())) <= 120
-    commands = [line for line in text.splitlines() if line and not line.startswith("#")]
+    commands = [line for line in text.splitlines() if line and not line.startswith(("#", "prune_first "))]
     assert commands[0].startswith("source ") and commands[1].startswith("launch ")
     assert all(line.startswith("    ") for line in commands[2:]), "only flags"
 
@@ -638,3 +640,18 @@ def test_pretrain_refuses_other_tasks():
         pretrain.main(ASKED.format(task="BERT").split(), {})
     with pytest.raises(UsageError, match="needs a value"):
         pretrain.main(["--task-type"], {})
+
+
+def test_a_model_is_pruned_before_its_training(tmp_path):
+    """From PRETRAINED, once; a dry run and a shrunk job read no model."""
+    line = dict(PRETRAINED="big", CHECKPOINTS="small", DATA_PATH="x", NPROC="1", PRINT="1")
+    first, second = bash("prune_gpt_345M_single_card", **line).stdout.splitlines()
+    assert "megatron.tools.prune --load big --save small-pruned --prune-criterion l1_norm --prune-ratio 0.125" in first
+    assert "--load small-pruned --finetune --save small" in second
+    assert "tools.prune" not in bash("prune_gpt_345M_single_card", "--dry-run", **line).stdout
+    assert "tools.prune" not in bash("prune_gpt_345M_single_card", SHRINK="1", **line).stdout
+    config = parse_any(command(SCRIPTS["prune_gpt_345M_single_card"]))
+    whole = parse_any(command(SCRIPTS["qat_gpt_345M_single_card"])).model
+    sizes = target_sizes(whole, PruningOptions(prune_ratio=0.125), Targets())
+    assert sizes.settings(whole).num_attention_heads == config.model.num_attention_heads
+    assert (sizes.ffn, whole.head_dim) == (config.model.ffn_size, config.model.head_dim)

@@ -187,6 +187,7 @@ def test_refusals(client, words, param):
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(**dict(model="toy", messages=TALK) | words)
     assert error.value.param == param, error.value
+    assert "after validation" not in str(error.value), "the words of a library"
 
 
 def test_content_in_parts(client):

@@ -180,7 +180,7 @@ def test_250_wrong_requests(toy, caplog):
                 assert b'"choices"' in body or b'"text"' in body, shown
                 continue
             assert 400 <= status < 500, shown
-            if b"host: evil" in raw or b"host: 127.0.0.1.evil" in raw or raw.startswith(b"HEAD"):
+            if raw.startswith(b"HEAD"):
                 continue
             error = orjson.loads(body)["error"]
             assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) > 10, shown

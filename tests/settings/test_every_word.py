@@ -262,7 +262,7 @@ FILES_AND_SHAPES = """task backbone pooling pretrained_checkpoint encoder_num_la
     pipeline_model_parallel_split_rank encoder_pipeline_model_parallel_size""".split()
 
 
-@pytest.mark.parametrize("recipe", ["GPT", "T5", "BERT", "finetune"])
+@pytest.mark.parametrize("recipe", ["GPT", "T5", "BERT", "finetune", "megatron.tasks.chat"])
 def test_settings_of_each_recipe_arrive(recipe):
     """The groups that a recipe has of its own, and those of a tool next to them, both values of every switch."""
     from megatron.model.recipe import named_recipe
@@ -270,6 +270,7 @@ def test_settings_of_each_recipe_arrive(recipe):
     made = finetune.recipe() if recipe == "finetune" else named_recipe(recipe)
     start = ["--encoder-num-layers", "2", "--decoder-num-layers", "2"] if recipe == "T5" else ["--num-layers", "2"]
     start += ["--hidden-size", "8", "--num-attention-heads", "2"] + ["--task", "SST2"] * (recipe == "finetune")
+    start += ["--task", "chat"] * (recipe == "megatron.tasks.chat")
     for group in {**made.groups, "plan": PlanOptions}.values():
         for field in fields(group):
             for word in {(one.flag, str(one.value)): one for one in words_of(group, field)}.values():

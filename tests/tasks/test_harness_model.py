@@ -134,10 +134,27 @@ def test_a_text_has_its_whole_context_and_ends_with_the_model(trained, names, ca
         model.generate_until(asked((words([1] * LENGTH), {})))
 
 
-def test_texts_end_before_what_ends_them(names):
-    from megatron.tasks.harness import cut
+def test_texts_end_before_what_ends_them(trained, names, monkeypatch):
+    """At the first of the strings, and no token is generated after it."""
+    from megatron.tasks import harness
 
-    assert cut("a b\nc", ["\n", "b"]) == "a " and cut("a b", None) == "a b" and cut("a b", "") == "a b"
+    model, context, made = adapter(trained), [5, 6, 7], []
+    continued = harness.continued
+
+    def noted(*arguments, **more):
+        made.extend(answers := continued(*arguments, **more))
+        return answers
+
+    monkeypatch.setattr(harness, "continued", noted)
+    options = [{}, dict(until=[], max_gen_toks=3), dict(until="")]
+    whole, short, same = model.generate_until(asked(*((words(context), one) for one in options)))
+    ids = whole.split()
+    assert len(ids) == LENGTH - len(context) and same == whole and short.split() == ids[:3]
+    made.clear()
+    end = f" {ids[1]} {ids[2]}"
+    [text] = model.generate_until(asked((words(context), dict(until=["no word", end]))))
+    assert text == whole[: whole.find(end)] and 3 <= len(made[0].tokens) <= 4 < len(ids)
+    assert harness.cut("a b\nc", ["\n", "b"]) == "a " and harness.cut("a b", []) == "a b"
 
 
 YAML = """task: {name}

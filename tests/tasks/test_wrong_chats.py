@@ -45,7 +45,7 @@ TRAIN = "--task chat --train-data {file} --load {base} --global-batch-size 2 --t
         (TRAIN + " --train-data-path x", [TALK], 3, "conversations are --train-data"),
         (TRAIN + " --mock-data", [TALK], 3, "--mock-data reads no files"),
         (TRAIN + " --no-full-validation", [TALK], 3, "--no-full-validation: all conversations"),
-#DPO         (TRAIN.replace("chat --", "dpo --"), [TALK], 4, "line 1: no chosen and no rejected"),
+        (TRAIN.replace("chat --", "dpo --"), [TALK], 4, "line 1: no chosen and no rejected"),
         (TRAIN.replace("chat --", "dpo --") + " --packing", [TALK], 3, "--packing is of --task chat"),
         (TRAIN.replace("chat --", "dpo --") + " --train-on-prompt", [TALK], 3, "--train-on-prompt is of --task chat"),
         (TRAIN.replace("chat --", "dpo --") + " --dpo-beta 0", [TALK], 3, "--dpo-beta 0 must be above 0"),

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.errors import DataError, Failure, UsageError
+from megatron.errors import DataError, Failure, SettingsError, UsageError
 from megatron.storage.urls import location
 from megatron.telemetry.curves import running_mean
 from megatron.telemetry.dashboard.runs import PARTS, Runs, View
@@ -367,9 +367,9 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
     write(tmp_path, launch())
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        with pytest.raises(Failure, match=f"--port {port}: another process listens on this port of 127.0.0.1"):
+        with pytest.raises(SettingsError, match=f"--port {port}: another process listens on this port of 127.0.0.1"):
             dashboard.main([str(tmp_path), "--port", port])
-    with pytest.raises(UsageError, match="--host 192.0.2.1 --port 0: cannot listen there"):
+    with pytest.raises(SettingsError, match="--host 192.0.2.1 --port 0: cannot listen there"):
         dashboard.main([str(tmp_path), "--port", "0", "--host", "192.0.2.1"])
     with pytest.raises(UsageError, match="--port 70000: ports are from 1 to 65535"):
         dashboard.main([str(tmp_path), "--port", "70000"])

@@ -335,7 +335,7 @@ def test_prune_deletes_nothing_when_the_newest_is_damaged_or_a_job_writes(folder
             "--writers 2 and --tensor-.*-size 2 contradict",
         ),
         (["reshard", "A", "B", "--writers", "-2"], UsageError, "cannot be written"),
-        (["reshard", "A", "A", "--writers", "2"], UsageError, "is where the checkpoint is"),
+        (["reshard", "A", "A", "--writers", "2"], SettingsError, "is where the checkpoint is"),
         (["reshard", "A", "B", "--writers", "2", "--dtype", "bf16"], UsageError, "--weights-only"),
         (["reshard", "A", "B", "--tp", "3"], SettingsError, "cannot be divided"),
     ],

@@ -175,7 +175,7 @@ def test_the_same_files_for_any_workers_and_what_was_there_stays(tmp_path, monke
     one = run(source, tmp_path / "one")
     three = run(source, tmp_path / "three", "--workers", "3")
     assert one == three and [article["id"] for article in one] == [str(number) for number in range(40)]
-    with pytest.raises(DataError, match="is there and not empty"):
+    with pytest.raises(SettingsError, match="is there and not empty"):
         run(source, tmp_path / "one")
     (tmp_path / ".four.partial" / "AA").mkdir(parents=True)  # of a killed run
     (tmp_path / ".four.partial" / "AA" / "wiki_99").write_text("old")

@@ -9,6 +9,7 @@ from typing import Any, Optional
 
 import torch
 
+from megatron.inference.convert.watched_config import WatchedConfig
 from megatron.model.bert import hf_names as bert_names
 from megatron.model.bert.facts import BertFacts
 from megatron.model.bert.settings import GROUP as BERT
@@ -42,6 +43,7 @@ class Family:
     extra:    the model's own groups of settings
     beside:   additional tensors that files may contain: copies of others
     notices:  notices for the user of an export
+    unread:   keys of an imported config.json that have no counterpart here
     """
 
     kind: str
@@ -53,6 +55,12 @@ class Family:
     extra: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    def unread_notices(self, path: Any) -> list[str]:
+        """A notice on the keys of config.json that were not read."""
+        known = "is not known here and has" if len(self.unread) == 1 else "are not known here and have"
+        return [f"{path}: {', '.join(self.unread)} {known} no effect"] if self.unread else []
 
 
 def exported(config: Config, vocab_size: int) -> Family:
@@ -73,6 +81,11 @@ def exported(config: Config, vocab_size: int) -> Family:
 
 def imported(settings: dict[str, Any]) -> Family:
     """The family of a Hugging Face folder, from its config.json. Raises CheckpointError for unsupported models."""
+    watched = WatchedConfig(settings)
+    return replace(_imported(watched), unread=tuple(watched.unread()))
+
+
+def _imported(settings: dict[str, Any]) -> Family:
     kind = settings.get("model_type")
     if kind == "t5":
         model, own, vocab_size = t5_names.our_settings(settings)

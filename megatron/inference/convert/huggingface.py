@@ -191,7 +191,7 @@ def from_hf(source: Path, out: Path, state: dict[str, Any], check: bool = True) 
         (folder / ".lock").unlink(missing_ok=True)
         notices = [f"{out}: {kind} of {sum(map(torch.Size.numel, map(torch.Size, shapes.values()))):,} parameters"]
         notices.append(f"its tokenizer is in {out / 'tokenizer'}" if tokenizer else f"{source} holds no tokenizer")
-        notices += same_ids
+        notices += [*family.unread_notices(source / "config.json"), *same_ids]
         if check:
             loaded = load_model(folder, precision="fp32")
             notices.append(_compared(family, loaded, source))

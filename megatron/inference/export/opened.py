@@ -104,10 +104,11 @@ def _load_hf(place: Path, record: dict[str, Any], device, precision, mesh: Mesh,
         match = matches[name]
         return match.to_ours([files.get(known[theirs]).float() for theirs in match.theirs])
 
+    notices = tuple(family.unread_notices(place / "config.json"))
     with torch.no_grad():
         for piece in built.pieces:
             piece.tensor.copy_(whole(piece.name)[piece.box.slices()])
-    return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, ())
+    return Loaded(built.model.eval(), config, content, vocab_size, int(record.get("iteration", 0)), place, notices)
 
 
 def _precision(settings: dict[str, Any]) -> str:

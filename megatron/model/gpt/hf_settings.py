@@ -410,7 +410,7 @@ def _two_ropes(c: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     both = c.get("rope_parameters") or {}
     whole = dict(both.get(FULL) or {}) | (c.get("rope_scaling") or {})
     local = dict(both.get(SLIDING) or {})
-    c = {name: value for name, value in c.items() if name != "rope_scaling"} | dict(rope_parameters=whole)
+    c = c | dict(rope_scaling=None, rope_parameters=whole)
     whole.setdefault("rope_theta", c["rope_theta"])
     refuse(whole, rope_type=("default", "linear", None))
     local.setdefault("rope_theta", c["rope_local_base_freq"])
