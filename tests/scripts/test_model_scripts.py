@@ -20,7 +20,7 @@ import pytest
 from megatron.errors import CheckpointError, UsageError
 from megatron.inference.sampling import Sampling, Search
 from megatron.model.arguments import parse_any
-from megatron.model.pruning import PruningOptions, Targets, target_sizes
+from megatron.model.pruning import PruningOptions, TargetSizes, target_sizes
 from megatron.planner.shrink import original, shrunk_jobs_of
 from megatron.settings.parse import parse, parse_pretrain
 from megatron.settings.schema import GROUPS
@@ -652,6 +652,6 @@ def test_a_model_is_pruned_before_its_training(tmp_path):
     assert "tools.prune" not in bash("prune_gpt_345M_single_card", SHRINK="1", **line).stdout
     config = parse_any(command(SCRIPTS["prune_gpt_345M_single_card"]))
     whole = parse_any(command(SCRIPTS["qat_gpt_345M_single_card"])).model
-    sizes = target_sizes(whole, PruningOptions(prune_ratio=0.125), Targets())
+    sizes = target_sizes(whole, PruningOptions(prune_ratio=0.125), TargetSizes())
     assert sizes.settings(whole).num_attention_heads == config.model.num_attention_heads
     assert (sizes.ffn, whole.head_dim) == (config.model.ffn_size, config.model.head_dim)
