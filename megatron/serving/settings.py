@@ -55,6 +55,9 @@ class ServeOptions:
         "default: as trained", None, "--bf16=bf16", "--fp16=fp16"
     )
     tensor_model_parallel_size: int = setting("ranks that divide each matrix", 1, "--tp")
+    expert_model_parallel_size: int = setting(
+        "of these, ranks that hold different experts; the others divide each expert", 1, "--ep"
+    )
     pipeline_model_parallel_size: int = setting("ranks that share the layers", 1, "--pp")
     distributed_timeout_minutes: float = setting("a silent rank is given up after this long", 10.0)
 
