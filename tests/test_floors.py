@@ -43,7 +43,7 @@ PURE = (  # what settings are checked and launches are planned with: no torch
     "optimizer.kinds training.rules "
     "checkpoint.boxes pipeline.schedule pipeline.stages pipeline.simulate "
     "pipeline.custom_schedule pipeline.draw pipeline.timeline pipeline.check optimizer.lr_schedule optimizer.scaler "
-    "inference.sampling inference.requests inference.blocks inference.scheduler inference.passes "
+    "training.frozen_settings inference.sampling inference.requests inference.blocks inference.scheduler inference.passes "
     "data.sampler data.masks data.mock data.index_maps data.json_input data.sentences data.workspace "
     "data.blend data.masked_settings data.task_words data.mt19937 data.sentence_samples data.masking "
     "data.manifest data.formats data.paddle planner.layout planner.memory planner.speed "

@@ -17,13 +17,14 @@ from megatron.checkpoint.reader import PART, Reader
 from megatron.checkpoint.store import Piece, share
 
 OPTIMIZER = "optimizer."  # prefix of the names of optimizer state: optimizer.exp_avg.blocks.0...
+COMPANIONS = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")  # in a folder of checkpoints
 
 
 def reshard(source: "Reader | Computed", out: Path, shards: Iterable[list[Piece]], state: dict[str, Any]) -> Path:
     """Write `source` into the folder `out` as the files `shards`. Returns the new checkpoint's directory.
 
     Takes about twice `reader.PART` of memory. Tensors are converted to the dtype of their piece. After a failure, including
-    damage in the source, `out` contains no new files.
+    damage in the source, `out` contains no new files. Files for conversations beside the source are copied (COMPANIONS).
     """
 
     def parts(piece: Piece) -> Iterator[torch.Tensor]:
@@ -33,7 +34,12 @@ def reshard(source: "Reader | Computed", out: Path, shards: Iterable[list[Piece]
             yield part.to(piece.tensor.dtype)
 
     with Saver(out) as saver:
-        return saver.write(state["iteration"], shards, state, parts=parts)
+        written = saver.write(state["iteration"], shards, state, parts=parts)
+    for name in COMPANIONS:
+        place, copy = source.folder.parent / name, out / name
+        if isinstance(place, Path) and place.is_file() and not copy.exists():
+            copy.write_bytes(place.read_bytes())
+    return written
 
 
 class Computed:

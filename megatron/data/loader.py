@@ -269,7 +269,7 @@ class MicroBatchLoader:
 
     def _given(self, place: int):
         """The dataset's item for a position in the order of training."""
-        number = self._sample(place)
+        number = self.number(place)
         try:
             return self.dataset[number]
         except Exception as error:
@@ -278,7 +278,7 @@ class MicroBatchLoader:
             raise
 
     def _checked(self, given, place: int):
-        where = f"{type(self.dataset).__name__}[{self._sample(place)}]"
+        where = f"{type(self.dataset).__name__}[{self.number(place)}]"
         if self.arrays is not None:
             return named_arrays.checked(given, self.arrays, where)
         ids, mask, documents = parts_of(given, where)
@@ -318,7 +318,7 @@ class MicroBatchLoader:
 
     def describe(self, place: int) -> str:
         """Describe the origin of the sample at a position in the order of training."""
-        sample = self._sample(place)
+        sample = self.number(place)
         if not hasattr(self.dataset, "origin"):
             return f"sample {place}"
         origin = self.dataset.origin(sample)
@@ -355,7 +355,7 @@ class MicroBatchLoader:
             return start < len(self.dataset)
         return self.data.dataloader_type == "cyclic" or end <= len(self.dataset)
 
-    def _sample(self, position: int) -> int:
+    def number(self, position: int) -> int:
         """The dataset's index of the sample at a position in the order of training."""
         if self.whole:
             return min(position, len(self.dataset) - 1)

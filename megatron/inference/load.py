@@ -111,7 +111,7 @@ def load_model(
     format of `quantize` that does not suit it.
     """
     mesh = mesh or Mesh()
-    record = read_record(location(folder), step)
+    record = _record(location(folder), step)
     refuse_twice(folder, record, quantize)
     config = config_of(located(record))
     precision = precision or config.precision.precision
@@ -199,7 +199,7 @@ def refuse_sizes(config: schema.Config, mesh: Mesh, rules: tuple) -> None:
         raise SettingsError(found[0] if len(found) == 1 else f"{len(found)} settings cannot work:{numbered(found)}")
 
 
-def read_record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
+def _record(folder: Path | UrlPath, step: Optional[int]) -> dict[str, Any]:
     """The content of state.json in the newest valid checkpoint."""
     with Reader(choose(folder, step=step).paths[0]) as reader:
         record = reader.state

@@ -26,7 +26,7 @@ from megatron.model.lora_product import LoRAProduct
 from megatron.model.norms import NORMS
 from megatron.model.positions import LearnedPositions
 from megatron.model.quantization import KIND as FAKE_QUANTIZE
-from megatron.model.recipe import KD_LOSS, LM_LOSS, Z_LOSS
+from megatron.model.recipe import KD_HIDDEN_LOSS, KD_LOSS, LM_LOSS, Z_LOSS
 from megatron.model.recompute import recompute as recomputed
 from megatron.model.recompute_plan import recompute_groups
 from megatron.model.sparse_product import SparseProduct
@@ -45,6 +45,7 @@ from megatron.settings.schema import Config, Kernels, Model, Recompute
 
 LOSS, TOKENS = LM_LOSS, "tokens"  # names of the sums of a last stage
 Sums = dict[str, torch.Tensor]  # name -> fp32 scalar
+HiddenLosses = dict[int, Callable[[torch.Tensor], torch.Tensor]]
 
 
 def sum_over_tokens(values: torch.Tensor, loss_mask: Optional[torch.Tensor], part: nn.Module) -> torch.Tensor:
@@ -88,6 +89,8 @@ class LanguageModel(nn.Module):
     collect: Optional[Callable[[Any, torch.Tensor], None]] = None
     # For distillation (`training.distillation`): the last stage in training calls it with the micro-batch.
     teacher: Optional[Callable[[Any], DistillationLoss]] = None
+    # Micro-batch -> number of a layer -> a loss of each token, [s or s/tp, b], on the layer's output; in training.
+    hidden_teacher: Optional[Callable[[Any], HiddenLosses]] = None
 
     def __init__(
         self,
@@ -277,7 +280,7 @@ class LanguageModel(nn.Module):
     def logits_of(self, batch) -> Callable[[slice], torch.Tensor]:
         """The logits of a whole model on this rank, for the tokens of `counted`: a function of their numbers.
 
-        It returns [rows, v/tp] in the format of the weights, after the soft cap. A teacher's; its caller owns eval mode.
+        It returns [rows, v/tp] in the format of the weights, after the soft cap. Set evaluation mode before.
         """
         with self.region():
             x, _ = self._hidden(None, batch)
@@ -328,7 +331,8 @@ class LanguageModel(nn.Module):
         if self.first:
             positions = self.positions(len(batch.tokens), batch.position_ids)
             x = self.embedding(batch.tokens, positions, batch.samples)
-        x, sums = self.run_layers(x, self.context(batch))
+        compared = self.hidden_teacher(batch) if self.hidden_teacher is not None and self.training else {}
+        x, sums = self.run_layers(x, self.context(batch), compared, batch.loss_mask if compared else None)
         if not self.last:
             return x.to(self.dtype), sums
         return (x if self.final_norm is None else self.final_norm(x)), sums
@@ -345,29 +349,36 @@ class LanguageModel(nn.Module):
         comm_type = self.cp_comm_type[layer if len(self.cp_comm_type) > 1 else 0]
         return attention_sharing(self.cp, comm_type, *self.cp_levels)
 
-    def run_layers(self, x: torch.Tensor, context) -> tuple[torch.Tensor, Sums]:
-        """Run [s, b, h] through all layers, in groups that are recomputed together; returns it and the layers' sums."""
-        sums: Sums = {}
+    def run_layers(
+        self, x: torch.Tensor, context, compared: Optional[HiddenLosses] = None, mask: Optional[torch.Tensor] = None
+    ) -> tuple[torch.Tensor, Sums]:
+        """Run [s, b, h] through all layers, in groups that are recomputed together; returns it and the layers' sums.
+
+        compared: losses on outputs of layers; mask: weights of tokens in them, [s, b], or None
+        """
+        sums, given = {}, (context, compared or {}, mask)
         for group in self.recompute_groups:
             if "full" in group.modules:
                 x, sums = recomputed(
-                    self._layers, group.layers, x, sums, context, inside=self.region, of=self._blocks(group.layers)
+                    self._layers, group.layers, x, sums, *given, inside=self.region, of=self._blocks(group.layers)
                 )
             else:
-                x, sums = self._layers(group.layers, x, sums, context)
+                x, sums = self._layers(group.layers, x, sums, *given)
         return x, sums
 
     def _blocks(self, layers: Sequence[int]) -> list[nn.Module]:
         return [self.blocks[str(n)] for n in layers]
 
-    def _layers(self, layers, x: torch.Tensor, sums: Sums, context) -> tuple[torch.Tensor, Sums]:
+    def _layers(self, layers, x: torch.Tensor, sums: Sums, context, compared, mask) -> tuple[torch.Tensor, Sums]:
         for n in layers:
             shape, x = x.shape, self.blocks[str(n)](x, context)
             if isinstance(x, tuple):
                 x, own = x
-                sums = sums | {name: sums[name] + value if name in sums else value for name, value in own.items()}
+                sums = _added(sums, own)
             if getattr(x, "shape", None) != shape:
                 raise _shape_error(n, x, shape)
+            if n in compared:
+                sums = _added(sums, {KD_HIDDEN_LOSS: sum_over_tokens(compared[n](x), mask, self)})
         return x, sums
 
     @property
@@ -383,6 +394,11 @@ class LanguageModel(nn.Module):
     def output_bias(self) -> Optional[torch.Tensor]:
         """[v/tp], added to logits; None: no bias."""
         return None
+
+
+def _added(sums: Sums, own: Sums) -> Sums:
+    """The sums with those of a layer."""
+    return sums | {name: sums[name] + value if name in sums else value for name, value in own.items()}
 
 
 def _shape_error(layer: int, returned: Any, shape: torch.Size) -> SettingsError:

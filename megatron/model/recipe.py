@@ -23,11 +23,12 @@ from megatron.settings.schema import Config, Distillation, from_record
 
 # model type -> module with `recipe()`
 MODEL_TYPES = {"GPT": "pretrain_gpt", "T5": "pretrain_t5", "BERT": "pretrain_bert"}
-# Other model types -> the script that trains them, if its name is another one.
+# GPTs of other recipes -> the script that trains them, as its name is another one.
 SCRIPTS = {"megatron.tasks.chat": "finetune.py"}
 LM_LOSS = "lm loss"  # name of the sum of a language model's losses
 Z_LOSS = "z loss"  # of z-losses
 KD_LOSS = "kd loss"  # of losses on a teacher's logits
+KD_HIDDEN_LOSS = "kd hidden loss"  # of losses on its hidden states
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ def _distilled(recipe: Recipe, own: Mapping[str, float], settings: Distillation)
             f"{settings.source}: --model-type {recipe.model_type} does not minimize a language model's loss",
             do="leave it out; a teacher's logits are for models that predict tokens",
         )
-    return {LM_LOSS: own[LM_LOSS] * (1 - settings.kd_alpha), KD_LOSS: own[LM_LOSS] * settings.kd_alpha}
+    hidden = {KD_HIDDEN_LOSS: settings.kd_hidden_coeff} if settings.kd_hidden_layers and settings.teacher_load else {}
+    return {LM_LOSS: own[LM_LOSS] * (1 - settings.kd_alpha), KD_LOSS: own[LM_LOSS] * settings.kd_alpha, **hidden}
 
 
 def logged_means(means: Mapping[str, float], counts: Mapping[str, str]) -> dict[str, float]:

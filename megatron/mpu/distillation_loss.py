@@ -8,7 +8,8 @@ With p and q the softmax of the teacher's and of the student's logits / T, the l
     js          (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2              q (log q/m - KL(q || m)) / 2
 
 times T^2, so that its gradients have the same size at every temperature. Ranks of tp exchange numbers of each token twice:
-the log sum exp of their parts, and their parts of the sums.
+the log sum exp of their parts, and their parts of the sums. `TeacherLoss` has all logits of the teacher, `TopKLoss` the
+largest ones.
 
 `linear_cross_entropy` calls `DistillationLoss.compare` for the logits of a chunk of tokens, in place of its own loss. The
 gradient is that of alpha x this loss + (1 - alpha) x cross-entropy with the labels + the z-loss.
@@ -18,7 +19,7 @@ Legend: n tokens, c tokens of a chunk, v padded vocabulary, tp size of the axis.
 
 import math
 from collections.abc import Callable
-from typing import Optional, Protocol
+from typing import Optional
 
 import torch
 
@@ -26,41 +27,33 @@ from megatron.fused_kernels.reference import VocabularyPart
 from megatron.mpu import collectives
 from megatron.mpu.mesh import Axis
 
+TINY = 1e-7  # probability of the rest of a vocabulary, at least
 # (log p, log q), this rank's part of them, [c, v/tp] -> this rank's parts of some sums, [c, 1] each, and a function from
 # the sums to the divergence, [c, 1], and its gradient for the logits / T, [c, v/tp].
 Divergence = Callable[[torch.Tensor, torch.Tensor], tuple[tuple[torch.Tensor, ...], Callable]]
 
 
-class Logits(Protocol):
-    """A teacher's logits. rows: numbers of tokens of the micro-batch -> [rows, v/tp], of any format."""
-
-    def __call__(self, rows: slice) -> torch.Tensor: ...
-
-
 class DistillationLoss:
-    """The loss on the logits of a micro-batch.
+    """The loss on a teacher's predictions for a micro-batch. Subclasses have the predictions.
 
-    logits: the teacher's, after its soft cap
     kind: forward_kl, reverse_kl or js; temperature: T; alpha: the share of this loss in what is minimized
     """
 
-    def __init__(self, logits: Logits, tp: Axis, *, kind: str, temperature: float, alpha: float):
-        self.logits, self.tp, self.temperature, self.alpha = logits, tp, temperature, alpha
+    def __init__(self, tp: Axis, *, kind: str, temperature: float, alpha: float):
+        self.tp, self.temperature, self.alpha = tp, temperature, alpha
         self.divergence: Divergence = dict(forward_kl=forward_kl, reverse_kl=reverse_kl, js=jensen_shannon)[kind]
         self.losses: Optional[torch.Tensor] = None  # [n] fp32, not weighted
 
     def begin(self, n: int, block: int, device) -> None:
         """Prepare for n tokens, of whose logits `block` exist at a time."""
         self.losses = torch.empty(n, dtype=torch.float32, device=device)
-        self.block, self._first, self._logits = block, -1, None
+        self.block = block
 
-    def teacher(self, rows: slice) -> torch.Tensor:
-        """The teacher's logits of the tokens of a chunk, which blocks contain whole."""
-        first = rows.start // self.block * self.block
-        if first != self._first:
-            self._logits = None  # free the last block first
-            self._first, self._logits = first, self.logits(slice(first, min(first + self.block, len(self.losses))))
-        return self._logits[rows.start - first : rows.stop - first]
+    def distributions(
+        self, rows: slice, z: torch.Tensor, tempered: torch.Tensor, part: VocabularyPart
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(log sum exp of z, [c, 1]; log q and log p, [c, v/tp] without padding) for z and z / T of the tokens `rows`."""
+        raise NotImplementedError
 
     def compare(
         self,
@@ -76,16 +69,12 @@ class DistillationLoss:
         Returns cross-entropy and log sum exp, and puts the loss on the teacher's logits into `losses`. Gradients are
         those of both, weighted.
         """
-        teacher = self.teacher(rows)[:, : part.real].float()
         z, slope = logits[:, : part.real].float(), None
         if part.softcap is not None:
             tanh = (z / part.softcap).tanh_()
             z, slope = tanh * part.softcap, 1.0 - tanh.square()
         tempered = z if self.temperature == 1.0 else z / self.temperature
-        if self.temperature != 1.0:
-            teacher = teacher / self.temperature
-        log_sums = self._log_sums(z, tempered, teacher)  # [3, c, 1]
-        log_q, log_p = tempered - log_sums[1], teacher - log_sums[2]
+        log_sum, log_q, log_p = self.distributions(rows, z, tempered, part)
         local = labels - part.first
         elsewhere = (local < 0) | (local >= part.real)
         local = local.masked_fill(elsewhere, 0).unsqueeze(1)
@@ -97,7 +86,6 @@ class DistillationLoss:
         target, *values = self._summed(target, *values)
         loss, gradient = gradient_of(*values)
         self.losses[rows] = loss.squeeze(1) * self.temperature**2
-        log_sum = log_sums[0]
         if out is not None:
             rest = 1.0 - self.alpha
             hard = (z - log_sum).exp_().mul_(rest + 2.0 * part.z_loss * log_sum)
@@ -122,6 +110,59 @@ class DistillationLoss:
     def _summed(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The sums of these over the parts of the vocabulary."""
         return values if self.tp.size == 1 else collectives.all_reduce(torch.stack(values), self.tp).unbind(0)
+
+
+class TeacherLoss(DistillationLoss):
+    """The loss on all logits of a teacher. logits: numbers of tokens -> [tokens, v/tp], of any format, after a soft cap."""
+
+    def __init__(self, logits: Callable[[slice], torch.Tensor], tp: Axis, **how):
+        super().__init__(tp, **how)
+        self.logits, self._first, self._block = logits, -1, None
+
+    def distributions(self, rows, z, tempered, part):
+        teacher = self.chunk(rows)[:, : part.real].float()
+        if self.temperature != 1.0:
+            teacher = teacher / self.temperature
+        log_sums = self._log_sums(z, tempered, teacher)  # [3, c, 1]
+        return log_sums[0], tempered - log_sums[1], teacher - log_sums[2]
+
+    def chunk(self, rows: slice) -> torch.Tensor:
+        """The logits of the tokens of a chunk, which blocks contain whole."""
+        first = rows.start // self.block * self.block
+        if first != self._first:
+            self._block = None  # free the last block first
+            self._first, self._block = first, self.logits(slice(first, min(first + self.block, len(self.losses))))
+        return self._block[rows.start - first : rows.stop - first]
+
+
+class TopKLoss(DistillationLoss):
+    """The loss on the largest logits of a teacher, with the rest of the vocabulary as one more event.
+
+    The teacher's probability of the rest is what the largest ones leave. Each kind of loss between distributions over these
+    k + 1 events equals the one over the vocabulary in which the teacher divides the rest as the student does.
+
+    ids [n, k], logits [n, k] fp32: the largest ones; log_sums [n] fp32: log sum exp of all logits / T; complete: k is the
+    whole vocabulary, and there is no rest
+    """
+
+    def __init__(
+        self, ids: torch.Tensor, logits: torch.Tensor, log_sums: torch.Tensor, complete: bool, tp: Axis, **how
+    ):
+        super().__init__(tp, **how)
+        self.ids, self.complete = ids, complete
+        self.log_p = logits / self.temperature - log_sums.unsqueeze(1)  # [n, k]
+
+    def distributions(self, rows, z, tempered, part):
+        log_sums = self._log_sums(z, tempered)  # [2, c, 1]
+        log_q, known, local = tempered - log_sums[1], self.log_p[rows], self.ids[rows] - part.first
+        local = torch.where((local < 0) | (local >= part.real), part.real, local)  # others': a column that is dropped
+        log_p = torch.cat((log_q, log_q.new_full((len(log_q), 1), -math.inf)), 1)  # [c, v/tp + 1]
+        if not self.complete:
+            [of_student] = self._summed(log_p.gather(1, local).exp().sum(1, keepdim=True))
+            of_teacher = known.exp().sum(1, keepdim=True)
+            log_p += (1.0 - of_teacher).clamp(min=TINY).log() - (1.0 - of_student).clamp(min=TINY).log()
+        log_p.scatter_(1, local, known)
+        return log_sums[0], log_q, log_p[:, :-1]
 
 
 def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor):

@@ -16,6 +16,7 @@ from typing import NamedTuple, Optional
 
 from megatron.errors import SettingsError
 from megatron.model.facts import Facts, RankSetup
+from megatron.model.recipe import recipe_of
 from megatron.mpu.axis_sizes import expert_sizes
 from megatron.mpu.selection import ALL, Selection
 from megatron.optimizer.kinds import gradient_bytes, knows_matrices, state_bytes
@@ -24,6 +25,7 @@ from megatron.pipeline.stages import Pipeline
 from megatron.settings import batch
 from megatron.settings.schema import GROUPS, Config, Parallel, Recompute
 from megatron.settings.spelling import settings_of
+from megatron.training.frozen_settings import frozen_record, frozen_settings, layer_pairs
 
 
 class Cuts(NamedTuple):
@@ -72,6 +74,8 @@ class Job:
     ns_steps: int = 0
     frozen: frozenset[str] = frozenset()  # linear layers, as in `RankSetup`
     pairs: tuple[tuple[str, int], ...] = ()
+    teacher: Optional["Job"] = None  # passes of --teacher-load
+    compared: tuple[tuple[int, int], ...] = ()  # (layer, layer of the teacher) of --kd-hidden-layers
 
     @classmethod
     def of(cls, config: Config, facts: Facts, *, dp: int, device: str) -> "Job":
@@ -98,6 +102,7 @@ class Job:
             selection=selection,
             ns_steps=config.optimizer.muon_num_ns_steps if knows_matrices(config.optimizer) else 0,
             **dict(zip(("frozen", "pairs"), facts.learned(selection))),
+            **teaching(config, facts, dp, device),
         )
 
     def shard_gradients(self, zero: int) -> int:
@@ -125,6 +130,21 @@ class Job:
         sequences = micro_batch_size * self.facts.sequences
         own = dict(frozen=self.frozen, pairs=self.pairs, pairs_drop=self.facts.settings.lora_dropout > 0)
         return RankSetup(tp, sp, sequences, self.device, self.precision, self.element, *kernels, *shared, **own)
+
+
+def teaching(config: Config, facts: Facts, dp: int, device: str) -> dict[str, object]:
+    """The fields of a job about its teacher; none without one. facts: of the student. Raises errors about the teacher."""
+    folder = config.distillation.teacher_load
+    if folder is None:
+        return {}
+    settings = frozen_settings(
+        "--teacher-load", folder, frozen_record("--teacher-load", folder), config, facts.vocab_size
+    )
+    no_dropout = replace(settings.model, hidden_dropout=0.0, attention_dropout=0.0, lora_dropout=0.0)
+    settings = replace(settings, model=no_dropout, batch=config.batch, data=config.data)
+    own = recipe_of(settings).facts(settings, facts.vocab_size)
+    job = replace(Job.of(settings, own, dp=dp, device=device), selection=ALL, frozen=frozenset(), pairs=())
+    return dict(teacher=job, compared=tuple(layer_pairs(config, settings).items()))
 
 
 @dataclass(frozen=True)
@@ -262,6 +282,12 @@ class Layout:
     def num_microbatches(self, job: Job) -> int:
         """Micro-batches per step on each rank."""
         return job.global_batch // (self.micro_batch_size * self.dp)
+
+    @property
+    def of_teacher(self) -> "Layout":
+        """The layout of a teacher, which the ranks of a stage have whole."""
+        names = "tp micro_batch_size sp cp cp_heads gathers".split()
+        return Layout(**{name: getattr(self, name) for name in names})
 
     def pipeline(self, num_layers: int) -> Pipeline:
         """The pipeline: the layers of each stage and rank."""

@@ -17,9 +17,11 @@ from megatron.planner import activations
 from megatron.planner.device import Device
 from megatron.planner.layout import Job, Layout
 from megatron.planner.live import is_split, most_held
-from megatron.planner.parameters import Sizes, Units, rank_units
+from megatron.planner.parameters import Sizes, Units, first_units, rank_units
+from megatron.settings.kernel_sizes import LossChunks
 from megatron.settings.schema import Recompute
 
+OF_DIVERGENCE = 9  # fp32 tensors of a chunk's logits in the loss on a teacher's: counted
 NO_DEVICE = Device("none", context_gb=0.0, communication_gb=0.0)
 FRAGMENTATION = dict(cuda=0.05, cpu=0.0)  # of activations, workspaces and buffers
 
@@ -45,7 +47,37 @@ def state(job: Job, layout: Layout, rank: int, place: Optional[Sizes] = None) ->
     place: index on each axis that shards; default: the last index, whose rank has most, because matrices come first
     """
     place = {axis: size - 1 for axis, size in layout.data_sizes.items()} if place is None else place
-    return _state(rank_units(job, layout, rank), job, layout, place, job.device == "cuda")
+    device, host = _state(rank_units(job, layout, rank), job, layout, place, job.device == "cuda")
+    if job.teacher is not None:
+        device["teacher"] = teacher_weights(job, layout, rank)
+    return device, host
+
+
+def has_teacher(job: Job, layout: Layout, rank: int) -> bool:
+    """Whether a pipeline rank has the teacher: the rank of the last stage."""
+    return job.teacher is not None and rank == layout.pipeline(job.facts.num_layers).stages[-1][0]
+
+
+def teacher_weights(job: Job, layout: Layout, rank: int) -> int:
+    """Bytes of the teacher's weights and buffers on a pipeline rank: all, or of the layers up to those that it compares."""
+    own = {layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held}
+    whole, teacher = has_teacher(job, layout, rank), layout.of_teacher
+    part = job.teacher.facts.num_layers if whole else 1 + max((of for n, of in job.compared if n in own), default=-1)
+    units, sizes = first_units(job.teacher, teacher, part, whole), teacher.data_sizes
+    return (units.padded(sizes) + units.padded_frozen(sizes)) * job.teacher.element + units.buffers if part else 0
+
+
+def teacher_pass(teacher: Job, layout: Layout) -> tuple[int, int]:
+    """Bytes of a teacher's forward pass without gradients: in its largest layer, and during the student's loss."""
+    share, facts = layout.rank_setup(teacher), teacher.facts
+    inside = max(
+        sum(facts.layer_saved_bytes(share, kind).values()) + facts.layer_workspace(share, kind)
+        for kind in facts.layer_kinds
+    )
+    n, rows = facts.loss_tokens(share), facts.vocabulary_rows(share.tp)
+    chunk, block = LossChunks.of(rows, share.element, share.device, share.chunk)
+    states, logits = n * facts.settings.hidden_size * share.element, min(n, block) * rows * share.element
+    return inside, states + logits + OF_DIVERGENCE * 4 * min(n, chunk) * rows
 
 
 def _state(units: Units, job: Job, layout: Layout, place: Sizes, cuda: bool):
@@ -141,9 +173,11 @@ def step_memory(job: Job, layout: Layout, device: Device, rank: int) -> tuple[di
     units = rank_units(job, layout, rank)
     layers = [layer for held in layout.pipeline(job.facts.num_layers).layers_of(rank) for layer in held]
     layer = activations.workspace(job, layout, layers) + units.largest * job.element
+    passing, comparing = teacher_pass(job.teacher, layout.of_teacher) if has_teacher(job, layout, rank) else (0, 0)
     entries = {
         "activations": sum(kept.values()),
         "logits": loss + most,
+        "teacher's passes": max(comparing, passing - loss - most),  # before the student's loss
         "workspace": max(0, layer - most - freed),  # no layer computes during the loss
         "pipeline buffers": _messages(job, layout, rank),
     }
@@ -218,6 +252,9 @@ def _kept(job: Job, layout: Layout, rank: int) -> Counter:
         activations.stage_saved_bytes(job, layout, pipeline.layers[stage], stage == 0, stage == last)
         for stage in stages
     ]
+    states = job.facts.settings.hidden_size * job.facts.loss_tokens(layout.rank_setup(job)) * (job.element + 4)
+    for stage, kinds in zip(stages, each) if job.compared else ():  # the teacher's, and differences in fp32
+        kinds["teacher's states"] += states * sum(n in pipeline.layers[stage] for n, _ in job.compared)
     late = [activations.deferred(job, layout, pipeline.layers[stage]) for stage in stages]
     if last in stages:
         late[stages.index(last)] += job.facts.loss_deferred(layout.rank_setup(job))

@@ -187,6 +187,12 @@ def rank_units(job: Job, layout: Layout, rank: int) -> Units:
     return _units(job.facts, job.selection, layout.cuts, layout.sp, own)
 
 
+def first_units(job: Job, layout: Layout, layers: int, last: bool) -> Units:
+    """The units of the first layers of a model without stages, and of its end if `last`."""
+    held = layers_of(job.facts, job.selection, range(layers))
+    return _units(job.facts, job.selection, layout.cuts, layout.sp, ((held, True, last),))
+
+
 @lru_cache(maxsize=65536)
 def layers_of(facts: Facts, selection: Selection, layers: Sequence[int]) -> tuple[LayerOf, ...]:
     """The designs and frozen weights of these layers."""

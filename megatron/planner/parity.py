@@ -12,10 +12,12 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Optional
 
 import torch
 
+from megatron.model.experts.replay import Choices, RoutingRecord, attach
 from megatron.model.recipe import Recipe, recipe_of
 from megatron.mpu.axis_sizes import lacking_ranks
 from megatron.mpu.forked import run_ranks
@@ -236,24 +238,46 @@ def replaced(config: schema.Config, layouts: Sequence[TestedLayout]) -> list[str
 
 @dataclass(frozen=True)
 class Trace:
-    """The results of a few steps of training."""
+    """The results of a few steps of training.
 
-    losses: list[float]  # for each step every sum of the recipe, as a mean over tokens
+    losses:  for each step every sum of the recipe, as a mean over tokens
+    weights: logical parameters after the last step, fp32
+    choices: the experts of all tokens, for other layouts to replay; empty without experts, or over ranks
+    changed: the share of tokens that would have chosen other experts than those they replayed
+    """
+
+    losses: list[float]
     norms: list[float]
-    weights: dict[str, torch.Tensor]  # logical parameters after the last step, fp32
+    weights: dict[str, torch.Tensor]
     seconds: float
+    choices: Choices = field(default_factory=dict)
+    changed: float = 0.0
 
 
-def trace(config: schema.Config, recipe: Recipe, world_size: int, steps: int, timeout: float = 600) -> Trace:
-    """Train `steps` steps of resolved settings on forked ranks of this machine, over gloo."""
+def trace(
+    config: schema.Config,
+    recipe: Recipe,
+    world_size: int,
+    steps: int,
+    timeout: float = 600,
+    replayed: Optional[Choices] = None,
+) -> Trace:
+    """Train `steps` steps of resolved settings on forked ranks of this machine, over gloo.
+
+    replayed: the experts that tokens go to, from a trace of one process. A token that prefers two experts almost equally
+    would choose by rounding, which is another one in another layout.
+    """
     preload(config)
-    answers = run_ranks(world_size, _train_on_rank, config, recipe, steps, timeout=timeout)
+    answers = run_ranks(world_size, _train_on_rank, config, recipe, steps, replayed or None, timeout=timeout)
     weights: dict[str, torch.Tensor] = {}
-    for _, pieces in answers:
+    for _, pieces, *_ in answers:
         for name, shape, box, tensor in pieces:
             weights.setdefault(name, torch.full(shape, math.nan))[box.slices()] = tensor
     losses, norms, seconds = zip(*answers[0][0])
-    return Trace([value for step in losses for value in step], list(norms), weights, sum(seconds))
+    changed, seen = (sum(answer[3][n] for answer in answers) for n in (0, 1))
+    choices = answers[0][2] if world_size == 1 else {}
+    every = [value for step in losses for value in step]
+    return Trace(every, list(norms), weights, sum(seconds), choices, changed / seen if seen else 0.0)
 
 
 def preload(config: schema.Config) -> None:
@@ -273,8 +297,10 @@ def preload(config: schema.Config) -> None:
         importlib.import_module(name)
 
 
-def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int):
-    """([(loss, norm, seconds) of each step], this rank's pieces of the weights)."""
+def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int, replayed: Optional[Choices]):
+    """([(loss, norm, seconds) of each step], this rank's pieces of the weights, choices of experts, (tokens whose own
+    choice is not that of `replayed`, tokens)).
+    """
     import time
 
     from megatron.training.build import build_run
@@ -284,6 +310,8 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         run = build_run(config, recipe)
         run.pending.defers_host_sync = False  # each step ends before the next
+        record = RoutingRecord(replayed)
+        attach(run.stages, record)
         for stage in run.stages:
             stage.train()
         for _ in range(steps):
@@ -292,7 +320,7 @@ def _train_on_rank(rank: int, config: schema.Config, recipe: Recipe, steps: int)
             results.append((tuple(step.losses.values()), step.grad_norm, time.perf_counter() - start))
         pieces = [piece._replace(tensor=piece.tensor.clone()) for piece in run.optimizer.pieces(moments=False)]
         run.close()
-    return results, pieces
+    return results, pieces, record.choices, (record.changed, record.seen)
 
 
 @dataclass(frozen=True)

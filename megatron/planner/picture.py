@@ -20,6 +20,8 @@ COLOURS = {
     "gradients": "#3b82f6",
     "main weights": "#0891b2",
     "optimizer moments": "#93c5fd",
+    "teacher": "#1e3a5f",
+    "teacher's passes": "#65a30d",
     "offloaded optimizer state": "#155e75",
     "buffers of state on disk": "#67e8f9",
     "activations": "#15803d",

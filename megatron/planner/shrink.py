@@ -29,6 +29,7 @@ from megatron.settings.schema import (
     Checkpoint,
     Config,
     Data,
+    Distillation,
     Guard,
     Logging,
     Optimizer,
@@ -187,6 +188,7 @@ def narrowed(config: Config, sizes: Sizes, num_microbatches: Optional[int] = Non
         ),
         checkpoint=Checkpoint(),
         guard=replace(without_traces(guard), check_replicas_interval=guard.check_replicas_interval and 1),
+        distillation=Distillation(),  # the teacher has another vocabulary
         logging=Logging(log_interval=1, seed=config.logging.seed, debug=config.logging.debug),
         planner=Planner(),
         profiling=Profiling(),

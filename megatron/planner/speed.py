@@ -6,7 +6,8 @@ its elementwise work (bytes over bandwidth), kernel launches, and tensor paralle
 The schedule is simulated with the data parallel all-gathers and reductions as ops; the update follows it.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -30,6 +31,7 @@ HOST_MEMORY = 20e9  # bytes/s of the host's memory in an offloaded update: assum
 CPU_BLOCKS = 1.2  # time of block-causal attention on a CPU, relative to half of the pairs at full speed: assumed
 EMBEDDING_MOVES = 4  # elements per embedded element, in either direction (row, position, dropout): estimated
 LOSS_BYTES = 4 * 4  # per logit, 4 moves in fp32: estimated
+DIVERGENCE_BYTES = 20 * 4  # per logit of a teacher: the ops of mpu/distillation_loss.py, in fp32: counted
 SCORE_MOVES, DROPOUT_MOVES = 4, 2  # per stored attention score, and of its dropout, in either direction: estimated
 UPDATE_BYTES = 10  # per parameter: main weight read and written, bf16 weight written: counted
 ROUNDED_BYTES = 50  # per bf16 moment: widened, random words, rounded; for torch's ops one by one: counted
@@ -254,7 +256,25 @@ def _stage(job: Job, share: RankSetup, layers, first: bool, last: bool, cluster:
         # The loss computes its gradients in the forward pass, except the weight's.
         of_weight = 0.0 if OUTPUT in share.frozen else product
         total += Pass(2 * product + softmax + tp_seconds * sp, of_weight + tp_seconds, tp_seconds * (1 + sp))
+        total += _teacher(job.teacher, share, cluster) if job.teacher else Pass()
     return total
+
+
+def _teacher(job: Job, share: RankSetup, cluster: Cluster) -> Pass:
+    """A micro-batch through a teacher, forward alone, and the loss on its logits, in the forward pass of the last stage.
+
+    share: of the student on this rank
+    """
+    facts, d = job.facts, cluster.device
+    share = replace(share, frozen=frozenset(), pairs=())
+    kinds = Counter(facts.layer_kind(layer) for layer in range(facts.num_layers))
+    total = Pass()
+    for kind, count in kinds.items():
+        one = _layer(job, share, kind, (), cluster)
+        total += Pass(one.forward, 0.0, one.waiting / 2, one.sharing / 2).times(count)
+    n, rows, h = facts.loss_tokens(share), facts.vocabulary_rows(share.tp), facts.settings.hidden_size
+    product = 2 * n * h * rows / d.reached(job.precision, min(n, h, rows))
+    return total + Pass(product + DIVERGENCE_BYTES * n * rows * d.unfused / d.bandwidth)
 
 
 def layer_seconds(job: Job, cluster: Cluster) -> float:

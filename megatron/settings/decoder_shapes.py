@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published shapes of decoders with rotary positions, for `--model-name-or-path`: all settings but the vocabulary.
 
-From the config.json of each model: Llama 3.1, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3.
+From the config.json of each model: Llama 3.1, Qwen2.5, Qwen3, Phi-3, OLMo 2, Gemma 2 and 3; with experts Mixtral, Qwen3,
+Qwen1.5, OLMoE and DeepSeek-MoE.
 
     >>> DECODERS["gemma-2-2b"]["window_attn_skip_freq"], DECODERS["qwen3-0.6b"]["kv_channels"]
     (2, 128)
@@ -26,6 +27,38 @@ _GEMMA_2 = dict(
     _GEMMA, window_size="4095,0", window_attn_skip_freq=2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
 )
 _QWEN = dict(_LLAMA, rotary_base=1e6)
+
+
+_MIXTRAL = dict(_LLAMA | _UNTIED, norm_epsilon=1e-5, rotary_base=1e6, num_experts=8, moe_router_topk=2)
+_QWEN_MOE = dict(_QWEN | _UNTIED, num_experts=128, moe_router_topk=8, qk_layernorm=True)
+_OLMOE = dict(
+    _LLAMA | _UNTIED,
+    norm_epsilon=1e-5,
+    qk_layernorm=True,
+    qk_layernorm_across_heads=True,
+    num_experts=64,
+    moe_router_topk=8,
+    moe_router_pre_softmax=True,
+)
+_QWEN_SHARED = dict(
+    _QWEN | _UNTIED,
+    add_qkv_bias=True,
+    num_experts=60,
+    moe_router_topk=4,
+    moe_router_pre_softmax=True,
+    moe_ffn_hidden_size=1408,
+    moe_shared_expert_intermediate_size=5632,
+    moe_shared_expert_gate=True,
+)
+_DEEPSEEK = dict(
+    _LLAMA | _UNTIED,
+    num_experts=64,
+    moe_router_topk=6,
+    moe_router_pre_softmax=True,
+    moe_layer_freq="[0]*1+[1]*27",
+    moe_ffn_hidden_size=1408,
+    moe_shared_expert_intermediate_size=2816,
+)
 
 
 def _shape(
@@ -61,4 +94,11 @@ DECODERS: dict[str, dict[str, Any]] = {
         **dict(qk_layernorm=True, window_size="511,0", window_attn_skip_freq=6, rotary_base=1e6),
         rope_local_base_freq=1e4,
     ),
+    "mixtral-8x7b": _shape(_MIXTRAL, 32, 4096, 32, 8, 128, 14336, 32768),
+    "mixtral-8x22b": _shape(_MIXTRAL, 56, 6144, 48, 8, 128, 16384, 65536),
+    "qwen3-30b-a3b": _shape(_QWEN_MOE, 48, 2048, 32, 4, 128, 6144, 40960, moe_ffn_hidden_size=768),
+    "qwen3-235b-a22b": _shape(_QWEN_MOE, 94, 4096, 64, 4, 128, 12288, 40960, moe_ffn_hidden_size=1536),
+    "qwen1.5-moe-a2.7b": _shape(_QWEN_SHARED, 24, 2048, 16, 16, 128, 5632, 8192),
+    "olmoe-1b-7b": _shape(_OLMOE, 16, 2048, 16, 16, 128, 1024, 4096),
+    "deepseek-moe-16b": _shape(_DEEPSEEK, 28, 2048, 16, 16, 128, 10944, 4096),
 }

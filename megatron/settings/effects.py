@@ -74,7 +74,9 @@ TIMERS = Needs("--timing-log-level above 0", lambda s: s.timing_log_level)
 OPEN_LAYOUT = Needs("--auto-parallel or --micro-batch-size auto", layout_was_open)
 PLANNED = Needs("--dry-run, --preflight or --auto-parallel", planned)
 PROFILE = Needs("--profile", lambda s: s.profile)
-TEACHER = Needs("--teacher-load", lambda s: s.teacher_load)
+TEACHER = Needs("--teacher-load or --teacher-logits", lambda s: s.settings.distillation.distils)
+
+HIDDEN = Needs("--teacher-load and --kd-hidden-layers", lambda s: s.teacher_load and s.kd_hidden_layers)
 
 CUDA = Needs("a CUDA device", lambda s: s.device != "cpu")
 
@@ -198,6 +200,9 @@ EFFECTS: dict[str, Needs] = {
     "kd_alpha": TEACHER,
     "kd_temperature": TEACHER,
     "kd_loss": TEACHER,
+    "kd_hidden_layers": Needs("--teacher-load", lambda s: s.teacher_load),
+    "kd_hidden_loss": HIDDEN,
+    "kd_hidden_coeff": HIDDEN,
     # guards
     "check_replicas_interval": RANKS,
     "spike_skip_steps": ROLLBACK,

@@ -105,7 +105,8 @@ RANGES = {  # what a value must be -> test, fields
         loss_scale
         mean_time_to_interruption attn_logit_softcapping final_logit_softcapping rope_scaling_low_freq_factor
         rope_scaling_high_freq_factor yarn_beta_fast yarn_beta_slow decoupled_lr
-        muon_extra_scale_factor lora_alpha kd_temperature moe_router_topk_scaling_factor moe_expert_capacity_factor
+        muon_extra_scale_factor lora_alpha kd_temperature kd_hidden_coeff moe_router_topk_scaling_factor
+        moe_expert_capacity_factor
         initial_loss_scale min_loss_scale spike_threshold device_memory_gb mtbf params tokens""",
     ),
     "at least 0 and below 1": (
@@ -277,6 +278,13 @@ RULES = (
         lambda s: (
             f"--linear {s.linear} chooses the kernel of a layer's one product, and --no-fuse-attn-qkv makes three of "
             "queries, keys and values; leave one of the two out"
+        ),
+    ),
+    Rule(
+        lambda s: s.teacher_load and s.teacher_logits,
+        lambda s: (
+            f"--teacher-load {s.teacher_load} and --teacher-logits {s.teacher_logits} are two sources of the same logits; "
+            "leave one of them out"
         ),
     ),
     Rule(
@@ -502,6 +510,13 @@ RULES = (
     Rule(
         lambda s: s.override and not s.load,
         lambda s: f"--override {s.override} needs --load: there is no checkpoint to differ from",
+    ),
+    Rule(
+        lambda s: s.moe_use_upcycling and not (s.finetune and s.settings.model.mixture),
+        lambda s: (
+            "--moe-use-upcycling makes experts from a dense model's weights: add "
+            + " and ".join(["--finetune"] * (not s.finetune) + ["--num-experts"] * (not s.settings.model.mixture))
+        ),
     ),
     Rule(
         lambda s: s.finetune and s.auto_resume,

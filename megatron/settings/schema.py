@@ -925,6 +925,10 @@ class Checkpoint:
         "--override-lr-scheduler=command",
     )
     finetune: bool = setting("load only the weights and start from iteration 0", False)
+    moe_use_upcycling: bool = setting(
+        "with --finetune and --num-experts: --load may be a dense model, whose MLPs become the experts (docs/experts.md)",
+        False,
+    )
     use_checkpoint_args: bool = setting(
         "use the model shape and tokenizer of the checkpoint at --load where no flag sets them (--finetune does if no flag "
         "sets the shape)",
@@ -1126,6 +1130,12 @@ class Distillation:
         None,
         "--export-kd-teacher-load",
     )
+    teacher_logits: Optional[str] = setting(
+        "folder of a teacher's logits, from megatron.tools.teacher_logits, in place of the teacher; its seed defines the "
+        "order of samples",
+        None,
+        "--logits-load-dir",
+    )
     kd_alpha: float = setting("share of the loss on the teacher's logits; the language model's loss has the rest", 0.5)
     kd_temperature: float = setting(
         "divisor of the logits of teacher and student in that loss, which is multiplied by its square", 1.0
@@ -1135,15 +1145,25 @@ class Distillation:
         "forward_kl",
     )
 
+    kd_hidden_layers: Optional[str] = setting(
+        "with --teacher-load, layers of the student whose output also learns that of a layer of the teacher, numbered from "
+        "0: 0:1,1:3 (student:teacher); even: all of them, spread over the teacher's",
+        None,
+    )
+    kd_hidden_loss: Literal["mse", "cosine"] = setting(
+        "loss on hidden states: mean of the squares of differences, or 1 - cosine", "mse"
+    )
+    kd_hidden_coeff: float = setting("weight of the loss on hidden states, which is added", 1.0)
+
     @property
     def distils(self) -> bool:
         """Whether there is a teacher."""
-        return self.teacher_load is not None
+        return self.teacher_load is not None or self.teacher_logits is not None
 
     @property
     def source(self) -> str:
-        """The teacher, in the user's words."""
-        return f"--teacher-load {self.teacher_load}"
+        """The teacher, as a flag."""
+        return f"--teacher-load {self.teacher_load}" if self.teacher_load else f"--teacher-logits {self.teacher_logits}"
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ CHAT_IDLE = {
 def defaults(statements: Mapping[str, Statement]) -> dict[str, Any]:
     """`Recipe.defaults`: those of the task, and the shape and tokenizer of the checkpoint that a run begins with."""
     values = {name: one.value for name, one in statements.items()}
-    task = str(values.get("task", "chat"))
+    task = str(values.get("task", "chat")).lower()
     chosen = {**DEFAULTS, **(DPO_DEFAULTS if task == "dpo" else {})}
     record, more = beginning(values.get, lambda record: _is_same_task(record, task))
     chosen |= more
@@ -234,7 +234,12 @@ def build_model(config: Config, mesh, vocab_size: int, **stage):
 
 
 def sums(config: Config) -> dict[str, float]:
-    return {DPO_LOSS: 1.0, **dict.fromkeys(REWARDS, 0.0)} if chat_settings(config).task == "dpo" else {LM_LOSS: 1.0}
+    """`Recipe.sums`: those of a GPT; with --task dpo other ones in the place of its loss."""
+    weights = dict(named_recipe("GPT").sums(config))
+    if chat_settings(config).task != "dpo":
+        return weights
+    del weights[LM_LOSS]
+    return {DPO_LOSS: 1.0, **dict.fromkeys(REWARDS, 0.0), **weights}
 
 
 def reference(config: Config) -> Optional[tuple[str, str]]:

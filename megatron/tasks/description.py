@@ -200,6 +200,7 @@ _NOT_HERE = {
         map(str.lower, WITHOUT_TRAINING), "it is evaluated without training: python -m megatron.tools.evaluate"
     ),
     **dict.fromkeys(("cmrc", "cmrc2018"), "its answers are pieces of a text, and such tasks are not there"),
+    **dict.fromkeys(("sft", "instruct"), "conversations are learned by --task chat, pairs of answers by --task dpo"),
     "multitask": "several tasks are trained together by --task-mixture, of pretrain_bert.py and pretrain_t5.py",
 }
 
@@ -216,7 +217,9 @@ def find_task(name: str, said: str = "") -> Task:
         if plain == known.lower():
             return task
     if plain in _NOT_HERE:
-        raise UsageError(f"--task {name}: {_NOT_HERE[plain]}", do="see docs/finetuning.md and docs/masked_data.md")
+        raise UsageError(
+            f"--task {name}: {_NOT_HERE[plain]}", do="see docs/finetuning.md, docs/chat.md and docs/masked_data.md"
+        )
     raise UsageError(
         f"{said or f'--task {name}'}: there is no such task{did_you_mean(name, (*TASKS, *WITHOUT_TRAINING))}",
         f"there are {', '.join(TASKS)}; and, evaluated without training, {', '.join(WITHOUT_TRAINING)}",

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 from megatron.errors import CheckpointError, DataError, SettingsError, StorageError, UsageError, did_you_mean
 from megatron.model.experts.rules import NO_EXPERTS
-from megatron.model.recipe import Recipe
+from megatron.model.recipe import SCRIPTS, Recipe
 from megatron.model.t5.rules import refused
 from megatron.settings.effects import CUDA, Needs
 from megatron.settings.from_checkpoint import saved_record, shape_of
@@ -78,7 +78,7 @@ def recipe() -> Recipe:
         reinitialize=lambda name, stored: (
             name == f"{HEAD}.weight"
         ),  # a BERT has others in the unit of its head for words
-        starts_from=tuple(BACKBONES),
+        starts_from=(*BACKBONES, *SCRIPTS),
         part=part_of_trunk,
         normalize_config=normalize_task_config,
         predicts=lambda config: (
@@ -173,9 +173,9 @@ TASK_RULES = (
         for name in ("label_smoothing", "z_loss_coeff")
     ),
     Rule(
-        lambda s: s.teacher_load,
+        lambda s: s.settings.distillation.distils,
         lambda s: (
-            f"--teacher-load {s.teacher_load}: a teacher's logits are learned in pretraining; a task learns what models "
+            f"{s.settings.distillation.source}: a teacher's logits are learned in pretraining; a task learns what models "
             "have predicted from --soft-labels"
         ),
     ),
@@ -533,7 +533,8 @@ def _record(folder: Optional[str], step: Optional[int]) -> Optional[dict[str, An
 
 
 def _type(record: dict[str, Any]) -> str:
-    return record["config"]["model"].get("model_type", DEFAULT)
+    kind = record["config"]["model"].get("model_type", DEFAULT)
+    return DEFAULT if kind in SCRIPTS else kind
 
 
 def _is_finetuned(record: dict[str, Any]) -> bool:

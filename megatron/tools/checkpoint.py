@@ -10,6 +10,7 @@
     python -m megatron.tools.checkpoint from-hf PATH OUT       a decoder (Llama, Qwen ...), T5 or BERT from there
     python -m megatron.tools.checkpoint to-megatron PATH OUT   Megatron-LM's mp_rank_XX[_YYY]/model_optim_rng.pt
     python -m megatron.tools.checkpoint from-megatron PATH OUT the same, and Megatron-LM's distributed ones (torch_dist)
+    python -m megatron.tools.checkpoint upcycle PATH OUT       experts (--num-experts N) from the MLPs of a dense GPT
     python -m megatron.tools.checkpoint quantize PATH OUT      weights of 8 or 4 bits: --quantize int8, int8-dynamic, int4
     python -m megatron.tools.checkpoint merge-lora PATH OUT    LoRA adapters, merged into the weights of their base
     python -m megatron.tools.checkpoint apply-masks PATH OUT   masks of --sparsity: an ordinary model with zeros
@@ -35,6 +36,7 @@ from megatron.settings.schema import TokenizerSettings, setting
 from megatron.settings.statements import given_values
 from megatron.storage.urls import UrlPath, location
 from megatron.training.exchange import (
+    ExpertOptions,
     FromHFOptions,
     FromMegatronOptions,
     FromPeftOptions,
@@ -42,6 +44,7 @@ from megatron.training.exchange import (
     ToHFOptions,
     ToMegatronOptions,
     ToPeftOptions,
+    UpcycleOptions,
     apply_masks,
     from_hf,
     from_megatron,
@@ -51,6 +54,7 @@ from megatron.training.exchange import (
     to_hf,
     to_megatron,
     to_peft,
+    upcycle,
 )
 
 
@@ -387,6 +391,7 @@ COMMANDS = dict(
         "to-megatron": (ToMegatronOptions, ("PATH", "OUT"), to_megatron),
         "from-megatron": (FromMegatronOptions, ("PATH", "OUT"), from_megatron),
         "quantize": (QuantizeOptions, ("PATH", "OUT"), quantize),
+        "upcycle": (UpcycleOptions, ("PATH", "OUT"), upcycle, ExpertOptions),
         "merge-lora": (MergeOptions, ("PATH", "OUT"), merge_lora),
         "apply-masks": (MergeOptions, ("PATH", "OUT"), apply_masks),
         "to-peft": (ToPeftOptions, ("PATH", "OUT"), to_peft),

@@ -80,7 +80,7 @@ def verify(argv: list[str]) -> None:
         )
     verdicts = []
     for layout, resolved in settings:
-        other, sizes = trained(resolved, layout.world_size, steps), ()
+        other, sizes = trained(resolved, layout.world_size, steps, reference.choices), ()
         if raised := isinstance(other, str):
             worst = other
         else:
@@ -89,12 +89,16 @@ def verify(argv: list[str]) -> None:
             worst, sizes = differences.worst, (f"{size:.1e}" for size in values)
         verdicts.append(not raised and differences.passes(precision))
         result = f"{'PASS' if verdicts[-1] else 'FAIL'} ({worst})"
+        if reference.choices and not raised:
+            result += f"; {other.changed:.2%} of tokens would choose other experts"
         print(row(layout.text, layout.world_size, result, *sizes), flush=True)
     limits = TOLERANCE[precision]
     print(
         f"limits for {precision}: loss {limits['loss']:g}, gradient norm {limits['norm']:g}, weights "
         f"{limits['weight']:g}: {sum(verdicts)} of {len(verdicts)} pass"
     )
+    if reference.choices:
+        print("each token went to the experts that it chose in one process")
     if not all(verdicts):
         sys.exit(1)
 
@@ -125,14 +129,17 @@ def possible(config: Config, layouts: list) -> list[tuple]:
     return resolved
 
 
-def trained(config: Config, world_size: int, steps: int):
-    """The trace of a few steps, or a rank's error as text. A failure of settings, data or disk is raised."""
+def trained(config: Config, world_size: int, steps: int, replayed=None):
+    """The trace of a few steps, or a rank's error as text. A failure of settings, data or disk is raised.
+
+    replayed: see `parity.trace`
+    """
     from megatron.model.recipe import recipe_of
     from megatron.mpu.forked import RankFailed
     from megatron.planner.parity import trace
 
     try:
-        return trace(config, recipe_of(config), world_size, steps)
+        return trace(config, recipe_of(config), world_size, steps, replayed=replayed)
     except RankFailed as failed:
         if config.logging.debug:
             raise

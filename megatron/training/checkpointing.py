@@ -6,16 +6,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.base import BASE, base_names, base_record
+from megatron.checkpoint.base import BASE, base_names, base_record, open_checkpoint
 from megatron.checkpoint.folder import Restored, checkpoints, restore
 from megatron.checkpoint.manager import CheckpointManager, store_all_gather_object
+from megatron.checkpoint.store import Piece
 from megatron.checkpoint.traces import may_begin, same_place
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.same_order import same_order
 from megatron.errors import CheckpointError, SettingsError
 from megatron.guard import changes
+from megatron.model.experts.upcycling import (
+    EXPERTS,
+    ROUTER,
+    experts_of,
+    refuse_unequal,
+    router_of,
+    source_of,
+    upcycled_settings,
+)
 from megatron.model.recipe import config_of, recipe_of
 from megatron.mpu.initialize import RankContext
 from megatron.optimizer.zero import DistributedOptimizer
@@ -82,7 +93,7 @@ def load(
         if vocab_size is not None and record["config"].get("model", {}).get("model_type") in kinds:
             changes.refuse_other_rows(config, record.get("vocab_size"), vocab_size)
         if settings.finetune:
-            _refuse_another_trunk(config, record["config"])
+            _refuse_another_trunk(config, _with_experts(config, record["config"]))
             _refuse_lost_adapters(config, record["config"])
         else:
             changes.refuse_another_run(config, record["config"], changes.same_vocabulary(record, vocabulary))
@@ -112,6 +123,7 @@ def load(
     if restored is None:
         return fresh, None, [f"no checkpoint in {settings.load} yet: starting from iteration 0"]
     record = all_gather_object(restored.state)[0]
+    upcycled = _upcycle(config, restored, pieces)
     optimizer.copy_main_params_to_model_params()
     if events is not None:
         record_damage(events, restored, record["state"]["iteration"])
@@ -124,7 +136,7 @@ def load(
     record |= _base(config, context, restored.path, record)
     if settings.finetune:
         notices += _other_kinds(config, record)
-        return fresh, record, notices + new_weights(restored.reinitialized)
+        return fresh, record, notices + upcycled + new_weights(() if upcycled else restored.reinitialized)
     if not weights_only:
         optimizer.step_count = record["optimizer_steps"]
     return fresh.restored(record["state"]), record, notices
@@ -169,7 +181,34 @@ def _reinitialize(config: schema.Config) -> Callable[[str, bool], bool]:
     """`Recipe.reinitialize`, extended by weights of linear kinds that the checkpoint does not have."""
     recipe = recipe_of(config)
     brought = recipe.facts(config, 1).brought if config.model.linear else ()
-    return lambda name, stored: recipe.reinitialize(name, stored) or name in brought and not stored
+    made = lambda name: config.checkpoint.moe_use_upcycling and (EXPERTS in name or ROUTER in name)
+    return lambda name, stored: recipe.reinitialize(name, stored) or not stored and (name in brought or made(name))
+
+
+def _with_experts(config: schema.Config, saved: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a checkpoint; with --moe-use-upcycling those of a dense one with the experts of this run."""
+    model = saved.get("model", {})
+    if not config.checkpoint.moe_use_upcycling or (model.get("num_experts") or 0) > 1:
+        return saved
+    refuse_unequal(config.model)
+    return saved | dict(model=upcycled_settings(model, config.model))
+
+
+def _upcycle(config: schema.Config, restored: Restored, pieces: list[Piece]) -> list[str]:
+    """Fill the pieces of experts and routers that a dense checkpoint does not have; returns a notice if it is one."""
+    if not config.checkpoint.moe_use_upcycling or not restored.reinitialized:
+        return []
+    new = [piece for piece in pieces if piece.name in restored.reinitialized]
+    weights = recipe_of(config).facts(config, 1).weights
+    with open_checkpoint(restored.path) as reader:
+        for name, _, box, tensor in new:
+            if source := source_of(name):
+                mlp = reader.read(source, dtype=torch.float32)
+                own = experts_of(name, mlp, config.model, box.offset[0], box.extent[0])
+                tensor.copy_(own[(slice(None), *box.slices()[1:])])
+            elif ROUTER in name:
+                tensor.copy_(router_of(name, weights[name], config.model, config.logging.seed)[box.slices()])
+    return [f"{config.model.num_experts} experts of each layer are copies of the dense model's MLP"]
 
 
 def _refuse_another_trunk(config: schema.Config, saved: dict[str, Any]) -> None:

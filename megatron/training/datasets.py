@@ -11,6 +11,7 @@ from megatron.data.indexed import bare_prefix
 from megatron.data.loader import MicroBatchLoader
 from megatron.data.remote import nearby
 from megatron.data.requests import open_requests
+from megatron.data.teacher_logits import Store
 from megatron.errors import DataError, SettingsError
 from megatron.model.recipe import Recipe
 from megatron.mpu.initialize import RankContext
@@ -85,6 +86,10 @@ def build_datasets(
     state: the state at the start of this launch
     """
     sizes = dataset_sizes(config.batch, context.mesh.dp.size, config.data.full_validation, state)
+    if folder := config.distillation.teacher_logits:
+        order = Store(folder).settings  # students of one folder have its samples, in its order
+        config, sizes = config.derive("--teacher-logits", seed=order.seed), (order.samples, *sizes[1:])
+        check_stored(config, context.mesh.dp.size, order.samples)
     sizes = gpt_dataset.SampleCounts(sizes, valid_order=state.valid_order)
     if recipe.own_data and config.data.mock_data and recipe.arrays is None:
         eod = tokenizer.eod if tokenizer else None
@@ -97,6 +102,16 @@ def build_datasets(
             raise SettingsError("there is no training data", f"{recipe.model_type} gives none for {sizes[0]:,} samples")
         raise SettingsError("there is no training data", f"--split {config.data.split}", "give training a share")
     return datasets
+
+
+def check_stored(config: schema.Config, dp: int, stored: int) -> None:
+    """Raise DataError if a run without repetitions needs more samples than there are stored logits for."""
+    needed = total_samples(config.batch, dp)
+    if config.data.dataloader_type != "cyclic" and needed > stored:
+        raise DataError(
+            f"{config.distillation.source} has the logits of {stored:,} samples, and this run trains on {needed:,}",
+            do="store more (--train-samples), train less, or repeat them with --dataloader-type cyclic",
+        )
 
 
 def check_datasets(

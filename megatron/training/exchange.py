@@ -3,13 +3,13 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, get_type_hints
 
 from megatron.model.quantization import QuantizeOptions
-from megatron.settings.schema import setting
+from megatron.settings.schema import Model, setting
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class ToMegatronOptions:
     target_pipeline_parallel_size: int = setting(
         "pipeline stages of equally many layers", 1, "--target-pipeline-model-parallel-size", "--pp"
     )
+    target_expert_model_parallel_size: int = setting(
+        "expert parallel ranks: files of each tensor parallel rank", 1, "--target-expert-parallel-size", "--ep"
+    )
     transformer_impl: Literal["transformer_engine", "local", "legacy"] = setting(
         "whose names the tensors have: Megatron-Core's with Transformer Engine or without, or those before Megatron-Core",
         "transformer_engine",
@@ -54,6 +57,26 @@ class ToMegatronOptions:
     )
     dtype: Literal["fp32", "bf16", "fp16"] = setting("format of the weights", "fp32")
     unchecked: bool = setting("do not read and compare what was written", False)
+
+
+@dataclass(frozen=True)
+class UpcycleOptions:
+    """Options of `upcycle`."""
+
+    seed: int = setting("of the routers' initial weights", 1234)
+    writers: int = setting("files of equal size", 1)
+    unchecked: bool = setting("do not compare the logits of both models (for models larger than memory)", False)
+
+
+def _of_experts() -> type:
+    """The settings of `Model` for experts, as options of a command."""
+    hints = get_type_hints(Model)
+    own = [f for f in fields(Model) if f.name == "num_experts" or f.name.startswith("moe_")]
+    options = [(f.name, hints[f.name], field(default=f.default, metadata=f.metadata)) for f in own]
+    return make_dataclass("ExpertOptions", options, frozen=True)
+
+
+ExpertOptions = _of_experts()
 
 
 @dataclass(frozen=True)
@@ -94,9 +117,11 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
     from megatron.errors import UsageError
 
     tp, pp = how.target_tensor_parallel_size, how.target_pipeline_parallel_size
-    if min(tp, pp) < 1 or tp > 100 or pp > 1000:
+    ep = how.target_expert_model_parallel_size
+    if min(tp, pp, ep) < 1 or tp > 100 or max(pp, ep) > 1000:
         raise UsageError(
-            f"{tp} x {pp} files cannot be written", do="sizes are 1 to 100 (tensor) and 1 to 1000 (pipeline)"
+            f"{tp} x {pp} x {ep} files cannot be written",
+            do="sizes are 1 to 100 (tensor) and 1 to 1000 (pipeline, experts)",
         )
 
     from megatron.checkpoint.folder import choose
@@ -109,6 +134,7 @@ def to_megatron(path: Path, out: Path, which, how: ToMegatronOptions) -> None:
         out,
         tp=tp,
         pp=pp,
+        ep=ep,
         implementation=how.transformer_impl,
         dtype=DTYPES[how.dtype],
         check=not how.unchecked,
@@ -161,6 +187,19 @@ def _merge(merge: Callable[[Path, Path, int], Path], path: Path, out: Path, whic
     choice = choose(path, step=which.ckpt_step)
     made = merge(choice.paths[0], out, how.writers)
     print("\n  ".join([f"{made}: merged, to be loaded with --load {out}", *choice.notices]))
+
+
+def upcycle(path: Path, out: Path, which, how: UpcycleOptions, given: Mapping[str, Any]) -> None:
+    """Make a mixture of experts from a dense GPT that computes the same function: --num-experts, and --moe- flags."""
+    from megatron.checkpoint.folder import choose
+    from megatron.errors import UsageError
+    from megatron.inference.convert.upcycled import upcycle as write
+
+    if not 1 <= how.writers <= 99999:
+        raise UsageError(f"{how.writers} files cannot be written", do="give a number from 1 to 99999")
+    choice = choose(path, step=which.ckpt_step)
+    more = dict(seed=how.seed, writers=how.writers, check=not how.unchecked)
+    print("\n  ".join([*write(choice.paths[0], out, given, **more), *choice.notices]))
 
 
 def quantize(path: Path, out: Path, which, how: QuantizeOptions) -> None:

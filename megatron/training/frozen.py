@@ -15,21 +15,21 @@ evaluation mode, and it records no gradients.
 Legend: s sequence, b micro-batch, v vocabulary, tp ranks that divide each matrix.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 
 from megatron.checkpoint.folder import restore
 from megatron.data.loader import MicroBatch
-from megatron.errors import CheckpointError, Failure, SettingsError, StorageError
-from megatron.inference.load import Built, allocated, read_record, refuse_head, refuse_sizes
-from megatron.model.recipe import config_of, recipe_of
+from megatron.errors import Failure
+from megatron.inference.load import Built, allocated, refuse_sizes
+from megatron.model.recipe import recipe_of
 from megatron.mpu.initialize import RankContext, weight_format
 from megatron.settings import schema
-from megatron.settings.from_checkpoint import located
 from megatron.storage.urls import location
+from megatron.training.frozen_settings import frozen_record, frozen_settings
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,25 @@ class FrozenModel:
     def token_losses(self, batch: MicroBatch) -> torch.Tensor:
         """The cross-entropy of each label, [s, b] fp32, unmasked. With context parallelism of this rank's rows."""
         return self.model.token_losses(None, batch)
+
+    @torch.no_grad()
+    def states(self, batch: MicroBatch, layers: Collection[int]) -> tuple[dict[int, torch.Tensor], Optional[Callable]]:
+        """(outputs of layers, [s or s/tp, b, h], by number; the result of `logits` if the model is whole), in one pass."""
+        found, blocks = {}, self.model.blocks
+
+        def keep(n):
+            return lambda module, inputs, output: found.update({n: output[0] if isinstance(output, tuple) else output})
+
+        hooks = [blocks[str(n)].register_forward_hook(keep(n)) for n in layers]
+        try:
+            logits = self.logits(batch) if self.model.last else None
+            if logits is None:
+                with self.model.region():
+                    self.model.trunk(None, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found, logits
 
     def logits(self, batch: MicroBatch) -> Callable[[slice], torch.Tensor]:
         """The logits of the tokens in the loss: a function from a range of them to [tokens, v/tp]; its padding is last."""
@@ -79,19 +98,20 @@ def load_frozen(
     vocab_size: int,
     vocabulary: Optional[str],
     stages: Sequence[torch.nn.Module],
+    first_layers: Callable[[schema.Config], int] = lambda settings: 0,
 ) -> tuple[Optional[FrozenModel], list[str]]:
     """Load a frozen model on the ranks of the last stage, and notices for the user. All ranks call it.
 
     flag: the setting that names `folder`, a folder of checkpoints or one of them, for messages
     config, vocab_size, vocabulary: of the run; vocabulary: its tokenizer's fingerprint, None for plain numbers
     stages: this rank's stages of the trained model
+    first_layers: settings of the frozen model -> how many of its first layers this rank needs, without the last stage
     Raises CheckpointError if there is no such model, SettingsError if it cannot see the tokens of this run.
     """
     record = _record_on_all_ranks(flag, folder, context)
-    check_frozen(flag, folder, record, config, vocab_size, vocabulary)
-    settings = frozen_settings(config_of(located(record)), config)
-    holds = any(getattr(stage, "last", False) for stage in stages)
-    built = build_frozen(settings, vocab_size, context) if holds else None
+    settings = frozen_settings(flag, folder, record, config, vocab_size, vocabulary)
+    whole, part = any(getattr(stage, "last", False) for stage in stages), first_layers(settings)
+    built = build_frozen(settings, vocab_size, context, None if whole else part) if whole or part else None
     restored = restore(
         location(folder),
         built.pieces if built else [],
@@ -107,86 +127,24 @@ def load_frozen(
 
 
 def _record_on_all_ranks(flag: str, folder: str, context: RankContext) -> dict[str, Any]:
-    """state.json of the checkpoint, which rank 0 reads."""
+    """The record of the checkpoint, which rank 0 reads."""
     answer: Any = None
     if context.is_rank_zero:
         try:
-            answer = read_record(location(folder), None)
-        except (CheckpointError, StorageError) as error:
-            answer = type(error)(f"{flag} {folder}: {error.what}", error.why, error.do)
+            answer = frozen_record(flag, folder)
+        except Failure as error:
+            answer = error
     answer = context.all_gather_object(answer)[0]
     if isinstance(answer, Failure):
         raise answer
     return answer
 
 
-def check_frozen(
-    flag: str,
-    folder: str,
-    record: Mapping[str, Any],
-    config: schema.Config,
-    vocab_size: Optional[int] = None,
-    vocabulary: Optional[str] = None,
-) -> None:
-    """Raise SettingsError if the model of a checkpoint cannot see this run's micro-batches, or predicts other tokens.
-
-    record: state.json of the checkpoint; vocab_size, vocabulary: of this run; None: not known
-    """
-    frozen, where = config_of(located(record)), f"{flag} {folder}"
-    rows, theirs = record["vocab_size"], record.get("vocabulary")
-    refuse_head(frozen, rows, folder)
-    own, other = recipe_of(config), recipe_of(frozen)
-    if own.arrays != other.arrays:
-        raise SettingsError(
-            f"{where}: the model is a {frozen.model.model_type}, and this run trains a {config.model.model_type}",
-            "the two read different samples",
-            "give a model of the same type",
-        )
-    if vocab_size not in (None, rows):
-        raise SettingsError(
-            f"{where}: the model has a vocabulary of {rows}, this run one of {vocab_size}",
-            "both models predict the same tokens",
-            "give a model with this run's vocabulary",
-        )
-    if None not in (vocabulary, theirs) and vocabulary != theirs:
-        raise SettingsError(
-            f"{where}: the model has learned another vocabulary than this run's: the same numbers mean other words",
-            f"its files: {theirs[:8]}; this run's: {vocabulary[:8]} (fingerprints)",
-            "give a model with this run's vocabulary",
-        )
-    longest = frozen.model.position_table
-    if frozen.model.position_embedding_type == "learned_absolute" and longest < config.model.seq_length:
-        raise SettingsError(
-            f"{where}: the model has {longest} positions, and samples have {config.model.seq_length} tokens",
-            do=f"give --seq-length {longest} at most, or a model for longer sequences",
-        )
-
-
-def frozen_settings(frozen: schema.Config, run: schema.Config) -> schema.Config:
-    """The settings of a frozen model in a run: its own shape, and the run's layout, without stages, and number formats."""
-    p = run.parallel
-    parallel = schema.Parallel(
-        tensor_model_parallel_size=p.tensor_model_parallel_size,
-        sequence_parallel=p.sequence_parallel,
-        context_parallel_size=p.context_parallel_size,
-        cp_comm_type=p.cp_comm_type if len(p.cp_comm_types) == 1 else None,
-        hierarchical_context_parallel_sizes=p.hierarchical_context_parallel_sizes,
-    )
-    rows = run.model.make_vocab_size_divisible_by  # each rank has the same part of both vocabularies
-    return replace(
-        frozen,
-        model=replace(frozen.model, make_vocab_size_divisible_by=rows),
-        parallel=parallel,
-        recompute=schema.Recompute(),
-        precision=run.precision,
-        kernels=run.kernels,
-    )
-
-
-def build_frozen(settings: schema.Config, vocab_size: int, context: RankContext) -> Built:
-    """The model of `frozen_settings` on this rank, with memory for its weights."""
+def build_frozen(settings: schema.Config, vocab_size: int, context: RankContext, part: Optional[int] = None) -> Built:
+    """The model of `frozen_settings` on this rank, with memory for its weights. part: only so many first layers."""
     recipe, mesh = recipe_of(settings), context.mesh.of_whole_model()
     refuse_sizes(settings, mesh, recipe.rules)
     dtype = weight_format(settings.precision)
-    model = recipe.build_model(settings, mesh, vocab_size, dtype=dtype, device="meta")
+    layers = dict(layers=range(part), last=False) if part else {}
+    model = recipe.build_model(settings, mesh, vocab_size, **layers, dtype=dtype, device="meta")
     return allocated(model, [model], mesh, dtype=dtype, device=context.device)

@@ -20,7 +20,7 @@ from megatron.guard.endings import peer_lost
 from megatron.guard.replicas import check_buffers
 from megatron.guard.spikes import Recent
 from megatron.guard.watch import StepVerdict, Watch
-from megatron.model.recipe import KD_LOSS
+from megatron.model.recipe import KD_HIDDEN_LOSS, KD_LOSS
 from megatron.mpu.initialize import RankContext, leave_job
 from megatron.optimizer.lr_schedule import Lengths
 from megatron.optimizer.scaler import LossScaler
@@ -148,7 +148,7 @@ class Losses:
     @property
     def evaluated(self) -> tuple[str, ...]:
         """Those that stages also return in evaluations, which need no teacher."""
-        return tuple(name for name in self.names if name != KD_LOSS)
+        return tuple(name for name in self.names if name not in (KD_LOSS, KD_HIDDEN_LOSS))
 
 
 @dataclass

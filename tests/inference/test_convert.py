@@ -20,7 +20,7 @@ from megatron.checkpoint.store import Piece, share
 from megatron.errors import CheckpointError, SettingsError, UsageError
 from megatron.model.gpt.module import GPT
 from megatron.mpu.mesh import Mesh
-from megatron.mpu.placement import placements
+from megatron.mpu.placement import placed_buffers, placements
 from megatron.settings import schema
 from megatron.tools import checkpoint as tool
 
@@ -46,9 +46,12 @@ LLAMA = dict(
 
 def weights_of(model: dict, seed=0) -> dict[str, torch.Tensor]:
     """Logical tensors of a model, drawn so that every one of them matters."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {n: p.shape for n, (_, p) in placements(GPT(schema.Model(**model), Mesh(), V, device="meta")).items()}
-    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    generator, whole = torch.Generator().manual_seed(seed), GPT(schema.Model(**model), Mesh(), V, device="meta")
+    drawn = {n: torch.randn(p.shape, generator=generator) * 0.3 for n, (_, p) in placements(whole).items()}
+    for name, buffer in placed_buffers(whole).items():  # biases of experts; counts, which are 0 between steps
+        shape, bias = buffer.placement.shape, buffer.placement.buffer.combine == "same"
+        drawn[name] = torch.randn(shape, generator=generator) if bias else torch.zeros(shape, dtype=torch.int64)
+    return drawn
 
 
 def save(folder: Path, model: dict, more=(), writers=3, **settings) -> dict[str, torch.Tensor]:
@@ -463,6 +466,6 @@ def test_megatron_checkpoints_that_are_not_whole(tmp_path):
 
 
 def test_megatron_settings_that_change_the_arithmetic_are_refused(tmp_path):
-    megatron_files(tmp_path / "theirs", GPT2, 1, 1, num_experts=8)
-    with pytest.raises(CheckpointError, match="uses num_experts"):
+    megatron_files(tmp_path / "theirs", GPT2, 1, 1, multi_latent_attention=True)
+    with pytest.raises(CheckpointError, match="uses multi_latent_attention"):
         tool.main(["from-megatron", str(tmp_path / "theirs"), str(tmp_path / "ours")])

@@ -3,6 +3,7 @@
 tensors come back as they were.
 """
 
+import copy
 import json
 import warnings
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from megatron.data.loader import MicroBatch
 from megatron.inference.convert.families import imported
+from megatron.inference.convert.hf_files import TensorFiles
 from megatron.inference.generation import generate
 from megatron.inference.load import load_model
 from megatron.inference.sampling import Sampling
@@ -40,6 +42,9 @@ SLIDING = ["sliding_attention"]
 GEMMA_3_ROPE = dict(
     full_attention=dict(rope_theta=5e4, **LINEAR), sliding_attention=dict(rope_type="default", rope_theta=300.0)
 )
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+DOTS = dict(n_shared_experts=2, first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5)
+DOTS |= dict(n_group=4, topk_group=2, head_dim=16, sliding_window=None)
 CASES = {  # family -> settings of its configuration class
     "llama": dict(attention_bias=True, mlp_bias=True, head_dim=16),
     "qwen2": dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
@@ -52,8 +57,17 @@ CASES = {  # family -> settings of its configuration class
     "gemma": dict(head_dim=16, num_key_value_heads=1),
     "gemma2": dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=48, attn_logit_softcapping=3.0),
     "gemma3_text": dict(head_dim=16, sliding_window=6, sliding_window_pattern=3, rope_parameters=GEMMA_3_ROPE),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=9, head_dim=8),
+    "olmoe": dict(num_experts=8, num_experts_per_tok=3),
+    "qwen2_moe": dict(EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[0, 2]),
+    "qwen3_moe": dict(EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
+    "dots1": dict(DOTS, num_experts_per_tok=4, n_routed_experts=8, moe_intermediate_size=24),
 }
-MODELS = pytest.mark.parametrize("case", CASES)
+MIXTURES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "dots1")
+RARE = ("olmoe", "qwen2_moe", "qwen3_moe")  # whose parts others have, too
+MODELS = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full) if case in RARE else case for case in CASES]
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +87,9 @@ def family(tmp_path_factory):
                 for parameter in theirs.parameters():
                     noise = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(0.15 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
+                for name, buffer in theirs.named_buffers():
+                    if "e_score_correction_bias" in name:
+                        buffer.copy_(-torch.rand(buffer.shape, generator=generator))
             theirs.save_pretrained(folder / "theirs")
             tool.main(["from-hf", str(folder / "theirs"), str(folder / "ours")])
             made[case] = theirs, folder / "theirs", folder / "ours"
@@ -93,14 +110,25 @@ def test_logits_over_ranks(case, family, run_ranks):
     assert want.abs().max() > 0.3
     ways = [(1, 1), (2, 2)] if case != "gemma" else [(1, 2)]  # it has one group of queries
     for tp, pp in ways:
-        run = lambda rank, tp=tp, pp=pp: load_model(str(ours), mesh=Mesh(rank, tp=tp, pp=pp)).model.logits(tokens())
+        sizes = dict(tp=tp, pp=pp, **(dict(ep=tp, etp=1) if case in MIXTURES else {}))
+        run = lambda rank, sizes=sizes: load_model(str(ours), mesh=Mesh(rank, **sizes)).model.logits(tokens())
         with torch.no_grad():
             *_, found = run_ranks(tp * pp, run) if tp * pp > 1 else [run(0)]
         assert (found - want).abs().max() <= 1e-5
 
 
+def gradients_by_name(theirs, folder) -> TensorFiles:
+    """The gradients of their model by the names of its files, of which each expert has its own."""
+    copied = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for own, parameter in zip(copied.parameters(), theirs.parameters(), strict=True):
+            own.copy_(parameter.grad)
+    copied.save_pretrained(folder)
+    return TensorFiles(folder)
+
+
 @MODELS
-def test_gradients(case, family):
+def test_gradients(case, family, tmp_path):
     theirs, folder, ours = family(case)
     model = load_model(str(ours)).model.train()
     inputs, labels = tokens(), tokens(seed=2)
@@ -109,13 +137,15 @@ def test_gradients(case, family):
     F.cross_entropy(logits.reshape(-1, V), labels.t().reshape(-1)).backward()
     for parameter in model.parameters():
         parameter.grad = None
-    loss, count = model(None, MicroBatch(inputs, labels, torch.arange(3)))[1].values()
-    (loss / count).backward()
-    found, wanted = dict(model.named_parameters()), dict(theirs.named_parameters())
+    sums = model(None, MicroBatch(inputs, labels, torch.arange(3)))[1]
+    (sums["lm loss"] / sums["tokens"]).backward()
+    found, wanted = dict(model.named_parameters()), gradients_by_name(theirs, tmp_path)
     matches = imported(json.loads((folder / "config.json").read_text())).matches
-    assert {match.ours for match in matches} == set(found)
+    buffers = {name for name, _ in model.named_buffers() if ".router." in name}
+    assert {match.ours for match in matches} == {*found, *buffers}
+    matches = [match for match in matches if match.ours not in buffers]
     for match in matches:
-        parts = [wanted[name].grad for name in match.theirs]
+        parts = [wanted.get(name) for name in match.theirs]
         want = match.to_ours(parts) - match.to_ours([torch.zeros_like(part) for part in parts])
         got = found[match.ours].grad[: len(want)]
         torch.testing.assert_close(

@@ -25,6 +25,9 @@ from tests.inference.test_convert import LLAMA as OURS
 
 QWEN3 = dict(OURS, qk_layernorm=True, kv_channels=8)
 GEMMA = dict(OURS, swiglu=False, geglu=True, scale_embedding=True)
+MIXTURE = dict(OURS, num_experts=4, moe_ffn_hidden_size=48)
+SHARED = dict(MIXTURE, moe_shared_expert_intermediate_size=96)
+SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 BASES = {
     "gpt2": GPT2,
     "llama": OURS,
@@ -36,6 +39,14 @@ BASES = {
     "gemma": GEMMA,
     "gemma2": dict(GEMMA, norm_position="sandwich", attn_logit_softcapping=2.0),
     "gemma3_text": dict(GEMMA, norm_position="sandwich", qk_layernorm=True),
+    "mixtral": MIXTURE,
+    "olmoe": dict(
+        MIXTURE, kv_channels=8, moe_router_pre_softmax=True, qk_layernorm=True, qk_layernorm_across_heads=True
+    ),
+    "qwen2_moe": dict(SHARED, moe_shared_expert_gate=True, add_qkv_bias=True),
+    "qwen3_moe": dict(MIXTURE, qk_layernorm=True, moe_layer_freq="[0]*2+[1]*2"),
+    "dots1": dict(SHARED, **SIGMOID, qk_layernorm=True),
+    "deepseek": dict(SHARED, moe_layer_freq="[0]*1+[1]*3", moe_router_pre_softmax=True),
 }
 OTHER = dict(  # another value of a setting that changes what a model computes, with what gives it an effect
     rotary_percent=dict(rotary_percent=0.5),
@@ -51,16 +62,32 @@ OTHER = dict(  # another value of a setting that changes what a model computes, 
     attn_logit_softcapping=dict(attn_logit_softcapping=2.0),
     final_logit_softcapping=dict(final_logit_softcapping=3.0),
     add_qkv_bias=dict(add_qkv_bias=True, disable_bias_linear=True),
+    num_experts=dict(num_experts=4),
+    moe_layer_freq=dict(num_experts=4, moe_layer_freq="2"),
+    moe_shared_expert_intermediate_size=dict(num_experts=4, moe_shared_expert_intermediate_size=48),
+    moe_shared_expert_gate=dict(num_experts=4, moe_shared_expert_intermediate_size=48, moe_shared_expert_gate=True),
+    moe_router_load_balancing_type=dict(num_experts=4, moe_router_load_balancing_type=["sinkhorn"]),
+    moe_router_score_function=dict(num_experts=4, moe_router_score_function="sigmoid"),
+    moe_router_pre_softmax=dict(num_experts=4, moe_router_pre_softmax=True),
+    moe_router_num_groups=dict(num_experts=4, moe_router_num_groups=2, moe_router_group_topk=1),
+    moe_router_group_topk=dict(num_experts=8, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk=4),
+    moe_router_topk_scaling_factor=dict(num_experts=4, moe_router_topk_scaling_factor=2.5),
+    moe_router_enable_expert_bias=dict(num_experts=4, **SIGMOID),
+    moe_router_force_load_balancing=dict(num_experts=4, moe_router_force_load_balancing=True),
+    moe_expert_capacity_factor=dict(num_experts=4, moe_expert_capacity_factor=1.0),
 )
 # Settings that change no logits in fp32, and those that only size the model.
 TRAINING = """hidden_dropout attention_dropout label_smoothing z_loss_coeff init_method_std make_vocab_size_divisible_by
     model_type model_name_or_path apply_query_key_layer_scaling attention_softmax_in_fp32 linear
+    moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate moe_input_jitter_eps moe_router_dtype
+    moe_pad_expert_input_to_capacity moe_token_drop_policy
     lora_rank lora_alpha lora_dropout lora_target lora_split_fused use_rslora""".split()
 # Rounding of weights and inputs, and masks: a model with `linear` kinds is refused as a whole.
 ROUNDING = """quantization weight_quantize_type activation_quantize_type activation_preprocess_type weight_bits
     activation_bits quantization_layers quantization_skip sparsity initial_sparsity sparsity_begin_step
     sparsity_end_step sparsity_frequency sparsity_layers sparsity_skip""".split()
-SIZES = """num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
+SIZES = """moe_ffn_hidden_size moe_router_topk
+    num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size kv_channels
     group_query_attention num_query_groups rotary_base norm_epsilon untie_embeddings_and_output_weights""".split()
 OF_SCALING = ("rope_scaling_", "yarn_", "mscale", "rotary_scaling_factor")  # of use_rope_scaling and rope_type
 
@@ -187,6 +214,11 @@ GEMMA_2_2B = dict(
 )
 
 
+SHARED_WORDS = dict(shared_expert_intermediate_size=5632)
+DEEPSEEK_WORDS = dict(n_routed_experts=64, num_experts_per_tok=6)
+GROUPS = dict(n_group=3, topk_group=2, norm_topk_prob=True)
+
+
 @pytest.mark.parametrize(
     "published, parameters, want",
     [
@@ -229,6 +261,13 @@ def test_published_models(published, parameters, want):
         ("gemma-2-2b", 256000, 2_614_341_888),
         ("gemma-2-9b", 256000, 9_241_705_984),
         ("gemma-3-1b", 262144, 999_885_952),
+        ("mixtral-8x7b", 32000, 46_702_792_704),
+        ("mixtral-8x22b", 32768, 140_630_071_296),
+        ("qwen3-30b-a3b", 151936, 30_532_122_624),
+        ("qwen3-235b-a22b", 151936, 235_093_634_560),
+        ("qwen1.5-moe-a2.7b", 151936, 14_315_784_192),
+        ("olmoe-1b-7b", 50304, 6_919_161_856),
+        ("deepseek-moe-16b", 102400, 16_375_728_128),
     ],
 )
 def test_named_shapes(name, vocabulary, parameters):
@@ -237,6 +276,7 @@ def test_named_shapes(name, vocabulary, parameters):
     assert GPTFacts(model, vocabulary).parameters == parameters
     kind = their_settings(model, vocabulary, None, "bfloat16")["model_type"]
     family = {"phi-3": "mistral", "gemma-3": "gemma3_text", "qwen2": "qwen2"}  # a Phi-3 has the shape of a Mistral
+    family |= {"qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe", "qwen1.5": "qwen2_moe"}
     first = next((kind for start, kind in family.items() if name.startswith(start)), name.replace("-", ""))
     assert first.startswith(kind[:6])
 
@@ -258,7 +298,14 @@ def test_named_shapes(name, vocabulary, parameters):
         (GEMMA_3_1B, dict(rope_scaling=dict(rope_type="yarn", factor=8.0)), "rope_type 'yarn'"),
         (GEMMA_3_1B, dict(model_type="gemma3"), "has a vision tower"),
         (QWEN_2_05B, dict(model_type="phi"), "attention and MLP in parallel"),
-        (QWEN_2_05B, dict(model_type="qwen3_moe"), "have experts"),
+        (QWEN_2_05B, dict(model_type="gpt_oss"), "attention has sinks"),
+        (QWEN_2_05B, dict(model_type="deepseek_v3"), "MLA"),
+        (QWEN_2_05B, dict(model_type="qwen3_moe", num_experts_per_tok=129), "128 of width 768, 129 for each token"),
+        (QWEN_2_05B, dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv 8.0"),
+        (QWEN_2_05B, dict(model_type="qwen2_moe", **SHARED_WORDS, use_sliding_window=True), "use_sliding_window True"),
+        (QWEN_2_05B, dict(model_type="deepseek", **DEEPSEEK_WORDS, scoring_func="sigmoid"), "scoring_func 'sigmoid'"),
+        (QWEN_2_05B, dict(model_type="dots1", **DEEPSEEK_WORDS), "norm_topk_prob"),
+        (QWEN_2_05B, dict(model_type="dots1", **DEEPSEEK_WORDS, **GROUPS), "3 groups of 64 experts"),
         (QWEN_2_05B, dict(model_type="phi3", rope_scaling=dict(type="longrope", factor=2.0)), "rope_type 'longrope'"),
     ],
 )

@@ -214,7 +214,7 @@ def test_what_cannot_be_expressed_is_named(tmp_path, monkeypatch):
     ):
         with pytest.raises(SettingsError, match=told):
             tool.main([*words, *more])
-    with pytest.raises(UsageError, match="0 x 1 files"):
+    with pytest.raises(UsageError, match="0 x 1 x 1 files"):
         tool.main([*words, "--tp", "0"])
     with pytest.raises(UsageError, match="OUT must be a folder"):
         tool.main(["to-megatron", str(tmp_path / "ours"), "memory://out"])

@@ -225,3 +225,19 @@ def test_fp16_is_compared_in_steps_that_are_made(monkeypatch):
     monkeypatch.setattr(verify_layout, "trained", lambda *args: nothing)
     with pytest.raises(SettingsError, match="all gradients overflow"):
         verify_layout.main(f"{line} --loss-scale 1e30 --layouts tp2".split())
+
+
+EXPERTS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --swiglu --disable-bias-linear
+    --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --mock-data --vocab-size 100 --micro-batch-size 2
+    --global-batch-size 4 --train-iters 2 --eval-iters 0 --lr 1e-3 --device cpu --bf16 --layouts tp2-ep2
+    --steps 2""".split()
+
+
+@pytest.mark.full
+def test_layouts_replay_the_experts_of_one_process(capsys):
+    """In bf16 tokens choose other experts in another layout: they are counted, and take those of one process."""
+    verify_layout.main(EXPERTS)
+    text = capsys.readouterr().out
+    share = float(re.search(r"PASS .*; ([0-9.]+)% of tokens would choose other experts", text)[1])
+    assert 0 < share < 20
+    assert "each token went to the experts that it chose in one process" in text

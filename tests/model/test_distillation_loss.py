@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.mpu.cross_entropy import linear_cross_entropy
-from megatron.mpu.distillation_loss import DistillationLoss
+from megatron.mpu.distillation_loss import TeacherLoss
 from megatron.mpu.mesh import Mesh
 from tests.model.test_cross_entropy import PADDED, V, problem
 
@@ -59,7 +59,7 @@ def test_loss_and_gradients(run_ranks, case, kind, temperature, alpha):
         rows = slice(rank * PADDED // tp, (rank + 1) * PADDED // tp)
         own = weight.detach()[rows].clone().requires_grad_()
         mine, axis = hidden.detach().clone().requires_grad_(), Mesh(rank, tp=tp).tp
-        teacher = DistillationLoss(
+        teacher = TeacherLoss(
             lambda tokens: logits[tokens, rows], axis, kind=kind, temperature=temperature, alpha=alpha
         )
         found = linear_cross_entropy(mine, own, labels, vocab_size=V, tp=axis, teacher=teacher, **told)
@@ -83,7 +83,7 @@ def test_short_formats(kind, dtype):
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     kd = divergence(kind, logits[:, :V].double(), exact[0] @ exact[1][:V].t(), 4.0).sum()
     wanted = torch.autograd.grad(kd, exact)
-    teacher = DistillationLoss(logits.__getitem__, Mesh().tp, kind=kind, temperature=4.0, alpha=1.0)
+    teacher = TeacherLoss(logits.__getitem__, Mesh().tp, kind=kind, temperature=4.0, alpha=1.0)
     *_, found = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, teacher=teacher)
     assert found.item() == pytest.approx(kd.item(), rel=1e-2)
     for gradient, expected in zip(torch.autograd.grad(found * 0.25, (hidden, weight)), wanted, strict=True):
@@ -93,7 +93,7 @@ def test_short_formats(kind, dtype):
 def test_equal_logits_have_no_loss_and_no_gradient():
     hidden, weight, labels, _ = problem()
     for kind in KINDS:
-        teacher = DistillationLoss(
+        teacher = TeacherLoss(
             lambda rows: hidden.detach()[rows] @ weight.detach().t(), Mesh().tp, kind=kind, temperature=3.0, alpha=1.0
         )
         *_, found = linear_cross_entropy(hidden, weight, labels, vocab_size=V, tp=Mesh().tp, teacher=teacher)

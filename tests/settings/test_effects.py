@@ -38,8 +38,9 @@ ALWAYS = """
     masked_softmax_fusion fuse_attn_qkv flash_attention_version
     recompute_granularity recompute_method recompute_num_layers recompute_modules
     save load save_interval keep_last save_retain_interval async_save save_mirror save_copy ckpt_step auto_resume finetune
+    moe_use_upcycling
     exit_signal_handler kill_switch_file heartbeat_dir on_nan on_spike spike_window spike_threshold iterations_to_skip
-    override teacher_load
+    override teacher_load teacher_logits
     optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction start_weight_decay end_weight_decay
     weight_decay_incr_style clip_grad freeze train_only decoupled_lr decoupled_min_lr optimizer_cpu_offload
     nvme_offload_fraction param_cpu_offload gradient_accumulation_fusion loss_averaging
@@ -126,6 +127,15 @@ CASES = {
     **{
         f"kd_{name}": (f"--kd-{name} {value}", "", "--teacher-load d")
         for name, value in dict(alpha=0.3, temperature=2, loss="js").items()
+    },
+    "kd_hidden_layers": ("--kd-hidden-layers even", "--teacher-logits d", "--teacher-load d"),
+    **{
+        f"kd_hidden_{name}": (
+            f"--kd-hidden-{name} {value}",
+            "--teacher-load d",
+            "--teacher-load d --kd-hidden-layers even",
+        )
+        for name, value in dict(loss="cosine", coeff=2).items()
     },
     "adam_beta1": ("--adam-beta1 0.8", "--optimizer sgd", ""),
     "adam_beta2": ("--adam-beta2 0.8", "--optimizer lion", ""),

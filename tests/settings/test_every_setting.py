@@ -318,6 +318,7 @@ CHECKS = dict(
         exit_on_missing_checkpoint="test_new_runs::test_what_needs_a_checkpoint_is_refused",
         resume_schedule="test_resumed_schedule::test_a_longer_run_follows_the_schedule_that_it_is_told_to",
         finetune=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
+        moe_use_upcycling="test_upcycling::test_a_run_starts_from_a_dense_checkpoint",
         use_checkpoint_args="test_from_checkpoint::test_the_shape_is_the_checkpoints",
         load_strictness="test_saving_runs::test_load_strictness",
         no_load_optim=f"{RUN}::test_what_of_a_checkpoint_is_loaded",
@@ -375,9 +376,13 @@ CHECKS = dict(
     ),
     distillation=dict(
         teacher_load="test_distillation::test_any_layout_is_the_plain_loop",
+        teacher_logits="test_teacher_logits::test_all_logits_equal_the_teacher",
         kd_alpha="test_distillation::test_any_layout_is_the_plain_loop",
         kd_temperature="test_distillation::test_any_layout_is_the_plain_loop",
         kd_loss="test_distillation::test_any_layout_is_the_plain_loop",
+        kd_hidden_layers="test_distillation::test_hidden_states_are_those_of_the_plain_loop",
+        kd_hidden_loss="test_distillation::test_hidden_states_are_those_of_the_plain_loop",
+        kd_hidden_coeff="test_distillation::test_even_pairs",
     ),
     planner=dict(
         auto_parallel="test_plan_commands::test_auto_parallel_trains",

@@ -10,6 +10,7 @@ import torch
 import finetune
 import pretrain_gpt
 from megatron.inference.convert.huggingface import to_hf
+from megatron.inference.convert.merged import merge
 from megatron.inference.load import load_model, open_tokenizer
 from megatron.serving.models import folders_of
 from megatron.tokenizer.chat_template import find_template
@@ -115,3 +116,13 @@ def test_an_export_has_the_template(tuned, tmp_path):
     ids = theirs.apply_chat_template(talks()[0], return_dict=False)
     assert ids == plain_tokens(talks()[0])[0] and theirs.eos_token == "<|endoftext|>"
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"] == EOD
+
+
+def test_a_merged_checkpoint_has_the_template(base, tmp_path):
+    """Adapters that were trained on conversations, merged into the model: it answers as before."""
+    file = write_lines(tmp_path / "talks.jsonl", [dict(messages=talk) for talk in talks()])
+    line = f"--task chat --train-data {file} --chat-template plain --load {base} --save {tmp_path / 'run'} {TUNE}"
+    finetune.main(f"{line} --train-iters 1 --global-batch-size 7 --lora-rank 2".split())
+    merge(tmp_path / "run" / "iter_0000001", tmp_path / "merged")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        assert (tmp_path / "merged" / name).read_text() == (tmp_path / "run" / name).read_text()

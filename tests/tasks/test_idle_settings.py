@@ -38,6 +38,7 @@ REFUSED = {
     "reset_position_ids": "--reset-position-ids",
     "reset_attention_mask": "--reset-attention-mask",
     "teacher_load": "--teacher-load d",
+    "teacher_logits": "--teacher-logits d",
     "train_data_path": "--train-data-path d",
     "valid_data_path": "--valid-data-path d",
     "test_data_path": "--test-data-path d",

@@ -93,6 +93,8 @@ class Job:
     # (scores [b, s, v], tokens [b, s]) -> a loss of each token to minimize with a weight, the cross-entropy having the rest
     teacher: Optional[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = None
     alpha: float = 0.0
+    # (outputs of layers, [b, s, h] each, tokens) -> a loss of each token, which is added
+    hidden_teacher: Optional[Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]] = None
 
 
 @dataclass
@@ -139,8 +141,10 @@ def initial_weights(seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor, job: Job) -> torch.Tensor:
-    """Tokens [b, s] through a GPT-2 of any size: [b, s, vocabulary]."""
+def logits(
+    weights: dict[str, torch.Tensor], tokens: torch.Tensor, job: Job, outputs: Optional[list] = None
+) -> torch.Tensor:
+    """Tokens [b, s] through a GPT-2 of any size: [b, s, vocabulary]. outputs: gets those of layers."""
     places, allowed = documents(tokens, job)
     hidden, layers = (
         weights["final_norm.weight"].numel(),
@@ -162,6 +166,8 @@ def logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor, job: Job) -> 
         x = x + linear(block + "attention.output", mixed.transpose(1, 2).reshape(x.shape))
         wide = linear(block + "mlp.up", norm(block + "mlp_norm", x))
         x = x + linear(block + "mlp.down", F.gelu(wide, approximate="tanh"))
+        if outputs is not None:
+            outputs.append(x)
     return norm("final_norm", x) @ weights["embedding.word.weight"].T
 
 
@@ -226,7 +232,8 @@ def train(job: Job) -> Outcome:
             skipped = overflow or stands_out(loss, norm, recent, job.spike_threshold)
             scale.update(overflow)
             step |= {"lm loss": loss, "grad_norm": None if overflow else norm, "loss_scale": scale.value}
-            step |= {"kd loss": of_teacher} if job.teacher else {}
+            step |= {"kd loss": of_teacher[0]} if job.teacher else {}
+            step |= {"kd hidden loss": of_teacher[1]} if job.hidden_teacher else {}
             if not skipped:
                 for name, gradient in gradients.items():  # AdamW leaves weights without a gradient as they are
                     weights[name].grad = gradient * (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0)
@@ -270,23 +277,28 @@ def take(split: int, places: range, job: Job) -> torch.Tensor:
 
 def backward(
     weights, samples: torch.Tensor, scale: float, job: Job
-) -> tuple[float, dict[str, torch.Tensor], bool, float]:
+) -> tuple[float, dict[str, torch.Tensor], bool, tuple[float, float]]:
     """(mean loss of the tokens that count, gradients of what is minimised, whether fp16 could not hold one of them, mean
-    loss on the teacher)."""
+    losses on the teacher's logits and hidden states)."""
     rounded = {name: values.detach().to(job.weights_in).double().requires_grad_() for name, values in weights.items()}
     micros = samples.split(job.micro)
-    total = tokens = of_teacher = 0
+    total = tokens = on_logits = on_states = 0
     gradients = {name: torch.zeros_like(values) for name, values in rounded.items()}
     largest = 0.0
     for micro in micros:
-        scores = logits(rounded, micro[:, :-1], job)
+        outputs: list[torch.Tensor] = []
+        scores = logits(rounded, micro[:, :-1], job, outputs)
         losses, counts = losses_of(scores, micro, job, job.smoothing)
         tokens += counts.sum().item()
         total += losses[counts].sum().item()
         if job.teacher:
             distilled = job.teacher(scores, micro[:, :-1])
-            of_teacher += distilled[counts].sum().item()
+            on_logits += distilled[counts].sum().item()
             losses = (1 - job.alpha) * losses + job.alpha * distilled
+        if job.hidden_teacher:
+            added = job.hidden_teacher(outputs, micro[:, :-1])
+            on_states += added[counts].sum().item()
+            losses = losses + added
         minimised = losses[counts].mean() / len(micros) if job.mean_of_means else losses[counts].sum()
         for name, gradient in zip(gradients, torch.autograd.grad(minimised, list(rounded.values())), strict=True):
             gradients[name] += gradient
@@ -297,7 +309,7 @@ def backward(
     assert job.weights_in is not torch.float16 or not 0.97 < in_fp16 < 1.03, f"too near to the limit: {in_fp16}"
     if not job.mean_of_means:
         gradients = {name: gradient / tokens for name, gradient in gradients.items()}
-    return total / tokens, gradients, overflow, of_teacher / tokens
+    return total / tokens, gradients, overflow, (on_logits / tokens, on_states / tokens)
 
 
 def stands_out(loss: float, norm: float, recent: list[tuple[float, float]], threshold: Optional[float]) -> bool:

@@ -8,14 +8,22 @@ from functools import cache
 import pytest
 import torch
 
+import pretrain_bert
 import pretrain_gpt
+import pretrain_t5
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
 from megatron.inference.load import load_model
 from megatron.model.arguments import parse_any
-from megatron.model.recipe import recipe_of
+from megatron.model.recipe import facts_of, recipe_of, sums_of
 from megatron.mpu import forked
+from megatron.planner import layout as plans
+from megatron.planner.device import cpu
+from megatron.planner.memory import NO_DEVICE, state, step_memory
+from megatron.planner.parity import laid_out, parse_layout
+from megatron.planner.speed import Cluster, end_costs
 from megatron.training import build
+from megatron.training.frozen_settings import frozen_record, frozen_settings, layer_pairs
 from megatron.training.rules import resolve
 from megatron.training.step import train_step
 from tests.model.test_distillation_loss import divergence
@@ -88,6 +96,69 @@ def test_any_layout_is_the_plain_loop(way, layout, teacher, run_ranks, tmp_path)
     compare(tmp_path, expected)
 
 
+@pytest.fixture(scope="module")
+def wide_teacher(tmp_path_factory) -> str:
+    """A teacher with the student's hidden size."""
+    folder = tmp_path_factory.mktemp("wide")
+    pretrain(0, f"{LINE} --num-layers 4 --init-method-std 0.15 --seed 7 --train-iters 1 --save {folder}")
+    return str(folder)
+
+
+HIDDEN_WAYS = {"mse": "--kd-hidden-layers 0:1,1:3", "cosine": "--kd-hidden-layers 1:2 --kd-hidden-loss cosine"}
+PAIRS = {"mse": {0: 1, 1: 3}, "cosine": {1: 2}}
+
+
+@cache
+def plain_hidden(teacher: str, way: str):
+    with Reader(f"{teacher}/iter_0000001") as reader:
+        weights = {name: reader.read(name).double() for name in reader.tensors if not name.startswith("optimizer")}
+    job = Job(**PLAIN)
+
+    def of_logits(scores, tokens):
+        return divergence("forward_kl", logits(weights, tokens, job), scores, 1.0)
+
+    def of_states(outputs, tokens):
+        logits(weights, tokens, job, wanted := [])
+        pairs = [(outputs[a], wanted[b]) for a, b in PAIRS[way].items()]
+        if way == "mse":
+            return sum((a - b).square().mean(-1) for a, b in pairs)
+        return sum(1 - torch.cosine_similarity(a, b, dim=-1) for a, b in pairs)
+
+    return train(Job(**PLAIN, teacher=of_logits, alpha=0.5, hidden_teacher=of_states))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("way, layout", [("mse", layout) for layout in LAYOUTS] + [("cosine", "one process")])
+def test_hidden_states_are_those_of_the_plain_loop(way, layout, wide_teacher, run_ranks, tmp_path):
+    """Layers of every stage are compared; other stages have the teacher's first layers alone."""
+    world, words = LAYOUTS[layout]
+    line = f"{LINE} --teacher-load {wide_teacher} {HIDDEN_WAYS[way]} {words} --save {tmp_path}"
+    pretrain(0, line) if world == 1 else run_ranks(world, pretrain, line)
+    compare(tmp_path, plain_hidden(wide_teacher, way))
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--kd-hidden-layers 0:4", "the teacher has layers 0 to 3, and no layer 4"),
+        ("--kd-hidden-layers 2:1", "the student has layers 0 to 1, and no layer 2"),
+        ("--kd-hidden-layers last", "give pairs of layers, student:teacher, as in 0:1,1:3, or even"),
+        ("--kd-hidden-layers even --hidden-size 36", "36 numbers in the student, and 24 in the teacher"),
+    ],
+)
+def test_mistakes_in_layers(flags, said, wide_teacher):
+    with pytest.raises(SettingsError) as error:
+        pretrain(0, f"{LINE} --teacher-load {wide_teacher} {flags}")
+    assert said in str(error.value)
+
+
+def test_even_pairs(wide_teacher):
+    config = parse_any(f"{LINE} --teacher-load {wide_teacher} --kd-hidden-layers even --kd-hidden-coeff 0.5".split())
+    teacher = frozen_settings("--teacher-load", wide_teacher, frozen_record("--teacher-load", wide_teacher), config)
+    assert layer_pairs(config, teacher) == {0: 1, 1: 3}
+    assert sums_of(recipe_of(config), config) == {"lm loss": 0.5, "kd loss": 0.5, "kd hidden loss": 0.5}
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", ["pp2-zbv", "pp2vp2", "tp2sp-cp2a2a-zero1", "cp2-pp2-zbh1"])
 def test_more_layouts(layout, teacher_of_pairs):
@@ -111,6 +182,32 @@ def teacher_of_pairs(tmp_path_factory) -> str:
     return str(folder)
 
 
+COMMON = """--hidden-size 32 --num-attention-heads 4 --mock-data --vocab-size 90 --make-vocab-size-divisible-by 8
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-2 --eval-iters 0 --device cpu --num-workers 0
+    --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.2"""
+MODELS = {
+    "GPT": (pretrain_gpt, "--num-layers 2 --seq-length 16"),
+    "T5": (pretrain_t5, "--encoder-num-layers 2 --decoder-num-layers 2 --seq-length 24 --decoder-seq-length 8"),
+    "BERT": (pretrain_bert, "--num-layers 2 --seq-length 24"),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", ["", f"--tensor-model-parallel-size 2 --sequence-parallel {PP2}"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_student_that_is_its_teacher_learns_nothing_from_it(model, layout, run_ranks, tmp_path):
+    """Its kd loss is 0, and so is the gradient. Logits shifted by a token would differ."""
+    script, shape = MODELS[model]
+    line = f"{COMMON} {shape}".split()
+    script.main([*line, "--save", str(tmp_path / "teacher")])
+    words = f"--finetune --load {tmp_path}/teacher --teacher-load {tmp_path}/teacher --kd-alpha 1 --kd-temperature 2"
+    words = [*line, *words.split(), *layout.split(), "--save", str(tmp_path / "student")]
+    run_ranks(4 if layout else 1, lambda rank: script.main(words))
+    first, *_ = records(tmp_path / "student", "step")
+    assert abs(first["kd loss"]) < 1e-5 and first["lm loss"] > 1
+    assert model == "BERT" or first["grad_norm"] < 1e-3  # BERT's second head has labels
+
+
 def built(teacher: str, more: str = ""):
     config = resolve(parse_any(f"{LINE} --teacher-load {teacher} {more}".split()), 1)
     return build.build_run(config, recipe_of(config))
@@ -120,7 +217,7 @@ def test_the_teacher_is_frozen(teacher):
     """It is no part of the student's modules, has no gradients, and is in evaluation mode while the student trains."""
     run = built(teacher)
     [stage] = run.stages
-    frozen, *_ = stage.teacher.args
+    frozen = stage.teacher.__self__.frozen
     assert not any(module is frozen.model for module in stage.modules())
     before = frozen.weights.clone()
     for each in run.stages:
@@ -136,13 +233,58 @@ def test_the_teacher_is_frozen(teacher):
 def test_its_logits_and_losses_are_those_of_the_loaded_model(teacher):
     """For a micro-batch of training; `load_model` reads the same checkpoint for inference."""
     run = built(teacher)
-    frozen, *_ = run.stages[0].teacher.args
+    frozen = run.stages[0].teacher.__self__.frozen
     [batch, *_] = run.loaders.train.step(0, 4)
     wanted = load_model(teacher).model.logits(batch.tokens)
     found = frozen.logits(batch)(slice(0, batch.tokens.numel())).view(*batch.tokens.shape, -1)[..., :101]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     losses = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), batch.labels.flatten(), reduction="none")
     torch.testing.assert_close(frozen.token_losses(batch).flatten(), losses, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", ["", "--hidden-size 32 --kd-hidden-layers 0:0"])
+@pytest.mark.parametrize("layout", ["", "tp2sp-pp2", "cp2-pp2-zero3"])
+def test_planned_weights_are_those_of_a_run(layout, hidden, teacher_of_pairs):
+    """To the byte, on each pipeline rank; with hidden states also of the first layers on other stages."""
+    layout, flags = parse_layout(layout), f"{LINE} --num-attention-heads 4 --teacher-load {teacher_of_pairs} {hidden}"
+    config = resolve(laid_out(parse_any(flags.split()), layout), layout.world_size)
+
+    def held(rank):
+        run = build.build_run(config, recipe_of(config))
+        found = [each.__self__ for stage in run.stages for each in (stage.teacher, stage.hidden_teacher) if each]
+        return run.context.mesh.pp.rank, found[0].frozen.weights.nbytes if found else 0
+
+    plan = plans.Layout.of(config, layout.world_size)
+    job = plans.Job.of(config, facts_of(config, 101), dp=1, device="cpu")
+    wanted = [state(job, plan, rank)[0].get("teacher", 0) for rank in range(plan.pp)]
+    assert wanted[-1] > 0 and (wanted[0] > 0 or not hidden)
+    assert all(found == wanted[rank] for rank, found in forked.run_ranks(layout.world_size, held))
+
+
+def test_planned_passes_are_at_least_those_of_a_run(teacher, most_allocated):
+    """The most bytes of a forward pass, which a teacher raises by what is planned for it, or less."""
+    more = "--micro-batch-size 8"
+    run, alone = built(teacher, more), built(teacher, more)
+    alone.stages[0].teacher = None
+    most = []
+    for each in (alone, run):
+        [batch] = each.loaders.train.step(0, 1)
+        each.stages[0].train()
+        most.append(most_allocated(lambda each=each, batch=batch: each.stages[0](None, batch)))
+    job = plans.Job.of(run.config, facts_of(run.config, 101), dp=1, device="cpu")
+    planned = step_memory(job, plans.Layout.of(run.config, 1), NO_DEVICE, 0)[0]["teacher's passes"]
+    assert 0.4 * planned < most[1] - most[0] <= planned
+
+
+def test_a_plan_counts_the_teachers_time(teacher):
+    """In the last stage alone, by its forward products."""
+    flags = f"{LINE} --pipeline-model-parallel-size 2"
+    jobs = [
+        (plans.Job.of(config, facts_of(config, 101), dp=1, device="cpu"), plans.Layout.of(config, 2))
+        for config in (resolve(parse_any(f"{flags} {more}".split()), 2) for more in ("", f"--teacher-load {teacher}"))
+    ]
+    (first, last), (with_first, with_last) = (end_costs(*each, Cluster(cpu(), 2)) for each in jobs)
+    assert first == with_first and with_last > last
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(teacher, tmp_path, capsys):
@@ -170,7 +312,7 @@ def test_evaluations_need_no_teacher(teacher, tmp_path):
 @pytest.mark.parametrize(
     "flags, kind, said",
     [
-        ("--teacher-load {gone}", CheckpointError, "--teacher-load {gone}: {gone} holds no checkpoint"),
+        ("--teacher-load {gone}", CheckpointError, "--teacher-load: {gone} holds no checkpoint"),
         (
             "--vocab-size 120",
             SettingsError,

@@ -64,7 +64,13 @@ def compare(folder: Path, expected: Outcome, *, rel: float = 2e-6, step: float =
     steps, evals = records(folder, "step"), records(folder, "eval")
     assert len(steps) == len(expected.steps) > 0 and len(evals) == len(expected.evals)
     for found, wanted in [*zip(steps, expected.steps, strict=True), *zip(evals, expected.evals, strict=True)]:
-        within = {"lm loss": rel, "grad_norm": 10 * rel, "learning_rate": 1e-12, "kd loss": 5 * rel}
+        within = {
+            "lm loss": rel,
+            "grad_norm": 10 * rel,
+            "learning_rate": 1e-12,
+            "kd loss": 5 * rel,
+            "kd hidden loss": 5 * rel,
+        }
         near = {
             name: pytest.approx(value, rel=within[name]) if name in within and value is not None else value
             for name, value in wanted.items()

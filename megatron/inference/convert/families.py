@@ -17,7 +17,7 @@ from megatron.model.facts import Facts
 from megatron.model.gpt import hf_names as gpt_names
 from megatron.model.gpt import hf_settings as gpt_settings
 from megatron.model.gpt.facts import GPTFacts
-from megatron.model.gpt.hf_names import Match
+from megatron.model.gpt.hf_match import Match
 from megatron.model.recipe import facts_of
 from megatron.model.t5 import hf_names as t5_names
 from megatron.model.t5.facts import T5Facts
@@ -39,7 +39,7 @@ class Family:
     matches:  pairs of tensors
     theirs:   (end-of-document id or None, dtype of the weights) -> content of config.json
     ours:     (loaded model, prompts [s, b]) -> outputs to compare
-    run:      (transformers, folder, prompts) -> the same outputs of their model
+    run:      (transformers, folder, prompts) -> the same outputs of their model; None: transformers does not have it
     extra:    the model's own groups of settings
     beside:   additional tensors that files may contain: copies of others
     notices:  notices for the user of an export
@@ -51,7 +51,7 @@ class Family:
     matches: list[Match]
     theirs: Callable[[Optional[int], str], dict[str, Any]]
     ours: Callable[[Any, torch.Tensor], torch.Tensor]
-    run: Callable[[Any, Any, torch.Tensor], torch.Tensor]
+    run: Optional[Callable[[Any, Any, torch.Tensor], torch.Tensor]]
     extra: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def _gpt(facts: GPTFacts, kind: Optional[str] = None) -> Family:
         gpt_names.matches(kind, model),
         lambda end, dtype: gpt_settings.their_settings(model, facts.vocab_size, end, dtype),
         lambda ours, prompts: ours.logits(prompts),
-        run,
+        None if kind == "deepseek" else run,
         beside=tied,
     )
 

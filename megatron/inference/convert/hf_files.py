@@ -40,11 +40,16 @@ _UNITS = dict(KB=10**3, MB=10**6, GB=10**9, TB=10**12, KiB=2**10, MiB=2**20, GiB
 
 
 class TensorGroup(NamedTuple):
-    """Tensors to write, in order, and the function that creates them on demand."""
+    """Tensors to write, in order, and the function that creates them on demand. dtype: their format, if not that of all."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     make: Callable[[], Iterable[torch.Tensor]]
+    dtype: Optional[torch.dtype] = None
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """The bytes of all of them in a file of this format."""
+        return sum(map(prod, self.shapes)) * (self.dtype or dtype).itemsize
 
 
 def bytes_of(size: str) -> int:
@@ -71,7 +76,7 @@ def write_tensors(
     files: list[list[TensorGroup]] = [[]]
     room = file_bytes
     for plan in planned:
-        size = sum(map(prod, plan.shapes)) * dtype.itemsize
+        size = plan.nbytes(dtype)
         if size > room and files[-1]:
             files.append([])
             room = file_bytes
@@ -84,7 +89,7 @@ def write_tensors(
         _write_file(folder / name, plans, dtype)
     if count > 1:
         where = {tensor: name for name, plans in zip(names, files) for plan in plans for tensor in plan.names}
-        size = sum(prod(shape) for plan in planned for shape in plan.shapes) * dtype.itemsize
+        size = sum(plan.nbytes(dtype) for plan in planned)
         index = dict(metadata=dict(total_size=size), weight_map=where)
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return names
@@ -94,9 +99,10 @@ def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype) -> Non
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for plan in plans:
+        own = plan.dtype or dtype
         for name, shape in zip(plan.names, plan.shapes):
-            end = at + prod(shape) * dtype.itemsize
-            header[name] = dict(dtype=CODES[dtype], shape=list(shape), data_offsets=[at, end])
+            end = at + prod(shape) * own.itemsize
+            header[name] = dict(dtype=CODES[own], shape=list(shape), data_offsets=[at, end])
             at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -105,7 +111,7 @@ def _write_file(path: Path, plans: list[TensorGroup], dtype: torch.dtype) -> Non
         for plan in plans:
             for tensor, shape in zip(plan.make(), plan.shapes):
                 assert tuple(tensor.shape) == shape, (plan.names, tensor.shape, shape)
-                file.write(memoryview(as_bytes(tensor.to(dtype).contiguous()).numpy()))
+                file.write(memoryview(as_bytes(tensor.to(plan.dtype or dtype).contiguous()).numpy()))
         file.flush()
         os.fsync(file.fileno())
 

@@ -31,6 +31,7 @@ from megatron.checkpoint.boxes import Box, flat_to_boxes
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError
+from megatron.inference.convert import megatron_experts
 from megatron.inference.convert.imported import ModelImport, check_complete
 from megatron.inference.convert.megatron_lm import our_name, settings_of
 from megatron.inference.convert.megatron_metadata import (
@@ -104,6 +105,8 @@ def open_distributed(
     model, vocab_size, notices = settings_of(facts, shapes, (1, 1), vocab_size, heads)
     weights = GPTFacts(model, vocab_size).weights
     has_state = optimizer and bool(content.state or content.buffers)
+    if has_state and model.mixture:
+        raise CheckpointError("the optimizer state of a model with experts is not read", do=LEAVE_OUT)
     if optimizer and content.unknown and not has_state:
         why = f"it holds {content.unknown}"
         raise CheckpointError(f"the optimizer state of {folder} has a form that is not read", why, LEAVE_OUT)
@@ -112,6 +115,7 @@ def open_distributed(
 
     def shards() -> Iterator[list[Piece]]:
         whole = chain(
+            filter(None, [megatron_experts.zero_counts(weights)]),
             _shards(folder, _without_main(content) if has_state else content.weights, model, weights, log),
             _buffer_shards(folder, content, facts["args"], model, weights, log) if has_state else (),
         )
@@ -330,6 +334,26 @@ def _in_tensor(
     if name not in wanted:
         raise CheckpointError(f"{theirs} would be {name}, which this model does not have")
     ours = wanted[name].shape
+    if ".mlp.experts." not in name:
+        boxes = _in_matrix(theirs, name, ours, half, shape, box, x)
+        yield from (Piece(name, ours, own, part) for own, part in boxes)
+        return
+    for number in range(box.extent[0]):  # of all experts: [E, rows, inputs] or [E, rows]
+        expert, inner = box.offset[0] + number, Box(box.offset[1:], box.extent[1:])
+        for own, part in _in_matrix(theirs, name, ours[1:], half, shape[1:], inner, x[number]):
+            yield Piece(name, ours, Box((expert, *own.offset), (1, *own.extent)), part.unsqueeze(0))
+
+
+def _in_matrix(
+    theirs: str,
+    name: str,
+    ours: tuple[int, ...],
+    half: Optional[int],
+    shape: tuple[int, ...],
+    box: Box,
+    x: torch.Tensor,
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """(box, values) in our tensor of shape `ours`, for a box [rows, inputs] or [rows] of theirs. half: see `_half`"""
     columns = ours[-1:] if name.endswith(".weight") and len(ours) > 1 else ()
     lead = ours[: len(ours) - len(columns)]  # the dimensions that their rows flatten
     if half is not None:
@@ -344,4 +368,4 @@ def _in_tensor(
         own = Box((*run.offset, *box.offset[1:]), (*run.extent, *box.extent[1:]))
         if half is not None:
             own, part = Box((half, *own.offset), (1, *own.extent)), part.unsqueeze(0)
-        yield Piece(name, ours, own, part.float().contiguous())
+        yield own, part.float().contiguous()

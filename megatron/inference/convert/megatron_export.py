@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from megatron.checkpoint.boxes import Box, find_flaw
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.reader import Reader
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert import megatron_experts
 from megatron.inference.convert.arriving import arriving, needed
 from megatron.inference.convert.megatron_lm import open_classic
 from megatron.inference.convert.merged import merged_first
@@ -45,6 +47,10 @@ _CORE = {
     "mlp_norm": "pre_mlp_layernorm.",
     "mlp.up": "mlp.linear_fc1.",
     "mlp.down": "mlp.linear_fc2.",
+    "mlp.router": "mlp.router.",
+    "mlp.shared.up": "mlp.shared_experts.linear_fc1.",
+    "mlp.shared.down": "mlp.shared_experts.linear_fc2.",
+    "mlp.shared_gate": "mlp.shared_experts.gate_",
 }
 IN_LAYER: dict[str, dict[str, str]] = {  # implementation -> our module -> their name up to `weight` or `bias`
     "local": _CORE,
@@ -91,7 +97,7 @@ _OF_TRAINING = (
 
 @dataclass(frozen=True)
 class Export:
-    """A model to export, and the layout and names of the files. tp, pp: sizes for the new files."""
+    """A model to export, and the layout and names of the files. tp, pp, ep: sizes for the new files."""
 
     model: schema.Model
     vocab_size: int
@@ -99,6 +105,12 @@ class Export:
     pp: int
     implementation: Implementation
     dtype: torch.dtype
+    ep: int = 1
+
+    @property
+    def grouped(self) -> bool:
+        """Whether experts are TEGroupedMLP (--moe-grouped-gemm)."""
+        return self.implementation == "transformer_engine"
 
     @property
     def facts(self) -> GPTFacts:
@@ -116,6 +128,7 @@ def to_megatron(
     *,
     tp: int = 1,
     pp: int = 1,
+    ep: int = 1,
     implementation: Implementation = "transformer_engine",
     dtype: torch.dtype = torch.float32,
     check: bool = True,
@@ -129,23 +142,23 @@ def to_megatron(
     with merged_first(path, out) as path, Reader(path) as reader:
         refuse_quantized(reader, "to-megatron")
         config = schema.from_record(needed(reader, "config"))
-        export = Export(config.model, needed(reader, "vocab_size"), tp, pp, implementation, dtype)
+        export = Export(config.model, needed(reader, "vocab_size"), tp, pp, implementation, dtype, ep)
         check_expressible(export)
         padding = _padding_rows(reader)
         with arriving(out) as folder:
             args = arguments(export, config.tokenizer, reader.state.get("iteration", 0))
-            for pipeline in range(pp):
-                for tensor in range(tp):
-                    name = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "")
-                    log(f"writing {out / 'release' / name}")
-                    model = rank_tensors(export, reader, padding, tensor, pipeline)
-                    content = dict(args=args, checkpoint_version=3.0, iteration=args.iteration)
-                    _write(folder / "release" / name / "model_optim_rng.pt", content | dict(model=model))
+            for pipeline, tensor, expert in product(range(pp), range(tp), range(ep)):
+                name = f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pp > 1 else "")
+                name += f"_{expert:03d}" if ep > 1 else ""
+                log(f"writing {out / 'release' / name}")
+                model = rank_tensors(export, reader, padding, tensor, pipeline, expert)
+                content = dict(args=args, checkpoint_version=3.0, iteration=args.iteration)
+                _write(folder / "release" / name / "model_optim_rng.pt", content | dict(model=model))
             (folder / TRACKER).write_text("release")
             notices = [compare(export, reader, folder)] if check else []
     if added := export.padded_vocab - export.vocab_size:
         notices.append(f"{added} rows of padding hold the mean of all rows: Megatron-LM's softmax counts them")
-    layout = f"tensor parallel {tp} x pipeline parallel {pp}"
+    layout = f"tensor parallel {tp} x pipeline parallel {pp}" + (f", expert parallel {ep}" if ep > 1 else "")
     flags = f"--load {out} --ckpt-format torch" + (" --use-legacy-models" if implementation == "legacy" else "")
     return [f"{out}: {layout}, names of {implementation}", *notices, f"in Megatron-LM: {flags} --use-checkpoint-args"]
 
@@ -153,14 +166,20 @@ def to_megatron(
 def check_expressible(export: Export) -> None:
     """Raise SettingsError for a model that Megatron-LM or this export does not support, or an invalid layout."""
     model = export.model
-    known = {*_SAME, *_SIZES, *_OF_TRAINING}
+    known = {*_SAME, *_SIZES, *_OF_TRAINING, *megatron_experts.SAME, *megatron_experts.OTHER}
     other = [f.name for f in fields(model) if f.name not in known and getattr(model, f.name) != f.default]
     if model.model_type != "GPT":
         other.append(f"model_type {model.model_type}")
     if export.implementation == "legacy" and model.qk_layernorm:
         other.append("qk_layernorm (with --use-legacy-models)")
+    if export.implementation == "legacy" and model.mixture:
+        other.append("num_experts (with --use-legacy-models)")
     if other:
         raise SettingsError(f"a model with {', '.join(other)} is not exported to Megatron-LM")
+    if export.ep > 1 and (not model.mixture or model.num_experts % export.ep):
+        raise SettingsError(
+            f"{model.num_experts or 0} experts cannot be divided by --target-expert-model-parallel-size {export.ep}"
+        )
     for what, size in export.facts.divisible_by_tp().items():
         if size % export.tp:
             raise SettingsError(f"{size} ({what}) cannot be divided by --target-tensor-parallel-size {export.tp}")
@@ -173,7 +192,9 @@ def check_expressible(export: Export) -> None:
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def rank_tensors(export: Export, reader: Reader, padding, tensor: int, pipeline: int) -> dict[str, Any]:
+def rank_tensors(
+    export: Export, reader: Reader, padding, tensor: int, pipeline: int, expert: int = 0
+) -> dict[str, Any]:
     """The tensors that one of their ranks saves under `model`."""
     first, last = pipeline == 0, pipeline == export.pp - 1
     a_stage = export.model.num_layers // export.pp
@@ -181,6 +202,16 @@ def rank_tensors(export: Export, reader: Reader, padding, tensor: int, pipeline:
     flat = {}
     for unit in export.facts.units(layers, first, last):
         for name, placed in add_prefix(unit.name, unit.weights).items():
+            if ".mlp.experts." in name:
+                at = f"decoder.layers.{unit.layer - layers.start}."
+                for number, x in _experts(export, reader, name, placed, tensor, expert):
+                    ours = name.removeprefix(f"{unit.name}.")
+                    flat[at + megatron_experts.their_expert(ours, number, export.grouped)] = x
+                continue
+            if placed.buffer:
+                if name.endswith(megatron_experts.BIAS):  # fp32: rounded it would choose other experts
+                    flat[f"decoder.layers.{unit.layer - layers.start}.{megatron_experts.BIAS}"] = reader.read(name)
+                continue  # counts are 0
             local = _local(export, reader, padding, name, placed, tensor)
             flat[_their_name(export, unit, name, layers.start, first)] = local
     return _nested(flat) if export.implementation == "legacy" else _with_extra_state(flat)
@@ -194,6 +225,16 @@ def _local(export: Export, reader: Reader, padding, name: str, placed: Placement
     if box.extent[0] < shape[0]:
         x = torch.cat([x, padding(name).to(export.dtype).expand(shape[0] - box.extent[0], -1)])
     return x.flatten(0, -2) if name.endswith(".weight") and x.dim() > 1 else x.flatten()
+
+
+def _experts(export: Export, reader: Reader, name: str, placed: Placement, tensor: int, expert: int):
+    """(number on its rank, tensor) of the experts of one of their ranks, of one of our tensors."""
+    count, sizes = export.model.num_experts // export.ep, {"ep": export.model.num_experts, "etp": export.tp}
+    shape = placed.local_shape(sizes)
+    for number in range(count):
+        box = Box(*placed.box(shape, {"ep": expert * count + number, "etp": tensor}))
+        x = reader.read(name, box, export.dtype)[0]
+        yield number, x.flatten(0, -2) if name.endswith(".weight") and x.dim() > 1 else x.flatten()
 
 
 def _padding_rows(reader: Reader, rows: int = 4096) -> Callable[[str], torch.Tensor]:
@@ -213,7 +254,10 @@ def _their_name(export: Export, unit: Unit, name: str, first_layer: int, first: 
     if unit.layer is not None:
         module, _, kind = name.removeprefix(f"{unit.name}.").rpartition(".")
         stack = "encoder" if export.implementation == "legacy" else "decoder"
-        return f"{stack}.layers.{unit.layer - first_layer}.{IN_LAYER[export.implementation][module]}{kind}"
+        names = IN_LAYER[export.implementation]
+        if module == "mlp_norm" and export.model.has_experts(unit.layer):  # the router reads it, too: it is a module
+            names = _CORE
+        return f"{stack}.layers.{unit.layer - first_layer}.{names[module]}{kind}"
     module, _, kind = name.rpartition(".")
     if module == "embedding.word" and not first:  # the last stage's copy of a tied table
         return "word_embeddings_for_head.weight" if export.implementation == "legacy" else "output_layer.weight"
@@ -322,7 +366,7 @@ def arguments(export: Export, tokenizer: schema.TokenizerSettings, iteration: in
         transformer_impl="local" if legacy else export.implementation,
         use_legacy_models=legacy,
         ckpt_format="torch",
-        num_experts=None,
+        **megatron_experts.their_arguments(m, export.ep, export.tp, export.grouped),
         data_parallel_random_init=False,
         iteration=iteration,
         consumed_train_samples=0,
@@ -340,13 +384,19 @@ def compare(export: Export, reader: Reader, folder: Path) -> str:
     """Read the export as `from-megatron` does; returns a notice. Raises CheckpointError if it is another model."""
     found = open_classic(folder, None, None, None, optimizer=False, log=lambda text: None)
     ours, theirs = export.model, found.model
-    differ = [f"{name} {getattr(theirs, name)}" for name in _SAME if getattr(ours, name) != getattr(theirs, name)]
+    same = [
+        *_SAME,
+        *(("expert_ffn_size", "expert_layers", "balancing", *megatron_experts.SAME) if ours.mixture else ()),
+    ]
+    same = [name for name in same if name != "moe_ffn_hidden_size"]  # may be the default
+    differ = [f"{name} {getattr(theirs, name)}" for name in same if getattr(ours, name) != getattr(theirs, name)]
     if found.vocab_size != export.vocab_size:
         differ.append(f"vocabulary {found.vocab_size}")
     boxes: dict[str, list[Box]] = {name: [] for name in export.facts.weights}
     for piece in _pieces(found.shards()):
         boxes[piece.name].append(piece.box)
-        if not torch.equal(reader.read(piece.name, piece.box, export.dtype).float(), piece.tensor):
+        dtype = torch.float32 if export.facts.weights[piece.name].buffer else export.dtype
+        if not torch.equal(reader.read(piece.name, piece.box, dtype).float(), piece.tensor.float()):
             differ.append(piece.name)
     shapes = {name: placed.shape for name, placed in export.facts.weights.items()}
     differ += [f"{name}: {flaw}" for name, found in boxes.items() if (flaw := find_flaw(shapes[name], found))]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import GPTs from Megatron-LM's classic checkpoints: `iter_0000100/mp_rank_XX[_YYY]/model_optim_rng.pt`, any tp, pp and
-chunks.
+chunks; with experts of any ep, `mp_rank_XX[_YYY][_ZZZ]` (`megatron_experts`).
 
 `megatron_pickle` reads each file in a separate process, one after another. A file holds a box of each logical tensor, so
 nothing is merged: the boxes of one of their files become one of our files. `megatron_optimizer` has the optimizer's state.
@@ -14,6 +14,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -24,6 +25,7 @@ from megatron.checkpoint.boxes import Box
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.store import Piece
 from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert import megatron_experts
 from megatron.inference.convert.imported import ModelImport, check_complete
 from megatron.inference.convert.megatron_optimizer import (
     ALIGNMENT,
@@ -40,7 +42,7 @@ from megatron.model.gpt.facts import GPTFacts
 from megatron.mpu.placement import Placement
 from megatron.settings import schema
 
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 BUFFERS = "distrib_optim.pt"  # of --use-distributed-optimizer, beside them
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
@@ -65,6 +67,7 @@ IN_LAYER = {  # of legacy models, then of Megatron-Core
     "mlp.linear_fc1": "mlp.up",
     "mlp.dense_4h_to_h": "mlp.down",
     "mlp.linear_fc2": "mlp.down",
+    **megatron_experts.IN_LAYER,
 }
 OUTSIDE = {
     "embedding.word_embeddings": "embedding.word",
@@ -76,7 +79,7 @@ OUTSIDE = {
         for kind in ("layernorm", "norm")
     },
 }
-_NO_WEIGHTS = re.compile(r".*(_extra_state|inv_freq)|word_embeddings(_for_head)?\.weight")
+_NO_WEIGHTS = re.compile(r".*(_extra_state|inv_freq|local_tokens_per_expert)|word_embeddings(_for_head)?\.weight")
 _SAME_NAME = (
     "rotary_percent",
     "normalization",
@@ -94,7 +97,6 @@ _SAME_NAME = (
     "window_attn_skip_freq",
 )  # settings with the same name and meaning in Megatron-LM
 _REFUSED = (
-    "num_experts",
     "multi_latent_attention",
     "apply_layernorm_1p",
     "rotary_interleaved",
@@ -111,6 +113,7 @@ class RankFile(NamedTuple):
     tp: int
     pp: int
     path: Path
+    ep: int = 0
 
 
 def open_classic(
@@ -128,19 +131,26 @@ def open_classic(
     Raises CheckpointError if a file is refused or a tensor is missing.
     """
     parts = find_parts(source, step)
-    sizes = max(part.tp for part in parts) + 1, max(part.pp for part in parts) + 1
     with _opened(parts[0], optimizer) as first:
+        parts = _ranks_of_experts(parts, first.facts["args"])
+        sizes = max(part.tp for part in parts) + 1, max(part.pp for part in parts) + 1
         model, vocab_size, notices = settings_of(first.facts, first.shapes, sizes, vocab_size, heads)
         facts = first.facts if first.has_state else None
+        if facts and model.mixture:
+            raise CheckpointError("the optimizer state of a model with experts is not read", do=LEAVE_OUT)
     notices += state_notices(first.facts, optimizer, has_state=facts is not None)
     weights = GPTFacts(model, vocab_size).weights
     wanted = with_moments(weights) if facts else weights
 
+    experts = model.num_experts // (max(part.ep for part in parts) + 1) if model.mixture else 0  # of a file
+
     def shards() -> Iterator[list[Piece]]:
+        if counts := megatron_experts.zero_counts(weights):
+            yield counts
         for part in parts:
             log(f"reading {part.path}")
             with _opened(part, facts is not None) as file:
-                parameters = list(_parameters(file, model, weights, sizes))
+                parameters = list(_parameters(file, model, weights, sizes, experts))
                 yield list(_state_pieces(file, parameters) if facts else _weight_pieces(file, parameters))
 
     origin = f"Megatron-LM in {parts[0].path.parent.parent.resolve()}"
@@ -162,14 +172,28 @@ def find_parts(source: Path, step: Optional[int]) -> list[RankFile]:
         file = next((path / name for name in _FILES if (path / name).is_file()), None)
         if not match or file is None:
             raise CheckpointError(f"{path} is not understood", "experts, or a file other than " + ", ".join(_FILES))
-        parts.append(RankFile(int(match[1]), int(match[2] or 0), file))
-    found = {(part.tp, part.pp) for part in parts}
-    tp, pp = (max((place[n] for place in found), default=-1) + 1 for n in (0, 1))
-    missing = {(t, p) for t in range(tp) for p in range(pp)} - found
+        parts.append(RankFile(int(match[1]), int(match[2] or 0), file, int(match[3] or 0)))
+    found = {(part.tp, part.pp, part.ep) for part in parts}
+    tp, pp, ep = (range(max((place[n] for place in found), default=-1) + 1) for n in (0, 1, 2))
+    missing = set(product(tp, pp, ep)) - found
     if missing or not parts:
-        why = f"missing (tensor, pipeline rank): {sorted(missing)[:8]}" if parts else "no mp_rank_* in it"
-        raise CheckpointError(f"{folder} is not a whole checkpoint", why)
-    return sorted(parts, key=lambda part: (part.pp, part.tp))
+        places = sorted(missing)[:8] if len(ep) > 1 else sorted(place[:2] for place in missing)[:8]
+        which = "(tensor, pipeline, expert rank)" if len(ep) > 1 else "(tensor, pipeline rank)"
+        raise CheckpointError(
+            f"{folder} is not a whole checkpoint", f"missing {which}: {places}" if parts else "no mp_rank_* in it"
+        )
+    return sorted(parts, key=lambda part: (part.pp, part.tp, part.ep))
+
+
+def _ranks_of_experts(parts: list[RankFile], args: dict) -> list[RankFile]:
+    """The files with their ranks of ep: without pp, the second number of a folder is that of ep."""
+    ep, pp = args.get("expert_model_parallel_size") or 1, args.get("pipeline_model_parallel_size") or 1
+    if ep > 1 and pp == 1 and not any(part.ep for part in parts):
+        parts = [part._replace(pp=0, ep=part.pp) for part in parts]
+    if (found := max(part.ep for part in parts) + 1) != ep:
+        folder = parts[0].path.parent.parent
+        raise CheckpointError(f"{folder} is missing files: {found} expert parallel ranks, of {ep} that the run had")
+    return parts
 
 
 class OpenFile(NamedTuple):
@@ -208,7 +232,9 @@ def _opened(part: RankFile, optimizer: bool) -> Iterator[OpenFile]:
 
 
 def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
-    """(layer within its chunk, our name after `blocks.N.`), or (None, our name); None for tensors that are not weights."""
+    """(layer within its chunk, our name after `blocks.N.`), or (None, our name); None for tensors that are not weights.
+    The name of an expert's tensor ends with its number on the rank: `mlp.experts.up.weight@3`.
+    """
     name = theirs
     for prefix in ("module.", "language_model."):
         name = name.removeprefix(prefix)
@@ -216,6 +242,10 @@ def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
         return None
     match = _LAYER.fullmatch(name)
     table, rest = (IN_LAYER, match[2]) if match else (OUTSIDE, name)
+    if match and (expert := megatron_experts.our_expert(rest)):
+        return int(match[1]), "@".join(map(str, expert))
+    if match and rest == megatron_experts.BIAS:
+        return int(match[1]), rest
     for kind in ("weight", "bias"):
         for end in (f".{kind}", f"_{kind}"):  # linear_qkv.layer_norm_weight
             if rest.endswith(end) and rest.removesuffix(end) in table:
@@ -224,9 +254,9 @@ def our_name(theirs: str) -> Optional[tuple[Optional[int], str]]:
 
 
 def _parameters(
-    file: OpenFile, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int]
+    file: OpenFile, model: schema.Model, wanted: dict[str, Placement], sizes: tuple[int, int], experts: int
 ) -> Iterator[LocalParameter]:
-    """The parameters in one of their files, in the order of the module."""
+    """The parameters in one of their files, in the order of the module. experts: of each layer in it."""
     tp, pp = sizes
     part, chunks = file.part, max(1, file.facts["chunks"])
     if model.num_layers % (pp * chunks):
@@ -244,10 +274,17 @@ def _parameters(
         elif name == "output.weight" and not model.untie_embeddings_and_output_weights:
             yield LocalParameter(key, shape, matches, no_pieces)  # the last stage's copy of the embedding
             continue
+        name, _, expert = name.partition("@")
         if name not in wanted:
             raise CheckpointError(f"{part.path}: {key} would be {name}, which this model does not have")
-        copy = "tp" not in wanted[name].cut and part.tp > 0
+        cut = wanted[name].cut
+        copy = not {"tp", "etp"} & set(cut) and part.tp > 0 or "ep" not in cut and part.ep > 0
         pieces = _pieces_of(file, name, model, wanted[name], tp)
+        if expert:
+            number = part.ep * experts + int(expert)
+            if number >= model.num_experts:
+                raise CheckpointError(f"{part.path}: {key} would be expert {number} of {model.num_experts}")
+            pieces = _expert_pieces(file, name, wanted[name], number)
         yield LocalParameter(key, shape, matches, no_pieces if copy else pieces)
 
 
@@ -264,6 +301,12 @@ def _pieces_of(
         return [Piece(prefix + name, placed.shape, box, local[Box.whole(box.extent).slices()].contiguous())]
 
     return pieces
+
+
+def _expert_pieces(file: OpenFile, name: str, placed: Placement, number: int):
+    """As `_pieces_of`, for one expert."""
+    where = str(file.part.path)
+    return lambda prefix, x: [megatron_experts.expert_piece(prefix + name, placed, x, number, file.part.tp, where)]
 
 
 def _weight_pieces(file: OpenFile, parameters: list[LocalParameter]) -> Iterator[Piece]:
@@ -310,7 +353,7 @@ def _reshaped(
                 else x.view(heads, d, 3, *tail).transpose(1, 2)
             )
             return order.contiguous()
-        if ".mlp.up." in name and model.swiglu:
+        if (".mlp.up." in name or ".mlp.shared.up." in name) and model.swiglu:
             return x.view(2, -1, *x.shape[1:])
         return x.view(-1, *placed.shape[1:]) if x.dim() == len(placed.shape) and placed.cut.get("tp") == 0 else x
     except RuntimeError:
@@ -384,6 +427,7 @@ def _model_of(
         disable_bias_linear=args.get("add_bias_linear") is False,
         untie_embeddings_and_output_weights=bool(args.get("untie_embeddings_and_output_weights")),
         **{name: args[name] for name in _SAME_NAME if args.get(name) is not None},
+        **megatron_experts.our_arguments(args, num_layers),
     )
 
 

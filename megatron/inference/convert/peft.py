@@ -30,7 +30,7 @@ from megatron.inference.convert.arriving import arriving
 from megatron.inference.convert.families import exported
 from megatron.inference.convert.merged import delta, has_adapters
 from megatron.inference.load import refuse_head
-from megatron.model.gpt.hf_names import Match
+from megatron.model.gpt.hf_match import Match
 from megatron.model.linear_kinds import WEIGHT, linear_layers
 from megatron.model.lora import KIND, PAIR, TRAINED, parts_of
 from megatron.model.recipe import config_of, facts_of

@@ -120,7 +120,7 @@ class Router(nn.Module):
         x, eps = x.to(self.dtype), self.model.moe_input_jitter_eps
         if eps and self.training and not x.is_meta:
             x = x * (1 + eps * self._uniform("router jitter", x, samples))
-        with torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else nullcontext():
+        with torch._C.DisableTorchFunction() if torch._C._is_torch_function_mode_enabled() else nullcontext():
             # Without `Autocast`, which computes products in half precision.
             bias = None if self.bias is None else self.bias.to(self.dtype)
             logits = F.linear(x, self.weight.to(self.dtype), bias)

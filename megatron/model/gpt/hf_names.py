@@ -14,24 +14,15 @@ stores q_proj, k_proj and v_proj as one qkv_proj, gate_proj and up_proj as one g
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
+from megatron.model.gpt.hf_experts import expert_matches
+from megatron.model.gpt.hf_match import Match, Tensors
 from megatron.settings.schema import Model
 
-Tensors = list[torch.Tensor]
 CENTRED = ("gemma", "gemma2", "gemma3_text")  # their norms multiply by 1 + weight
 FUSED = ("phi3",)  # queries, keys and values are one tensor, and so are gate and values of the MLP
-
-
-class Match(NamedTuple):
-    """A tensor of ours and the tensors of theirs with the same values."""
-
-    ours: str
-    theirs: tuple[str, ...]
-    to_ours: Callable[[Tensors], torch.Tensor] = lambda theirs: theirs[0]
-    to_theirs: Callable[[torch.Tensor], Tensors] = lambda ours: [ours]
 
 
 def matches(kind: str, model: Model) -> list[Match]:
@@ -87,7 +78,10 @@ def _decoder(kind: str, model: Model) -> list[Match]:
         ours, theirs = f"blocks.{n}.", f"model.layers.{n}."
         result += [norm(f"{ours}{mine}", f"{theirs}{name}") for mine, name in _norm_names(model)]
         result += _attention(kind, model, f"{ours}attention.", f"{theirs}self_attn.", norm)
-        result += _mlp(kind, model, f"{ours}mlp.", f"{theirs}mlp.")
+        if model.has_experts(n):
+            result += expert_matches(kind, model, f"{ours}mlp.", theirs)
+        else:
+            result += _mlp(kind, model, f"{ours}mlp.", f"{theirs}mlp.")
     return result + [norm("final_norm", "model.norm")] + _output(model)
 
 

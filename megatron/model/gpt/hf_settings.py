@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.errors import CheckpointError, SettingsError
+from megatron.model.gpt.hf_experts import DENSE, against_experts, effective_experts, our_experts, their_experts
 from megatron.model.gpt.hf_rope import our_rope, refuse, their_rope
 from megatron.settings.schema import Model
 
@@ -36,9 +37,15 @@ LLAMA: dict[str, Any] = dict(
     window_attn_skip_freq=None,
     attn_logit_softcapping=None,
     final_logit_softcapping=None,
+    **DENSE,
 )
 ANY = object()  # any value of a setting
 SCALED = dict.fromkeys(("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_type"), ANY)
+EXPERTS = dict(num_experts=ANY)
+LAYERS_DENSE = dict(EXPERTS, moe_layer_freq=ANY, moe_router_pre_softmax=ANY)
+SHARED = dict(LAYERS_DENSE, moe_shared_expert_intermediate_size=ANY)
+GROUPED = dict(moe_router_num_groups=ANY, moe_router_group_topk=ANY, moe_router_topk_scaling_factor=ANY)
+SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 WINDOWS = dict.fromkeys(("window_size", "window_attn_skip_freq"), ANY)
 GEMMA = dict(swiglu=False, geglu=True, scale_embedding=True)
 GEMMA_2 = dict(GEMMA, **WINDOWS, norm_position="sandwich", query_pre_attn_scalar=ANY, final_logit_softcapping=ANY)
@@ -128,15 +135,64 @@ FAMILIES: dict[str, DecoderFamily] = {  # model_type -> family
         dict(_GEMMA, num_key_value_heads=4, rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=6),
         against=_gemma_2,
     ),
+    "mixtral": DecoderFamily(
+        "Mixtral",
+        "MixtralForCausalLM",
+        dict(SCALED, **EXPERTS, window_size=ANY),
+        dict(_EPSILON_5, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2, rope_theta=1e6),
+        against=against_experts("mixtral"),
+    ),
+    "olmoe": DecoderFamily(
+        "OLMoE",
+        "OlmoeForCausalLM",
+        dict(SCALED, **EXPERTS, moe_router_pre_softmax=ANY, qk_layernorm=True, qk_layernorm_across_heads=True),
+        dict(_EPSILON_5, num_experts=64, num_experts_per_tok=8, intermediate_size=2048),
+        against=against_experts("olmoe"),
+    ),
+    "qwen2_moe": DecoderFamily(
+        "Qwen2-MoE",
+        "Qwen2MoeForCausalLM",
+        dict(SCALED, **SHARED, moe_shared_expert_gate=True, add_qkv_bias=True),
+        dict(num_key_value_heads=16, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408),
+        against=against_experts("qwen2_moe"),
+    ),
+    "qwen3_moe": DecoderFamily(
+        "Qwen3-MoE",
+        "Qwen3MoeForCausalLM",
+        dict(SCALED, **LAYERS_DENSE, window_size=ANY, qk_layernorm=True),
+        dict(
+            num_key_value_heads=4,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            sliding_window=4096,
+        )
+        | dict(use_sliding_window=False),
+        against=against_experts("qwen3_moe"),
+    ),
+    "dots1": DecoderFamily(
+        "dots.llm1",
+        "Dots1ForCausalLM",
+        dict(SCALED, **SHARED, **GROUPED, **SIGMOID, qk_layernorm=True),
+        dict(num_key_value_heads=32, moe_intermediate_size=1408, sliding_window=None, norm_topk_prob=False),
+        against=against_experts("dots1"),
+    ),
+    "deepseek": DecoderFamily(
+        "DeepSeek-MoE",
+        "DeepseekForCausalLM",
+        dict(SCALED, **SHARED, moe_router_topk_scaling_factor=ANY),
+        dict(moe_intermediate_size=1407),
+        against=against_experts("deepseek"),
+    ),
 }
 # Known families that are refused -> the reason.
 REFUSED = dict(
     gemma3="it has a vision tower; save its language model alone, as a Gemma3ForCausalLM",
     phi="its layers run attention and MLP in parallel, and its output layer has a bias",
-    phimoe="its layers have experts",
-    qwen2_moe="its layers have experts",
-    qwen3_moe="its layers have experts",
-    mixtral="its layers have experts",
+    phimoe="its router is trained by SparseMixer, and its layers have biases",
+    gpt_oss="its attention has sinks, and its experts clamp their activations",
+    deepseek_v2="its attention compresses keys and values (MLA)",
+    deepseek_v3="its attention compresses keys and values (MLA)",
 )
 
 
@@ -156,7 +212,8 @@ def effective(m: Model) -> dict[str, Any]:
         window_size=not windowed,
         window_attn_skip_freq=all(m.window_of(n) == m.window for n in range(m.num_layers)),
     )
-    return {name: value if idle.get(name) else getattr(m, name) for name, value in LLAMA.items()}
+    own = effective_experts(m)
+    return {name: value if idle.get(name) else own.get(name, getattr(m, name)) for name, value in LLAMA.items()}
 
 
 def _flag(name: str, value: Any) -> str:
@@ -234,10 +291,17 @@ def _to_decoder(kind: str, m: Model) -> dict[str, Any]:
         attention_bias=not m.disable_bias_linear,
     )
     windows = dict(sliding_window=_their_window(m))
+    common |= their_experts(kind, m)
     if kind == "llama":
         return common | dict(mlp_bias=not m.disable_bias_linear)
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         return common | windows
+    if kind == "qwen2_moe":
+        return common | dict(use_sliding_window=False)
+    if kind == "qwen3_moe":
+        return common | windows | dict(use_sliding_window=m.window is not None)
+    if kind == "dots1":
+        return common | dict(sliding_window=None, layer_types=_layer_types(m))
     if kind in ("qwen2", "qwen3"):
         used = m.window is not None
         return common | windows | dict(use_sliding_window=used, max_window_layers=0, layer_types=_layer_types(m))
@@ -384,6 +448,7 @@ def _from_decoder(kind: str, c: dict[str, Any]) -> tuple[Model, int]:
         **windows,
         **(local if windows.get("window_size") else {}),
         **our_rope(c, rope),
+        **our_experts(kind, c),
     )
     return model, int(c["vocab_size"])
 
@@ -428,14 +493,14 @@ def _our_windows(kind: str, c: dict[str, Any]) -> dict[str, Any]:
     if int(window) < 1:
         raise CheckpointError(f"sliding_window {window!r} in config.json cannot be expressed here")
     size = dict(window_size=f"{int(window) - 1},0")
-    types = None if kind in ("mistral", "phi3") else c.get("layer_types")
+    types = None if kind in ("mistral", "mixtral", "phi3", "qwen3_moe") else c.get("layer_types")
     if types is None:
         every = {"gemma2": 2, "gemma3_text": c.get("sliding_window_pattern") or 6}.get(kind)
         if every:
             if int(every) < 2:
                 _refuse_windows(f"by sliding_window_pattern {every}")
             return size | (dict(window_attn_skip_freq=int(every)) if int(every) <= layers else {})
-        first = int(c.get("max_window_layers") or 0)  # Qwen has windows from a layer on
+        first = 0 if kind == "qwen3_moe" else int(c.get("max_window_layers") or 0)  # Qwen has windows from a layer on
         if first >= layers:
             return {}
         if first > 0:

@@ -33,7 +33,10 @@ def compared(shrunk: ShrunkJob, recipe: Recipe, steps: int) -> Check:
     layout, limits = layout_of(shrunk.config, shrunk.world_size), TOLERANCE[precision]
     try:
         reference = trace(one_process(shrunk.config), recipe, 1, steps)
-        difference = compare(reference, trace(laid_out(shrunk.config, layout), recipe, shrunk.world_size, steps))
+        difference = compare(
+            reference,
+            trace(laid_out(shrunk.config, layout), recipe, shrunk.world_size, steps, replayed=reference.choices),
+        )
     except RankFailed as failed:
         why = failed.failure.what if failed.failure else failed.brief
         return Check(f"shrunk {precision}", "", f"the shrunk job does not train: {why}", DO)

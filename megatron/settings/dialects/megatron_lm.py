@@ -348,7 +348,7 @@ vision models are not part of this suite
     --data-per-class-fraction --sample-rate --mask-type --mask-factor
 distillation is --teacher-load DIR, with the settings of the teacher's checkpoint, --kd-alpha and --kd-temperature
     --kd* --*-teacher --export-kd-cfg --load-teacher
-teachers' logits are not stored
+teachers' logits are stored by python -m megatron.tools.teacher_logits, and read with --teacher-logits
     --logits-* --output-logit-dtype
 pruning is not part of this suite yet
     --export-* --modelopt-*

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write a mixture of experts from the checkpoint of a dense model, as `model.experts.upcycling` says."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from megatron.checkpoint import reshard
+from megatron.checkpoint.boxes import Box
+from megatron.checkpoint.index import Tensor
+from megatron.checkpoint.reader import PART, Reader
+from megatron.errors import CheckpointError, SettingsError
+from megatron.inference.convert.families import prompts_for
+from megatron.inference.convert.imported import check_free
+from megatron.inference.load import load_model
+from megatron.model.experts import upcycling
+from megatron.model.recipe import config_of, facts_of
+from megatron.settings.from_checkpoint import located
+from megatron.settings.schema import Config
+
+BOUND = 1e-6  # of the largest logit
+
+
+def upcycle(
+    path: Path, out: Path, given: Mapping[str, Any], *, seed: int = 1234, writers: int = 1, check: bool = True
+) -> list[str]:
+    """Write the checkpoint at `path` to the folder `out` with experts in the place of MLPs; returns notices.
+
+    given: settings of experts. check: compare the logits of both models. Optimizer state is left out.
+    Raises SettingsError for other settings, or a mixture that computes something else; CheckpointError if it does.
+    """
+    check_free(out)
+    with Reader(path) as reader:
+        source = UpcycledReader(reader, given, seed)
+        pieces = reshard.whole_pieces(source)
+        new = reshard.reshard(source, out, reshard.evenly(pieces, writers), source.state)
+    m = source.config.model
+    notices = [f"{new}: {m.num_experts} experts in {len(m.expert_layers)} of {m.num_layers} layers"]
+    notices += [_compared(path, new, source.config, source.state["vocab_size"])] if check else []
+    return [*notices, f"train on with --load {out} --finetune"]
+
+
+class UpcycledReader:
+    """A reader of the mixture, with the part of `Reader`'s methods that rewriting needs."""
+
+    def __init__(self, reader: Reader, given: Mapping[str, Any], seed: int):
+        saved = config_of(located(reader.state))
+        if (given.get("num_experts") or 0) < 2:
+            raise SettingsError("the number of experts is missing", do="give --num-experts N, at least 2")
+        if saved.model.mixture:
+            raise SettingsError(
+                f"{reader.folder} has {saved.model.num_experts} experts already", do="give a dense model"
+            )
+        if saved.model.model_type != "GPT" or saved.model.linear or saved.model.sparsity is not None:
+            kind = saved.model.model_type + " with special linear layers" * bool(
+                saved.model.linear or saved.model.sparsity
+            )
+            raise SettingsError(
+                f"{reader.folder} is a {kind}",
+                "experts are upcycled from the MLPs of a GPT",
+                "merge adapters first (merge-lora), or apply masks (apply-masks)"
+                if kind != saved.model.model_type
+                else None,
+            )
+        self.config = replace(saved, model=replace(saved.model, **given))
+        upcycling.refuse_unequal(self.config.model)
+        self.reader, self.folder, self.seed = reader, reader.folder, seed
+        self.placements = facts_of(self.config, reader.state["vocab_size"]).weights
+        self.tensors = {name: self._entry(name) for name in self.placements}
+        self.state = self._state()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of the mixture."""
+        if source := upcycling.source_of(name):
+            count = self.config.model.num_experts
+            return upcycling.experts_of(name, self.reader.read(source), self.config.model, 0, count)
+        if upcycling.ROUTER in name:
+            whole = upcycling.router_of(name, self.placements[name], self.config.model, self.seed)
+            return whole.to(self.tensors[name].dtype)
+        return self.reader.read(name)
+
+    def parts(self, name: str, box: Optional[Box] = None, size: int = PART) -> Iterator[torch.Tensor]:
+        """As `Reader.parts`; all experts of a layer are in memory."""
+        whole = self.read(name)
+        flat = (whole if box is None else whole[box.slices()]).reshape(-1)
+        yield from flat.split(max(1, size // whole.element_size()))
+
+    def _entry(self, name: str) -> Tensor:
+        """Format and shape of a tensor: those of the dense model, and of its embedding for new ones."""
+        placed, stored = self.placements[name], self.reader.tensors
+        source = upcycling.source_of(name) or ("embedding.word.weight" if upcycling.ROUTER in name else name)
+        if source not in stored:
+            raise CheckpointError(f"{self.folder} has no tensor {source}")
+        dtype = getattr(torch, placed.buffer.dtype) if placed.buffer else stored[source].dtype
+        return Tensor(dtype, placed.shape, [])
+
+    def _state(self) -> dict[str, Any]:
+        state = self.reader.state
+        model = upcycling.upcycled_settings(state["config"]["model"], self.config.model)
+        buffers = {name: placed.buffer.combine for name, placed in self.placements.items() if placed.buffer}
+        untrained = {**(state.get("untrained") or {}), "buffers": buffers}
+        return {**state, "config": state["config"] | dict(model=model), "untrained": untrained, "optimizer_steps": None}
+
+
+@torch.no_grad()
+def _compared(dense: Path, mixture: Path, config: Config, vocab_size: int) -> str:
+    """A notice on the logits of both models. Raises CheckpointError if they differ."""
+    prompts = prompts_for(facts_of(config, vocab_size))
+    before, after = (load_model(path, precision="fp32").model.logits(prompts) for path in (dense, mixture))
+    largest, difference = before.abs().max().item(), (before - after).abs().max().item()
+    summary = f"logits differ by at most {difference:.1e} of {largest:.3g}"
+    if not difference <= BOUND * max(largest, 1.0):
+        raise CheckpointError(f"{mixture} computes something else than {dense}: {summary}")
+    return f"the same function: {summary}"

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mapping between the experts of Hugging Face's decoders and ours: entries of config.json, and tensors.
+
+Our weights of a layer's experts are two tensors, [E, 2, f, h] and [E, h, f]. Their files have three matrices for each
+expert.
+
+Legend: E experts, f width of an expert, h hidden.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from megatron.errors import CheckpointError
+from megatron.model.gpt.hf_match import Match
+from megatron.model.gpt.hf_rope import refuse
+from megatron.settings.schema import Model
+
+# The settings of experts that change what a model computes -> their values in a dense model.
+DENSE: dict[str, Any] = dict(
+    num_experts=None,
+    moe_layer_freq="1",
+    moe_shared_expert_intermediate_size=None,
+    moe_shared_expert_gate=False,
+    moe_router_load_balancing_type=None,
+    moe_router_score_function="softmax",
+    moe_router_pre_softmax=False,
+    moe_router_num_groups=None,
+    moe_router_group_topk=None,
+    moe_router_topk_scaling_factor=None,
+    moe_router_enable_expert_bias=False,
+    moe_router_force_load_balancing=False,
+    moe_expert_capacity_factor=None,
+)
+
+
+class ExpertWords(NamedTuple):
+    """How a family names its experts.
+
+    number, width: of experts, and inside one: entries of config.json
+    part:          of a layer, before the names of experts and router
+    matrices:      of an expert: gate, values, output
+    shared:        the expert that all tokens share, in a layer; None: it has none
+    first_dense:   whether only the first layers may lack experts (first_k_dense_replace)
+    """
+
+    number: str
+    width: str = "moe_intermediate_size"
+    part: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: Optional[str] = None
+    first_dense: bool = False
+
+
+WORDS = {
+    "mixtral": ExpertWords("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
+    "olmoe": ExpertWords("num_experts", "intermediate_size"),
+    "qwen2_moe": ExpertWords("num_experts", shared="shared_expert"),
+    "qwen3_moe": ExpertWords("num_experts"),
+    "dots1": ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
+    "deepseek": ExpertWords("n_routed_experts", shared="shared_experts", first_dense=True),
+}
+
+
+def effective_experts(m: Model) -> dict[str, Any]:
+    """The values of the settings of `DENSE` in a model; those without an effect are those of a dense model."""
+    if not m.mixture:
+        return DENSE
+    own = {name: getattr(m, name) for name in DENSE}
+    kinds = [kind for kind, _ in m.balancing if kind == "sinkhorn"]  # others change only training
+    one_group = m.moe_router_num_groups == m.moe_router_group_topk  # all groups are chosen
+    sigmoid = m.moe_router_score_function == "sigmoid"
+    return own | dict(
+        moe_layer_freq="1" if len(m.expert_layers) == m.num_layers else m.moe_layer_freq,
+        moe_router_load_balancing_type=" ".join(kinds) or None,
+        moe_router_pre_softmax=m.moe_router_pre_softmax and not sigmoid,
+        moe_router_num_groups=None if one_group else m.moe_router_num_groups,
+        moe_router_group_topk=None if one_group else m.moe_router_group_topk,
+        moe_router_topk_scaling_factor=None
+        if m.moe_router_topk_scaling_factor == 1
+        else m.moe_router_topk_scaling_factor,
+    )
+
+
+def against_experts(kind: str) -> Callable[[Model], dict[str, bool]]:
+    """Reasons why a model is not of this family with experts -> whether they hold."""
+
+    def reasons(m: Model) -> dict[str, bool]:
+        if not m.mixture:
+            return {"no --num-experts": True}
+        words, width, shared = WORDS[kind], m.expert_ffn_size, m.moe_shared_expert_intermediate_size
+        k, groups = m.moe_router_topk, effective_experts(m)["moe_router_group_topk"]
+        dense_first = tuple(range(m.num_layers - len(m.expert_layers), m.num_layers))
+        return {
+            f"--moe-layer-freq {m.moe_layer_freq}": words.first_dense and m.expert_layers != dense_first,
+            f"--moe-shared-expert-intermediate-size {shared}": words.first_dense and (shared or 0) % width != 0,
+            f"--moe-router-topk {k} from --moe-router-group-topk {groups} groups": bool(groups) and k // groups != 2,
+            f"--kv-channels {m.head_dim}": kind == "olmoe" and m.head_dim * m.num_attention_heads != m.hidden_size,
+            "no --moe-shared-expert-intermediate-size": kind in ("dots1", "qwen2_moe") and not shared,
+        }
+
+    return reasons
+
+
+# ---- config.json -----------------------------------------------------------------------------------------------------
+
+
+def their_experts(kind: str, m: Model) -> dict[str, Any]:
+    """The entries of config.json for the experts of a model."""
+    words = WORDS.get(kind)
+    if words is None:
+        return {}
+    dense = m.num_layers - len(m.expert_layers)
+    theirs: dict[str, Any] = {
+        words.number: m.num_experts,
+        words.width: m.expert_ffn_size,
+        "num_experts_per_tok": m.moe_router_topk,
+    }
+    if kind in ("olmoe", "qwen2_moe", "qwen3_moe", "deepseek"):
+        theirs |= dict(norm_topk_prob=not m.moe_router_pre_softmax)
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        without = [n for n in range(m.num_layers) if not m.has_experts(n)]
+        theirs |= dict(decoder_sparse_step=1, mlp_only_layers=without)
+    if kind == "qwen2_moe":
+        theirs |= dict(shared_expert_intermediate_size=m.moe_shared_expert_intermediate_size)
+    if words.first_dense:
+        shared = (m.moe_shared_expert_intermediate_size or 0) // m.expert_ffn_size
+        theirs |= dict(first_k_dense_replace=dense, n_shared_experts=shared or None)
+        theirs |= dict(routed_scaling_factor=m.moe_router_topk_scaling_factor or 1.0)
+    if kind == "dots1":
+        groups = dict(n_group=m.moe_router_num_groups or 1, topk_group=m.moe_router_group_topk or 1)
+        theirs |= dict(norm_topk_prob=True, **groups)
+    if kind == "deepseek":
+        theirs |= dict(moe_layer_freq=1, scoring_func="softmax", auto_map=_DEEPSEEK)
+    return theirs
+
+
+_FILES = "deepseek-ai/deepseek-moe-16b-base--"  # their code; transformers has none for it
+_DEEPSEEK = dict(
+    AutoConfig=f"{_FILES}configuration_deepseek.DeepseekConfig",
+    AutoModelForCausalLM=f"{_FILES}modeling_deepseek.DeepseekForCausalLM",
+)
+
+
+def our_experts(kind: str, c: dict[str, Any]) -> dict[str, Any]:
+    """Our settings for the experts of a config.json. Raises CheckpointError for those that we do not have."""
+    words = WORDS.get(kind)
+    if words is None:
+        return {}
+    number = int(
+        c["num_local_experts"] if "num_local_experts" in c else c[words.number]
+    )  # transformers 5 writes the first
+    width, k = int(c[words.width]), int(c["num_experts_per_tok"])
+    if not 1 < number < 1 << 16 or not 0 < k <= number or width < 1:
+        raise CheckpointError(f"config.json describes no experts: {number} of width {width}, {k} for each token")
+    ours: dict[str, Any] = dict(num_experts=number, moe_ffn_hidden_size=width, moe_router_topk=k)
+    ours |= dict(moe_layer_freq=pattern_of(_layers_with_experts(kind, c)))
+    scaling = float(c.get("routed_scaling_factor") or 1.0)
+    if scaling != 1:
+        ours |= dict(moe_router_topk_scaling_factor=scaling)
+    if kind == "olmoe":
+        refuse(c, clip_qkv=(None,))
+    if kind in ("olmoe", "qwen2_moe", "qwen3_moe", "deepseek"):
+        ours |= dict(moe_router_pre_softmax=not c.get("norm_topk_prob"))
+    if kind == "qwen2_moe":
+        refuse(c, use_sliding_window=(False, None), qkv_bias=(True, None))
+        size = int(c["shared_expert_intermediate_size"])
+        ours |= dict(moe_shared_expert_intermediate_size=size, moe_shared_expert_gate=True)
+    if words.first_dense and c.get("n_shared_experts"):
+        ours |= dict(moe_shared_expert_intermediate_size=width * int(c["n_shared_experts"]))
+    if kind == "deepseek":
+        refuse(c, scoring_func=("softmax", None))
+    if kind == "dots1":
+        refuse(c, norm_topk_prob=(True,))
+        groups, chosen = int(c.get("n_group") or 1), int(c.get("topk_group") or 1)
+        ours |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+        if groups != chosen:
+            if number % groups or k // chosen != 2:  # they rank groups by their best two experts
+                raise CheckpointError(f"config.json has {groups} groups of {number} experts, {chosen} for {k} experts")
+            ours |= dict(moe_router_num_groups=groups, moe_router_group_topk=chosen)
+    return ours
+
+
+def _layers_with_experts(kind: str, c: dict[str, Any]) -> list[bool]:
+    layers = range(int(c["num_hidden_layers"]))
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        step, without = int(c.get("decoder_sparse_step") or 1), c.get("mlp_only_layers") or []
+        return [n not in without and (n + 1) % step == 0 for n in layers]
+    if WORDS[kind].first_dense:
+        step = int(c.get("moe_layer_freq") or 1)
+        return [n >= int(c.get("first_k_dense_replace") or 0) and n % step == 0 for n in layers]
+    return [True for _ in layers]
+
+
+def pattern_of(layers: Sequence[bool]) -> str:
+    """--moe-layer-freq for the layers that have experts.
+
+    >>> pattern_of([False, True, True]), pattern_of([True, True])
+    ('[0]*1+[1]*2', '1')
+    """
+    if all(layers):
+        return "1"
+    return "+".join(f"[{int(has)}]*{len(list(run))}" for has, run in groupby(layers))
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def expert_matches(kind: str, m: Model, ours: str, theirs: str) -> list[Match]:
+    """The matches of a layer's router and experts. ours: `blocks.7.mlp.`; theirs: `model.layers.7.`"""
+    words, e, shared = WORDS[kind], m.num_experts, bool(m.moe_shared_expert_intermediate_size)
+    part = f"{theirs}{words.part}."
+    names = lambda *which: tuple(f"{part}experts.{n}.{matrix}.weight" for n in range(e) for matrix in which)
+    gate, values, output = words.matrices
+    result = [
+        Match(f"{ours}router.weight", (f"{part}gate.weight",)),
+        Match(f"{ours}router.load", (), lambda t: torch.zeros(e, dtype=torch.int64), lambda x: []),  # of one step
+        Match(
+            f"{ours}experts.up.weight",
+            names(gate, values),
+            lambda t: torch.stack(t).unflatten(0, (e, 2)),
+            lambda x: list(x.flatten(0, 1)),
+        ),
+        Match(f"{ours}experts.down.weight", names(output), torch.stack, list),
+    ]
+    if "global_aux_loss" in dict(m.balancing):
+        result.append(result[1]._replace(ours=f"{ours}router.scored_load"))
+    if m.moe_router_enable_expert_bias:
+        result.append(Match(f"{ours}router.expert_bias", (f"{part}gate.e_score_correction_bias",), exact=True))
+    if shared:
+        of = lambda *which: tuple(f"{part}{words.shared}.{matrix}.weight" for matrix in which)
+        result.append(Match(f"{ours}shared.up.weight", of(gate, values), torch.stack, list))
+        result.append(Match(f"{ours}shared.down.weight", of(output)))
+    if m.moe_shared_expert_gate:
+        result.append(Match(f"{ours}shared_gate.weight", (f"{part}shared_expert_gate.weight",)))
+    return result

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Match`: a tensor of ours and its values in the files of Hugging Face."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+Tensors = list[torch.Tensor]
+
+
+class Match(NamedTuple):
+    """A tensor of ours and the tensors of theirs with the same values.
+
+    theirs: none for a count that is 0 between steps. exact: fp32 in their files, whatever the format of the weights
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    to_ours: Callable[[Tensors], torch.Tensor] = lambda theirs: theirs[0]
+    to_theirs: Callable[[torch.Tensor], Tensors] = lambda ours: [ours]
+    exact: bool = False
