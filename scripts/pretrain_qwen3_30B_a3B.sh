@@ -11,7 +11,7 @@ launch 32 H100-80GB \
     --num-layers 48 --hidden-size 2048 --num-attention-heads 32 \
     --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --ffn-hidden-size 6144 \
     --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 \
-    --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-3 \
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 \
     --seq-length 4096 --vocab-size 151936 --untie-embeddings-and-output-weights \
     --hidden-dropout 0 --attention-dropout 0 \
     --position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu \

@@ -216,8 +216,17 @@ def test_a_search_keeps_ranks_for_experts(words):
         assert Layout.of(resolve(again, 8), 8).expert_sizes == layout.expert_sizes
     ep, etp = int(words[5]), re.search(r"--etp (\d)", words)
     sizes = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) if tp * pp <= 8 and 12 % tp == 0]
-    possible = {(tp, pp) for tp, pp in sizes if 8 // pp % (ep * (int(etp[1]) if etp else tp)) == 0}
+    possible = {(tp, pp) for tp, pp in sizes if 8 // pp % (ep * (int(etp[1]) if etp else 1)) == 0}
     assert {(layout.tp, layout.pp) for layout in layouts} == possible
+
+
+def test_a_search_tries_all_ranks_for_experts():
+    """With neither flag: every ep that divides the ranks of a stage and the 8 experts, and whole experts beside tp."""
+    line = f"--model-type tests.models.own_experts {OPEN} --world-size 8 --pipeline-model-parallel-size 2"
+    found = search_layouts(parse_any(line.split(), recipe=own_experts.recipe())).searched.plans
+    grids = {(one.layout.tp, one.layout.ep, one.layout.cuts.etp) for one in found}
+    assert {(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 1, 2), (2, 1, 1), (2, 2, 1), (2, 4, 1)} <= grids
+    assert all(4 % (ep * etp) == 0 for _, ep, etp in grids)
 
 
 def test_a_search_of_a_plain_model_refuses_them():
